@@ -1,0 +1,250 @@
+"""One decoder that is GPT-2, LLaMA or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no FLOP
+formula. Weights are stored in fp32 and cast where they are used, so no autocast runs in the step.
+
+    B batch · T sequence · C model width · H query heads · K key/value heads · D head width
+    F feed-forward width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model_config import ModelConfig
+
+INIT_STD = 0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
+
+# attend(q, k, v, dropout_p): q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), causal
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def manual_attention(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
+    """softmax(Q K^T / sqrt(D)) V with a causal mask, every matmul visible (Vaswani et al. 2017, sec. 3.2.1).
+
+    The reference that other backends are tested against, and the one whose FLOPs are counted.
+    """
+    T, H, K, D = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    if K != H:
+        k, v = (t.repeat_interleave(H // K, dim=1) for t in (k, v))  # (B, H, T, D)
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(D)  # (B, H, T, T)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.float().masked_fill(future, float("-inf")).softmax(dim=-1).to(q.dtype)
+    weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
+    return (weights @ v).transpose(1, 2)  # (B, T, H, D)
+
+
+# --- layers ---
+
+
+class Linear(nn.Linear):
+    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy."""
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, statistics in fp32. Zhang and Sennrich 2019."""
+
+    def __init__(self, width: int, config: ModelConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias, statistics in fp32. Ba et al. 2016; bias optional."""
+
+    def __init__(self, width: int, config: ModelConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if config.bias else None
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+
+
+def rotary_angles(length: int, head_dim: int, theta: float, device=None):
+    """Rotary angles: cos, sin of shape (T, D/2), fp32. Su et al. 2021, sec. 3.2.2."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x, cos, sin):
+    """Rotates x (B, T, heads, D) by cos, sin (T, D/2) in fp32; half-split layout, as in the published weights."""
+    x1, x2 = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) each
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads (Ainslie et al. 2023); K = H is multi-head."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.dropout, self.attend = config.dropout, attend
+        qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
+        self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias)  # one matmul: q, then k, then v
+        self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
+
+    def forward(self, x, rotary):
+        B, T, C = x.shape
+        heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2K, D)
+        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        return self.out(y.reshape(B, T, C))
+
+
+ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x))), or with swiglu down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gated = config.ffn_type == "swiglu"
+        self.activation = ACTIVATIONS[config.activation]
+        self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
+        self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        x = self.up(x)  # (B, T, F), or (B, T, 2F): gate, then up
+        if not self.gated:
+            return self.down(self.activation(x))
+        gate, up = x.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        norm = NORMS[config.normalization]
+        self.attn_norm, self.attn = norm(config.n_embd, config), Attention(config, attend)
+        self.ffn_norm, self.ffn = norm(config.n_embd, config), FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, rotary):
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotary))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Head(nn.Module):
+    """Final norm, output projection and loss. One module, so that compile fuses them and the fp32 logits,
+    the largest tensor of the step, live only inside it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm = NORMS[config.normalization](config.n_embd, config)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, x, targets=None):
+        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# --- the model ---
+
+
+class Transformer(nn.Module):
+    """Decoder-only transformer. forward(ids (B, T), targets (B, T)) is the mean loss, a scalar in fp32;
+    without targets, the logits (B, T, V).
+
+    Build it on meta, then call init_weights(): see model_builder.build_model.
+    """
+
+    def __init__(self, config: ModelConfig, attend: Attend = manual_attention, dtype=torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, dtype
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        learned = config.position_encoding == "learned"
+        self.positions = nn.Embedding(config.block_size, config.n_embd) if learned else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
+        self.head = Head(config)
+        if not learned:
+            self._set_rotary(device=None)
+        self._tie()
+
+    def forward(self, ids, targets=None):
+        T = ids.shape[1]
+        if T > self.config.block_size:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
+        x = self.embed(ids)  # (B, T, C)
+        rotary = None
+        if self.positions is not None:
+            x = x + self.positions.weight[:T]
+        else:
+            rotary = (self.rotary_cos[:T], self.rotary_sin[:T])
+        x = self.dropout(x.to(self.compute_dtype))
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.head(x, targets)
+
+    def init_weights(self, device: torch.device | str, seed: int) -> Transformer:
+        """Allocates on device and draws the weights: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L))
+        (Radford et al. 2019, sec. 2.3), norms 1, biases 0.
+
+        Each tensor's draw depends on (seed, its name) alone, so every rank and strategy starts alike.
+        """
+        self.to_empty(device=device)
+        self._tie()  # to_empty gives shared parameters separate storage
+        if self.positions is None:
+            self._set_rotary(device)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+                continue
+            residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+            std = INIT_STD / math.sqrt(2 * self.config.n_layer) if residual else INIT_STD
+            generator = torch.Generator(parameter.device).manual_seed(_name_seed(seed, name))
+            nn.init.normal_(parameter, std=std, generator=generator)
+        return self
+
+    def count_parameters(self) -> dict[str, int]:
+        """total, trainable, and non_embedding: total less learned positions, the N of the PaLM formula."""
+        total = sum(p.numel() for p in self.parameters())
+        positions = 0 if self.positions is None else self.positions.weight.numel()
+        trainable = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        return {"total": total, "trainable": trainable, "non_embedding": total - positions}
+
+    def _tie(self):
+        if self.config.weight_tying:
+            self.head.lm_head.weight = self.embed.weight
+
+    def _set_rotary(self, device):
+        config = self.config
+        cos, sin = rotary_angles(config.block_size, config.head_dim, config.rope_theta, device)  # (T, D/2)
+        self.register_buffer("rotary_cos", cos, persistent=False)
+        self.register_buffer("rotary_sin", sin, persistent=False)
+
+
+def _name_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,120 @@
+"""Model shapes. One frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3 and Qwen3 alike, and a
+preset per family supplies whatever a run does not state. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+
+CHOICES = {
+    "normalization": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "silu"),  # gelu is the tanh approximation, as in GPT-2
+    "position_encoding": ("learned", "rope"),
+    "ffn_type": ("mlp", "swiglu"),
+}
+
+SWIGLU_MULTIPLE = 256  # LLaMA's rounding of 8/3 x width; keeps the FFN matmuls on tensor-core tiles
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one decoder. Defaults are GPT-2's style at nanoGPT's 124M size.
+
+    Raises ValueError when the fields do not describe a model that can be built.
+    """
+
+    arch: str = "gpt2"  # the preset it came from; a label, nothing branches on it
+    n_layer: int = 12
+    n_head: int = 12  # query heads
+    n_embd: int = 768  # model width
+    n_kv_head: int | None = None  # key/value heads; None means n_head (no grouping)
+    d_ff: int | None = None  # feed-forward width; None means 4 x n_embd, or LLaMA's rule for swiglu
+    vocab_size: int = 50304  # GPT-2's 50,257 padded to a multiple of 64
+    block_size: int = 1024  # longest sequence, tokens
+    normalization: str = "layernorm"
+    norm_eps: float = 1e-5
+    activation: str = "gelu"
+    position_encoding: str = "learned"
+    rope_theta: float = 10000.0
+    ffn_type: str = "mlp"
+    bias: bool = False  # on every Linear but the output head, and on LayerNorm
+    dropout: float = 0.0
+    weight_tying: bool = True  # the output head shares the token embedding
+    qk_norm: bool = False  # RMSNorm on each query and key head, as in Qwen3
+
+    def __post_init__(self):
+        if self.n_kv_head is None:
+            object.__setattr__(self, "n_kv_head", self.n_head)
+        if self.d_ff is None:
+            object.__setattr__(self, "d_ff", default_ffn_width(self.n_embd, self.ffn_type))
+        self._check()
+
+    def _check(self):
+        for name in ("n_layer", "n_head", "n_embd", "n_kv_head", "d_ff", "vocab_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_key(name)}={getattr(self, name)} must be at least 1")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
+                "the width is shared equally by the heads, so change one of them"
+            )
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head={self.n_head} is not divisible by num_key_value_heads={self.n_kv_head}; "
+                "each key/value head serves the same number of query heads"
+            )
+        if self.position_encoding == "rope" and self.head_dim % 2:
+            raise ValueError(f"rope needs an even head width, got n_embd / n_head = {self.head_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} is not in [0, 1)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def gqa_group_size(self) -> int:
+        """Query heads per key/value head: G in the FLOP formulas."""
+        return self.n_head // self.n_kv_head
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+def default_ffn_width(n_embd: int, ffn_type: str) -> int:
+    """4 x width for an MLP; for SwiGLU 8/3 x width rounded up (Touvron et al. 2023, sec. 2.2)."""
+    if ffn_type != "swiglu":
+        return 4 * n_embd
+    return -(-8 * n_embd // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
+
+
+_LLAMA = dict(
+    normalization="rmsnorm", activation="silu", position_encoding="rope", ffn_type="swiglu", weight_tying=False
+)
+
+# A preset is a family's style and vocabulary; sizes come from the config file.
+PRESETS = {
+    "gpt2": dict(vocab_size=50304),
+    "llama": dict(_LLAMA, vocab_size=32000, rope_theta=1e4),
+    "llama3": dict(_LLAMA, vocab_size=128256, rope_theta=5e5),
+    "qwen3": dict(_LLAMA, vocab_size=151936, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
+}
+
+
+def model_config(preset: str, **overrides) -> ModelConfig:
+    """The preset's ModelConfig with every override that is not None put on top. Raises ValueError."""
+    if preset not in PRESETS:
+        near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"arch_preset={preset!r} is not one of {', '.join(PRESETS)}{hint}")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return ModelConfig(arch=preset, **{**PRESETS[preset], **given})
+
+
+def _key(field: str) -> str:
+    """The configuration key that a user typed for this field."""
+    return {"n_kv_head": "num_key_value_heads"}.get(field, field)

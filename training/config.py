@@ -1,0 +1,333 @@
+"""Configuration. One frozen dataclass holds every key; a config file and --key=value flags set them.
+
+    python train.py config/FILE.py --key=value ...
+
+The file is Python that this program executes: run only files that you would run yourself. Every public name it
+leaves must be a key below; it may import, compute and use _private names. Everything is typed and
+cross-checked here, before a device or a process group is touched.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import traceback
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_config import ModelConfig, model_config
+
+ROOT = Path(__file__).resolve().parent.parent
+USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
+
+
+class UserError(ValueError):
+    """Something the user can fix. train.py prints its message alone and exits with status 2."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    # --- run ---
+    out_dir: str = "out"  # run records, logs and checkpoints go here
+    max_iters: int = 25000  # optimizer updates in total, also after a resume
+    eval_interval: int = 1000  # iterations between evaluations; 0 never evaluates
+    eval_iters: int = 100  # evaluation batches of batch_size sequences, per split, over all GPUs together
+    eval_only: bool = False  # evaluate once and stop
+    eval_at_start: bool = False  # evaluate before the first update, too
+    log_interval: int = 10  # iterations between log rows; the only place where the GPU is waited for
+    gradient_log_interval: int = 100  # iterations between gradient mean and std in the rows; 0 never
+    always_save_checkpoint: bool = True  # save at every evaluation and at the end; False: only a new best
+    keep_all_checkpoints: bool = False  # False keeps the newest and the best
+    init_from: str = "scratch"  # 'scratch' or 'resume' (the newest checkpoint in out_dir)
+    save_log_to_json: bool = True  # write out_dir/run_*.json
+    log_save_interval: int = 100  # iterations between rewrites of the JSON
+    wandb_log: bool = False  # mirror rows to Weights & Biases
+    wandb_project: str = "nanomfu"
+    wandb_run_name: str | None = None  # None: the run's own name
+    seed: int = 1337  # initial weights, data order and dropout
+    dry_run: bool = False  # build on the meta device, print the start-up report, stop
+
+    # --- data ---
+    dataset: str = "quickstart"  # a folder in data/, or a path to one
+    batch_size: int = 12  # sequences per GPU per micro-step
+    gradient_accumulation_steps: int = 1  # micro-steps per iteration, per GPU
+    block_size: int = 1024  # tokens per sequence
+    use_dataloader: bool = False  # worker processes read the batches; the batches are the same
+    dataloader_num_workers: int = 2  # processes
+    dataloader_prefetch_factor: int = 2  # iterations read ahead, per worker
+
+    # --- model; None means what arch_preset says (model_config.py) ---
+    arch_preset: str = "gpt2"  # 'gpt2', 'llama', 'llama3' or 'qwen3': the style and vocabulary
+    n_layer: int = 12
+    n_head: int = 12  # query heads
+    n_embd: int = 768  # model width
+    num_key_value_heads: int | None = None  # None: n_head
+    d_ff: int | None = None  # feed-forward width; alias intermediate_size; None: 4x, or 8/3x for swiglu
+    vocab_size: int | None = None
+    normalization: str | None = None  # 'layernorm' or 'rmsnorm'
+    norm_eps: float | None = None
+    activation: str | None = None  # 'gelu' (tanh approximation) or 'silu'
+    position_encoding: str | None = None  # 'learned' or 'rope'
+    rope_theta: float | None = None
+    ffn_type: str | None = None  # 'mlp' or 'swiglu'
+    bias: bool | None = None  # on Linear layers and LayerNorm
+    dropout: float = 0.0
+    weight_tying: bool | None = None
+    qk_norm: bool | None = None
+
+    # --- attention ---
+    attention_backend: str = "sdpa"  # flash_attn_3 > flash_attn_2 > sdpa > manual; falls back rightwards
+
+    # --- optimizer ---
+    learning_rate: float = 3e-4  # peak
+    min_lr: float = 3e-5  # at the end of the decay
+    decay_lr: bool = True  # False: constant after warm-up
+    lr_schedule: str = "cosine"  # 'cosine', 'wsd', 'linear' or 'constant', after a linear warm-up
+    warmup_iters: int = 2000  # iterations
+    lr_decay_iters: int = 25000  # iteration at which min_lr is reached
+    wsd_decay_fraction: float = 0.2  # share of lr_decay_iters that wsd spends decaying
+    weight_decay: float = 0.1  # on matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0  # global gradient norm; 0 does not clip
+
+    # --- system ---
+    device: str = "cuda"  # 'cuda' or 'cpu'
+    dtype: str = "bfloat16"  # compute: 'float32', 'bfloat16' or 'float16' (loss scaling); weights stay fp32
+    compile: bool = True  # torch.compile
+    use_zero1: bool = False  # shard the optimizer state over the processes
+    use_fsdp: bool = False  # shard weights, gradients and optimizer state (FSDP2)
+    use_sparse_specs: bool = False  # count MFU against the 2:4-sparse peak; marks every record
+    peak_tflops: float | str | None = None  # dense TFLOPS of one GPU; 'measure' times a GEMM; None: the table
+    backend: str | None = None  # process group: None picks nccl for cuda, gloo for cpu
+
+    def model_config(self) -> ModelConfig:
+        """The model's shape. Raises ValueError."""
+        return model_config(
+            self.arch_preset,
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            n_kv_head=self.num_key_value_heads,
+            d_ff=self.d_ff,
+            vocab_size=self.vocab_size,
+            block_size=self.block_size,
+            normalization=self.normalization,
+            norm_eps=self.norm_eps,
+            activation=self.activation,
+            position_encoding=self.position_encoding,
+            rope_theta=self.rope_theta,
+            ffn_type=self.ffn_type,
+            bias=self.bias,
+            dropout=self.dropout,
+            weight_tying=self.weight_tying,
+            qk_norm=self.qk_norm,
+        )
+
+    def samples_per_iter(self, world_size: int) -> int:
+        """Sequences that one update sees, over all GPUs."""
+        return self.batch_size * self.gradient_accumulation_steps * world_size
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+TYPES = typing.get_type_hints(TrainConfig)
+
+# alias -> what it sets, given its value
+ALIASES = {
+    "intermediate_size": lambda value: {"d_ff": value},
+    "flash_attn": lambda value: {"attention_backend": "flash_attn_2"} if value else {},
+}
+ALIAS_TYPES = {"intermediate_size": TYPES["d_ff"], "flash_attn": bool}
+
+CHOICES = {
+    "init_from": ("scratch", "resume"),
+    "device": ("cuda", "cpu"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "lr_schedule": ("cosine", "wsd", "linear", "constant"),
+    "attention_backend": ("flash_attn_3", "flash_attn_2", "sdpa", "manual"),
+    "backend": (None, "nccl", "gloo"),
+}
+AT_LEAST = {
+    "max_iters": 0,
+    "eval_interval": 0,
+    "eval_iters": 1,
+    "log_interval": 1,
+    "gradient_log_interval": 0,
+    "log_save_interval": 1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": 1,
+    "warmup_iters": 0,
+    "lr_decay_iters": 1,
+    "learning_rate": 0,
+    "min_lr": 0,
+    "weight_decay": 0,
+    "grad_clip": 0,
+}
+
+
+# --- reading ---
+
+
+def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
+    """Reads argv (a config file and --key=value flags) into a checked TrainConfig. Raises UserError."""
+    files = [arg for arg in argv if not arg.startswith("-")]
+    flags = [arg for arg in argv if arg.startswith("-")]
+    if len(files) != 1:
+        shipped = ", ".join(sorted(f"config/{path.name}" for path in (ROOT / "config").glob("*.py")))
+        got = "no config file given" if not files else f"one config file expected, got {' '.join(files)}"
+        raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
+    values = {}
+    for name, value, where in _read_file(Path(files[0])) + [_read_flag(flag) for flag in flags]:
+        for key, checked in _checked(name, value, where).items():
+            values[key] = checked  # a flag comes after the file, so it wins
+    config = TrainConfig(**values)
+    check(config, world_size)
+    return config
+
+
+def _read_file(path: Path) -> list[tuple[str, object, str]]:
+    """(name, value, 'file:line') for every public name that executing the file leaves behind."""
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config file {path}: {error}\n{USAGE}") from None
+    namespace = {"__file__": str(path), "__name__": "__config__"}
+    try:
+        tree = ast.parse(source, str(path))
+        exec(compile(tree, str(path), "exec"), namespace)
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = frames[-1].lineno if frames else "?"
+        raise UserError(f"{path}:{line}: the config file raised {type(error).__name__}: {error}") from None
+    lines, imported = _assignments(tree)
+    return [
+        (name, value, f"{path}:{lines.get(name, '?')}")
+        for name, value in namespace.items()
+        if not name.startswith("_") and name not in imported and not callable(value)
+    ]
+
+
+def _assignments(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
+    """Line of the last assignment of each name, and the names that imports bind."""
+    lines, imported = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return lines, imported - set(lines)
+
+
+def _read_flag(flag: str) -> tuple[str, object, str]:
+    """'--key=value' as (key, value, where); the value may itself contain '='."""
+    name, equals, text = flag.removeprefix("--").partition("=")
+    if not flag.startswith("--") or not equals:
+        raise UserError(f"cannot read {flag!r}: flags are written --key=value, for example --max_iters=100")
+    return name, _Text(text), f"the flag --{name}"
+
+
+class _Text(str):
+    """A value from the command line, not yet typed."""
+
+
+# --- checking ---
+
+
+def _checked(name: str, value: object, where: str) -> dict[str, object]:
+    """{key: typed value}, aliases resolved. Raises UserError naming the place and the nearest key."""
+    if name not in KEYS and name not in ALIASES:
+        near = difflib.get_close_matches(name, [*KEYS, *ALIASES], n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]!r}?" if near else "; training/config.py documents every setting"
+        raise UserError(f"unknown setting {name!r} in {where}{hint}")
+    expected = ALIAS_TYPES.get(name) or TYPES[name]
+    value = _typed(name, value, expected, where)
+    return ALIASES[name](value) if name in ALIASES else {name: value}
+
+
+def _typed(name: str, value: object, expected, where: str) -> object:
+    allowed = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    if isinstance(value, _Text):
+        value = _parse(str(value), allowed)
+    if type(value) in allowed:
+        return value
+    if float in allowed and type(value) is int:
+        return float(value)
+    wanted = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+    hint = ""
+    if int in allowed and type(value) is float and value.is_integer():
+        hint = f"; write {int(value)}"
+    raise UserError(f"{name}={value!r} in {where} is {type(value).__name__}, expected {wanted}{hint}")
+
+
+def _parse(text: str, allowed: tuple) -> object:
+    """Command-line text as the first reading that the key allows, else as text."""
+    if bool in allowed and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    fits = type(value) in allowed or (float in allowed and type(value) is int)
+    return text if str in allowed and not fits else value
+
+
+def check(config: TrainConfig, world_size: int) -> None:
+    """Every rule that needs no device. Raises UserError naming the settings in conflict."""
+    for name, allowed in CHOICES.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+    for name, minimum in AT_LEAST.items():
+        if not getattr(config, name) >= minimum:  # also catches NaN
+            raise UserError(f"{name}={getattr(config, name)} must be at least {minimum}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)} is not in [0, 1)")
+    try:
+        config.model_config()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    _check_schedule(config)
+    _check_system(config, world_size)
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    if config.min_lr > config.learning_rate:
+        raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
+    if config.decay_lr and config.lr_schedule != "constant" and config.warmup_iters >= config.lr_decay_iters:
+        raise UserError(
+            f"warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}; "
+            "the rate would have no time to decay"
+        )
+    if not 0 < config.wsd_decay_fraction <= 1:
+        raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")
+
+
+def _check_system(config: TrainConfig, world_size: int) -> None:
+    if config.use_zero1 and config.use_fsdp:
+        raise UserError(
+            "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
+        )
+    for name in ("use_zero1", "use_fsdp"):
+        if getattr(config, name) and world_size == 1 and not config.dry_run:
+            raise UserError(
+                f"{name}=True shards over processes, but this run has one; start it with "
+                f"torchrun --standalone --nproc_per_node=N, or set --{name}=False"
+            )
+    if config.backend == "nccl" and config.device == "cpu":
+        raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
+    peak = config.peak_tflops
+    if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
+        raise UserError(f"peak_tflops={peak!r} is neither a positive number nor 'measure'")
