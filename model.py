@@ -17,7 +17,9 @@ import torch.nn.functional as F
 
 from model_config import ModelConfig
 
-INIT_STD = 0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
+INIT_STD = (
+    0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
+)
 
 # attend(q, k, v, dropout_p): q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), causal
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]

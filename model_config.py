@@ -56,7 +56,9 @@ class ModelConfig:
                 raise ValueError(f"{_key(name)}={getattr(self, name)} must be at least 1")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}"
+                )
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
@@ -93,7 +95,11 @@ def default_ffn_width(n_embd: int, ffn_type: str) -> int:
 
 
 _LLAMA = dict(
-    normalization="rmsnorm", activation="silu", position_encoding="rope", ffn_type="swiglu", weight_tying=False
+    normalization="rmsnorm",
+    activation="silu",
+    position_encoding="rope",
+    ffn_type="swiglu",
+    weight_tying=False,
 )
 
 # A preset is a family's style and vocabulary; sizes come from the config file.

@@ -28,6 +28,10 @@ class UserError(ValueError):
     """Something the user can fix. train.py prints its message alone and exits with status 2."""
 
 
+class RunError(RuntimeError):
+    """The run cannot go on. train.py prints its message alone and exits with status 1."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     # --- run ---
@@ -331,3 +335,7 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
         raise UserError(f"peak_tflops={peak!r} is neither a positive number nor 'measure'")
+    if peak == "measure" and config.use_sparse_specs:
+        raise UserError(
+            "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak"
+        )

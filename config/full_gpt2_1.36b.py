@@ -1,0 +1,37 @@
+# GPT-2 architecture at LLaMA 1.36B's width and depth: 1,267,322,112 parameters.
+# GPU: one or more with 140 GB, such as H200. Measured: unmeasured.
+out_dir = "out-gpt2-1.36b"
+dataset = "slimpajama_6b_gpt2"
+
+# model
+arch_preset = "gpt2"
+n_layer = 18
+n_head = 18
+n_embd = 2304
+d_ff = 9216
+vocab_size = 50304  # GPT-2's 50,257 padded to a multiple of 64
+block_size = 2048
+bias = False
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 16
+gradient_accumulation_steps = 4
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

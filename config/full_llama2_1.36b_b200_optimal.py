@@ -1,0 +1,36 @@
+# LLaMA 2 architecture for a node of B200s: 1,294,159,104 parameters.
+# GPU: B200 (180 GB). Measured: unmeasured.
+out_dir = "out-llama2-1.36b-b200"
+dataset = "slimpajama_6b_llama"
+
+# model
+arch_preset = "llama"
+n_layer = 18
+n_head = 18
+n_embd = 2304
+d_ff = 6144
+vocab_size = 32000
+block_size = 2048
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 24
+gradient_accumulation_steps = 2
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

@@ -1,0 +1,37 @@
+# LLaMA 3 architecture, deeper: 2,224,154,624 parameters; 61.545 B tokens for 1.36e21 FLOPs as published.
+# GPU: one or more with 140 GB, such as H200. Measured: unmeasured.
+out_dir = "out-llama3-2.2b-chinchilla"
+dataset = "slimpajama_6b_llama3"
+
+# model
+arch_preset = "llama3"
+n_layer = 30
+n_head = 16
+num_key_value_heads = 8  # query heads share key/value heads in groups of 2
+n_embd = 2048
+d_ff = 7168
+vocab_size = 128256
+block_size = 2048
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 12
+gradient_accumulation_steps = 4
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

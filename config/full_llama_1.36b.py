@@ -1,0 +1,36 @@
+# LLaMA 2 architecture: 1,294,159,104 parameters; 84.72 B tokens for 1.36e21 FLOPs as published.
+# GPU: one or more with 140 GB, such as H200. Measured: unmeasured.
+out_dir = "out-llama-1.36b"
+dataset = "slimpajama_6b_llama"
+
+# model
+arch_preset = "llama"
+n_layer = 18
+n_head = 18
+n_embd = 2304
+d_ff = 6144
+vocab_size = 32000
+block_size = 2048
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 16
+gradient_accumulation_steps = 4
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

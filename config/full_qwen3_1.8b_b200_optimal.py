@@ -1,0 +1,37 @@
+# Qwen3 architecture for a node of B200s: 1,830,395,904 parameters.
+# GPU: B200 (180 GB). Measured: unmeasured.
+out_dir = "out-qwen3-1.8b-b200"
+dataset = "slimpajama_6b_qwen3"
+
+# model
+arch_preset = "qwen3"
+n_layer = 24
+n_head = 16
+num_key_value_heads = 8  # query heads share key/value heads in groups of 2
+n_embd = 2048
+d_ff = 6144
+vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
+block_size = 2048
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 22
+gradient_accumulation_steps = 2
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

@@ -1,0 +1,37 @@
+# Qwen3 architecture: 1,830,395,904 parameters; 81.727 B tokens for 1.36e21 FLOPs as published.
+# GPU: one or more with 140 GB, such as H200. Measured: unmeasured.
+out_dir = "out-qwen3-1.8b-optimal"
+dataset = "slimpajama_6b_qwen3"
+
+# model
+arch_preset = "qwen3"
+n_layer = 24
+n_head = 16
+num_key_value_heads = 8  # query heads share key/value heads in groups of 2
+n_embd = 2048
+d_ff = 6144
+vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
+block_size = 2048
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 16
+gradient_accumulation_steps = 4
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

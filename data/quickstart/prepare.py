@@ -1,0 +1,112 @@
+"""The embedded corpus: the source of Python's standard library, under a 4,096-token BPE trained on it here.
+
+It is on every machine that can run this script, so a first training run needs no network and no download.
+The same Python version always gives the same files; another version gives another, equally good, corpus.
+"""
+
+import argparse
+import math
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from data.tokens import DataError, FileTokenizer, has_dataset, read_meta, report, run, write_dataset  # noqa: E402
+
+VOCAB_SIZE = 4096
+EOT = "<|endoftext|>"
+CORPUS_BYTES = 12_000_000  # about 3 M tokens, and a preparation that takes seconds
+BPE_BYTES = 8_000_000  # of text for the merges, which bounds the time and memory this takes
+VAL_EVERY = 20  # every 20th file is validation: whole files, so none is seen in training
+# Not the library itself, or (encodings) tables of character codes.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+
+
+def read_stdlib(limit_bytes: int) -> list[str]:
+    """The modules of the running Python in the order of their paths: whole files, up to limit_bytes."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+
+    texts = []
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        limit_bytes -= len(text.encode("utf-8"))
+        if limit_bytes < 0:
+            break
+        if text:
+            texts.append(text)
+    if len(texts) < VAL_EVERY:
+        raise DataError(
+            f"only {len(texts)} Python files under {root}; use a Python with its library as .py files"
+        )
+    return texts
+
+
+def train_bpe(texts: list[str], limit_bytes: int, path: Path):
+    """Train a byte-level BPE on every k-th text, with the smallest k that keeps it to about limit_bytes."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise DataError("this dataset needs the tokenizers library: pip install tokenizers") from None
+    k = math.ceil(sum(len(text) for text in texts) / limit_bytes)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOT],  # the first id, 0
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so any text can be encoded
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts[::k], trainer)
+    tokenizer.save(str(path))
+
+
+def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_BYTES) -> dict | None:
+    """Make the dataset; returns its meta, or None when the folder already holds exactly this one."""
+    library = f"{platform.python_implementation()} {platform.python_version()} standard library"
+    source = f"{library}, {corpus_bytes} bytes, BPE {VOCAB_SIZE} on {BPE_BYTES} bytes, val 1 in {VAL_EVERY}"
+    if has_dataset(folder, source) and not force:
+        return None
+
+    texts = read_stdlib(corpus_bytes)
+    val = texts[VAL_EVERY - 1 :: VAL_EVERY]
+    train = [text for i, text in enumerate(texts, start=1) if i % VAL_EVERY != 0]
+    print(f"{library}: {len(texts)} files; training a BPE of {VOCAB_SIZE} tokens on a part of them")
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "quickstart" / "tokenizer.json"
+        path.parent.mkdir()
+        train_bpe(train, BPE_BYTES, path)
+        tokenizer = FileTokenizer(path)
+        eot_id = tokenizer.token_id(EOT)
+        splits = {
+            "train": (tokenizer.encode(text) + [eot_id] for text in train),
+            "val": (tokenizer.encode(text) + [eot_id] for text in val),
+        }
+        return write_dataset(folder, splits, tokenizer.vocab_size, tokenizer.meta, eot_id, source)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
+    parser.add_argument("--output", metavar="DIR", default=HERE, help="dataset folder (default: this one)")
+    args = parser.parse_args()
+    meta = prepare(args.output, args.force)
+    if meta is None:
+        print("already prepared from this Python (--force makes it again)")
+    report(meta or read_meta(args.output), args.output, "config/quickstart.py")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,363 @@
+"""Run records for the plots: the JSON that train.py writes, and the older field logs of the same shape.
+
+Everything is read once into columns, NaN for whatever a log lacks, so the plots never branch on a log's age.
+Trap: not every time_ms is a plain step: warm-up holds compilation, and older logs count evaluation in.
+Medians use only the rows in `Run.timed`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import sys
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+METHODS = {
+    "v1": "nanogpt_legacy_v1",
+    "v2": "combined_formula_v2",
+    "v3": "component_summation_v2025",
+}
+NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
+OLD_WARMUP_ITERS = 5  # older logs do not mark warm-up; compilation and autotuning end within these
+UNSTATED = "method not stated"
+
+
+class PlotError(ValueError):
+    """A problem the user can fix; the scripts print it alone and exit with status 2."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    path: Path
+    record: dict
+    columns: dict[str, np.ndarray]  # one value per logged iteration; see _row_values
+    warmup: np.ndarray  # bool: timing includes compilation or warm-up
+    spoiled: np.ndarray  # bool: timing includes an evaluation (older logs)
+    mfu_methods: tuple[str, ...]  # FLOPs formulas behind the MFU column; empty without MFU, normally one
+
+    @property
+    def timed(self) -> np.ndarray:
+        return ~self.warmup & ~self.spoiled
+
+    @property
+    def name(self) -> str:
+        return str(self.record.get("run_name") or self.path.stem)
+
+    @property
+    def status(self) -> str:
+        status = self.record.get("status")
+        if status == "running" and not self.record.get("end_time"):
+            return "running, or killed (no end recorded)"
+        return str(status or "status not recorded")
+
+    @property
+    def startup(self) -> dict:
+        return _dict(self.record.get("startup_info"))
+
+    @property
+    def config(self) -> dict:
+        return _dict(self.record.get("config"))
+
+    @property
+    def model(self) -> str:
+        facts = _dict(self.startup.get("model"))
+        names = (facts.get("architecture"), self.hardware.get("architecture"), self.config.get("arch_preset"))
+        name = next((name for name in names if name and isinstance(name, str)), "model not recorded")
+        params = _number(facts.get("total_params"))
+        return name if math.isnan(params) else f"{name}, {params / 1e9:.3g} B parameters"
+
+    @property
+    def machine(self) -> str:
+        name = self.hardware.get("gpu_name") or self.config.get("device") or "device not recorded"
+        return f"{self.num_gpus} x {name}" if self.num_gpus else str(name)
+
+    @property
+    def num_gpus(self) -> int | None:
+        number = _number(self.hardware.get("num_gpus"), 0)
+        return int(number) or None
+
+    @property
+    def precision(self) -> str:
+        return str(self.hardware.get("precision") or self.config.get("dtype") or "precision not recorded")
+
+    @property
+    def hardware(self) -> dict:
+        """The last measured row's mfu facts, and over them what was found at start-up."""
+        rows = [_measured(row) for row in self.record["training_iterations"]]
+        last = next((mfu for mfu in reversed(rows) if mfu), {})
+        found = _dict(self.startup.get("hardware"))
+        return {**last, **{key: value for key, value in found.items() if value is not None}}
+
+    @property
+    def sparse(self) -> bool:
+        return bool(self.hardware.get("sparse_mode"))
+
+    @property
+    def peak_tflops_per_gpu(self) -> float | None:
+        peaks = finite(self.columns["peak_flops"])
+        return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
+
+    @property
+    def final_loss(self) -> float | None:
+        losses = [row.get("loss") for row in self.record["training_iterations"]]
+        return next((loss for loss in reversed(losses) if isinstance(loss, (int, float))), None)
+
+    @property
+    def best_val_loss(self) -> float | None:
+        summary = _dict(self.record.get("summary"))
+        seen = [*evaluations(self, "val_loss")[1], _number(summary.get("best_val_loss"))]
+        return min((loss for loss in seen if loss < NO_VAL_LOSS), default=None)
+
+    @property
+    def why_no_mfu(self) -> str:
+        rows = self.record["training_iterations"]
+        if not rows:
+            return "no iterations logged"
+        reasons = [row.get("mfu_reason") for row in rows if row.get("mfu_reason")]
+        return str(reasons[-1]) if reasons else "the log holds no measured MFU and gives no reason"
+
+
+# --- reading ---
+
+
+def expand(patterns: list[str]) -> list[Path]:
+    """Files and globs to files, in the order given, each once. A quoted glob reaches us unexpanded."""
+    paths = {}
+    for pattern in patterns:
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if not matches:
+            raise PlotError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
+        paths.update({Path(match).resolve(): Path(match) for match in matches})
+    return list(paths.values())
+
+
+def load_run(path: Path) -> Run:
+    """Reads one run record; PlotError names the file when it is not one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except IsADirectoryError:
+        raise PlotError(f"{path} is a directory; give its records, such as {path / 'run_*.json'}") from None
+    except OSError as error:
+        raise PlotError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also what bad UTF-8 raises
+        raise PlotError(f"{path} is not JSON: {error}") from None
+    rows = record.get("training_iterations") if isinstance(record, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlotError(f"{path} is not a run record: it has no list of training_iterations")
+
+    progress = {_number(row.get("iter")): row for row in _list(record, "training_progress")}
+    values = [_row_values(row, index, progress) for index, row in enumerate(rows)]
+    names = _row_values({}, 0, {}).keys()
+    columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
+    methods = {str(_measured(row).get("calculation_method") or UNSTATED) for row in rows if _measured(row)}
+    return Run(path, record, columns, *_untimed(rows, columns["iter"], record), tuple(sorted(methods)))
+
+
+def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
+    """One logged iteration as numbers, NaN where the log has none."""
+    mfu, memory = _measured(row), _dict(row.get("memory"))
+    iteration = _number(row.get("iter"), index)
+    sources = (row, mfu, progress.get(iteration, {}))
+    tokens_per_sec = (source.get("tokens_per_sec") for source in sources)
+    peak_tflops = _number(mfu.get("hardware_peak_tflops"))
+    return {
+        "iter": iteration,
+        "loss": _number(row.get("loss")),
+        "lr": _number(row.get("lr")),
+        "time_ms": _number(row.get("time_ms")),
+        "tokens_per_sec": _number(next((value for value in tokens_per_sec if value is not None), None)),
+        "mfu_percent": _mfu_percent(mfu),
+        "mfu_causal_percent": _number(mfu.get("mfu_causal_percent")),
+        "peak_flops": _number(mfu.get("hardware_peak_flops"), 1e12 * peak_tflops),
+        "allocated_gb": _number(memory.get("allocated_gb")),
+        "max_allocated_gb": _number(memory.get("max_allocated_gb")),
+        "grad_norm": _number(_dict(row.get("gradients")).get("global_norm")),
+    }
+
+
+def _untimed(rows: list[dict], iters: np.ndarray, record: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Masks (warmup, spoiled) of the rows whose timing is not a plain training step."""
+    nothing = np.zeros(len(rows), dtype=bool)
+    if any("warmup" in row for row in rows):  # our own logger: its timings leave evaluation out already
+        return np.array([bool(row.get("warmup")) for row in rows]), nothing
+    spoiled = np.isin(iters, [_number(step.get("iter")) for step in _list(record, "eval_steps")])
+    warmup = iters < iters[0] + OLD_WARMUP_ITERS if len(rows) else nothing
+    for masks in ((warmup, spoiled), (nothing, spoiled)):  # a short log keeps what little it has
+        if not (masks[0] | masks[1]).all():
+            return masks
+    return nothing, nothing
+
+
+def _measured(row: dict) -> dict:
+    """The row's mfu facts, or {} when it has none; older logs hold -100.0 until the first measurement."""
+    mfu = _dict(row.get("mfu"))
+    return mfu if _mfu_percent(mfu) >= 0 else {}
+
+
+def _mfu_percent(mfu: dict) -> float:
+    return _number(mfu.get("mfu_percent"), 100 * _number(mfu.get("mfu")))
+
+
+def _number(value, otherwise: float = math.nan) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else otherwise
+
+
+def _dict(value) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(record: dict, key: str) -> list[dict]:
+    rows = record.get(key)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+# --- numbers ---
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
+
+
+def evaluations(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Iterations and losses of the evaluations; name is train_loss or val_loss."""
+    steps = _list(run.record, "eval_steps")
+    points = np.array([(_number(step.get("iter")), _number(step.get(name))) for step in steps]).reshape(-1, 2)
+    points = points[np.isfinite(points).all(axis=1)]
+    return points[:, 0], points[:, 1]
+
+
+def spread(run: Run, name: str) -> tuple[float, float, float] | None:
+    """Median, 10th and 90th percentile of a column after warm-up; None when nothing was measured by then."""
+    values = finite(run.columns[name][run.timed])
+    return tuple(np.percentile(values, [50, 10, 90])) if len(values) else None
+
+
+def recounted(run: Run, method: str) -> Run:
+    """The run with its MFU by another FLOPs formula: tokens/s x training FLOPs per token / peak."""
+    if run.mfu_methods in ((), (method,)):
+        return run
+    totals = _dict(_dict(run.startup.get("flops")).get("totals"))
+    flops_per_token = _number(totals.get(method))
+    if math.isnan(flops_per_token):
+        raise PlotError(
+            f"{run.path} counts MFU by {' and '.join(run.mfu_methods)} and cannot be recounted as {method}: "
+            "it has no startup_info.flops.totals for it (an older log); leave this run out"
+        )
+    mfu = 100 * run.columns["tokens_per_sec"] * flops_per_token / run.columns["peak_flops"]
+    causal = np.full_like(mfu, math.nan)  # the record has no causal total per method
+    columns = {**run.columns, "mfu_percent": mfu, "mfu_causal_percent": causal}
+    return replace(run, columns=columns, mfu_methods=(method,))
+
+
+# --- figures ---
+
+
+def new_figure(width: float, height: float):
+    """A figure that needs no display: without pyplot there is no backend to choose."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotError("matplotlib draws the plots and is not installed: pip install matplotlib") from None
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def dress(axis, title: str, ylabel: str, number_format: str | None = None, title_pad: float = 6):
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=title_pad)
+    axis.set_xlabel("iteration")
+    axis.set_ylabel(ylabel)
+    axis.grid(alpha=0.3)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    if number_format:
+        axis.yaxis.set_major_formatter(number_format)
+
+
+def draw(axis, x: np.ndarray, y: np.ndarray, **style) -> bool:
+    """A line through the points that exist, with markers while they are few. False when there are none."""
+    there = np.isfinite(x) & np.isfinite(y)
+    marker = {"marker": "o", "markersize": 4} if there.sum() <= 20 else {}
+    if there.any():
+        axis.plot(x[there], y[there], **{**marker, "linewidth": 1.3, **style})
+    return bool(there.any())
+
+
+def limit_x(axes: dict, runs: list[Run]):
+    """The same iterations on every panel, and a sensible width when there is only one."""
+    iters = finite(np.concatenate([run.columns["iter"] for run in runs]))
+    if len(iters):
+        pad = max(0.02 * (iters.max() - iters.min()), 0.5)
+        for axis in axes.values():
+            axis.set_xlim(iters.min() - pad, iters.max() + pad)
+
+
+def limit_y(axis, drawn: list[np.ndarray], typical: list[np.ndarray]):
+    """Fits the axis to the typical values of each line, so that one compilation step does not flatten the
+    rest, and says how much of what was drawn is then off the scale."""
+    drawn = finite(np.concatenate(drawn))
+    bounds = [np.percentile(finite(line), [1, 99]) for line in typical if len(finite(line))] or [drawn]
+    if not len(drawn):
+        return
+    low, high = min(map(min, bounds)), max(map(max, bounds))
+    near = drawn[np.abs(drawn - (low + high) / 2) <= high - low]  # a point a little beyond is let in
+    low, high = min([low, *near]), max([high, *near])
+    pad = max(0.1 * (high - low), 0.05 * abs(high)) or 1.0
+    bottom, top = max(low - pad, 0) if low >= 0 else low - pad, high + pad
+    axis.set_ylim(bottom, top)
+    outside = drawn[(drawn < bottom) | (drawn > top)]
+    if len(outside):
+        farthest = outside[np.argmax(np.abs(outside - (low + high) / 2))]
+        number = f"{farthest:,.0f}" if abs(farthest) >= 1000 else f"{farthest:.4g}"
+        note = f"{len(outside)} of {len(drawn)} points are off the scale, the farthest at {number}"
+        axis.annotate(note, (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=8, color="dimgray")
+
+
+def legend(axis):
+    """Between the axis and its title, off the data."""
+    if axis.get_legend_handles_labels()[0]:
+        tight = {"borderpad": 0.1, "columnspacing": 1.2, "handlelength": 1.6, "fontsize": 8.5}
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, **tight)
+
+
+def say(axis, text: str):
+    """Explains an empty panel in place of its axis."""
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.grid(False)
+    text = "\n".join(textwrap.wrap(text, 60))
+    axis.text(0.5, 0.5, plain(text), transform=axis.transAxes, ha="center", va="center", color="dimgray")
+
+
+def plain(text: str) -> str:
+    """Text for matplotlib, which would read $...$ in a run name as a formula."""
+    return text.replace("$", r"\$")
+
+
+def save(figure, path: Path):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise PlotError(f"{path} cannot be written: {error.strerror or error}") from None
+    print(f"wrote {path}")
+
+
+def png_path(text: str) -> Path:
+    """For argparse: an output path that says what is written there."""
+    if not text.endswith(".png"):
+        raise PlotError(f"--output {text} must end in .png")
+    return Path(text)
+
+
+def exit_status(work, *arguments) -> int:
+    """Runs a script's work; a PlotError becomes one line on stderr and status 2."""
+    try:
+        work(*arguments)
+    except PlotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,284 @@
+"""Trains GPT-2, LLaMA or Qwen3, and says how well the hardware was used.
+
+    python train.py config/quickstart.py --max_iters=100
+    torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py --batch_size=22
+
+Read it from top to bottom: configuration, devices, model, compile and parallelize, optimizer, resume, report, loop,
+finish. training/config.py documents every setting.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch reads it when it is imported
+
+import torch
+
+import model_builder
+from model import manual_attention
+from model_config import ModelConfig
+from training.attention import choose_attention
+from training.checkpoint import (
+    Progress,
+    TrainState,
+    check_architecture,
+    find_checkpoint,
+    load_checkpoint,
+    read_state,
+)
+from training.config import RunError, TrainConfig, UserError, load_config
+from training.dataset import open_dataset
+from training.distributed import World, check_device, close_world, gather_objects, init_world, launch_info
+from training.hardware import Peak, describe_hardware, resolve_peak
+from training.loader import Loader, Windows, hash_seed
+from training.logger import Logger
+from training.metrics import audit_flops
+from training.milestones import Milestones
+from training.optimizer import build_optimizer, describe_optimizer
+from training.parallel import Shard, compile_model, parallelize
+from training.precision import DTYPES, LossScale
+from training.record import RunRecord, check_writable, new_run_path, start_logging
+from training.report import report_lines, startup_info
+from training.schedule import learning_rate
+from training.step import make_step
+
+log = logging.getLogger("nanomfu")
+
+FORMULAS = ("model_builder_v1", "model_builder_v2", "model_builder_v3")  # in mfu_versions/
+
+
+def main(argv: list[str]) -> None:
+    # 1) configuration and data: whatever can be wrong without a device is found here
+    rank, _, world_size = launch_info()
+    config = load_config(argv, world_size)
+    model_config = config.model_config()
+    flops = count_flops(model_config, config.block_size)
+    if config.dry_run:
+        dry_run(config, model_config, flops, world_size)
+        return
+    check_device(config)
+    out_dir = Path(config.out_dir)
+    if rank == 0:
+        check_writable(out_dir)
+    checkpoint = find_checkpoint(out_dir) if config.init_from == "resume" else None
+    if checkpoint:
+        check_architecture(checkpoint, read_state(checkpoint)["model_config"], model_config)
+    splits, meta = open_dataset(config, scan=rank == 0)
+
+    # 2) devices, the log and the peak
+    world = init_world(config)
+    run_path = gather_objects(new_run_path(out_dir) if world.is_main else None, world)[0]
+    start_logging(run_path.with_suffix(".log") if world.is_main else None, console=world.is_main)
+    peak = gather_objects(find_peak(config, world) if world.is_main else None, world)[0]
+
+    # 3) model: built on meta, then drawn on the device by (seed, name), so every rank starts alike
+    dtype = DTYPES[config.dtype]
+    attention = choose_attention(
+        config.attention_backend, model_config, dtype, world.device, manual_attention
+    )
+    model = model_builder.build_model(model_config, attention.attend, dtype)
+    model.init_weights(world.device, config.seed)
+    counts = model.count_parameters()
+
+    # 4) compile, then parallelize, then the optimizer: a strategy wraps compiled blocks, and the optimizer
+    #    binds to the shards that the strategy leaves to this rank
+    if config.compile:
+        compile_model(model, regional=world.size > 1)
+    strategy = parallelize(model, config, world, dtype)
+    optimizer = build_optimizer(strategy.shards, config)
+    loss_scale = LossScale(config.dtype == "float16", world.device)
+    step = make_step(strategy, optimizer, loss_scale, config)
+
+    # 5) resume: weights, moments, generators and position; a new run seeds its dropout by rank
+    torch.manual_seed(hash_seed(config.seed, world.rank))
+    state = TrainState(strategy, optimizer, loss_scale, world)
+    progress = load_checkpoint(checkpoint, state, model_config) if checkpoint else Progress(0, 0)
+    windows = {split: Windows(tokens, config.block_size) for split, tokens in splits.items()}
+    loader = Loader(windows["train"], config, world, position=progress.samples_seen)
+
+    # 6) report
+    info = startup_info(
+        config,
+        model_config,
+        counts,
+        flops,
+        peak,
+        describe_hardware(world.device),
+        describe_optimizer(strategy.shards, config),
+        attention.to_dict(),
+        world.size,
+    )
+    info["data"] = {"tokens": {split: files.total for split, files in splits.items()}, "meta": meta}
+    info["resumed_from"] = str(checkpoint) if checkpoint else None
+    record = RunRecord(run_path, config.to_dict(), info, config.save_log_to_json) if world.is_main else None
+    announce(config, info, record, progress)
+
+    # 7) loop
+    logger = Logger(config, world, record, flops, peak, row_facts(info), start=progress.iteration)
+    milestones = Milestones(config, model_config, state, windows, loader, logger, progress)
+    status = "failed"
+    try:
+        train(config, step, loader, milestones, logger, progress.iteration)
+        status = "completed"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        logger.close(status, milestones.best_val_loss)
+
+    # 8) finish
+    for line in closing_lines(config, run_path, milestones.last_checkpoint or checkpoint):
+        log.info(line)
+    close_world()
+
+
+def train(
+    config: TrainConfig, step, loader: Loader, milestones: Milestones, logger: Logger, start: int
+) -> None:
+    """The loop. Nothing in it waits for the device, but for rows, evaluations and checkpoints."""
+    if config.eval_only:
+        milestones.evaluate(start, learning_rate(start, config))
+        return
+    gc.collect()
+    gc.freeze()  # what is alive now stays alive; the collector need not walk it again
+    for iteration in range(start, config.max_iters):
+        rate = learning_rate(iteration, config)
+        milestones.reach(iteration, rate)
+        result = step(*loader.next(), rate, logger.wants_gradients(iteration))
+        logger.step(iteration, result, rate)
+    milestones.finish(learning_rate(config.max_iters, config))
+
+
+# --- parts of the start ---
+
+
+def count_flops(model_config: ModelConfig, seq_len: int) -> dict:
+    """The active formula's counts, all formulas' totals, and the audit of the active one."""
+    flops = model_builder.count_flops(model_config, seq_len)
+    formulas = [importlib.import_module(f"mfu_versions.{name}") for name in FORMULAS]
+    flops["calculation_method"] = model_builder.CALCULATION_METHOD
+    flops["totals"] = {
+        formula.CALCULATION_METHOD: formula.count_flops(model_config, seq_len)["flops_per_token"]
+        for formula in formulas
+    }
+    on_meta = model_builder.build_model(model_config)
+    flops["audit"] = audit_flops(on_meta, flops, seq_len, model_builder.EXACT)
+    return flops
+
+
+def find_peak(config: TrainConfig, world: World) -> Peak:
+    """The peak of one device, by table, as stated, or measured. One rank, so that all use one figure."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    return resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)
+
+
+def row_facts(info: dict) -> dict:
+    """What every row's mfu repeats, so that one row can be read alone."""
+    architecture = info["model"]["architecture"]
+    return {
+        "gpu_name": info["hardware"]["gpu_name"],
+        "precision": info["hardware"]["precision"],
+        "architecture": architecture["arch"],
+        "gqa_group_size": architecture["n_head"] // architecture["n_kv_head"],
+        "calculation_method": info["flops"]["calculation_method"],
+        "total_params": info["model"]["total_params"],
+    }
+
+
+def announce(config: TrainConfig, info: dict, record: RunRecord | None, progress: Progress) -> None:
+    """The report, and a record that exists from here on. Rank 0 writes."""
+    for line in report_lines(config, info):
+        log.info(line)
+    if record:
+        record.save()
+    log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
+    if info["resumed_from"]:
+        log.info(f"Resuming from {info['resumed_from']}: iteration {progress.iteration:,}")
+    if config.compile:
+        log.info("Compiling during the first iteration; it can take a minute")
+
+
+def closing_lines(config: TrainConfig, run_path: Path, checkpoint: Path | None) -> list[str]:
+    lines = [
+        f"\nRun record:  {run_path}" if config.save_log_to_json else "",
+        f"Log:         {run_path.with_suffix('.log')}",
+    ]
+    if checkpoint:
+        lines.append(f"Checkpoint:  {checkpoint}")
+    return lines
+
+
+def dry_run(config: TrainConfig, model_config: ModelConfig, flops: dict, world_size: int) -> None:
+    """The start-up report from the meta device: no GPU, no data, no process group, no file."""
+    model = model_builder.build_model(model_config)
+    stated = config.peak_tflops if isinstance(config.peak_tflops, float) else None
+    reason = None if stated else "a dry run looks at no device; state one with --peak_tflops=..."
+    asked = config.attention_backend
+    info = startup_info(
+        config,
+        model_config,
+        model.count_parameters(),
+        flops,
+        Peak(stated, "stated by peak_tflops" if stated else "none", reason, config.use_sparse_specs),
+        {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"},
+        describe_optimizer([Shard(name, p, p) for name, p in model.named_parameters()], config),
+        {"line": f"asked for {asked}; chosen on the device, not in a dry run"},
+        world_size,
+    )
+    start_logging(None, console=launch_info()[0] == 0)
+    for line in report_lines(config, info):
+        log.info(line)
+
+
+# --- how a process ends ---
+
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+RANK_0_SPEAKS_FIRST = 3.0  # seconds; an error that every rank has is printed once, by rank 0
+
+
+def run(argv: list[str]) -> int:
+    """main() with every end turned into a message and an exit status: 0 done, 1 failed, 2 user error,
+    130 interrupted."""
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        main(argv)
+    except KeyboardInterrupt:
+        return _leave(EXIT_INTERRUPTED, "interrupted")
+    except UserError as error:
+        return _leave(EXIT_USER_ERROR, f"error: {error}")
+    except RunError as error:
+        return _leave(EXIT_FAILED, f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        hint = "lower --batch_size (raise --gradient_accumulation_steps to keep the tokens), or shard with --use_fsdp=True"
+        return _leave(EXIT_FAILED, f"error: out of GPU memory; {hint}\n{error}")
+    except Exception as error:
+        return _leave(EXIT_FAILED, f"{traceback.format_exc()}error: {type(error).__name__}: {error}")
+    return 0
+
+
+def _leave(status: int, message: str) -> int:
+    """Says why and ends. A rank of several ends at once: the others may be waiting for it in a collective, and
+    a normal exit would wait for them; torchrun stops them as soon as this one is gone."""
+    rank, _, world_size = launch_info()
+    if rank != 0:
+        time.sleep(RANK_0_SPEAKS_FIRST)
+    if rank == 0 or status != EXIT_INTERRUPTED:
+        print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    logging.shutdown()
+    if world_size > 1:
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""Attention kernels. What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one
+line says what was asked, what runs, and why.
+
+The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A global
+switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from model_config import ModelConfig
+
+CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
+HALF = (torch.float16, torch.bfloat16)
+
+# Compute capabilities where cuDNN's fused attention beats SDPA's default (LOG.md: 1.6 to 1.8x on Hopper).
+CUDNN_MAJOR = (9, 10)
+CUDNN_MAX_HEAD_DIM = 128
+
+PROBE_TOKENS = 256  # enough for every kernel's tile
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The kernel that runs, and how it came to be chosen."""
+
+    asked: str
+    used: str
+    kernel: str  # the implementation inside the backend, such as 'cuDNN'
+    reason: str  # why `used` differs from `asked`; empty when it does not
+    attend: Callable
+
+    def to_dict(self) -> dict:
+        """For the record; 'line' is the one line that the log shows after 'Attention backend:'."""
+        because = f" ({self.reason})" if self.reason else ""
+        line = f"{self.used} [{self.kernel}], asked for {self.asked}{because}"
+        facts = {"asked": self.asked, "used": self.used, "kernel": self.kernel, "reason": self.reason or None}
+        return {**facts, "line": line}
+
+
+class Unavailable(Exception):
+    """This backend cannot run here; the message says why."""
+
+
+def choose_attention(
+    asked: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, manual: Callable
+) -> AttentionChoice:
+    """The first backend of the chain, from `asked` on, that runs forward and backward on this device.
+
+    `manual` is model.manual_attention, the end of the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
+    """
+    reasons = []
+    for name in CHAIN[CHAIN.index(asked) :]:
+        try:
+            candidates = (
+                BACKENDS[name](config, dtype, device)
+                if name != "manual"
+                else [("matmul, softmax, matmul", manual)]
+            )
+        except Unavailable as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        for kernel, attend in candidates:
+            failure = _probe(attend, config, dtype, device)
+            if failure is None:
+                return AttentionChoice(asked, name, kernel, "; ".join(reasons), attend)
+            reasons.append(f"{name} [{kernel}] failed: {failure}")
+    raise RuntimeError(f"no attention backend runs here: {'; '.join(reasons)}")
+
+
+def _probe(attend: Callable, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Runs one forward and backward with the model's own head counts; None, or what went wrong."""
+    T, D = min(PROBE_TOKENS, config.block_size), config.head_dim
+    q, k, v = (
+        torch.randn(1, T, heads, D, dtype=dtype, device=device, requires_grad=True)
+        for heads in (config.n_head, config.n_kv_head, config.n_kv_head)
+    )
+    try:
+        attend(q, k, v, config.dropout).sum().backward()
+        finite = all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # sync point, once at start-up
+    except Exception as error:  # a kernel may fail in any way; the reason is shown to the user, not hidden
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return None if finite else "gradients are not finite"
+
+
+# --- backends: each returns [(kernel name, attend)], best first, or raises Unavailable ---
+
+
+def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """Dao-AILab's Hopper kernels; the module is flash_attn_interface, not flash_attn. Shah et al. 2024."""
+    _need_cuda_and_half("flash-attn 3", dtype, device)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        raise Unavailable("its kernels are for Hopper GPUs (compute capability 9.0)")
+    if config.dropout > 0:
+        raise Unavailable("it has no dropout")
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError:
+        raise Unavailable("flash_attn_interface is not installed (requirements-gpu.txt)") from None
+
+    def attend(q, k, v, dropout_p=0.0):
+        y = flash_attn_func(q, k, v, causal=True)
+        return y[0] if isinstance(y, tuple) else y  # older releases return (out, log-sum-exp)
+
+    return [("flash-attn 3", attend)]
+
+
+def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """The flash-attn package. Dao 2023."""
+    _need_cuda_and_half("flash-attn 2", dtype, device)
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        raise Unavailable("flash_attn is not installed (requirements-gpu.txt)") from None
+
+    def attend(q, k, v, dropout_p=0.0):
+        return flash_attn_func(q, k, v, dropout_p=dropout_p, causal=True)
+
+    return [("flash-attn 2", attend)]
+
+
+def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable(f"{name} needs a CUDA GPU, this is {device.type}")
+    if dtype not in HALF:
+        raise Unavailable(f"{name} needs dtype bfloat16 or float16, this is {dtype}")
+
+
+def _sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """torch's scaled_dot_product_attention: cuDNN by name where it is fastest, else torch's own choice."""
+    candidates = [(_default_sdpa_kernel(config, dtype, device), _sdpa_default)]
+    if _cudnn_fits(config, dtype, device):
+        candidates.insert(0, ("cuDNN", _sdpa_cudnn))
+    return candidates
+
+
+def _cudnn_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] in CUDNN_MAJOR
+        and dtype in HALF
+        and config.head_dim % 8 == 0
+        and config.head_dim <= CUDNN_MAX_HEAD_DIM
+        and config.dropout == 0
+    )
+
+
+def _sdpa_cudnn(q, k, v, dropout_p=0.0):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    # out, log-sum-exp (kept for the backward), ...: the operator that SDPA itself calls for this backend
+    y = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, True)[0]
+    return y.transpose(1, 2)
+
+
+def _sdpa_default(q, k, v, dropout_p=0.0):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+def _default_sdpa_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of the kernel that torch itself picks for these shapes, such as 'FLASH_ATTENTION'."""
+    q, k = (
+        torch.empty(
+            1, heads, config.block_size, config.head_dim, dtype=dtype, device=device, requires_grad=True
+        )
+        for heads in (config.n_head, config.n_kv_head)
+    )
+    grouped = config.n_head != config.n_kv_head
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, None, config.dropout, True, enable_gqa=grouped)).name
+
+
+BACKENDS = {"flash_attn_3": _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}

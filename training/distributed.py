@@ -1,0 +1,106 @@
+"""Processes and devices. The only file that reads torchrun's environment or starts a process group."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from training.config import TrainConfig, UserError
+
+# torch 2.13 renamed these two and warns about the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; the first one may wait for compilation
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    rank: int
+    local_rank: int  # among the processes of this machine
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launch_info() -> tuple[int, int, int]:
+    """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) without it."""
+    return tuple(int(os.environ.get(name, default)) for name, default in _LAUNCH_VARIABLES)
+
+
+_LAUNCH_VARIABLES = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+
+
+def check_device(config: TrainConfig) -> None:
+    """Raises UserError if this process cannot have the device that the configuration names."""
+    if config.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"device='cuda' but torch {torch.__version__} finds no CUDA GPU; "
+            "use --device=cpu, or install a CUDA build of torch and check nvidia-smi"
+        )
+    _, local_rank, _ = launch_info()
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}; "
+            f"start with --nproc_per_node={torch.cuda.device_count()} or fewer"
+        )
+    if config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"{torch.cuda.get_device_name()} has no bfloat16; use --dtype=float16")
+
+
+def init_world(config: TrainConfig) -> World:
+    """Picks this process's device and, under torchrun, joins the process group. All ranks."""
+    rank, local_rank, size = launch_info()
+    if config.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if size > 1:
+        backend = config.backend or ("nccl" if config.device == "cuda" else "gloo")
+        bind = device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=bind)
+    return World(rank, local_rank, size, device)
+
+
+def close_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    if world.size > 1:
+        dist.barrier()
+
+
+def mean_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
+    """The mean of a device tensor over all ranks. All ranks; does not wait for the device."""
+    return sum_over_ranks(value, world) / world.size
+
+
+def sum_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
+    """The sum of a device tensor over all ranks. All ranks; does not wait for the device."""
+    value = value.detach().clone()
+    if world.size > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def gather_objects(value: object, world: World) -> list:
+    """[value of rank 0, value of rank 1, ...] on every rank. All ranks."""
+    if world.size == 1:
+        return [value]
+    values = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,146 @@
+"""Batches. A batch is a function of (seed, epoch, position) and of nothing else: windows of block_size tokens
+that do not overlap, in a permuted order, each once an epoch. The position is a number of samples, so a resume
+sees exactly the samples that were left, with any number of GPUs or workers.
+
+    B sequences per micro-step · A micro-steps · T tokens per sequence
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from training.config import TrainConfig
+from training.dataset import TokenFiles
+from training.distributed import World
+
+ROUNDS = 6  # Feistel rounds; four already pass for random (Luby and Rackoff 1988), two more cost nothing
+
+
+def permute(index: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Where a permutation of range(n), drawn by seed, sends each index; needs no memory proportional to n.
+
+    A Feistel network on the smallest even number of bits that holds n, walked until it lands below n
+    (Black and Rogaway 2002, sec. 4).
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
+    value = _feistel(index.astype(np.uint64), half, mask, keys)
+    while (outside := value >= n).any():
+        value[outside] = _feistel(value[outside], half, mask, keys)
+    return value.astype(np.int64)
+
+
+def _feistel(value: np.ndarray, half: int, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = value >> np.uint64(half), value & mask
+    for key in keys:
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplier
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)  # splitmix64's
+        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+    return (left << np.uint64(half)) | right
+
+
+class Windows:
+    """A split cut into windows of block_size inputs and the token after them."""
+
+    def __init__(self, tokens: TokenFiles, block_size: int):
+        self.tokens, self.block_size = tokens, block_size
+        self.count = (tokens.total - 1) // block_size
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """The windows (len(indices), T + 1) as int64."""
+        rows = [self.tokens.read(int(i) * self.block_size, self.block_size + 1) for i in indices]
+        return np.stack(rows).astype(np.int64)
+
+
+class IterationBatches(torch.utils.data.Dataset):
+    """This rank's micro-batches of any iteration, by the position that the iteration starts at."""
+
+    def __init__(self, windows: Windows, config: TrainConfig, world: World):
+        self.windows, self.seed = windows, config.seed
+        self.shape = (config.gradient_accumulation_steps, world.size, config.batch_size)
+        self.rank = world.rank
+        self.samples = config.samples_per_iter(world.size)
+
+    def sample_indices(self, position: int) -> np.ndarray:
+        """(A, B) window indices of this rank in the iteration that starts at sample `position`."""
+        A, W, B = self.shape
+        mine = position + np.arange(A * W * B).reshape(A, W, B)[:, self.rank]  # global sample numbers
+        epochs, inside = np.divmod(mine, self.windows.count)
+        result = np.empty_like(mine)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            result[here] = permute(inside[here], self.windows.count, seed=hash_seed(self.seed, int(epoch)))
+        return result
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        """(A, B, T + 1) token ids, int64."""
+        indices = self.sample_indices(position)
+        return torch.from_numpy(self.windows.read(indices.ravel()).reshape(*indices.shape, -1))
+
+
+def hash_seed(seed: int, stream: int) -> int:
+    """One seed for each (seed, stream), so that epochs are shuffled independently."""
+    return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0])
+
+
+class Loader:
+    """Hands out one iteration after another and knows the position: the samples handed out so far."""
+
+    def __init__(self, windows: Windows, config: TrainConfig, world: World, position: int = 0):
+        self.batches = IterationBatches(windows, config, world)
+        self.position, self.device = position, world.device
+        self.source = self._workers(config) if config.use_dataloader else self._inline()
+
+    @property
+    def epoch(self) -> float:
+        return self.position / self.batches.windows.count
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y (A, B, T) on the device; y is x shifted by one. The copy is not waited for."""
+        tokens = next(self.source).to(self.device, non_blocking=True)
+        self.position += self.batches.samples
+        return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+    def _positions(self) -> Iterator[int]:
+        position = self.position
+        while True:
+            yield position
+            position += self.batches.samples
+
+    def _inline(self) -> Iterator[torch.Tensor]:
+        for position in self._positions():
+            tokens = self.batches[position]
+            yield tokens.pin_memory() if self.device.type == "cuda" else tokens
+
+    def _workers(self, config: TrainConfig) -> Iterator[torch.Tensor]:
+        workers = config.dataloader_num_workers
+        loader = torch.utils.data.DataLoader(
+            self.batches,
+            batch_size=None,
+            sampler=_Endless(self._positions),
+            num_workers=workers,
+            prefetch_factor=config.dataloader_prefetch_factor if workers else None,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_ignore_interrupt,
+            generator=torch.Generator(),  # its seed must not be drawn from the generator that dropout uses
+        )
+        return iter(loader)
+
+
+class _Endless(torch.utils.data.Sampler):
+    """A sampler around a function that returns an iterator."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return self.make()
+
+
+def _ignore_interrupt(worker_id: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle

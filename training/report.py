@@ -1,0 +1,246 @@
+"""The start-up report: what will run, on what, how it is counted. As text for the console and log, and as the
+record's startup_info. Also the whole output of --dry_run=True."""
+
+from __future__ import annotations
+
+import subprocess
+
+from model_config import ModelConfig
+from training.config import ROOT, TrainConfig
+from training.hardware import Peak
+from training.parallel import strategy_name
+
+GB = 2**30
+SOFTWARE = (
+    "python",
+    "torch",
+    "numpy",
+    "cuda",
+    "cudnn",
+    "nccl",
+    "driver",
+)  # versions that a number depends on
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Section = list[tuple[str, str]]
+
+
+def estimate_memory(
+    model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
+) -> dict[str, float]:
+    """Estimated GiB per GPU by part, in the steady state, without the allocator's reserve.
+
+    Activations assume a fused attention kernel and compiled blocks that keep the inputs of each matmul, of
+    attention and of the activation; compiled runs measured a few percent less (LOG.md).
+    """
+    sharded = world_size if config.use_fsdp else 1
+    adam_shards = world_size if config.use_zero1 or config.use_fsdp else 1
+    half = BYTES[config.dtype]
+    tokens = config.batch_size * config.block_size
+    kv_width = model.n_kv_head * model.head_dim
+    # per token and layer: two norm inputs and outputs, q, k, v before and after rotation, context; FFN inside
+    attention_width = 5 * model.n_embd + 2 * (model.n_embd + 2 * kv_width)
+    ffn_width = (3 if model.ffn_type == "swiglu" else 2) * model.d_ff
+    parts = {
+        "weights (fp32)": 4 * parameters / sharded,
+        "gradients (fp32)": 4 * parameters / sharded,
+        "Adam moments (fp32)": 8 * parameters / adam_shards,
+        "activations": half * tokens * model.n_layer * (attention_width + ffn_width),
+        "logits and their gradient": tokens * model.vocab_size * (half + 4),
+    }
+    if config.use_fsdp:
+        parts["gathered weights"] = half * parameters
+        if config.gradient_accumulation_steps > 1:
+            parts["unsharded gradients (fp32)"] = 4 * parameters
+    return {name: size / GB for name, size in parts.items()}
+
+
+def startup_info(
+    config: TrainConfig,
+    model: ModelConfig,
+    counts: dict[str, int],
+    flops: dict,
+    peak: Peak,
+    hardware: dict,
+    optimizer: dict,
+    attention: dict,
+    world_size: int,
+) -> dict:
+    """The record's startup_info. hardware is describe_hardware's result."""
+    software = {name: hardware[name] for name in SOFTWARE}
+    hardware = {name: value for name, value in hardware.items() if name not in SOFTWARE}
+    return {
+        "model": {
+            "total_params": counts["total"],
+            "trainable_params": counts["trainable"],
+            "non_embedding_params": counts["non_embedding"],
+            "architecture": model.to_dict(),
+        },
+        "optimizer": optimizer,
+        "hardware": {
+            **hardware,
+            "num_gpus": world_size,
+            "precision": config.dtype,
+            "parallelism": strategy_name(config, world_size),
+            "peak": {
+                "tflops_per_gpu": peak.tflops,
+                "source": peak.source,
+                "reason": peak.reason,
+                "sparse": peak.sparse,
+                "measured": peak.measured,
+            },
+        },
+        "software": software,
+        "git": git_state(),
+        "attention": attention,
+        "flops": flops,
+        "gradient_accumulation_steps_per_gpu": config.gradient_accumulation_steps,
+        "gradient_accumulation_steps_global": config.gradient_accumulation_steps * world_size,
+        "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
+        "estimated_memory_gb": estimate_memory(model, counts["total"], config, world_size),
+    }
+
+
+def git_state() -> dict:
+    """Commit of this code and whether it was changed; None outside a git checkout."""
+
+    def git(*arguments):
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return {"commit": commit, "modified": bool(git("status", "--porcelain", "-uno")) if commit else None}
+
+
+# --- text ---
+
+
+def report_lines(config: TrainConfig, info: dict) -> list[str]:
+    """The report as lines, one section after another."""
+    sections = {
+        "MODEL ARCHITECTURE": _architecture(info),
+        "TRAINING CONFIGURATION": _training(config, info),
+        "HARDWARE": _hardware(info),
+        "THEORETICAL PERFORMANCE": _performance(info),
+    }
+    lines = []
+    for title, rows in sections.items():
+        lines += ["", "=" * 78, title, "=" * 78]
+        lines += [f"{name + ':':<28} {text}" for name, text in rows]
+    return lines
+
+
+def _architecture(info: dict) -> Section:
+    model, counts = info["model"]["architecture"], info["model"]
+    group = model["n_head"] // model["n_kv_head"]
+    return [
+        ("Preset", model["arch"]),
+        (
+            "Layers, heads, width, FFN",
+            f"{model['n_layer']}, {model['n_head']}, {model['n_embd']}, {model['d_ff']}",
+        ),
+        (
+            "Key/value heads",
+            f"{model['n_kv_head']} (group of {group})" if group > 1 else str(model["n_kv_head"]),
+        ),
+        ("Vocabulary", f"{model['vocab_size']:,}{' (tied)' if model['weight_tying'] else ''}"),
+        ("Positions", _positions(model)),
+        (
+            "Normalization",
+            f"{model['normalization']}, eps {model['norm_eps']:g}{', QK-norm' * model['qk_norm']}",
+        ),
+        ("Feed-forward", f"{model['ffn_type']}, {model['activation']}"),
+        ("Bias, dropout", f"{model['bias']}, {model['dropout']:g}"),
+        ("Parameters", f"{counts['total_params']:,}"),
+        ("  trainable", f"{counts['trainable_params']:,}"),
+    ]
+
+
+def _positions(model: dict) -> str:
+    theta = f", theta {model['rope_theta']:g}" if model["position_encoding"] == "rope" else ""
+    return f"{model['position_encoding']}{theta}, up to {model['block_size']:,} tokens"
+
+
+def _training(config: TrainConfig, info: dict) -> Section:
+    per_gpu, everywhere = (info[f"gradient_accumulation_steps_{scope}"] for scope in ("per_gpu", "global"))
+    gpus = info["hardware"]["num_gpus"]
+    decay = config.lr_schedule if config.decay_lr else "constant"
+    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {config.warmup_iters:,}"
+    if config.decay_lr:
+        schedule += f", decay to iteration {config.lr_decay_iters:,}"
+    groups = info["optimizer"]["param_groups"]
+    return [
+        ("Dataset", config.dataset),
+        ("Micro-batch per GPU", f"{config.batch_size} x {config.block_size} tokens"),
+        ("Accumulation steps", f"{per_gpu} per GPU ({everywhere} over {gpus} GPU{'s' * (gpus > 1)})"),
+        ("Tokens per iteration", f"{info['tokens_per_iter']:,}"),
+        (
+            "Iterations",
+            f"{config.max_iters:,} ({config.max_iters * info['tokens_per_iter'] / 1e9:.3f} B tokens)",
+        ),
+        ("Learning rate", schedule),
+        ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
+        ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
+        ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
+        ("Precision", f"{config.dtype} compute, float32 weights and optimizer state"),
+        ("torch.compile", str(config.compile)),
+        ("Attention backend", info["attention"]["line"]),
+        ("DataLoader", _dataloader(config)),
+    ]
+
+
+def _dataloader(config: TrainConfig) -> str:
+    if not config.use_dataloader:
+        return "off, batches are read in the training process"
+    return (
+        f"{config.dataloader_num_workers} workers, {config.dataloader_prefetch_factor} iterations ahead each"
+    )
+
+
+def _hardware(info: dict) -> Section:
+    hardware, software = info["hardware"], info["software"]
+    memory = f" ({hardware['gpu_memory_gb']:.1f} GB)" if hardware.get("gpu_memory_gb") else ""
+    estimate = info["estimated_memory_gb"]
+    total = sum(estimate.values())
+    return [
+        ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
+        ("Parallelism", hardware["parallelism"]),
+        ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
+        ("Peak per GPU", _peak(hardware["peak"])),
+        ("Estimated memory per GPU", f"{total:.2f} GB"),
+        *((f"  {name}", f"{size:.2f} GB") for name, size in estimate.items()),
+    ]
+
+
+def _peak(peak: dict) -> str:
+    if peak["tflops_per_gpu"] is None:
+        return f"none ({peak['reason']})"
+    return f"{peak['tflops_per_gpu']:.1f} TFLOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
+
+
+def _performance(info: dict) -> Section:
+    flops, peak = info["flops"], info["hardware"]["peak"]
+    rows = [("MFU formula", flops["calculation_method"])]
+    rows += [(f"FLOPs/token, {method}", f"{total:,}") for method, total in flops["totals"].items()]
+    rows += [
+        ("  causal half of the scores", f"{flops['flops_per_token_causal']:,}"),
+        ("Audit by FlopCounterMode", _audit(flops["audit"])),
+        (
+            "Attention/FFN FLOPs",
+            "not given by this formula" if (r := flops["attention_to_ffn_ratio"]) is None else f"{r:.4f}",
+        ),
+    ]
+    if peak["tflops_per_gpu"]:
+        tokens = peak["tflops_per_gpu"] * 1e12 * info["hardware"]["num_gpus"] / flops["flops_per_token"]
+        rows += [(f"Tokens/s at {percent} % MFU", f"{tokens * percent / 100:,.0f}") for percent in (100, 50)]
+    return rows
+
+
+def _audit(audit: dict) -> str:
+    if audit["exact"]:
+        return f"exact ({audit['counted_flops_per_sequence']:,} per sequence)"
+    deviation = 100 * (audit["formula_over_counted"] - 1)
+    return f"{deviation:+.2f} % ({audit['counted_flops_per_sequence']:,} counted per sequence)"

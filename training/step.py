@@ -1,0 +1,62 @@
+"""One iteration: every micro-step's forward and backward, one reduction, clip, update. Returns device tensors;
+nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from training.config import TrainConfig
+from training.precision import LossScale
+
+
+class StepResult(NamedTuple):
+    loss: torch.Tensor  # mean over this rank's tokens of the iteration
+    grad_norm: torch.Tensor  # global, before clipping, unscaled; equal on all ranks
+    grad_sum: torch.Tensor | None  # sum over this rank's shards, when asked for
+    overflow: torch.Tensor  # 1.0 if the gradient was not finite and the update was skipped
+
+
+def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -> Callable[..., StepResult]:
+    """step(x, y, learning_rate, with_gradient_sum=False); x, y (A, B, T) hold A micro-steps of token ids."""
+
+    def step(x, y, learning_rate: float, with_gradient_sum: bool = False) -> StepResult:
+        micro_steps = len(x)
+        losses = []
+        for i in range(micro_steps):
+            with strategy.micro_step(last=i == micro_steps - 1):
+                loss = strategy.forward(x[i], y[i])
+                (loss * (loss_scale.scale / micro_steps)).backward()
+            losses.append(loss.detach())
+        strategy.reduce_gradients()
+
+        grad_norm = strategy.grad_norm() / loss_scale.scale
+        overflow = (~grad_norm.isfinite()).float()
+        grad_sum = _gradient_sum(strategy.shards) / loss_scale.scale if with_gradient_sum else None
+
+        # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1: clipping
+        # and unscaling cost no pass of their own, and a bad gradient never reaches the weights.
+        optimizer.grad_scale = loss_scale.scale * _clip_divisor(grad_norm, config.grad_clip)
+        optimizer.found_inf = overflow
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        strategy.publish()
+        strategy.clear_gradients()
+        loss_scale.update(overflow)
+        return StepResult(torch.stack(losses).mean(), grad_norm, grad_sum, overflow)
+
+    return step
+
+
+def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What to divide gradients by so that their norm is at most max_norm. Pascanu et al. 2013, algorithm 1."""
+    if max_norm == 0:
+        return torch.ones_like(grad_norm)
+    return (grad_norm / max_norm).clamp(min=1.0)
+
+
+def _gradient_sum(shards) -> torch.Tensor:
+    return torch.stack([shard.local.grad.sum() for shard in shards]).sum()
