@@ -37,7 +37,15 @@ from training.checkpoint import (
 )
 from training.config import RunError, TrainConfig, UserError, load_config
 from training.dataset import open_dataset
-from training.distributed import World, check_device, close_world, gather_objects, init_world, launch_info
+from training.distributed import (
+    World,
+    check_device,
+    end_process,
+    gather_objects,
+    init_world,
+    launch_info,
+    leave_now,
+)
 from training.hardware import Peak, describe_hardware, resolve_peak
 from training.loader import Loader, Windows, hash_seed
 from training.logger import Logger
@@ -138,7 +146,8 @@ def main(argv: list[str]) -> None:
     # 8) finish
     for line in closing_lines(config, run_path, milestones.last_checkpoint or checkpoint):
         log.info(line)
-    close_world()
+    loader.close()
+    end_process(world)
 
 
 def train(
@@ -273,10 +282,8 @@ def _leave(status: int, message: str) -> int:
         time.sleep(RANK_0_SPEAKS_FIRST)
     if rank == 0 or status != EXIT_INTERRUPTED:
         print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
-    logging.shutdown()
     if world_size > 1:
-        sys.stdout.flush()
-        os._exit(status)
+        leave_now(status)
     return status
 
 

@@ -164,6 +164,7 @@ AT_LEAST = {
     "log_interval": 1,
     "gradient_log_interval": 0,
     "log_save_interval": 1,
+    "seed": 0,
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
@@ -217,7 +218,7 @@ def _read_file(path: Path) -> list[tuple[str, object, str]]:
     return [
         (name, value, f"{path}:{lines.get(name, '?')}")
         for name, value in namespace.items()
-        if not name.startswith("_") and name not in imported and not callable(value)
+        if name in KEYS or not (name.startswith("_") or name in imported or callable(value))
     ]
 
 
@@ -279,7 +280,7 @@ def _parse(text: str, allowed: tuple) -> object:
         return text.lower() == "true"
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return text
     fits = type(value) in allowed or (float in allowed and type(value) is int)
     return text if str in allowed and not fits else value
@@ -308,9 +309,10 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_schedule(config: TrainConfig) -> None:
-    if config.min_lr > config.learning_rate:
+    decays = config.decay_lr and config.lr_schedule != "constant"
+    if decays and config.min_lr > config.learning_rate:
         raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
-    if config.decay_lr and config.lr_schedule != "constant" and config.warmup_iters >= config.lr_decay_iters:
+    if decays and config.warmup_iters >= config.lr_decay_iters:
         raise UserError(
             f"warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}; "
             "the rate would have no time to decay"

@@ -106,6 +106,10 @@ class Loader:
         self.position += self.batches.samples
         return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
+    def close(self) -> None:
+        """Ends the worker processes, if there are any."""
+        self.source = None
+
     def _positions(self) -> Iterator[int]:
         position = self.position
         while True:

@@ -94,7 +94,7 @@ class Replicated:
         """DDP has averaged them during the last backward."""
 
     def grad_norm(self) -> torch.Tensor:
-        return get_total_norm([shard.local.grad for shard in self.shards])
+        return _norm(self.shards)
 
     def publish(self) -> None:
         """Every rank has made the same update."""
@@ -237,8 +237,18 @@ class Fsdp:
         )
 
 
+def _norm(shards: list[Shard]) -> torch.Tensor:
+    """Norm of this rank's gradients, a 0-d fp32 tensor."""
+    grads = [shard.local.grad for shard in shards]
+    if grads[0].is_cuda:
+        return get_total_norm(grads)
+    # torch's CPU kernel adds fp32 squares one by one: 1e-4 off at 5 M elements, and clipping would inherit it
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack(norms)).float()
+
+
 def _sharded_norm(shards: list[Shard]) -> torch.Tensor:
-    squares = get_total_norm([shard.local.grad for shard in shards]).square()
+    squares = _norm(shards).square()
     dist.all_reduce(squares)
     return squares.sqrt()
 

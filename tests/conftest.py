@@ -1,0 +1,33 @@
+"""Fixtures of every test file, and the rule for `gpu` tests."""
+
+import gc
+import logging
+import signal
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def run():
+    """train.run(argv) in this process: returns the exit status, and leaves no handler behind."""
+    import train
+
+    sigterm = signal.getsignal(signal.SIGTERM)
+    log = logging.getLogger("nanomfu")
+    handlers, propagate, level = log.handlers[:], log.propagate, log.level
+    yield lambda *argv: train.run([str(arg) for arg in argv])
+    signal.signal(signal.SIGTERM, sigterm)
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+    gc.unfreeze()

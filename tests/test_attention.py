@@ -1,0 +1,384 @@
+"""Every attention kernel computes what model.manual_attention computes, and one line tells the choice."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import Block, manual_attention, rotary_angles
+from model_builder import build_model
+from model_config import model_config
+from training import attention
+from training.attention import choose_attention
+
+CPU = torch.device("cpu")
+KV_HEADS = {"MHA": None, "GQA": 2}  # of 4 query heads
+
+
+def shape(kv=None, head_dim=16, T=32, **overrides):
+    sizes = dict(n_layer=1, n_head=4, n_embd=4 * head_dim, d_ff=96, vocab_size=97, block_size=T)
+    return model_config("llama", **{**sizes, "n_kv_head": kv, **overrides})
+
+
+def choose(asked, config, dtype=torch.float32, device=CPU):
+    return choose_attention(asked, config, dtype, device, manual_attention)
+
+
+def inputs(config, dtype=torch.float32, device=CPU, batch=2, seed=0):
+    """q (B, T, H, D), k and v (B, T, K, D), all leaves, and the gradient that arrives from above."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
+    q, k, v, above = (
+        torch.randn(batch, config.block_size, n, config.head_dim, generator=generator).to(device, dtype)
+        for n in heads
+    )
+    return [t.requires_grad_() for t in (q, k, v)], above
+
+
+def forward_and_gradients(attend, qkv, above):
+    y = attend(*qkv, 0.0)
+    return y.detach(), *torch.autograd.grad(y, qkv, above)
+
+
+def assert_agrees(attend, config, dtype, tolerance, device=CPU, batch=2):
+    """Forward and gradients against manual attention in fp32, as norm of the difference / norm."""
+    qkv, above = inputs(config, dtype, device, batch)
+    ours = forward_and_gradients(attend, qkv, above)
+    exact = forward_and_gradients(
+        manual_attention, [t.detach().float().requires_grad_() for t in qkv], above.float()
+    )
+    for name, got, expected in zip(("y", "dq", "dk", "dv"), ours, exact, strict=True):
+        assert got.dtype == dtype and got.shape == expected.shape, name
+        error = ((got.float() - expected).norm() / expected.norm()).item()
+        assert error <= tolerance, (name, error)
+
+
+def kept(attend):
+    """attend, and the list of calls it will have had."""
+    calls = []
+
+    def recording(*args, **kwargs):
+        calls.append((args, kwargs))
+        return attend(*args, **kwargs)
+
+    return recording, calls
+
+
+# --- the reference itself ---
+
+
+@pytest.mark.parametrize("heads", KV_HEADS)
+def test_manual_attention_is_the_formula_one_position_at_a_time(heads):
+    config = shape(KV_HEADS[heads], T=7)
+    (q, k, v), _ = inputs(config)
+    y = manual_attention(q, k, v)
+    group = config.n_head // config.n_kv_head
+    for b in range(2):
+        for t in range(7):
+            for h in range(config.n_head):
+                past_k, past_v = (x[b, : t + 1, h // group] for x in (k, v))  # (t + 1, D)
+                weights = (past_k @ q[b, t, h] / config.head_dim**0.5).softmax(dim=0)
+                torch.testing.assert_close(y[b, t, h], weights @ past_v, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", KV_HEADS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("backend", ["sdpa", "manual"])
+def test_each_backend_agrees_with_manual_attention(backend, dtype, tolerance, heads):
+    config = shape(KV_HEADS[heads])
+    choice = choose(backend, config, dtype)
+    assert (choice.asked, choice.used, choice.reason) == (backend, backend, "")
+    assert_agrees(choice.attend, config, dtype, tolerance)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "manual"])
+def test_dropout_drops_and_only_when_asked(backend):
+    config = shape(dropout=0.5)
+    attend = choose(backend, config).attend
+    qkv, _ = inputs(config)
+    torch.manual_seed(0)
+    assert torch.equal(attend(*qkv, 0.0), attend(*qkv, 0.0))
+    assert not torch.equal(attend(*qkv, 0.5), attend(*qkv, 0.5))
+
+
+def test_the_model_has_one_loss_on_every_backend():
+    config = shape(2)
+    ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(0))
+    losses = [
+        build_model(config, choose(backend, config).attend).init_weights("cpu", 0)(ids, ids).item()
+        for backend in ("sdpa", "manual")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# --- falling back ---
+
+
+def test_flash_attention_asked_on_a_cpu_runs_sdpa_and_says_why():
+    for asked, reasons in (("flash_attn_3", 2), ("flash_attn_2", 1)):
+        config = shape(2)
+        choice = choose(asked, config, torch.bfloat16)
+        line = choice.to_dict()["line"]
+        assert (choice.asked, choice.used) == (asked, "sdpa")
+        assert "\n" not in line
+        assert line.startswith(f"sdpa [{choice.kernel}], asked for {asked} (")
+        assert line.count("needs a CUDA GPU, this is cpu") == reasons
+        assert_agrees(choice.attend, config, torch.bfloat16, 2e-2)
+
+
+def test_a_backend_that_runs_as_asked_gives_no_reason():
+    facts = choose("sdpa", shape()).to_dict()
+    assert facts["asked"] == facts["used"] == "sdpa"
+    assert facts["reason"] is None
+    assert facts["line"] == f"sdpa [{facts['kernel']}], asked for sdpa"
+
+
+def test_fp32_has_no_flash_attention():
+    with pytest.raises(attention.Unavailable, match="bfloat16 or float16.*float32"):
+        attention._need_cuda_and_half("flash-attn 2", torch.float32, torch.device("cuda"))
+    attention._need_cuda_and_half("flash-attn 2", torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """This machine looks like a Hopper GPU to the flash-attn backends, without any package installed."""
+    monkeypatch.setattr(attention, "_need_cuda_and_half", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for name in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
+
+
+def install(monkeypatch, module, flash_attn_func):
+    """A fake package; returns the calls that its flash_attn_func will have had."""
+    function, calls = kept(flash_attn_func)
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=function))
+    return calls
+
+
+def flash_attn_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    assert causal and dropout_p == 0.0
+    return manual_attention(q, k, v)
+
+
+def flash_attn_3(q, k, v, softmax_scale=None, causal=False):
+    assert causal
+    return manual_attention(q, k, v)
+
+
+def flash_attn_3_before_2025(q, k, v, softmax_scale=None, causal=False):
+    return flash_attn_3(q, k, v, causal=causal), "log-sum-exp"
+
+
+@pytest.mark.parametrize("heads", KV_HEADS)
+@pytest.mark.parametrize(
+    ("backend", "module", "function"),
+    [
+        ("flash_attn_2", "flash_attn", flash_attn_2),
+        ("flash_attn_3", "flash_attn_interface", flash_attn_3),
+        ("flash_attn_3", "flash_attn_interface", flash_attn_3_before_2025),
+    ],
+)
+def test_flash_attention_is_called_by_its_convention(hopper, monkeypatch, backend, module, function, heads):
+    calls = install(monkeypatch, module, function)
+    config = shape(KV_HEADS[heads])
+    choice = choose(backend, config)
+    assert (choice.used, choice.reason) == (backend, "")
+    calls.clear()
+    assert_agrees(choice.attend, config, torch.float32, 1e-5)
+    ((args, kwargs),) = calls
+    kv_shape = (2, 32, config.n_kv_head, 16)  # grouped heads are not expanded
+    assert [tuple(t.shape) for t in args] == [(2, 32, 4, 16), kv_shape, kv_shape]  # (B, T, heads, D)
+    assert kwargs["causal"] is True
+
+
+def test_flash_attention_2_is_told_the_dropout(hopper, monkeypatch):
+    calls = install(monkeypatch, "flash_attn", lambda q, k, v, dropout_p, causal: manual_attention(q, k, v))
+    config = shape(dropout=0.25)
+    attend = choose("flash_attn_2", config).attend
+    attend(*inputs(config)[0], 0.25)
+    attend(*inputs(config)[0], 0.0)
+    assert [kwargs["dropout_p"] for _, kwargs in calls[-2:]] == [0.25, 0.0]
+
+
+def test_flash_attention_3_has_no_dropout_and_falls_back_to_2(hopper, monkeypatch):
+    install(monkeypatch, "flash_attn_interface", flash_attn_3)
+    install(monkeypatch, "flash_attn", lambda q, k, v, dropout_p, causal: manual_attention(q, k, v))
+    choice = choose("flash_attn_3", shape(dropout=0.1))
+    assert choice.used == "flash_attn_2"
+    assert choice.reason == "flash_attn_3: it has no dropout"
+
+
+def test_flash_attention_3_is_for_hopper(hopper, monkeypatch):
+    install(monkeypatch, "flash_attn_interface", flash_attn_3)
+    install(monkeypatch, "flash_attn", flash_attn_2)
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        choice = choose("flash_attn_3", shape())
+        assert choice.used == "flash_attn_2"
+        assert "Hopper" in choice.reason
+
+
+def test_packages_that_are_not_installed_are_named_and_sdpa_runs(hopper):
+    choice = choose("flash_attn_3", shape())
+    assert choice.used == "sdpa"
+    assert "flash_attn_3: flash_attn_interface is not installed" in choice.reason
+    assert "flash_attn_2: flash_attn is not installed" in choice.reason
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError"])
+@pytest.mark.parametrize(
+    ("backend", "module"), [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface")]
+)
+def test_a_broken_package_is_not_called_a_missing_one(hopper, monkeypatch, tmp_path, backend, module, error):
+    """flash-attn built for another torch fails at import; 'not installed' would mislead, a crash more so."""
+    (tmp_path / f"{module}.py").write_text(f"raise {error}('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module)
+    choice = choose(backend, shape())
+    assert choice.used == "sdpa"
+    assert "undefined symbol" in choice.reason
+    assert f"{module} is not installed" not in choice.reason
+
+
+def test_a_backend_that_raises_in_the_probe_falls_through_with_its_reason(hopper, monkeypatch):
+    def raises(*_, **__):
+        raise RuntimeError("no kernel image is available\nCUDA kernel errors might be reported elsewhere")
+
+    install(monkeypatch, "flash_attn", raises)
+    choice = choose("flash_attn_2", shape(2))
+    assert choice.used == "sdpa"
+    assert choice.reason == "flash_attn_2 [flash-attn 2] failed: no kernel image is available"
+    assert "\n" not in choice.to_dict()["line"]
+
+
+def test_a_backend_that_fails_only_in_the_backward_falls_through(hopper, monkeypatch):
+    class NoBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("head_dim 256 has no backward")
+
+    install(monkeypatch, "flash_attn", lambda q, k, v, **_: NoBackward.apply(q))
+    choice = choose("flash_attn_2", shape())
+    assert choice.used == "sdpa"
+    assert "head_dim 256 has no backward" in choice.reason
+
+
+def test_a_backend_whose_gradients_are_not_finite_falls_through(hopper, monkeypatch):
+    install(monkeypatch, "flash_attn", lambda q, k, v, **_: (q + k + v) * float("nan"))
+    choice = choose("flash_attn_2", shape())
+    assert choice.used == "sdpa"
+    assert "gradients are not finite" in choice.reason
+
+
+def test_manual_is_the_end_of_the_chain(hopper, monkeypatch):
+    def raises(*_, **__):
+        raise RuntimeError("not on this machine")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
+    choice = choose("flash_attn_3", shape(2))
+    assert (choice.used, choice.attend) == ("manual", manual_attention)
+    for name in ("flash_attn_3", "flash_attn_2", "sdpa"):
+        assert name in choice.reason
+    line = choice.to_dict()["line"]
+    assert line.startswith("manual [") and "asked for flash_attn_3" in line
+
+
+def test_no_backend_at_all_is_an_error_with_every_reason(monkeypatch):
+    def raises(*_, **__):
+        raise RuntimeError("out of everything")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
+    with pytest.raises(RuntimeError, match="sdpa .*out of everything.*manual .*out of everything"):
+        choose_attention("sdpa", shape(), torch.float32, CPU, raises)
+
+
+# --- on a GPU ---
+
+GPU = torch.device("cuda")
+CUDNN_CAPABILITIES = (9, 10)
+
+
+def needs_cudnn_attention():
+    if torch.cuda.get_device_capability()[0] not in CUDNN_CAPABILITIES:
+        pytest.skip("cuDNN attention is chosen on compute capability 9 and 10 only")
+
+
+def gpu_shape(kv, head_dim, T):
+    return shape(kv, head_dim, T, n_head=8, n_embd=8 * head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [256, 2048])
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("kv", [None, 4])
+def test_cudnn_is_chosen_and_agrees_with_manual_attention(kv, head_dim, T):
+    needs_cudnn_attention()
+    config = gpu_shape(kv, head_dim, T)
+    choice = choose("sdpa", config, torch.bfloat16, GPU)
+    assert (choice.used, choice.kernel, choice.reason) == ("sdpa", "cuDNN", "")
+    assert_agrees(choice.attend, config, torch.bfloat16, 2e-2, GPU, batch=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", [None, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
+def test_torchs_own_choice_agrees_with_manual_attention(kv, dtype, tolerance):
+    config = gpu_shape(kv, 64, 256)
+    assert_agrees(attention._sdpa_default, config, dtype, tolerance, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", [None, 4])
+def test_a_profile_of_the_compiled_kernel_shows_cudnn(kv):
+    needs_cudnn_attention()
+    config = gpu_shape(kv, 128, 2048)
+    attend = torch.compile(choose("sdpa", config, torch.bfloat16, GPU).attend, fullgraph=True)
+    qkv, above = inputs(config, torch.bfloat16, GPU, batch=1)
+    forward_and_gradients(attend, qkv, above)  # compiles
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        forward_and_gradients(attend, qkv, above)
+        torch.cuda.synchronize()
+    on_gpu = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    cudnn = [name for name in on_gpu if "cudnn" in name.lower()]
+    assert any("fprop" in name or "fwd" in name for name in cudnn), on_gpu
+    assert any("bprop" in name or "bwd" in name for name in cudnn), on_gpu
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
+def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
+    config = model_config(
+        preset,
+        n_layer=1,
+        n_head=8,
+        n_embd=1024,
+        d_ff=1024,
+        vocab_size=97,
+        block_size=256,
+        n_kv_head=4 if preset == "qwen3" else None,
+    )
+    attend = choose("sdpa", config, torch.bfloat16, GPU).attend
+    block = Block(config, attend).to(GPU)
+    generator = torch.Generator(GPU).manual_seed(0)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.copy_((p.ndim == 1) + 0.03 * torch.randn(p.shape, device=GPU, generator=generator))
+    rotary = rotary_angles(256, config.head_dim, config.rope_theta, GPU) if preset == "qwen3" else None
+    x, above = torch.randn(2, 2, 256, 1024, device=GPU, generator=generator).to(torch.bfloat16)
+    x.requires_grad_()
+
+    def results(module):
+        y = module(x, rotary)
+        return y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], above)
+
+    eager, compiled = results(block), results(torch.compile(block, fullgraph=True, dynamic=False))
+    for got, expected in zip(compiled, eager, strict=True):
+        assert got.dtype == expected.dtype
+        assert (got.float() - expected.float()).norm() / expected.float().norm() < 2e-2

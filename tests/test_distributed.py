@@ -1,0 +1,173 @@
+"""Strategies and checkpoints as users run them: train.py under torchrun with 1, 2 and 4 gloo processes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, TINY, last_run, make_dataset, run_train, write_config
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
+PARALLEL = [(name, processes) for processes in (2, 4) for name in STRATEGIES]
+ITERATIONS = 10
+# 65 rows and head width 2 do not divide by 2 or 4: some ranks hold fewer rows, some none
+MODEL = {**TINY, "vocab_size": 65, "n_head": 8, "num_key_value_heads": 4, "n_embd": 16}
+CONFIG = {
+    **MODEL,
+    "batch_size": 2,
+    "max_iters": ITERATIONS,
+    "eval_interval": 5,
+    "eval_iters": 3,
+    "keep_all_checkpoints": True,
+    "gradient_log_interval": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    make_dataset(folder / "tokens", vocab_size=65)
+    write_config(folder / "run.py", **CONFIG, dataset=str(folder / "tokens"))
+    return folder
+
+
+def train(folder: Path, out: str, *flags: object, processes: int = 1) -> dict:
+    done = run_train(folder / "run.py", f"--out_dir={folder / out}", *flags, processes=processes, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return last_run(folder / out)
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """The same 8 sequences per iteration, cut in every way: (strategy, processes) -> run record."""
+    records = {("single", 1): train(folder, "single-1", "--gradient_accumulation_steps=4")}
+    for name, processes in PARALLEL:
+        accumulation = f"--gradient_accumulation_steps={4 // processes}"
+        out = f"{name}-{processes}"
+        records[name, processes] = train(folder, out, accumulation, *STRATEGIES[name], processes=processes)
+    return records
+
+
+def losses(record: dict) -> list[float]:
+    return [row["loss"] for row in record["training_iterations"]]
+
+
+def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, read by torch's converter and not by our code."""
+    dcp_to_torch_save(checkpoint, scratch / "all.pt")
+    return torch.load(scratch / "all.pt")
+
+
+@pytest.mark.parametrize(("name", "processes"), PARALLEL)
+def test_every_strategy_gives_the_losses_of_one_process(runs, name, processes):
+    reference, record = runs["single", 1], runs[name, processes]
+    assert record["startup_info"]["hardware"]["parallelism"] == name
+    assert record["startup_info"]["hardware"]["num_gpus"] == processes
+    assert len(losses(record)) == ITERATIONS
+    assert losses(record) == pytest.approx(losses(reference), rel=1e-5)
+    for row, expected in zip(record["training_iterations"], reference["training_iterations"], strict=True):
+        assert row["gradients"]["global_norm"] == pytest.approx(
+            expected["gradients"]["global_norm"], rel=1e-4
+        )
+        assert row["gradients"]["grad_std"] == pytest.approx(expected["gradients"]["grad_std"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "processes"), PARALLEL)
+def test_evaluation_is_the_same_for_every_strategy(runs, name, processes):
+    for step, expected in zip(
+        runs[name, processes]["eval_steps"], runs["single", 1]["eval_steps"], strict=True
+    ):
+        assert step["iter"] == expected["iter"]
+        assert step["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+        assert step["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "processes"), PARALLEL)
+def test_throughput_is_global_and_says_over_how_many(runs, name, processes):
+    record = runs[name, processes]
+    info = record["startup_info"]
+    assert info["tokens_per_iter"] == runs["single", 1]["startup_info"]["tokens_per_iter"] == 8 * 32
+    assert info["gradient_accumulation_steps_per_gpu"] == 4 // processes
+    assert info["gradient_accumulation_steps_global"] == 4
+    for row in record["training_iterations"]:
+        assert row["tokens_per_sec"] == pytest.approx(8 * 32 / (row["time_ms"] / 1000))
+        assert row["tokens_per_sec_per_gpu"] == pytest.approx(row["tokens_per_sec"] / processes)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_any_strategy_loads_what_any_other_saved_bit_for_bit(runs, folder, processes):
+    saved = [
+        folder / f"{name}-{count}" / "checkpoints" / "step-00000005"
+        for name, count in [("single", 1), *PARALLEL]
+    ]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+    ]
+    worker = [ROOT / "tests" / "load_worker.py", folder / "run.py", *saved]
+    done = subprocess.run(
+        [*(launcher if processes > 1 else [sys.executable]), *map(str, worker)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaders = 1 if processes == 1 else len(STRATEGIES)
+    assert f"loaded {len(saved) * loaders} pairs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "flags"),
+    [("single", 1, []), *((name, 2, STRATEGIES[name]) for name in STRATEGIES)],
+)
+def test_resume_is_bit_exact(folder, tmp_path, name, processes, flags):
+    flags = [*flags, "--dropout=0.1", "--gradient_accumulation_steps=2"]
+    whole = train(folder, f"whole-{name}", *flags, processes=processes)
+
+    resumed_dir = folder / f"resumed-{name}"
+    kept = "checkpoints/step-00000005"
+    shutil.copytree(folder / f"whole-{name}" / kept, resumed_dir / kept)
+    record = train(folder, resumed_dir.name, *flags, "--init_from=resume", processes=processes)
+
+    assert record["startup_info"]["resumed_from"].endswith("step-00000005")
+    assert [row["iter"] for row in record["training_iterations"]] == list(range(5, ITERATIONS))
+    assert losses(record) == losses(whole)[5:]
+    assert [row["lr"] for row in record["training_iterations"]] == [
+        row["lr"] for row in whole["training_iterations"][5:]
+    ]
+    last = "checkpoints/step-00000010"
+    ours, theirs = (tensors(folder / run / last, tmp_path) for run in (resumed_dir.name, f"whole-{name}"))
+    assert ours.keys() == theirs.keys()
+    assert any(key.startswith("rng.") for key in ours)
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    states = [
+        json.loads((folder / run / last / "state.json").read_text())["samples_seen"]
+        for run in (resumed_dir.name, f"whole-{name}")
+    ]
+    assert states[0] == states[1] == ITERATIONS * 2 * 2 * processes
+
+
+def test_dropout_differs_between_ranks_and_is_in_the_loss(folder):
+    """Guards the test above: with dropout off it would pass without restoring a generator."""
+    with_dropout = last_run(folder / "whole-single")
+    without = train(folder, "no-dropout", "--gradient_accumulation_steps=2")
+    assert losses(with_dropout)[0] != losses(without)[0]
+
+
+def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):
+    """Two ranks write about half of the moments each; DDP's ranks share the writing of whole tensors."""
+    for name in ("zero1", "fsdp"):
+        checkpoint = folder / f"{name}-2" / "checkpoints" / "step-00000010"
+        sizes = [
+            sum(path.stat().st_size for path in checkpoint.glob(f"__{rank}_*.distcp")) for rank in (0, 1)
+        ]
+        assert 0.5 < sizes[0] / sizes[1] < 2.0, sizes

@@ -1,0 +1,243 @@
+"""A batch is a function of (seed, epoch, position): which GPUs and workers there are changes who reads it only."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers import TINY, make_dataset
+
+from training import evaluate as evaluate_module
+from training.config import TrainConfig
+from training.dataset import open_dataset
+from training.distributed import World
+from training.evaluate import eval_batches, evaluate
+from training.loader import IterationBatches, Loader, Windows, permute
+
+T = TINY["block_size"]
+CONFIG = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 4})
+GLOBAL_BATCH = CONFIG.samples_per_iter(1)  # 8 samples an iteration, at every world size below
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """100 windows of T tokens and the token after them, 4 tokens left over."""
+    folder = make_dataset(tmp_path_factory.mktemp("tokens"), train_tokens=100 * T + 5)
+    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0)
+    return Windows(open_dataset(config, scan=False)[0]["train"], T)
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank, rank, size, torch.device("cpu"))
+
+
+def with_world_size(size: int, **keys) -> TrainConfig:
+    """The same global batch on `size` GPUs."""
+    return dataclasses.replace(CONFIG, gradient_accumulation_steps=4 // size, **keys)
+
+
+def global_order(windows, size: int, position: int = 0, iterations: int = 1) -> list[int]:
+    """Window indices in the order of their global sample numbers: micro-step by micro-step, rank by rank."""
+    config = with_world_size(size)
+    order = []
+    for i in range(iterations):
+        ranks = [
+            IterationBatches(windows, config, world(rank, size)).sample_indices(position + i * GLOBAL_BATCH)
+            for rank in range(size)
+        ]
+        order += np.stack(ranks, axis=1).ravel().tolist()  # (A, W, B)
+    return order
+
+
+# --- the permutation ---
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097, 65_537, 100_003])
+def test_permutation_sends_every_index_to_its_own_place(n):
+    permuted = permute(np.arange(n), n, seed=n)
+    assert permuted.dtype == np.int64
+    assert np.array_equal(np.sort(permuted), np.arange(n))
+
+
+def test_permutation_of_a_part_is_that_part_of_the_permutation():
+    whole = permute(np.arange(1000), 1000, seed=3)
+    assert np.array_equal(permute(np.array([17, 999, 0]), 1000, seed=3), whole[[17, 999, 0]])
+
+
+def test_permutation_looks_random():
+    n = 10_000
+    permuted = permute(np.arange(n), n, seed=1)
+    assert (permuted == np.arange(n)).sum() < 10  # one fixed point is expected
+    assert abs(np.corrcoef(np.arange(n), permuted)[0, 1]) < 0.05
+    neighbours = np.abs(np.diff(permuted)) == 1  # two in n are expected
+    assert neighbours.sum() < 20
+
+
+def test_seeds_give_unrelated_permutations():
+    one, two = (permute(np.arange(1000), 1000, seed=seed) for seed in (0, 1))
+    assert (one == two).sum() < 10
+
+
+def test_huge_permutation_needs_no_memory():
+    n = 10**12
+    assert 0 <= permute(np.array([n - 1]), n, seed=0)[0] < n
+
+
+# --- windows ---
+
+
+def test_windows_do_not_overlap_but_for_the_last_target(windows):
+    assert windows.count == 100
+    rows = windows.read(np.arange(windows.count))
+    assert rows.shape == (100, T + 1) and rows.dtype == np.int64
+    tokens = windows.tokens.read(0, 100 * T + 1)
+    assert np.array_equal(rows[:, :-1].ravel(), tokens[:-1])
+    assert np.array_equal(rows[:, -1], tokens[T::T])
+
+
+# --- who gets which ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_window_comes_exactly_once_an_epoch(windows, size):
+    epochs = global_order(windows, size, iterations=25)  # 25 iterations of 8 samples are two epochs of 100
+    for epoch in (epochs[:100], epochs[100:]):
+        assert sorted(epoch) == list(range(100))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_world_size_changes_neither_the_samples_nor_their_order(windows, size):
+    assert global_order(windows, size, iterations=30) == global_order(windows, 1, iterations=30)
+
+
+def test_epochs_and_seeds_have_their_own_orders(windows):
+    epochs = global_order(windows, 1, iterations=25)
+    assert epochs[:100] != epochs[100:]
+    other = dataclasses.replace(CONFIG, seed=CONFIG.seed + 1)
+    first, second = (IterationBatches(windows, c, world()).sample_indices(0) for c in (CONFIG, other))
+    assert first.ravel().tolist() != second.ravel().tolist()
+
+
+def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows):
+    config = dataclasses.replace(CONFIG, batch_size=300, gradient_accumulation_steps=1)
+    indices = IterationBatches(windows, config, world()).sample_indices(0)
+    assert np.bincount(indices.ravel(), minlength=100).tolist() == [3] * 100
+
+
+# --- the loader ---
+
+
+def test_y_is_x_one_token_later(windows):
+    loader = Loader(windows, CONFIG, world())
+    x, y = loader.next()
+    assert x.shape == y.shape == (4, 2, T) and x.dtype == y.dtype == torch.int64
+    assert torch.equal(x[..., 1:], y[..., :-1])
+    indices = loader.batches.sample_indices(0)
+    rows = windows.read(indices.ravel()).reshape(4, 2, T + 1)
+    assert np.array_equal(x, rows[..., :-1]) and np.array_equal(y, rows[..., 1:])
+
+
+def test_position_counts_the_samples_of_all_ranks(windows):
+    loader = Loader(windows, with_world_size(2), world(1, 2))
+    loader.next()
+    assert loader.position == GLOBAL_BATCH
+    loader.next()
+    assert loader.position == 2 * GLOBAL_BATCH and loader.epoch == 0.16
+
+
+def batches(windows, config, count, world=world(), position=0):  # noqa: B008 - World is frozen
+    loader = Loader(windows, config, world, position)
+    return [loader.next() for _ in range(count)]
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    for (x, y), (other_x, other_y) in zip(one, other, strict=True):
+        assert torch.equal(x, other_x) and torch.equal(y, other_y)
+
+
+def test_resume_continues_exactly_where_the_run_stopped(windows):
+    whole = batches(windows, CONFIG, 16)
+    for stopped in (1, 5, 12, 13):  # the epoch ends inside iteration 12
+        rest = batches(windows, CONFIG, 16 - stopped, position=stopped * GLOBAL_BATCH)
+        assert_same(rest, whole[stopped:])
+
+
+@pytest.mark.parametrize("stopped", [3, 12, 13])
+def test_resume_at_another_world_size_sees_the_samples_that_were_left(windows, stopped):
+    whole = global_order(windows, 1, iterations=16)
+    before = global_order(windows, 4, iterations=stopped)
+    after = global_order(windows, 2, position=stopped * GLOBAL_BATCH, iterations=16 - stopped)
+    assert before + after == whole
+
+
+def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
+    before = global_order(windows, 1, iterations=5)  # 40 samples
+    config = dataclasses.replace(CONFIG, batch_size=3, gradient_accumulation_steps=1)
+    dataset = IterationBatches(windows, config, world())
+    after = [i for step in range(20) for i in dataset.sample_indices(40 + 3 * step).ravel().tolist()]
+    assert sorted(before + after) == list(range(100))
+
+
+@pytest.mark.parametrize("rank, size, position", [(0, 1, 0), (1, 2, 96)])
+def test_workers_hand_out_the_same_batches(windows, rank, size, position):
+    inline = with_world_size(size)
+    workers = with_world_size(size, use_dataloader=True, dataloader_num_workers=2)
+    here = world(rank, size)
+    assert_same(batches(windows, workers, 14, here, position), batches(windows, inline, 14, here, position))
+
+
+def test_no_workers_at_all_hand_out_the_same_batches(windows):
+    none = dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=0)
+    assert_same(batches(windows, none, 3), batches(windows, CONFIG, 3))
+
+
+def test_loader_leaves_the_random_numbers_of_the_model_alone(windows):
+    state = torch.get_rng_state()
+    batches(windows, dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=1), 1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- evaluation ---
+
+
+def test_evaluation_repeats_no_window_and_is_the_same_every_time(windows):
+    config = dataclasses.replace(CONFIG, batch_size=8, eval_iters=12)
+    order = eval_batches(windows, config)
+    assert order.shape == (12, 8) and len(np.unique(order)) == 96
+    assert np.array_equal(order, eval_batches(windows, config))
+
+
+def test_evaluation_takes_what_a_small_split_has(windows):
+    assert eval_batches(windows, dataclasses.replace(CONFIG, batch_size=8, eval_iters=1000)).shape == (12, 8)
+    filled = eval_batches(windows, dataclasses.replace(CONFIG, batch_size=150, eval_iters=3))
+    assert filled.shape == (1, 150) and np.bincount(filled.ravel(), minlength=100).tolist().count(1) == 50
+
+
+class CountingModel(torch.nn.Module):
+    """Its loss is a number that belongs to the batch; remembers how many batches it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, y):
+        self.calls += 1
+        return (x.double() * torch.arange(1, T + 1)).mean() + y.double().std()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_evaluation_loss_is_the_same_at_every_world_size(windows, monkeypatch, size):
+    config = dataclasses.replace(CONFIG, eval_iters=7)  # no world size divides it
+    alone = evaluate(CountingModel(), {"val": windows}, config, world())["val"]
+    monkeypatch.setattr(evaluate_module, "sum_over_ranks", lambda total, world: total)
+    models = [CountingModel() for _ in range(size)]
+    parts = [evaluate(m, {"val": windows}, config, world(r, size))["val"] for r, m in enumerate(models)]
+    assert sum(parts) == pytest.approx(alone, rel=1e-12)
+    assert len({model.calls for model in models}) == 1  # with FSDP a missing forward pass would hang
+
+
+def test_evaluation_leaves_the_model_in_training_mode(windows):
+    model = CountingModel()
+    evaluate(model, {"val": windows}, CONFIG, world())
+    assert model.training and all(p.grad is None for p in model.parameters())

@@ -1,0 +1,88 @@
+"""The learning rate is a pure function of the iteration: warm-up, then the schedule, then min_lr."""
+
+import math
+
+import pytest
+
+from training.config import TrainConfig
+from training.schedule import SCHEDULES, learning_rate
+
+PEAK, FLOOR, WARMUP, END = 1e-2, 1e-3, 10, 110
+DECAYS = ("cosine", "linear", "wsd")
+
+
+def config(**keys) -> TrainConfig:
+    defaults = dict(learning_rate=PEAK, min_lr=FLOOR, warmup_iters=WARMUP, lr_decay_iters=END)
+    return TrainConfig(**{**defaults, **keys})
+
+
+def rates(start: int, stop: int, **keys) -> list[float]:
+    return [learning_rate(i, config(**keys)) for i in range(start, stop)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak(schedule):
+    warmup = rates(0, WARMUP + 1, lr_schedule=schedule)
+    assert warmup[0] > 0 and warmup[-1] == PEAK
+    for i, rate in enumerate(warmup):
+        assert math.isclose(rate, PEAK * (i + 1) / (WARMUP + 1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_warm_up_starts_at_the_peak(schedule):
+    assert learning_rate(0, config(lr_schedule=schedule, warmup_iters=0)) == PEAK
+
+
+@pytest.mark.parametrize("schedule", DECAYS)
+def test_decay_ends_at_min_lr_and_stays_there(schedule):
+    assert learning_rate(END - 1, config(lr_schedule=schedule)) > FLOOR
+    for iteration in (END, END + 1, 10 * END):
+        assert math.isclose(learning_rate(iteration, config(lr_schedule=schedule)), FLOOR)
+
+
+@pytest.mark.parametrize("schedule", DECAYS)
+def test_decay_never_rises_and_stays_between_peak_and_floor(schedule):
+    decay = rates(WARMUP, END + 20, lr_schedule=schedule)
+    assert all(later <= earlier for earlier, later in zip(decay, decay[1:], strict=False))
+    assert max(decay) == PEAK and math.isclose(min(decay), FLOOR)
+
+
+def test_cosine_follows_its_formula():
+    for i in (WARMUP, 35, 60, 85, END):
+        share = 0.5 * (1 + math.cos(math.pi * (i - WARMUP) / (END - WARMUP)))
+        assert math.isclose(learning_rate(i, config()), FLOOR + share * (PEAK - FLOOR))
+    assert math.isclose(learning_rate(60, config()), (PEAK + FLOOR) / 2)
+
+
+def test_linear_is_halfway_at_half_time():
+    assert math.isclose(learning_rate(60, config(lr_schedule="linear")), (PEAK + FLOOR) / 2)
+
+
+def test_wsd_is_stable_until_the_last_fraction_of_lr_decay_iters():
+    knee = END - 22  # 0.2 x 110
+    assert set(rates(WARMUP, knee + 1, lr_schedule="wsd", wsd_decay_fraction=0.2)) == {PEAK}
+    falling = rates(knee, END + 1, lr_schedule="wsd", wsd_decay_fraction=0.2)
+    assert all(later < earlier for earlier, later in zip(falling, falling[1:], strict=False))
+    assert math.isclose(falling[11], (PEAK + FLOOR) / 2)
+
+
+def test_wsd_that_decays_all_the_way_is_linear_after_warm_up():
+    wsd = rates(WARMUP, END + 1, lr_schedule="wsd", wsd_decay_fraction=1.0)
+    assert wsd == pytest.approx(rates(WARMUP, END + 1, lr_schedule="linear"))
+
+
+def test_constant_stays_at_the_peak():
+    assert set(rates(WARMUP, 3 * END, lr_schedule="constant")) == {PEAK}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_decay_lr_false_warms_up_and_stays_at_the_peak(schedule):
+    assert rates(0, WARMUP, decay_lr=False, lr_schedule=schedule) == rates(0, WARMUP)
+    assert set(rates(WARMUP, 3 * END, decay_lr=False, lr_schedule=schedule)) == {PEAK}
+
+
+def test_rate_depends_on_the_iteration_alone():
+    forwards = rates(0, END + 10)
+    backwards = [learning_rate(i, config()) for i in reversed(range(END + 10))]
+    assert forwards == backwards[::-1]
+    assert rates(57, 58) == forwards[57:58]  # as a resumed run asks for it
