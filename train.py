@@ -55,7 +55,7 @@ from training.optimizer import build_optimizer, describe_optimizer
 from training.parallel import Shard, compile_model, parallelize
 from training.precision import DTYPES, LossScale
 from training.record import RunRecord, check_writable, new_run_path, start_logging
-from training.report import report_lines, startup_info
+from training.report import accumulation_steps, report_lines, startup_info
 from training.schedule import learning_rate
 from training.step import make_step
 
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     # 4) compile, then parallelize, then the optimizer: a strategy wraps compiled blocks, and the optimizer
     #    binds to the shards that the strategy leaves to this rank
     if config.compile:
-        compile_model(model, regional=world.size > 1)
+        compile_model(model)
     strategy = parallelize(model, config, world, dtype)
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
@@ -127,7 +127,8 @@ def main(argv: list[str]) -> None:
     )
     info["data"] = {"tokens": {split: files.total for split, files in splits.items()}, "meta": meta}
     info["resumed_from"] = str(checkpoint) if checkpoint else None
-    record = RunRecord(run_path, config.to_dict(), info, config.save_log_to_json) if world.is_main else None
+    resolved = {**config.to_dict(), **accumulation_steps(config, world.size)}
+    record = RunRecord(run_path, resolved, info, config.save_log_to_json) if world.is_main else None
     announce(config, info, record, progress)
 
     # 7) loop

@@ -92,8 +92,8 @@ def test_throughput_is_global_and_says_over_how_many(runs, name, processes):
     record = runs[name, processes]
     info = record["startup_info"]
     assert info["tokens_per_iter"] == runs["single", 1]["startup_info"]["tokens_per_iter"] == 8 * 32
-    assert info["gradient_accumulation_steps_per_gpu"] == 4 // processes
-    assert info["gradient_accumulation_steps_global"] == 4
+    assert record["config"]["gradient_accumulation_steps_per_gpu"] == 4 // processes
+    assert record["config"]["gradient_accumulation_steps_global"] == 4
     for row in record["training_iterations"]:
         assert row["tokens_per_sec"] == pytest.approx(8 * 32 / (row["time_ms"] / 1000))
         assert row["tokens_per_sec_per_gpu"] == pytest.approx(row["tokens_per_sec"] / processes)

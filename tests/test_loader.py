@@ -1,6 +1,7 @@
-"""A batch is a function of (seed, epoch, position): which GPUs and workers there are changes who reads it only."""
+"""A batch is a function of (seed, epoch, position). GPUs and workers change who reads it, not what it is."""
 
 import dataclasses
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -147,7 +148,9 @@ def test_position_counts_the_samples_of_all_ranks(windows):
 
 def batches(windows, config, count, world=world(), position=0):  # noqa: B008 - World is frozen
     loader = Loader(windows, config, world, position)
-    return [loader.next() for _ in range(count)]
+    taken = [loader.next() for _ in range(count)]
+    loader.close()
+    return taken
 
 
 def assert_same(one, other):
@@ -196,6 +199,15 @@ def test_loader_leaves_the_random_numbers_of_the_model_alone(windows):
     state = torch.get_rng_state()
     batches(windows, dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=1), 1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_workers_end_with_the_loader(windows):
+    before = set(multiprocessing.active_children())
+    loader = Loader(windows, dataclasses.replace(CONFIG, use_dataloader=True), world())
+    loader.next()
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    loader.close()
+    assert set(multiprocessing.active_children()) <= before
 
 
 # --- evaluation ---

@@ -7,6 +7,7 @@ switch (sdpa_kernel) is not part of inductor's cache key: a run could get the ke
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def _probe(attend: Callable, config: ModelConfig, dtype: torch.dtype, device: to
         attend(q, k, v, config.dropout).sum().backward()
         finite = all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # sync point, once at start-up
     except Exception as error:  # a kernel may fail in any way; the reason is shown to the user, not hidden
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return _first_line(error)
     return None if finite else "gradients are not finite"
 
 
@@ -99,10 +100,7 @@ def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device)
         raise Unavailable("its kernels are for Hopper GPUs (compute capability 9.0)")
     if config.dropout > 0:
         raise Unavailable("it has no dropout")
-    try:
-        from flash_attn_interface import flash_attn_func
-    except ImportError:
-        raise Unavailable("flash_attn_interface is not installed (requirements-gpu.txt)") from None
+    flash_attn_func = _import_function("flash_attn_interface")
 
     def attend(q, k, v, dropout_p=0.0):
         y = flash_attn_func(q, k, v, causal=True)
@@ -114,15 +112,25 @@ def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """The flash-attn package. Dao 2023."""
     _need_cuda_and_half("flash-attn 2", dtype, device)
-    try:
-        from flash_attn import flash_attn_func
-    except ImportError:
-        raise Unavailable("flash_attn is not installed (requirements-gpu.txt)") from None
+    flash_attn_func = _import_function("flash_attn")
 
     def attend(q, k, v, dropout_p=0.0):
         return flash_attn_func(q, k, v, dropout_p=dropout_p, causal=True)
 
     return [("flash-attn 2", attend)]
+
+
+def _import_function(package: str) -> Callable:
+    try:
+        return importlib.import_module(package).flash_attn_func
+    except Exception as error:  # built for another torch, it can fail in any way; the user is told which
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        why = "is not installed (requirements-gpu.txt)" if missing else f"cannot be imported: {_first_line(error)}"
+        raise Unavailable(f"{package} {why}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -203,8 +203,8 @@ def find_checkpoint(out_dir: Path) -> Path:
     complete = complete_checkpoints(root)
     if not complete:
         raise UserError(
-            f"init_from='resume' but {root} holds no complete checkpoint; check --out_dir, "
-            "or start anew with --init_from=scratch"
+            f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
+            "or start a run with --init_from=scratch"
         )
     return complete[-1]
 

@@ -93,8 +93,9 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
         )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        dtype, vocab_size = meta["dtype"], int(meta["vocab_size"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        dtype, vocab_size = str(meta["dtype"]), int(meta["vocab_size"])
+        files = {name: dict(recorded) for name, recorded in meta.get("files", {}).items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path} is damaged ({type(error).__name__}: {error}); {_how_to_make(folder)}"
         ) from None
@@ -105,7 +106,7 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
             f"{path}: a vocabulary of {vocab_size} does not fit in uint16, so ids above 65535 have wrapped; "
             f"{_how_to_make(folder)}"
         )
-    return meta
+    return {**meta, "vocab_size": vocab_size, "files": files}
 
 
 def _how_to_make(folder: Path) -> str:
@@ -123,12 +124,14 @@ def _check_size(paths: list[Path], split: str, meta: dict, config: TrainConfig) 
     dtype = DTYPES[meta["dtype"]]
     for path in paths:
         size = path.stat().st_size
+        if not size:
+            raise UserError(f"{path} is empty; {_how_to_make(path.parent)}")
         if size % dtype.itemsize:
             raise UserError(
                 f"{path} has {size} bytes, not a multiple of {dtype.itemsize} ({meta['dtype']}): "
                 "it is truncated, or meta.json names another dtype"
             )
-        recorded = meta.get("files", {}).get(path.name, {}).get("tokens")
+        recorded = meta["files"].get(path.name, {}).get("tokens")
         if recorded is not None and recorded != size // dtype.itemsize:
             raise UserError(
                 f"{path} holds {size // dtype.itemsize:,} tokens, but meta.json records {recorded:,}; "
@@ -164,8 +167,8 @@ def _check_ids(paths: list[Path], folder: Path, meta: dict, config: TrainConfig)
     model_vocab = config.model_config().vocab_size
     for path in paths:
         stat = path.stat()
-        recorded = meta.get("files", {}).get(path.name, {}).get("sha256")
-        stamp = [stat.st_size, stat.st_mtime_ns, recorded]
+        recorded = meta["files"].get(path.name, {}).get("sha256")
+        stamp = [stat.st_size, stat.st_mtime_ns, meta["dtype"], recorded]
         entry = cache.get(path.name)
         if entry is None or entry["stamp"] != stamp:
             max_id, sha256 = _scan(path, DTYPES[meta["dtype"]])

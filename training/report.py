@@ -94,10 +94,17 @@ def startup_info(
         "git": git_state(),
         "attention": attention,
         "flops": flops,
-        "gradient_accumulation_steps_per_gpu": config.gradient_accumulation_steps,
-        "gradient_accumulation_steps_global": config.gradient_accumulation_steps * world_size,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "estimated_memory_gb": estimate_memory(model, counts["total"], config, world_size),
+    }
+
+
+def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
+    """Both counts by name: a log that gave one number for 2 and for 8 GPUs once hid a wrong MFU."""
+    per_gpu = config.gradient_accumulation_steps
+    return {
+        "gradient_accumulation_steps_per_gpu": per_gpu,
+        "gradient_accumulation_steps_global": per_gpu * world_size,
     }
 
 
@@ -165,8 +172,8 @@ def _positions(model: dict) -> str:
 
 
 def _training(config: TrainConfig, info: dict) -> Section:
-    per_gpu, everywhere = (info[f"gradient_accumulation_steps_{scope}"] for scope in ("per_gpu", "global"))
     gpus = info["hardware"]["num_gpus"]
+    per_gpu, everywhere = accumulation_steps(config, gpus).values()
     decay = config.lr_schedule if config.decay_lr else "constant"
     schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {config.warmup_iters:,}"
     if config.decay_lr:

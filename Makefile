@@ -1,0 +1,33 @@
+# make train   set up, train a small model on the CPU, leave a record, a log, a checkpoint and a plot
+# make test    set up, run the linter and the tests
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out-quickstart
+BIN := $(VENV)/bin
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.installed
+	$(BIN)/python data/quickstart/prepare.py
+	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
+	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache out-quickstart out-smoke-*

@@ -1,0 +1,83 @@
+"""Generates text from a run's newest checkpoint.
+
+    python sample.py --out_dir=out-quickstart --prompt="def main(" --num_samples=2
+
+It samples token by token through the whole model, without a key/value cache: made to look at a model, not to
+serve it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import model_builder
+from data.tokens import DataError, load_tokenizer
+from model_config import ModelConfig
+from training.checkpoint import find_checkpoint, load_weights, read_state, verify_checkpoint
+from training.config import TrainConfig, UserError
+from training.dataset import dataset_folder
+from training.distributed import World
+
+
+def main(argv: list[str]) -> None:
+    options = parse(argv)
+    checkpoint = find_checkpoint(Path(options.out_dir))
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    verify_checkpoint(checkpoint, World(rank=0, local_rank=0, size=1, device=device))
+    saved = read_state(checkpoint)
+    model = model_builder.build_model(ModelConfig(**saved["model_config"])).init_weights(device, seed=0)
+    load_weights(checkpoint, model)
+    model.eval()
+    folder = Path(options.dataset) if options.dataset else dataset_folder(TrainConfig(**saved["config"]))
+    tokenizer = load_tokenizer(folder)
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt:
+        raise UserError("--prompt is empty; give at least one character")
+    print(f"checkpoint {checkpoint}, iteration {saved['iteration']}, validation loss {saved['val_loss']}")
+    generator = torch.Generator(device).manual_seed(options.seed)
+    for number in range(1, options.num_samples + 1):
+        ids = torch.tensor([prompt], device=device)
+        ids = generate(model, ids, options.max_new_tokens, options.temperature, options.top_k, generator)
+        print(f"--- sample {number} ---\n{tokenizer.decode(ids[0].tolist())}", flush=True)
+
+
+@torch.no_grad()
+def generate(model, ids, count: int, temperature: float, top_k: int | None, generator) -> torch.Tensor:
+    """Extends ids (1, T) by count tokens; temperature 0 takes the most likely one. Returns (1, T + count)."""
+    for _ in range(count):
+        window = ids[:, -model.config.block_size :]
+        logits = model(window)[:, -1].float()  # (1, V)
+        if temperature == 0:
+            chosen = logits.argmax(dim=-1, keepdim=True)
+        else:
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, float("-inf"))
+            chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+        ids = torch.cat((ids, chosen), dim=1)
+    return ids
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Generate text from a run's newest checkpoint.")
+    parser.add_argument("--out_dir", required=True, help="the run's out_dir")
+    parser.add_argument("--prompt", default="\n")
+    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
+    parser.add_argument("--top_k", type=int, default=200, help="sample among the k most likely tokens")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--device", help="cuda or cpu; default: cuda where there is a GPU")
+    parser.add_argument("--dataset", help="the dataset's folder, if it has moved since training")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (UserError, DataError) as error:
+        sys.exit(f"error: {error}")
