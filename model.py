@@ -89,7 +89,7 @@ def rotary_angles(length: int, head_dim: int, theta: float, device=None):
 
 
 def apply_rotary(x, cos, sin):
-    """Rotates x (B, T, heads, D) by cos, sin (T, D/2) in fp32; half-split layout, as in the published weights."""
+    """Rotates x (B, T, heads, D) by cos, sin (T, D/2) in fp32; half-split layout, as in published weights."""
     x1, x2 = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) each
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
@@ -124,7 +124,7 @@ ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))), or with swiglu down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul."""
+    """down(act(up(x))); swiglu: down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

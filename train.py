@@ -3,8 +3,8 @@
     python train.py config/quickstart.py --max_iters=100
     torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py --batch_size=22
 
-Read it from top to bottom: configuration, devices, model, compile and parallelize, optimizer, resume, report, loop,
-finish. training/config.py documents every setting.
+Read it from top to bottom: configuration, devices, model, compile and parallelize, optimizer, resume, report,
+loop, finish. training/config.py documents every setting.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from training.milestones import Milestones
 from training.optimizer import build_optimizer, describe_optimizer
 from training.parallel import Shard, compile_model, parallelize
 from training.precision import DTYPES, LossScale
-from training.record import RunRecord, check_writable, new_run_path, start_logging
+from training.record import RunRecord, check_writable, new_run_path, start_logging, write_to_log_file
 from training.report import accumulation_steps, report_lines, startup_info
 from training.schedule import learning_rate
 from training.step import make_step
@@ -66,7 +66,7 @@ FORMULAS = ("model_builder_v1", "model_builder_v2", "model_builder_v3")  # in mf
 
 def main(argv: list[str]) -> None:
     # 1) configuration and data: whatever can be wrong without a device is found here
-    rank, _, world_size = launch_info()
+    rank, local_rank, world_size = launch_info()
     config = load_config(argv, world_size)
     model_config = config.model_config()
     flops = count_flops(model_config, config.block_size)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     checkpoint = find_checkpoint(out_dir) if config.init_from == "resume" else None
     if checkpoint:
         check_architecture(checkpoint, read_state(checkpoint)["model_config"], model_config)
-    splits, meta = open_dataset(config, scan=rank == 0)
+    splits, meta = open_dataset(config, scan=local_rank == 0)  # one process of each machine
 
     # 2) devices, the log and the peak
     world = init_world(config)
@@ -258,7 +258,8 @@ RANK_0_SPEAKS_FIRST = 3.0  # seconds; an error that every rank has is printed on
 def run(argv: list[str]) -> int:
     """main() with every end turned into a message and an exit status: 0 done, 1 failed, 2 user error,
     130 interrupted."""
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    if launch_info()[0] == 0:  # it closes the record; torchrun ends the others, which may sit in a collective
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         main(argv)
     except KeyboardInterrupt:
@@ -268,7 +269,10 @@ def run(argv: list[str]) -> int:
     except RunError as error:
         return _leave(EXIT_FAILED, f"error: {error}")
     except torch.OutOfMemoryError as error:
-        hint = "lower --batch_size (raise --gradient_accumulation_steps to keep the tokens), or shard with --use_fsdp=True"
+        hint = (
+            "lower --batch_size (raise --gradient_accumulation_steps to keep the tokens), "
+            "or shard with --use_fsdp=True"
+        )
         return _leave(EXIT_FAILED, f"error: out of GPU memory; {hint}\n{error}")
     except Exception as error:
         return _leave(EXIT_FAILED, f"{traceback.format_exc()}error: {type(error).__name__}: {error}")
@@ -276,13 +280,14 @@ def run(argv: list[str]) -> int:
 
 
 def _leave(status: int, message: str) -> int:
-    """Says why and ends. A rank of several ends at once: the others may be waiting for it in a collective, and
-    a normal exit would wait for them; torchrun stops them as soon as this one is gone."""
+    """Says why and ends. A rank of several ends at once: the others may be waiting for it in a collective,
+    and a normal exit would wait for them; torchrun stops them as soon as this one is gone."""
     rank, _, world_size = launch_info()
     if rank != 0:
         time.sleep(RANK_0_SPEAKS_FIRST)
     if rank == 0 or status != EXIT_INTERRUPTED:
         print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    write_to_log_file(message)
     if world_size > 1:
         leave_now(status)
     return status

@@ -11,17 +11,14 @@ import argparse
 import sys
 import textwrap
 
+import figure
 import numpy as np
 import run_record
 from run_record import METHODS, PlotError, Run
 
 TIMINGS = {"mfu": "mfu_percent", "tokens": "tokens_per_sec"}  # panel: column
-ABSENT = {
-    "loss": "a loss",
-    "val": "an evaluation",
-    "mfu": "an MFU",
-    "tokens": "tokens/s",
-}  # panel: what is missing
+# panel: what is missing
+ABSENT = {"loss": "a loss", "val": "an evaluation", "mfu": "an MFU", "tokens": "tokens/s"}
 SPARSE_MARK = " (2:4 sparse peak)"
 
 
@@ -107,34 +104,33 @@ def spread_text(run: Run, name: str, number: str) -> str:
 
 
 def plot(runs: list[Run], labels: list[str]):
-    figure = run_record.new_figure(15, 10 + 0.2 * len(runs))  # a legend line each
-    axes = figure.subplot_mosaic([["loss", "val"], ["mfu", "tokens"]])
+    fig = figure.new_figure(15, 10 + 0.2 * len(runs))  # a legend line each
+    axes = fig.subplot_mosaic([["loss", "val"], ["mfu", "tokens"]])
     method = next((run.mfu_methods[0] for run in runs if run.mfu_methods), None)
-    run_record.dress(axes["loss"], "Training loss", "cross-entropy, nats per token")
-    run_record.dress(axes["val"], "Validation loss", "cross-entropy, nats per token")
-    run_record.dress(axes["mfu"], f"MFU by {method}" if method else "MFU", "MFU (%)")
-    run_record.dress(axes["tokens"], "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
-    run_record.limit_x(axes, runs)
+    figure.dress(axes["loss"], "Training loss", "cross-entropy, nats per token")
+    figure.dress(axes["val"], "Validation loss", "cross-entropy, nats per token")
+    figure.dress(axes["mfu"], f"MFU by {method}" if method else "MFU", "MFU (%)")
+    figure.dress(axes["tokens"], "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
+    figure.limit_x(axes, runs)
     styles = line_styles(len(runs))
     for run, style in zip(runs, styles, strict=True):
         iters, shown = run.columns["iter"], ~run.spoiled
-        run_record.draw(axes["loss"], iters, run.columns["loss"], **style)
-        run_record.draw(
-            axes["val"], *run_record.evaluations(run, "val_loss"), marker="D", markersize=4, **style
-        )
+        figure.draw(axes["loss"], iters, run.columns["loss"], **style)
+        evaluations = run_record.evaluations(run, "val_loss")
+        figure.draw(axes["val"], *evaluations, marker="D", markersize=4, **style)
         for panel, name in TIMINGS.items():
-            run_record.draw(axes[panel], iters[shown], run.columns[name][shown], **style)
+            figure.draw(axes[panel], iters[shown], run.columns[name][shown], **style)
     for panel, name in TIMINGS.items():
         drawn = [run.columns[name][~run.spoiled] for run in runs]
-        run_record.limit_y(axes[panel], drawn, typical=[run.columns[name][run.timed] for run in runs])
+        figure.limit_y(axes[panel], drawn, typical=[run.columns[name][run.timed] for run in runs])
     for panel, what in ABSENT.items():
         if not axes[panel].lines:
-            run_record.say(axes[panel], f"none of these runs logged {what}")
+            figure.say(axes[panel], f"none of these runs logged {what}")
 
     handles = [axes["loss"].plot([], [], linewidth=2.5, **style)[0] for style in styles]
     names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
-    figure.legend(handles, names, loc="outside lower left", frameon=False, fontsize=9)
-    return figure
+    fig.legend(handles, names, loc="outside lower left", frameon=False, fontsize=9)
+    return fig
 
 
 def line_styles(number: int) -> list[dict]:
@@ -149,13 +145,13 @@ def line_styles(number: int) -> list[dict]:
 
 def legend_label(run: Run, label: str) -> str:
     missing = "" if run.mfu_methods else f" · no MFU: {textwrap.shorten(run.why_no_mfu, 70)}"
-    return run_record.plain(
+    return figure.plain(
         f"{label} · {run.model} · {run.machine} · {run.precision}{SPARSE_MARK * run.sparse}{missing}"
     )
 
 
 def compare(patterns: list[str], method: str | None, output: str | None):
-    target = run_record.png_path(output) if output else None
+    target = figure.png_path(output) if output else None
     paths = run_record.expand(patterns)
     runs = [run_record.load_run(path) for path in paths]
     if method:
@@ -164,7 +160,7 @@ def compare(patterns: list[str], method: str | None, output: str | None):
     labels = run_labels(runs)
     warn_about_peaks(runs, labels)
     print(table(runs, labels))
-    run_record.save(plot(runs, labels), target or paths[0].with_name("compare_runs.png"))
+    figure.save(plot(runs, labels), target or paths[0].with_name("compare_runs.png"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,11 +168,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     names = [*METHODS, *METHODS.values()]
     parser.add_argument("--method", choices=names, help="recount every MFU by this FLOPs formula")
-    parser.add_argument(
-        "--output", metavar="PATH.png", help="default: compare_runs.png beside the first record"
-    )
+    where = "default: compare_runs.png beside the first record"
+    parser.add_argument("--output", metavar="PATH.png", help=where)
     options = parser.parse_args(argv)
-    return run_record.exit_status(compare, options.runs, options.method, options.output)
+    return figure.exit_status(compare, options.runs, options.method, options.output)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import figure
 import run_record
 from run_record import Run
 
@@ -18,11 +19,11 @@ PANELS = [["loss", "loss"], ["mfu", "tokens"], ["time", "memory"], ["lr", "gradi
 
 def plot(run: Run):
     """The figure of one run. Every panel that has nothing to show says why."""
-    figure = run_record.new_figure(14, 15)
-    axes = figure.subplot_mosaic(PANELS)
+    fig = figure.new_figure(14, 15)
+    axes = fig.subplot_mosaic(PANELS)
     title = f"{run.name}\n{run.model} · {run.machine} · {run.precision} · {run.status}"
-    figure.suptitle(run_record.plain(title), fontsize=13)
-    run_record.limit_x(axes, [run])
+    fig.suptitle(figure.plain(title), fontsize=13)
+    figure.limit_x(axes, [run])
     draw_loss(axes["loss"], run)
 
     dress(axes["mfu"], mfu_title(run), "MFU (%)")
@@ -43,24 +44,24 @@ def plot(run: Run):
     absent = "no gradient norm logged (gradient_log_interval sets how often)"
     if draw_columns(axes["gradients"], run, {"grad_norm": None}, absent=absent):
         norms = run.columns["grad_norm"]
-        run_record.limit_y(axes["gradients"], drawn=[norms], typical=[norms])
-    return figure
+        figure.limit_y(axes["gradients"], drawn=[norms], typical=[norms])
+    return fig
 
 
 def dress(axis, title: str, ylabel: str, number_format: str | None = None):
-    run_record.dress(axis, title, ylabel, number_format, title_pad=20)  # leaves a line for the legend
+    figure.dress(axis, title, ylabel, number_format, title_pad=20)  # leaves a line for the legend
 
 
 def draw_loss(axis, run: Run):
     dress(axis, "Loss", "cross-entropy, nats per token")
-    drawn = run_record.draw(axis, run.columns["iter"], run.columns["loss"], alpha=0.8, label="training step")
+    drawn = figure.draw(axis, run.columns["iter"], run.columns["loss"], alpha=0.8, label="training step")
     for name, marker, color in (("train", "s", "tab:green"), ("val", "D", "tab:red")):
         style = {"marker": marker, "markersize": 5, "linestyle": ":", "color": color}
         points = run_record.evaluations(run, f"{name}_loss")
-        drawn |= run_record.draw(axis, *points, label=f"evaluation, {name}", **style)
+        drawn |= figure.draw(axis, *points, label=f"evaluation, {name}", **style)
     if not drawn:
-        return run_record.say(axis, "no loss logged")
-    run_record.legend(axis)
+        return figure.say(axis, "no loss logged")
+    figure.legend(axis)
 
 
 def mfu_title(run: Run) -> str:
@@ -82,11 +83,11 @@ def draw_timing(axis, run: Run, name: str, number: str, absent: str, faint: dict
     faint: further columns, {name: legend label}, drawn in the background.
     """
     shown = ~run.spoiled
-    if not run_record.draw(axis, run.columns["iter"][shown], run.columns[name][shown], color="tab:blue"):
-        return run_record.say(axis, absent)
+    if not figure.draw(axis, run.columns["iter"][shown], run.columns[name][shown], color="tab:blue"):
+        return figure.say(axis, absent)
     for other, label in (faint or {}).items():
         style = {"color": "tab:blue", "alpha": 0.35, "marker": ""}
-        run_record.draw(axis, run.columns["iter"][shown], run.columns[other][shown], label=label, **style)
+        figure.draw(axis, run.columns["iter"][shown], run.columns[other][shown], label=label, **style)
     if spread := run_record.spread(run, name):
         median, low, high = (format(value, number) for value in spread)
         label = f"median {median}, p10 to p90: {low} to {high}"
@@ -95,17 +96,17 @@ def draw_timing(axis, run: Run, name: str, number: str, absent: str, faint: dict
         warm = run.columns["iter"][run.warmup]
         axis.axvspan(warm[0] - 0.5, warm[-1] + 0.5, color="gray", alpha=0.25, linewidth=0, label="warm-up")
     typical = [run.columns[each][run.timed] for each in (name, *(faint or {}))]
-    run_record.limit_y(axis, drawn=[run.columns[name][shown]], typical=typical)
-    run_record.legend(axis)
+    figure.limit_y(axis, drawn=[run.columns[name][shown]], typical=typical)
+    figure.legend(axis)
 
 
 def draw_columns(axis, run: Run, labels: dict[str, str | None], absent: str) -> bool:
     """Plain columns, {name: legend label}. False when none of them was logged."""
     for name, label in labels.items():
-        run_record.draw(axis, run.columns["iter"], run.columns[name], label=label)
+        figure.draw(axis, run.columns["iter"], run.columns[name], label=label)
     if not axis.lines:
-        run_record.say(axis, absent)
-    run_record.legend(axis)
+        figure.say(axis, absent)
+    figure.legend(axis)
     return bool(axis.lines)
 
 
@@ -115,10 +116,10 @@ def plot_all(patterns: list[str], output: str | None):
         raise run_record.PlotError(
             f"--output is one file, but {len(paths)} runs were given; plot them one by one"
         )
-    target = run_record.png_path(output) if output else None
+    target = figure.png_path(output) if output else None
     runs = [run_record.load_run(path) for path in paths]  # all, before the first PNG: a bad one stops here
     for run in runs:
-        run_record.save(plot(run), target or run.path.with_suffix(".png"))
+        figure.save(plot(run), target or run.path.with_suffix(".png"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     parser.add_argument("--output", metavar="PATH.png", help="where the PNG goes when there is one run")
     options = parser.parse_args(argv)
-    return run_record.exit_status(plot_all, options.runs, options.output)
+    return figure.exit_status(plot_all, options.runs, options.output)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def run():
-    """train.run(argv) in this process: returns the exit status, and leaves no handler behind."""
+    """train.run(argv) in this process, on one thread: gives the exit status, and leaves no handler behind."""
     import train
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operations; several threads only wait for each other on a busy machine
 
     sigterm = signal.getsignal(signal.SIGTERM)
     log = logging.getLogger("nanomfu")
@@ -31,3 +34,4 @@ def run():
     log.handlers[:], log.propagate = handlers, propagate
     log.setLevel(level)
     gc.unfreeze()
+    torch.set_num_threads(threads)

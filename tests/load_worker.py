@@ -1,5 +1,6 @@
-"""Run by test_distributed.py under torchrun: loads every checkpoint given with every strategy of this world size
-and compares each tensor with what torch's own converter reads from the same files. Exits with 0 if all agree.
+"""Run by test_distributed.py under torchrun: loads every checkpoint given with every strategy of this world
+size and compares each tensor with what torch's own converter reads from the same files. Exits
+with 0 if all agree.
 
     load_worker.py CONFIG CHECKPOINT_DIR ...
 """
@@ -30,7 +31,7 @@ def reference(folder: str) -> dict[str, torch.Tensor]:
 
 
 def differences(config, world, folder: str, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not bit-equal after loading, over the optimizer's and the model's view."""
+    """Names of the tensors that are not bit-equal after loading, in the optimizer's and the model's view."""
     model_config = config.model_config()
     model = model_builder.build_model(model_config).init_weights("cpu", seed=99)
     strategy = parallelize(model, config, world, torch.float32)

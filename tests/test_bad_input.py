@@ -1,13 +1,16 @@
-"""What a user can get wrong ends with one clear message and an exit status, never with a traceback or a hang."""
+"""What a user can get wrong ends with one clear message and an exit status, not a traceback or a hang."""
 
 import json
 import shutil
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY, make_dataset, run_train, start_train, write_config
+from helpers import ROOT, TINY, make_dataset, run_train, write_config
+
+import model
 
 USER_ERROR, FAILED = 2, 1
 
@@ -75,7 +78,7 @@ def test_no_rank_hangs_and_rank_0_says_why(config, flags, wanted):
     began = time.monotonic()
     done = run_train(config, *flags, processes=2, timeout=60)
     assert done.returncode != 0 and time.monotonic() - began < 60
-    assert f"[rank 0] error: {wanted}" in done.stderr or wanted in done.stderr
+    assert wanted in done.stderr.partition("[rank 0] error: ")[2]
     assert done.stderr.count(wanted) == 1, "every rank has this error; rank 0 alone says it"
     assert str(ROOT / "train.py") not in done.stderr, "a traceback of ours among torchrun's"
 
@@ -134,7 +137,7 @@ def test_cuda_without_a_gpu_says_what_to_use(refusal):
 
 
 def test_wandb_that_is_not_installed_says_how_to_get_it(refusal, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     message = refusal("--wandb_log=True")
     assert "pip install wandb" in message and "--wandb_log=False" in message
 
@@ -180,7 +183,8 @@ def test_dataset_of_another_tokenizer_is_named(refusal):
 def trained(tmp_path_factory):
     """A run of 4 iterations with two checkpoints, at 2 and at 4."""
     root = tmp_path_factory.mktemp("trained")
-    config = write_config(root / "run.py", **TINY, dataset=make_dataset(root / "tokens"), out_dir=root / "out")
+    folder = make_dataset(root / "tokens")
+    config = write_config(root / "run.py", **TINY, dataset=folder, out_dir=root / "out")
     done = run_train(config, "--eval_interval=2", "--keep_all_checkpoints=True")
     assert done.returncode == 0, done.stderr
     return root / "out"
@@ -244,11 +248,19 @@ def test_one_flipped_bit_in_a_checkpoint_is_found(refusal, checkpoints, place):
     assert "is damaged" in message and f"{path.name} does not match its sha256" in message
 
 
-@pytest.mark.parametrize("name", ["state.json", "manifest.json", ".metadata"])
-@pytest.mark.parametrize("damage", ["truncated", "removed", "replaced"])
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        *(
+            (name, how)
+            for name in ("state.json", ".metadata")
+            for how in ("truncated", "removed", "replaced")
+        ),
+        ("manifest.json", "truncated"),
+        ("manifest.json", "replaced"),
+    ],
+)
 def test_damaged_file_beside_the_tensors_is_named(refusal, checkpoints, name, damage):
-    if (name, damage) == ("manifest.json", "removed"):
-        pytest.skip("a checkpoint without a manifest is not complete, and not looked at")
     path = checkpoints / "step-00000004" / name
     if damage == "removed":
         path.unlink()
@@ -274,8 +286,6 @@ def test_incomplete_checkpoint_is_passed_over(run, config, checkpoints, capfd):
 
 
 def test_loss_that_is_no_number_ends_the_run_with_advice(refusal, monkeypatch):
-    import model
-
     forward = model.Transformer.forward
     monkeypatch.setattr(model.Transformer, "forward", lambda *args: forward(*args) * float("nan"))
     message = refusal(status=FAILED)

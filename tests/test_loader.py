@@ -13,7 +13,7 @@ from training.config import TrainConfig
 from training.dataset import open_dataset
 from training.distributed import World
 from training.evaluate import eval_batches, evaluate
-from training.loader import IterationBatches, Loader, Windows, permute
+from training.loader import IterationBatches, Loader, Windows, epoch_offset, permute
 
 T = TINY["block_size"]
 CONFIG = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 4})
@@ -43,7 +43,7 @@ def global_order(windows, size: int, position: int = 0, iterations: int = 1) -> 
     order = []
     for i in range(iterations):
         ranks = [
-            IterationBatches(windows, config, world(rank, size)).sample_indices(position + i * GLOBAL_BATCH)
+            IterationBatches(windows, config, world(rank, size)).samples_at(position + i * GLOBAL_BATCH)[0]
             for rank in range(size)
         ]
         order += np.stack(ranks, axis=1).ravel().tolist()  # (A, W, B)
@@ -115,13 +115,13 @@ def test_epochs_and_seeds_have_their_own_orders(windows):
     epochs = global_order(windows, 1, iterations=25)
     assert epochs[:100] != epochs[100:]
     other = dataclasses.replace(CONFIG, seed=CONFIG.seed + 1)
-    first, second = (IterationBatches(windows, c, world()).sample_indices(0) for c in (CONFIG, other))
+    first, second = (IterationBatches(windows, c, world()).samples_at(0)[0] for c in (CONFIG, other))
     assert first.ravel().tolist() != second.ravel().tolist()
 
 
 def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows):
     config = dataclasses.replace(CONFIG, batch_size=300, gradient_accumulation_steps=1)
-    indices = IterationBatches(windows, config, world()).sample_indices(0)
+    indices = IterationBatches(windows, config, world()).samples_at(0)[0]
     assert np.bincount(indices.ravel(), minlength=100).tolist() == [3] * 100
 
 
@@ -133,7 +133,7 @@ def test_y_is_x_one_token_later(windows):
     x, y = loader.next()
     assert x.shape == y.shape == (4, 2, T) and x.dtype == y.dtype == torch.int64
     assert torch.equal(x[..., 1:], y[..., :-1])
-    indices = loader.batches.sample_indices(0)
+    indices = loader.batches.samples_at(0)[0]
     rows = windows.read(indices.ravel()).reshape(4, 2, T + 1)
     assert np.array_equal(x, rows[..., :-1]) and np.array_equal(y, rows[..., 1:])
 
@@ -178,7 +178,7 @@ def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
     before = global_order(windows, 1, iterations=5)  # 40 samples
     config = dataclasses.replace(CONFIG, batch_size=3, gradient_accumulation_steps=1)
     dataset = IterationBatches(windows, config, world())
-    after = [i for step in range(20) for i in dataset.sample_indices(40 + 3 * step).ravel().tolist()]
+    after = [i for step in range(20) for i in dataset.samples_at(40 + 3 * step)[0].ravel().tolist()]
     assert sorted(before + after) == list(range(100))
 
 
@@ -253,3 +253,17 @@ def test_evaluation_leaves_the_model_in_training_mode(windows):
     model = CountingModel()
     evaluate(model, {"val": windows}, CONFIG, world())
     assert model.training and all(p.grad is None for p in model.parameters())
+
+
+def test_each_epoch_cuts_the_tokens_elsewhere_and_still_covers_them(windows):
+    count, total = windows.count, windows.tokens.total
+    tokens = np.asarray(windows.tokens.read(0, total))
+    firsts = []
+    for epoch in (0, 1, 2):
+        rows = windows.read(np.arange(count), np.full(count, epoch))
+        offset = int(epoch_offset(np.int64(epoch), T))
+        assert np.array_equal(rows[:, :-1].ravel(), np.roll(tokens, -offset)[: count * T])
+        assert np.array_equal(rows[:-1, -1], rows[1:, 0])  # the last target is the next window's first input
+        firsts.append(offset)
+    assert firsts[0] == 0
+    assert len(set(firsts)) == 3

@@ -1,8 +1,8 @@
-"""Attention kernels. What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one
-line says what was asked, what runs, and why.
+"""Attention kernels. What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and
+one line says what was asked, what runs, and why.
 
-The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A global
-switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
+The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A
+global switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
 """
 
 from __future__ import annotations
@@ -54,16 +54,13 @@ def choose_attention(
 ) -> AttentionChoice:
     """The first backend of the chain, from `asked` on, that runs forward and backward on this device.
 
-    `manual` is model.manual_attention, the end of the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
+    `manual`, model.manual_attention, ends the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
     """
+    backends = {**BACKENDS, "manual": lambda *_: [("matmul, softmax, matmul", manual)]}
     reasons = []
     for name in CHAIN[CHAIN.index(asked) :]:
         try:
-            candidates = (
-                BACKENDS[name](config, dtype, device)
-                if name != "manual"
-                else [("matmul, softmax, matmul", manual)]
-            )
+            candidates = backends[name](config, dtype, device)
         except Unavailable as error:
             reasons.append(f"{name}: {error}")
             continue
@@ -124,8 +121,9 @@ def _import_function(package: str) -> Callable:
     try:
         return importlib.import_module(package).flash_attn_func
     except Exception as error:  # built for another torch, it can fail in any way; the user is told which
-        missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        why = "is not installed (requirements-gpu.txt)" if missing else f"cannot be imported: {_first_line(error)}"
+        why = f"cannot be imported: {_first_line(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            why = "is not installed (requirements-gpu.txt)"
         raise Unavailable(f"{package} {why}") from None
 
 
@@ -175,10 +173,9 @@ def _sdpa_default(q, k, v, dropout_p=0.0):
 
 def _default_sdpa_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
     """The name of the kernel that torch itself picks for these shapes, such as 'FLASH_ATTENTION'."""
+    T, D = config.block_size, config.head_dim
     q, k = (
-        torch.empty(
-            1, heads, config.block_size, config.head_dim, dtype=dtype, device=device, requires_grad=True
-        )
+        torch.empty(1, heads, T, D, dtype=dtype, device=device, requires_grad=True)
         for heads in (config.n_head, config.n_kv_head)
     )
     grouped = config.n_head != config.n_kv_head

@@ -1,13 +1,13 @@
 """Checkpoints. One directory each, complete or absent:
 
-    out_dir/checkpoints/step-00001000/   *.distcp and .metadata  tensors: weights, Adam moments, RNG states
-                                         state.json              iteration, samples seen, losses, configurations
-                                         manifest.json           sha256 and size of every file above
-    out_dir/checkpoints/latest, best     the names of the newest complete one and of the best
+    out_dir/checkpoints/step-00001000/  *.distcp, .metadata  tensors: weights, Adam moments, RNG states
+                                        state.json           iteration, samples seen, losses, configurations
+                                        manifest.json        sha256 and size of every file above
+    out_dir/checkpoints/latest, best    the names of the newest complete one and of the best
 
 A checkpoint is written beside its final place, hashed, synced and renamed; only then do the pointers move and
-older ones go. Tensors are stored by parameter name and whole shape through torch.distributed.checkpoint, so any
-strategy at any world size loads what any other saved. Nothing is unpickled before its hash has been verified.
+older ones go. Tensors are stored by parameter name and whole shape through torch.distributed.checkpoint, so
+any strategy at any world size loads what any other saved. Nothing is unpickled before its hash is verified.
 """
 
 from __future__ import annotations
@@ -103,19 +103,16 @@ def save_checkpoint(
     final = root / f"step-{progress.iteration:08d}"
     temporary = gather_objects(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}", world)[0]
     temporary = root / temporary
-    _agree(world, lambda: _begin(root, temporary) if world.is_main else None)
+    _agree_on_main(world, _begin, root, temporary)
     tensors = {**state.tensors(), **state.optional_tensors()}
     writer = dcp.FileSystemWriter(temporary, thread_count=WRITER_THREADS)
     try:
         with _one_process_is_fine():
-            dcp.save(
-                tensors, storage_writer=writer, no_dist=world.size == 1
-            )  # raises on every rank or on none
+            # raises on every rank or on none
+            dcp.save(tensors, storage_writer=writer, no_dist=world.size == 1)
     except (dcp.api.CheckpointException, OSError) as error:
         raise RunError(f"could not write the checkpoint {final}: {error}") from error
-    hashes = _agree(
-        world, lambda: _digests(p for p in temporary.iterdir() if _written_by(p.name, world.rank))
-    )
+    hashes = _agree(world, _digests_of_mine, temporary, world.rank)
     files = {name: digest for part in hashes for name, digest in part.items()}
     description = {
         "format": FORMAT,
@@ -125,10 +122,7 @@ def save_checkpoint(
         "model_config": model_config.to_dict(),
     }
     keep_all = config.keep_all_checkpoints
-    _agree(
-        world,
-        lambda: _commit(temporary, final, files, description, best, keep_all) if world.is_main else None,
-    )
+    _agree_on_main(world, _commit, temporary, final, files, description, best, keep_all)
     return final
 
 
@@ -210,7 +204,7 @@ def find_checkpoint(out_dir: Path) -> Path:
 
 
 def verify_checkpoint(folder: Path, world: World) -> None:
-    """Compares every file with the manifest. All ranks, each its share. Raises UserError naming the bad files."""
+    """Compares every file with the manifest. All ranks, each its share. UserError names the bad files."""
     try:
         files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -241,9 +235,13 @@ def _damaged(folder: Path, problem: str) -> UserError:
 
 def read_state(folder: Path) -> dict:
     """state.json of a verified checkpoint."""
-    state = json.loads((folder / STATE).read_text())
-    if state["format"] != FORMAT:
-        raise UserError(f"{folder} has checkpoint format {state['format']}; this version reads {FORMAT}")
+    try:
+        state = json.loads((folder / STATE).read_text())
+        version, _ = state["format"], state["model_config"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(folder, f"{STATE} cannot be read ({error})") from None
+    if version != FORMAT:
+        raise UserError(f"{folder} has checkpoint format {version}; this version reads {FORMAT}")
     return state
 
 
@@ -259,7 +257,7 @@ def check_architecture(folder: Path, saved: dict, wanted: ModelConfig) -> None:
 
 
 def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) -> Progress:
-    """Verifies the checkpoint and loads it into the state's tensors, bit for bit. All ranks. Raises UserError."""
+    """Verifies the checkpoint and loads it into state's tensors, bit for bit. All ranks. Raises UserError."""
     verify_checkpoint(folder, state.world)
     saved = read_state(folder)
     check_architecture(folder, saved["model_config"], model_config)
@@ -292,11 +290,11 @@ def _one_process_is_fine():
 # --- files ---
 
 
-def _agree(world: World, action) -> list:
-    """[action() of rank 0, of rank 1, ...] on every rank; if it fails on any, RunError on all. All ranks."""
+def _agree(world: World, action, *arguments) -> list:
+    """What action returned on rank 0, on rank 1, ...; if it fails on any, RunError on all. All ranks."""
     result = failure = None
     try:
-        result = action()
+        result = action(*arguments)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = f"rank {world.rank} could not write the checkpoint: {type(error).__name__}: {error}"
     results = gather_objects((result, failure), world)
@@ -306,8 +304,14 @@ def _agree(world: World, action) -> list:
     return [result for result, _ in results]
 
 
-def _digests(paths) -> dict[str, dict]:
-    paths = list(paths)
+def _agree_on_main(world: World, action, *arguments) -> None:
+    """Rank 0 alone acts; if it fails, RunError on all. All ranks."""
+    _agree(world, lambda: action(*arguments) if world.is_main else None)
+
+
+def _digests_of_mine(folder: Path, rank: int) -> dict[str, dict]:
+    """{name: digest} of the files that this rank wrote."""
+    paths = [path for path in folder.iterdir() if _written_by(path.name, rank)]
     with ThreadPoolExecutor(WRITER_THREADS) as pool:  # hashing releases the interpreter lock
         return dict(zip([path.name for path in paths], pool.map(_digest, paths), strict=True))
 

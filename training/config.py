@@ -2,8 +2,8 @@
 
     python train.py config/FILE.py --key=value ...
 
-The file is Python that this program executes: run only files that you would run yourself. Every public name it
-leaves must be a key below; it may import, compute and use _private names. Everything is typed and
+The file is Python that this program executes: run only files that you would run yourself. Every public name
+it leaves must be a key below; it may import, compute and use _private names. Everything is typed and
 cross-checked here, before a device or a process group is touched.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import importlib.util
 import traceback
 import types
 import typing
@@ -334,6 +335,8 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
             )
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
+    if config.wandb_log and importlib.util.find_spec("wandb") is None:
+        raise UserError("wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False")
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
         raise UserError(f"peak_tflops={peak!r} is neither a positive number nor 'measure'")

@@ -1,7 +1,7 @@
-"""Token files and the checks on them. Every mismatch between tokens, meta.json and model is found here, on the
-CPU, before the first step: on the GPU it would be an illegal memory access or, worse, a wrong loss.
+"""Token files and the checks on them. Every mismatch between tokens, meta.json and model is found here, on
+the CPU, before the first step: on the GPU it would be an illegal memory access or, worse, a wrong loss.
 
-data/NAME/ holds meta.json and, for each split, SPLIT.bin or shards SPLIT_*.bin, flat ids read as one sequence.
+data/NAME/ holds meta.json and, for each split, SPLIT.bin or shards SPLIT_*.bin: flat ids, one sequence.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ class TokenFiles:
         return int(self.starts[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """count ids from position start on, across file boundaries."""
+        """count ids from position start on, across file boundaries, and from the end on to the beginning."""
         pieces = []
+        start %= self.total
         file = int(np.searchsorted(self.starts, start, side="right")) - 1
         while count > 0:
             offset = start - int(self.starts[file])
             piece = self._map(file)[offset : offset + count]
             pieces.append(piece)
-            start, count, file = start + len(piece), count - len(piece), file + 1
+            count, file = count - len(piece), (file + 1) % len(self.paths)
+            start = int(self.starts[file])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _map(self, file: int) -> np.ndarray:
@@ -152,8 +154,8 @@ def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
         tokenizer = meta.get("tokenizer") or {}
         name = tokenizer.get("name", "its tokenizer") if isinstance(tokenizer, dict) else tokenizer
         raise UserError(
-            f"dataset={config.dataset!r} has a vocabulary of {meta['vocab_size']:,} ({name}), but the model's "
-            f"vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer, "
+            f"dataset={config.dataset!r} has a vocabulary of {meta['vocab_size']:,} ({name}), but the "
+            f"model's vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer, "
             f"or set --vocab_size={meta['vocab_size']}"
         )
 
@@ -181,8 +183,9 @@ def _check_ids(paths: list[Path], folder: Path, meta: dict, config: TrainConfig)
             _write_cache(cache_path, cache)
         if entry["max_id"] >= model_vocab:
             raise UserError(
-                f"{path} contains token id {entry['max_id']:,}, beyond the model's vocab_size={model_vocab:,}; "
-                "use a dataset made with the model's tokenizer, or a larger vocab_size"
+                f"{path} contains token id {entry['max_id']:,}, beyond the model's "
+                f"vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer, "
+                "or a larger vocab_size"
             )
 
 

@@ -79,8 +79,8 @@ def init_world(config: TrainConfig) -> World:
 def end_process(world: World) -> None:
     """The last call of a successful run. All ranks. Does not return if there are several.
 
-    Ends them without tearing down: Python destroys a gloo group while it holds the interpreter lock, which the
-    group's own thread may need to let go of a tensor, and then neither ends (seen with torch 2.13).
+    Ends them without tearing down: Python destroys a gloo group while it holds the interpreter lock, which
+    the group's own thread may need to let go of a tensor, and then neither ends (seen with torch 2.13).
     """
     if world.size == 1:
         return

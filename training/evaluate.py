@@ -15,8 +15,8 @@ EVAL_STREAM = 2**32 - 1  # a stream that no epoch reaches
 def evaluate(model, windows: dict[str, Windows], config: TrainConfig, world: World) -> dict[str, float]:
     """{split: mean loss} over eval_iters batches of batch_size sequences per split. All ranks.
 
-    Batch i is rank (i mod world size)'s. Every rank makes equally many forward passes, because with FSDP each of
-    them communicates; the surplus ones count for nothing.
+    Batch i is rank (i mod world size)'s. Every rank makes equally many forward passes, because with FSDP each
+    of them communicates; the surplus ones count for nothing.
     """
     model.eval()
     losses = {split: _split_loss(model, part, config, world) for split, part in windows.items()}

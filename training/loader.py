@@ -51,10 +51,20 @@ class Windows:
         self.tokens, self.block_size = tokens, block_size
         self.count = (tokens.total - 1) // block_size
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64."""
-        rows = [self.tokens.read(int(i) * self.block_size, self.block_size + 1) for i in indices]
-        return np.stack(rows).astype(np.int64)
+    def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
+        """The windows (len(indices), T + 1) as int64, cut as in the given epochs."""
+        starts = indices * self.block_size + epoch_offset(
+            np.broadcast_to(epochs, indices.shape), self.block_size
+        )
+        return np.stack([self.tokens.read(int(s), self.block_size + 1) for s in starts]).astype(np.int64)
+
+
+def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
+    """Where an epoch's first window starts; the tokens wrap around. Each epoch cuts them elsewhere, so that a
+    token is not always in the same place behind the same context: with one cut for all epochs small data is
+    learned by heart sooner (LOG.md). Golden-ratio steps spread the cuts; epoch 0 starts at the first token.
+    """
+    return (epoch * int(block_size * 0.6180339887498949)) % block_size
 
 
 class IterationBatches(torch.utils.data.Dataset):
@@ -66,21 +76,22 @@ class IterationBatches(torch.utils.data.Dataset):
         self.rank = world.rank
         self.samples = config.samples_per_iter(world.size)
 
-    def sample_indices(self, position: int) -> np.ndarray:
-        """(A, B) window indices of this rank in the iteration that starts at sample `position`."""
+    def samples_at(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """(window indices, epochs), both (A, B), of this rank in the iteration that starts at `position`."""
         A, W, B = self.shape
         mine = position + np.arange(A * W * B).reshape(A, W, B)[:, self.rank]  # global sample numbers
         epochs, inside = np.divmod(mine, self.windows.count)
-        result = np.empty_like(mine)
+        indices = np.empty_like(mine)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = permute(inside[here], self.windows.count, seed=hash_seed(self.seed, int(epoch)))
-        return result
+            indices[here] = permute(inside[here], self.windows.count, seed=hash_seed(self.seed, int(epoch)))
+        return indices, epochs
 
     def __getitem__(self, position: int) -> torch.Tensor:
         """(A, B, T + 1) token ids, int64."""
-        indices = self.sample_indices(position)
-        return torch.from_numpy(self.windows.read(indices.ravel()).reshape(*indices.shape, -1))
+        indices, epochs = self.samples_at(position)
+        rows = self.windows.read(indices.ravel(), epochs.ravel())
+        return torch.from_numpy(rows.reshape(*indices.shape, -1))
 
 
 def hash_seed(seed: int, stream: int) -> int:

@@ -1,5 +1,5 @@
-"""Log rows. The only place in the loop that waits for the device: it reads the loss there, and the time since the
-last row, without evaluation and checkpoints, divided by the iterations since then, is the iteration time."""
+"""Log rows. The only place in the loop that waits for the device: it reads the loss there, and the time since
+the last row, without evaluation and checkpoints, over the iterations since then, is the iteration time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from training.config import RunError, TrainConfig, UserError
+from training.config import RunError, TrainConfig
 from training.distributed import World, mean_over_ranks, sum_over_ranks
 from training.hardware import Peak
 from training.metrics import WARMUP_ITERS, summarize, utilization
@@ -20,6 +20,7 @@ from training.record import RunRecord
 from training.step import StepResult
 
 log = logging.getLogger("nanomfu")
+STUCK_ITERATIONS = 30  # without one update; float16's loss scale needs up to 16 to fall from 2^16 to 1
 GB = 2**30  # memory figures are GiB, as torch and nvidia-smi count; the field's name for them is GB
 
 
@@ -45,13 +46,13 @@ class Logger:
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
         self.start = self.logged = start  # first iteration of this process; first one not yet in a row
         self.skipped = torch.zeros((), device=world.device)  # updates skipped since the last row
+        self.stuck = 0  # iterations without one update, up to the last row
         self.paused_seconds = 0.0
         self.saved_at = start  # iteration of the last JSON rewrite
         self.wandb = _start_wandb(config, record) if world.is_main and config.wandb_log else None
-        # disable=None: no bar where the output is not a terminal
-        self.bar = (
-            tqdm(total=config.max_iters, initial=start, desc="Training", disable=None) if record else None
-        )
+        self.bar = None
+        if record:  # disable=None: no bar where the output is not a terminal
+            self.bar = tqdm(total=config.max_iters, initial=start, desc="Training", disable=None)
         self.lap_start = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
@@ -74,24 +75,26 @@ class Logger:
         if result.grad_sum is not None:
             sharded = self.config.use_zero1 or self.config.use_fsdp
             device_values.append(sum_over_ranks(result.grad_sum, self.world) if sharded else result.grad_sum)
-        loss, grad_norm, skipped, *grad_sum = torch.stack(
-            [v.float() for v in device_values]
-        ).tolist()  # sync point
+        values = torch.stack([value.float() for value in device_values]).tolist()  # sync point
+        loss, grad_norm, skipped, *grad_sum = values
         seconds = self._lap()
         iterations, first = iteration + 1 - self.logged, self.logged
         self.logged = iteration + 1
         self.skipped.zero_()
+        self.stuck = self.stuck + iterations if skipped == iterations else 0
         if self.record is not None:  # rank 0
             row = self._row(iteration, loss, learning_rate, seconds / iterations, first)
             row["gradients"] = self._gradients(grad_norm, grad_sum)
             if skipped:
                 row["skipped_updates"] = int(skipped)
             self._write(row)
+        if self.stuck >= STUCK_ITERATIONS:
+            raise Diverged(f"no gradient was finite in the last {self.stuck} iterations; lower learning_rate")
         if not math.isfinite(loss):
             raise Diverged(
-                f"the loss of iteration {iteration} is {loss}; updates with a gradient that is not finite were "
-                "skipped. Resume from the last checkpoint with a lower learning_rate, a longer warmup_iters or "
-                "dtype='bfloat16'"
+                f"the loss of iteration {iteration} is {loss}; updates with a gradient that is not finite "
+                "were skipped. Resume from the last checkpoint with a lower learning_rate, "
+                "a longer warmup_iters or dtype='bfloat16'"
             )
 
     def _row(self, iteration: int, loss: float, lr: float, seconds: float, first: int) -> dict:
@@ -192,7 +195,7 @@ class Logger:
             self.record.save()
 
     def close(self, status: str, best_val_loss: float | None) -> None:
-        """Ends the bar and completes the record. Rank 0 writes; no communication, so it is safe after a failure."""
+        """Ends the bar and completes the record. Rank 0 writes. No communication: safe after a failure."""
         if self.bar is not None:
             self.bar.close()
         if self.record is None:
@@ -213,7 +216,8 @@ class Logger:
 def _console_lines(row: dict, method: str, flops_per_token: int) -> list[str]:
     mfu, memory = row["mfu"], row["memory"]
     lines = [
-        f"📍 Iter {row['iter']:6d} │ Loss: {row['loss']:.4f} │ Time: {row['time_ms']:.0f}ms │ LR: {row['lr']:.2e}"
+        f"📍 Iter {row['iter']:6d} │ Loss: {row['loss']:.4f} │ "
+        f"Time: {row['time_ms']:.0f}ms │ LR: {row['lr']:.2e}"
     ]
     if mfu:
         lines.append(
@@ -240,10 +244,8 @@ def _tf(tflops: float) -> str:
 
 
 def _start_wandb(config: TrainConfig, record: RunRecord):
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False") from None
+    import wandb  # optional; training/config.py has checked that it is there
+
     name = config.wandb_run_name or record.content["run_name"]
     wandb.init(project=config.wandb_project, name=name, config=config.to_dict())
     return wandb

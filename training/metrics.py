@@ -1,5 +1,5 @@
-"""Throughput and utilization. Pure functions of counts and seconds; every figure says whether it is global (all
-GPUs) or per GPU, and the numerator and denominator of a quotient always cover the same GPUs."""
+"""Throughput and utilization. Pure functions of counts and seconds; every figure says whether it is global
+(all GPUs) or per GPU, and the numerator and denominator of a quotient always cover the same GPUs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def utilization(tokens_per_sec: float, num_gpus: int, flops: dict, peak: Peak, f
     mfu = achieved / hardware_peak
     if mfu > 1.0:
         raise ValueError(
-            f"computed {100 * mfu:.1f} % of the peak, which is impossible: {achieved / 1e12:.1f} TFLOPS achieved "
-            f"against {hardware_peak / 1e12:.1f} ({peak.source}); check peak_tflops and the GPU's name"
+            f"computed {100 * mfu:.1f} % of the peak, which is impossible: {achieved / 1e12:.1f} TFLOPS "
+            f"achieved against {hardware_peak / 1e12:.1f} ({peak.source}); "
+            "check peak_tflops and the GPU's name"
         )
     return {
         "mfu": mfu,

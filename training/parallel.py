@@ -34,7 +34,7 @@ DDP_BUCKET_MB = 100  # few large all-reduces; the first still starts early in th
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one parameter that this rank's optimizer updates; `local` shares the parameter's storage."""
+    """The part of a parameter that this rank's optimizer updates; `local` shares the parameter's storage."""
 
     name: str
     parameter: nn.Parameter
@@ -48,8 +48,8 @@ class Shard:
 def compile_model(model: nn.Module) -> None:
     """torch.compile in place, before the strategy wraps it: each block and the head by itself.
 
-    All blocks share one compilation, so it starts fast, and communication overlaps between blocks. Compiling the
-    whole model measured 0.5 % faster on one H200 and took 53 s longer to start (LOG.md).
+    All blocks share one compilation, so it starts fast, and communication overlaps between blocks. Compiling
+    the whole model measured 0.5 % faster on one H200 and took 53 s longer to start (LOG.md).
     """
     torch._dynamo.config.optimize_ddp = False  # its graph splitting is for whole-model compile
     for module in (*model.blocks, model.head):
@@ -106,8 +106,8 @@ class Replicated:
 class Zero1:
     """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): weights replicated, optimizer state sharded by rows.
 
-    During the last backward each gradient is reduce-scattered as soon as it is complete; each rank updates its
-    rows, and the rows are all-gathered. A gradient is reduced in place, so there is no second copy.
+    During the last backward each gradient is reduce-scattered as soon as it is complete; each rank updates
+    its rows, and the rows are all-gathered. A gradient is reduced in place, so there is no second copy.
     """
 
     def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):

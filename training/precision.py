@@ -1,5 +1,5 @@
-"""Precision. Weights and optimizer state stay fp32; `dtype` is what the matmuls compute in (model.Linear casts).
-float16 alone needs its loss scaled, because its smallest gradients would round to zero."""
+"""Precision. Weights and optimizer state stay fp32; `dtype` is what the matmuls compute in (model.Linear
+casts). float16 alone needs its loss scaled, because its smallest gradients would round to zero."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, sec. 3.2) that never waits for the device.
 
-    torch.amp.GradScaler looks at each rank's own gradients; this one is told by the global gradient norm, so that
-    sharded ranks agree. With enabled=False the scale is 1 and stays 1.
+    torch.amp.GradScaler looks at each rank's own gradients; this one is told by the global gradient norm, so
+    that sharded ranks agree. With enabled=False the scale is 1 and stays 1.
     """
 
     def __init__(self, enabled: bool, device: torch.device):

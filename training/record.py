@@ -1,5 +1,5 @@
-"""The run record (JSON) and the log beside it. Both are rank 0's; the JSON is replaced atomically, so it parses at
-every moment of the run, also after kill -9."""
+"""The run record (JSON) and the log beside it. Both are rank 0's. The JSON is replaced atomically, so it
+parses at every moment of the run, also after kill -9."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def start_logging(log_path: Path | None, console: bool = True) -> None:
     log.addHandler(_Console() if console else logging.NullHandler())
     if log_path is not None:
         log.addHandler(logging.FileHandler(log_path, encoding="utf-8"))
+
+
+def write_to_log_file(message: str) -> None:
+    """A message that the console got in another way, such as the error that ended the run."""
+    for handler in log.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.emit(logging.makeLogRecord({"msg": message}))
 
 
 def check_writable(out_dir: Path) -> None:

@@ -8,7 +8,7 @@ from training.config import TrainConfig
 
 
 def learning_rate(iteration: int, config: TrainConfig) -> float:
-    """The rate of this iteration (0-based): linear warm-up, then lr_schedule down to min_lr at lr_decay_iters."""
+    """The rate of this iteration (0-based): linear warm-up, then lr_schedule to min_lr at lr_decay_iters."""
     if iteration < config.warmup_iters:
         return config.learning_rate * (iteration + 1) / (config.warmup_iters + 1)
     if not config.decay_lr:

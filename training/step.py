@@ -1,5 +1,5 @@
-"""One iteration: every micro-step's forward and backward, one reduction, clip, update. Returns device tensors;
-nothing here waits for the device."""
+"""One iteration: every micro-step's forward and backward, one reduction, clip, update. Returns device
+tensors; nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -
         overflow = (~grad_norm.isfinite()).float()
         grad_sum = _gradient_sum(strategy.shards) / loss_scale.scale if with_gradient_sum else None
 
-        # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1: clipping
-        # and unscaling cost no pass of their own, and a bad gradient never reaches the weights.
+        # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1:
+        # clipping and unscaling cost no pass of their own, and a bad gradient never reaches the weights.
         optimizer.grad_scale = loss_scale.scale * _clip_divisor(grad_norm, config.grad_clip)
         optimizer.found_inf = overflow
         for group in optimizer.param_groups:
@@ -52,7 +52,7 @@ def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -
 
 
 def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What to divide gradients by so that their norm is at most max_norm. Pascanu et al. 2013, algorithm 1."""
+    """What to divide gradients by so that their norm is at most max_norm. Pascanu et al. 2013, alg. 1."""
     if max_norm == 0:
         return torch.ones_like(grad_norm)
     return (grad_norm / max_norm).clamp(min=1.0)
