@@ -1,4 +1,4 @@
-"""Generates text from a run's newest checkpoint.
+"""Generates text from a run's checkpoint.
 
     python sample.py --out_dir=out-quickstart --prompt="def main(" --num_samples=2
 
@@ -25,7 +25,7 @@ from training.distributed import World
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
-    checkpoint = find_checkpoint(Path(options.out_dir))
+    checkpoint = find_checkpoint(Path(options.out_dir), options.checkpoint)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     verify_checkpoint(checkpoint, World(rank=0, local_rank=0, size=1, device=device))
     saved = read_state(checkpoint)
@@ -63,8 +63,11 @@ def generate(model, ids, count: int, temperature: float, top_k: int | None, gene
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Generate text from a run's newest checkpoint.")
+    parser = argparse.ArgumentParser(description="Generate text from a run's checkpoint.")
     parser.add_argument("--out_dir", required=True, help="the run's out_dir")
+    parser.add_argument(
+        "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
+    )
     parser.add_argument("--prompt", default="\n")
     parser.add_argument("--num_samples", type=int, default=1)
     parser.add_argument("--max_new_tokens", type=int, default=200)

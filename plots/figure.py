@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
-from run_record import PlotError, Run, finite
+from run_record import PlotError, Run, evaluations, finite
 
 
 def new_figure(width: float, height: float):
@@ -43,7 +43,8 @@ def draw(axis, x: np.ndarray, y: np.ndarray, **style) -> bool:
 
 def limit_x(axes: dict, runs: list[Run]):
     """The same iterations on every panel, and a sensible width when there is only one."""
-    iters = finite(np.concatenate([run.columns["iter"] for run in runs]))
+    iters = [run.columns["iter"] for run in runs] + [evaluations(run, "val_loss")[0] for run in runs]
+    iters = finite(np.concatenate(iters))
     if len(iters):
         pad = max(0.02 * (iters.max() - iters.min()), 0.5)
         for axis in axes.values():

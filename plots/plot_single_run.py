@@ -70,7 +70,7 @@ def mfu_title(run: Run) -> str:
     peak, spread = run.peak_tflops_per_gpu, run_record.spread(run, "mfu_percent")
     parts = [
         f"MFU by {method}" if method else "MFU",
-        f" of {peak:,.6g} TF per GPU" if peak else "",
+        f" of {peak:,.5g} TF per GPU" if peak else "",
         ", 2:4 sparse" if run.sparse else "",
         "\nabove 100 %: an error of measurement" if spread and spread[0] > 100 else "",
     ]

@@ -67,7 +67,10 @@ class Run:
         names = (facts.get("architecture"), self.hardware.get("architecture"), self.config.get("arch_preset"))
         name = next((name for name in names if name and isinstance(name, str)), "model not recorded")
         params = _number(facts.get("total_params"))
-        return name if math.isnan(params) else f"{name}, {params / 1e9:.3g} B parameters"
+        if math.isnan(params):
+            return name
+        scale, unit = (1e9, "B") if params >= 1e9 else (1e6, "M")
+        return f"{name}, {params / scale:.3g} {unit} parameters"
 
     @property
     def machine(self) -> str:

@@ -95,7 +95,6 @@ def save_checkpoint(
     progress: Progress,
     config: TrainConfig,
     model_config: ModelConfig,
-    best: bool,
 ) -> Path:
     """Writes out_dir/checkpoints/step-N and moves the pointers. All ranks. Raises RunError on every rank if
     any of them failed; the checkpoints that were there before are then untouched."""
@@ -121,8 +120,7 @@ def save_checkpoint(
         "config": config.to_dict(),
         "model_config": model_config.to_dict(),
     }
-    keep_all = config.keep_all_checkpoints
-    _agree_on_main(world, _commit, temporary, final, files, description, best, keep_all)
+    _agree_on_main(world, _commit, temporary, final, files, description, config.keep_all_checkpoints)
     return final
 
 
@@ -138,7 +136,7 @@ def _written_by(name: str, rank: int) -> bool:
     return name.startswith(f"__{rank}_") or (rank == 0 and name == ".metadata")
 
 
-def _commit(temporary: Path, final: Path, files: dict, state: dict, best: bool, keep_all: bool) -> None:
+def _commit(temporary: Path, final: Path, files: dict, state: dict, keep_all: bool) -> None:
     """Rank 0 only. The rename is the moment from which the checkpoint exists."""
     _write_synced(temporary / STATE, json.dumps(state, indent=1))
     files[STATE] = _digest(temporary / STATE)
@@ -147,17 +145,22 @@ def _commit(temporary: Path, final: Path, files: dict, state: dict, best: bool, 
     _sync_folder(temporary)
     os.rename(temporary, final)
     _sync_folder(final.parent)
-    for pointer in ("latest", "best") if best else ("latest",):
-        _write_pointer(final.parent / pointer, final.name)
+    complete = complete_checkpoints(final.parent)
+    best = _lowest_loss(complete)
+    _write_pointer(final.parent / "latest", complete[-1].name)
+    if best:
+        _write_pointer(final.parent / "best", best.name)
     if not keep_all:
-        _prune(final.parent)
+        for folder in complete:
+            if folder not in (complete[-1], best):
+                _delete(folder)
 
 
-def _prune(root: Path) -> None:
-    keep = {_read_pointer(root / "latest"), _read_pointer(root / "best")}
-    for folder in complete_checkpoints(root):
-        if folder.name not in keep:
-            _delete(folder)
+def _lowest_loss(folders: list[Path]) -> Path | None:
+    """The best by the losses in the checkpoints themselves: a kill may have left the pointer behind."""
+    losses = {folder: json.loads((folder / STATE).read_text()).get("val_loss") for folder in folders}
+    evaluated = [folder for folder in folders if losses[folder] is not None]
+    return min(evaluated, key=losses.get) if evaluated else None
 
 
 def _delete(folder: Path) -> None:
@@ -191,16 +194,21 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(p for p in folders if (p / MANIFEST).is_file())
 
 
-def find_checkpoint(out_dir: Path) -> Path:
-    """The newest complete checkpoint of out_dir. Raises UserError when there is none."""
+def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
+    """The newest complete checkpoint of out_dir, or the 'best', or one by its name. Raises UserError."""
     root = out_dir / "checkpoints"
-    complete = complete_checkpoints(root)
+    complete = {folder.name: folder for folder in complete_checkpoints(root)}
     if not complete:
         raise UserError(
             f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
             "or start a run with --init_from=scratch"
         )
-    return complete[-1]
+    found = {"latest": list(complete.values())[-1], "best": _lowest_loss(list(complete.values()))} | complete
+    if not found.get(which):
+        raise UserError(
+            f"{root} holds no checkpoint {which!r}; there are latest, best, {', '.join(complete)}"
+        )
+    return found[which]
 
 
 def verify_checkpoint(folder: Path, world: World) -> None:
@@ -343,10 +351,3 @@ def _write_pointer(path: Path, name: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     _write_synced(temporary, name + "\n")
     os.replace(temporary, path)
-
-
-def _read_pointer(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

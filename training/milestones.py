@@ -81,7 +81,7 @@ class Milestones:
                 if aside:
                     log.info(f"Checkpoints of an earlier run in this out_dir are now in {aside}")
             self.last_checkpoint = save_checkpoint(
-                out_dir, self.state, progress, self.config, self.model_config, best
+                out_dir, self.state, progress, self.config, self.model_config
             )
             log.info(f"💽 Saved {self.last_checkpoint}{' (best so far)' if best else ''}")
         self.logger.saved(iteration, val_loss, self.last_checkpoint)

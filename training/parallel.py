@@ -96,6 +96,9 @@ class Replicated:
         """Every rank has made the same update."""
 
     def clear_gradients(self) -> None:
+        if self.forward is not self.module:  # DDP's gradients live in its buckets; dropping them makes copies
+            torch._foreach_zero_([shard.local.grad for shard in self.shards])
+            return
         for shard in self.shards:
             shard.local.grad = None
 
