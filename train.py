@@ -19,7 +19,8 @@ import time
 import traceback
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch reads it when it is imported
+# Less fragmentation. Set before torch is imported, which may read it then.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 

@@ -171,3 +171,31 @@ def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):
             sum(path.stat().st_size for path in checkpoint.glob(f"__{rank}_*.distcp")) for rank in (0, 1)
         ]
         assert 0.5 < sizes[0] / sizes[1] < 2.0, sizes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_float16_with_loss_scaling_follows_fp32_in_every_strategy(runs, folder, name):
+    """The scale starts at 2^16 and the sharded ranks must agree on it."""
+    flags = ["--dtype=float16", "--gradient_accumulation_steps=2", *STRATEGIES[name]]
+    record = train(folder, f"float16-{name}", *flags, processes=2)
+    assert record["config"]["dtype"] == "float16"
+    assert not any(row.get("skipped_updates") for row in record["training_iterations"])
+    assert losses(record) == pytest.approx(losses(runs["single", 1]), rel=2e-3)
+    state = tensors(folder / f"float16-{name}" / "checkpoints" / "step-00000010", folder)
+    assert state["loss_scale.scale"] == 65536.0
+    assert state["loss_scale.growth_tracker"] == ITERATIONS
+
+
+def test_the_best_checkpoint_and_the_newest_are_kept(folder):
+    """The rate is far too high at first, so the first evaluation is the best one."""
+    flags = ["--keep_all_checkpoints=False", "--eval_interval=2", "--learning_rate=0.5", "--min_lr=0.4"]
+    record = train(folder, "retention", *flags)
+    steps = {step["iter"]: step["val_loss"] for step in record["eval_steps"]}
+    best = min(steps, key=steps.get)
+    assert best != ITERATIONS, steps
+    root = folder / "retention" / "checkpoints"
+    assert (root / "best").read_text().strip() == f"step-{best:08d}"
+    assert (root / "latest").read_text().strip() == f"step-{ITERATIONS:08d}"
+    kept = sorted(path.name for path in root.iterdir() if path.is_dir())
+    assert kept == [f"step-{best:08d}", f"step-{ITERATIONS:08d}"]
+    assert record["summary"]["best_val_loss"] == steps[best]

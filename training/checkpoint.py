@@ -158,9 +158,16 @@ def _commit(temporary: Path, final: Path, files: dict, state: dict, keep_all: bo
 
 def _lowest_loss(folders: list[Path]) -> Path | None:
     """The best by the losses in the checkpoints themselves: a kill may have left the pointer behind."""
-    losses = {folder: json.loads((folder / STATE).read_text()).get("val_loss") for folder in folders}
+    losses = {folder: _val_loss(folder) for folder in folders}
     evaluated = [folder for folder in folders if losses[folder] is not None]
     return min(evaluated, key=losses.get) if evaluated else None
+
+
+def _val_loss(folder: Path) -> float | None:
+    try:
+        return json.loads((folder / STATE).read_text())["val_loss"]
+    except (OSError, ValueError, TypeError, KeyError):  # damaged: whoever wants to load it will hear of it
+        return None
 
 
 def _delete(folder: Path) -> None:

@@ -107,10 +107,6 @@ class Loader:
         self.position, self.device = position, world.device
         self.source = self._workers(config) if config.use_dataloader else self._inline()
 
-    @property
-    def epoch(self) -> float:
-        return self.position / self.batches.windows.count
-
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x, y (A, B, T) on the device; y is x shifted by one. The copy is not waited for."""
         tokens = next(self.source).to(self.device, non_blocking=True)

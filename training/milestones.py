@@ -50,6 +50,7 @@ class Milestones:
         """After the last update. always_save_checkpoint saves here whether an evaluation is due or not."""
         iteration = self.config.max_iters
         if iteration <= self.start:
+            log.info(f"Nothing was left to train: iteration {self.start:,} of max_iters={iteration:,}")
             return
         val_loss, improved = None, False
         if self._evaluates(iteration):
