@@ -548,3 +548,18 @@ def test_dry_run_needs_no_data_and_no_gpu(run, config, capfd):
     assert run(config, "--dry_run=True", "--device=cuda", "--dataset=absent/folder") == 0
     if not torch.cuda.is_available():
         assert not torch.cuda.is_initialized()
+
+
+def test_compile_time_of_a_resumed_run_is_in_no_mfu(run, tmp_path):
+    """A resume at an iteration that log_interval does not divide starts with a row of its own."""
+    make_dataset(tmp_path / "tokens")
+    flags = [f"--out_dir={tmp_path / 'out'}", "--peak_tflops=1.0", "--log_interval=10"]
+    path = write_config(tmp_path / "run.py", **{**TINY, "dataset": str(tmp_path / "tokens")})
+    assert run(path, *flags, "--max_iters=5") == 0
+    first = last_run(tmp_path / "out")
+    assert run(path, *flags, "--max_iters=25", "--init_from=resume") == 0
+    rows = last_run(tmp_path / "out")["training_iterations"]
+    assert [row["iter"] for row in first["training_iterations"]] == [0, 4]
+    assert [row["iter"] for row in rows] == [5, 10, 20, 24]
+    assert rows[0]["mfu"] is None and "compilation" in rows[0]["mfu_reason"]
+    assert all(row["mfu"] for row in rows[1:])

@@ -56,7 +56,9 @@ class Logger:
         self.lap_start = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        return iteration % self.config.log_interval == 0 or iteration + 1 == self.config.max_iters
+        """Also after the first iteration of this process, so that its compilation is in no other row."""
+        first_or_last = iteration in (self.start, self.config.max_iters - 1)
+        return first_or_last or iteration % self.config.log_interval == 0
 
     def wants_gradients(self, iteration: int) -> bool:
         interval = self.config.gradient_log_interval
@@ -100,7 +102,7 @@ class Logger:
     def _row(self, iteration: int, loss: float, lr: float, seconds: float, first: int) -> dict:
         tokens_per_sec = self.tokens_per_iter / seconds
         mfu, reason = None, self.peak.reason
-        if first == self.start and iteration == first:
+        if first == self.start:
             reason = "the first iteration includes compilation and warm-up"
         elif reason is None:
             try:
