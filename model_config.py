@@ -71,6 +71,9 @@ class ModelConfig:
             )
         if self.position_encoding == "rope" and self.head_dim % 2:
             raise ValueError(f"rope needs an even head width, got n_embd / n_head = {self.head_dim}")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} is not in [0, 1)")
 

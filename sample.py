@@ -32,8 +32,8 @@ def main(argv: list[str]) -> None:
     model = model_builder.build_model(ModelConfig(**saved["model_config"])).init_weights(device, seed=0)
     load_weights(checkpoint, model)
     model.eval()
-    folder = Path(options.dataset) if options.dataset else dataset_folder(TrainConfig(**saved["config"]))
-    tokenizer = load_tokenizer(folder)
+    dataset = options.dataset or saved["config"]["dataset"]
+    tokenizer = load_tokenizer(dataset_folder(TrainConfig(dataset=dataset)))
     prompt = tokenizer.encode(options.prompt)
     if not prompt:
         raise UserError("--prompt is empty; give at least one character")
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
 
 
 @torch.no_grad()
-def generate(model, ids, count: int, temperature: float, top_k: int | None, generator) -> torch.Tensor:
+def generate(model, ids, count: int, temperature: float, top_k: int, generator) -> torch.Tensor:
     """Extends ids (1, T) by count tokens; temperature 0 takes the most likely one. Returns (1, T + count)."""
     for _ in range(count):
         window = ids[:, -model.config.block_size :]
@@ -54,7 +54,7 @@ def generate(model, ids, count: int, temperature: float, top_k: int | None, gene
         if temperature == 0:
             chosen = logits.argmax(dim=-1, keepdim=True)
         else:
-            if top_k is not None:
+            if top_k:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, float("-inf"))
             chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
@@ -72,11 +72,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num_samples", type=int, default=1)
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
-    parser.add_argument("--top_k", type=int, default=200, help="sample among the k most likely tokens")
+    parser.add_argument("--top_k", type=int, default=200, help="sample among the k most likely; 0 among all")
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--device", help="cuda or cpu; default: cuda where there is a GPU")
-    parser.add_argument("--dataset", help="the dataset's folder, if it has moved since training")
-    return parser.parse_args(argv)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    parser.add_argument("--dataset", help="a name in data/ or a path, if it has moved since training")
+    options = parser.parse_args(argv)
+    for name, minimum in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+        if getattr(options, name) < minimum:
+            parser.error(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
+    if not 0 <= options.temperature < float("inf"):
+        parser.error(f"--temperature must be a number from 0 up, got {options.temperature}")
+    if options.seed >= 2**63:
+        parser.error("--seed must be below 2**63")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device=cuda, but torch finds no CUDA GPU; use --device=cpu")
+    return options
 
 
 if __name__ == "__main__":

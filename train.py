@@ -31,6 +31,7 @@ from training.attention import choose_attention
 from training.checkpoint import (
     Progress,
     TrainState,
+    changed_settings,
     check_architecture,
     find_checkpoint,
     load_checkpoint,
@@ -128,19 +129,22 @@ def main(argv: list[str]) -> None:
     )
     info["data"] = {"tokens": {split: files.total for split, files in splits.items()}, "meta": meta}
     info["resumed_from"] = str(checkpoint) if checkpoint else None
+    info["changed_since_checkpoint"] = changed_settings(checkpoint, config) if checkpoint else {}
     resolved = {**config.to_dict(), **accumulation_steps(config, world.size)}
     record = RunRecord(run_path, resolved, info, config.save_log_to_json) if world.is_main else None
-    announce(config, info, record, progress)
 
     # 7) loop
     logger = Logger(config, world, record, flops, peak, row_facts(info), start=progress.iteration)
     milestones = Milestones(config, model_config, state, windows, loader, logger, progress)
     status = "failed"
     try:
+        announce(config, info, record, progress)
         train(config, step, loader, milestones, logger, progress.iteration)
         status = "completed"
     except KeyboardInterrupt:
         status = "interrupted"
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one must not stop the record
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     finally:
         logger.close(status, milestones.best_val_loss)
@@ -214,6 +218,8 @@ def announce(config: TrainConfig, info: dict, record: RunRecord | None, progress
     log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
     if info["resumed_from"]:
         log.info(f"Resuming from {info['resumed_from']}: iteration {progress.iteration:,}")
+        for name, (old, new) in info["changed_since_checkpoint"].items():
+            log.info(f"  {name} was {old!r} when it was saved, is {new!r} now")
     if config.compile:
         log.info("Compiling during the first iteration; it can take a minute")
 

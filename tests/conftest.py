@@ -24,11 +24,12 @@ def run():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operations; several threads only wait for each other on a busy machine
 
-    sigterm = signal.getsignal(signal.SIGTERM)
+    handlers_of = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     log = logging.getLogger("nanomfu")
     handlers, propagate, level = log.handlers[:], log.propagate, log.level
     yield lambda *argv: train.run([str(arg) for arg in argv])
-    signal.signal(signal.SIGTERM, sigterm)
+    for number, handler in handlers_of.items():
+        signal.signal(number, handler)
     for handler in log.handlers:
         handler.close()
     log.handlers[:], log.propagate = handlers, propagate

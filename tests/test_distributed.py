@@ -199,3 +199,18 @@ def test_the_best_checkpoint_and_the_newest_are_kept(folder):
     kept = sorted(path.name for path in root.iterdir() if path.is_dir())
     assert kept == [f"step-{best:08d}", f"step-{ITERATIONS:08d}"]
     assert record["summary"]["best_val_loss"] == steps[best]
+
+
+def test_a_damaged_folder_of_the_same_step_is_set_aside_by_a_save(folder):
+    train(folder, "same-step", "--max_iters=2")
+    root = folder / "same-step" / "checkpoints"
+    (root / "step-00000002" / "manifest.json").unlink()
+    train(folder, "same-step", "--max_iters=2")
+    names = sorted(path.name for path in root.iterdir() if path.is_dir())
+    assert names[0] == "step-00000002" and names[1].startswith("step-00000002.set-aside-")
+    assert (root / "step-00000002" / "manifest.json").is_file()
+
+
+def test_a_resume_says_which_settings_changed(folder):
+    record = train(folder, "same-step", "--max_iters=3", "--init_from=resume", "--seed=7")
+    assert record["startup_info"]["changed_since_checkpoint"] == {"max_iters": [2, 3], "seed": [1337, 7]}

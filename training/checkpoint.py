@@ -143,6 +143,8 @@ def _commit(temporary: Path, final: Path, files: dict, state: dict, keep_all: bo
     manifest = {"format": FORMAT, "iteration": state["iteration"], "files": dict(sorted(files.items()))}
     _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1))
     _sync_folder(temporary)
+    if final.exists():  # not one of ours that is complete, or the run would have gone on from it
+        os.rename(final, final.with_name(f"{final.name}.set-aside-{uuid.uuid4().hex[:8]}"))
     os.rename(temporary, final)
     _sync_folder(final.parent)
     complete = complete_checkpoints(final.parent)
@@ -201,10 +203,27 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(p for p in folders if (p / MANIFEST).is_file())
 
 
+def _warn_about_incomplete(root: Path, complete: list[str]) -> None:
+    for path in sorted(root.glob("step-*")):
+        if path.name.removeprefix("step-").isdigit() and path.name not in complete:
+            log.warning("%s has no %s: it is damaged and is passed over", path, MANIFEST)
+
+
+def changed_settings(folder: Path, config: TrainConfig) -> dict[str, tuple]:
+    """{key: (value in the checkpoint, value now)} for every setting that differs, but for where to start."""
+    saved, now = read_state(folder)["config"], config.to_dict()
+    return {
+        name: (saved.get(name), value)
+        for name, value in now.items()
+        if saved.get(name) != value and name not in ("init_from", "out_dir")
+    }
+
+
 def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
     """The newest complete checkpoint of out_dir, or the 'best', or one by its name. Raises UserError."""
     root = out_dir / "checkpoints"
     complete = {folder.name: folder for folder in complete_checkpoints(root)}
+    _warn_about_incomplete(root, list(complete))
     if not complete:
         raise UserError(
             f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
@@ -213,7 +232,8 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
     found = {"latest": list(complete.values())[-1], "best": _lowest_loss(list(complete.values()))} | complete
     if not found.get(which):
         raise UserError(
-            f"{root} holds no checkpoint {which!r}; there are latest, best, {', '.join(complete)}"
+            f"{root} holds no checkpoint {which!r}; "
+            f"there are {', '.join(name for name, folder in found.items() if folder)}"
         )
     return found[which]
 
@@ -276,12 +296,10 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
     verify_checkpoint(folder, state.world)
     saved = read_state(folder)
     check_architecture(folder, saved["model_config"], model_config)
-    reader = dcp.FileSystemReader(folder)
-    there = reader.read_metadata().state_dict_metadata
+    there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     optional = {name: t for name, t in state.optional_tensors().items() if name in there}
     tensors = {**state.tensors(), **optional}
-    with _one_process_is_fine():
-        dcp.load(tensors, storage_reader=reader, no_dist=state.world.size == 1)
+    _load(folder, tensors, no_dist=state.world.size == 1)
     state.after_load(tensors)
     fields = Progress.__dataclass_fields__
     return Progress(**{name: saved[name] for name in fields})
@@ -290,8 +308,15 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
 def load_weights(folder: Path, model: torch.nn.Module) -> None:
     """The weights alone, into one process's model, for sampling and export. Verify first."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    with _one_process_is_fine():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    _load(folder, tensors, no_dist=True)
+
+
+def _load(folder: Path, tensors: dict[str, torch.Tensor], no_dist: bool) -> None:
+    try:
+        with _one_process_is_fine():
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=no_dist)
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import math
 import traceback
 import types
 import typing
@@ -298,6 +299,12 @@ def check(config: TrainConfig, world_size: int) -> None:
     for name, minimum in AT_LEAST.items():
         if not getattr(config, name) >= minimum:  # also catches NaN
             raise UserError(f"{name}={getattr(config, name)} must be at least {minimum}")
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value} is not a finite number")
+    for name in ("out_dir", "dataset"):
+        if not getattr(config, name):
+            raise UserError(f"{name} is empty; name a folder")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)} is not in [0, 1)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from training.config import ROOT, TrainConfig, UserError
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_TOKENS = 1 << 24  # ids read at a time
+LARGE = 10**9  # bytes; reading more takes seconds, so it is announced
+
+log = logging.getLogger("nanomfu")
 
 
 class TokenFiles:
@@ -173,6 +177,8 @@ def _check_ids(paths: list[Path], folder: Path, meta: dict, config: TrainConfig)
         stamp = [stat.st_size, stat.st_mtime_ns, meta["dtype"], recorded]
         entry = cache.get(path.name)
         if entry is None or entry["stamp"] != stamp:
+            if stat.st_size > LARGE:
+                log.warning("Reading %s once, %.0f GB, to check its ids and hash", path, stat.st_size / 1e9)
             max_id, sha256 = _scan(path, DTYPES[meta["dtype"]])
             if recorded is not None and recorded != sha256:
                 raise UserError(

@@ -17,6 +17,7 @@ from training.config import TrainConfig, UserError
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+START_TIMEOUT = datetime.timedelta(hours=6)  # of joining: one rank may have a large dataset to scan first
 TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; the first one may wait for compilation
 
 
@@ -72,7 +73,9 @@ def init_world(config: TrainConfig) -> World:
     if size > 1:
         backend = config.backend or ("nccl" if config.device == "cuda" else "gloo")
         bind = device if backend == "nccl" else None
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=bind)
+        dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=bind)
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
     return World(rank, local_rank, size, device)
 
 

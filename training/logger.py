@@ -154,7 +154,9 @@ class Logger:
             last
             or row["iter"] // self.config.log_save_interval != self.saved_at // self.config.log_save_interval
         ):
+            began = time.perf_counter()
             self.record.save()
+            self.paused_seconds += time.perf_counter() - began  # it grows with the run; no iteration's time
             self.saved_at = row["iter"]
 
     # --- the clock ---

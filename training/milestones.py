@@ -85,7 +85,7 @@ class Milestones:
                 out_dir, self.state, progress, self.config, self.model_config
             )
             log.info(f"💽 Saved {self.last_checkpoint}{' (best so far)' if best else ''}")
-        self.logger.saved(iteration, val_loss, self.last_checkpoint)
+            self.logger.saved(iteration, val_loss, self.last_checkpoint)
 
     def _evaluates(self, iteration: int) -> bool:
         return bool(self.config.eval_interval) and iteration % self.config.eval_interval == 0

@@ -80,6 +80,7 @@ class Replicated:
                 device_ids=[world.local_rank] if world.device.type == "cuda" else None,
                 bucket_cap_mb=DDP_BUCKET_MB,
                 gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # the rotary tables never change
             )
         self.shards = [Shard(name, p, p) for name, p in model.named_parameters()]
 
