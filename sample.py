@@ -17,7 +17,8 @@ import torch
 import model_builder
 from data.tokens import DataError, load_tokenizer
 from model_config import ModelConfig
-from training.checkpoint import find_checkpoint, load_weights, read_state, verify_checkpoint
+from training.checkpoint import load_weights
+from training.checkpoint_folder import find_checkpoint, read_state, verify_checkpoint
 from training.config import TrainConfig, UserError
 from training.dataset import dataset_folder
 from training.distributed import World

@@ -28,15 +28,8 @@ import model_builder
 from model import manual_attention
 from model_config import ModelConfig
 from training.attention import choose_attention
-from training.checkpoint import (
-    Progress,
-    TrainState,
-    changed_settings,
-    check_architecture,
-    find_checkpoint,
-    load_checkpoint,
-    read_state,
-)
+from training.checkpoint import Progress, TrainState, changed_settings, check_architecture, load_checkpoint
+from training.checkpoint_folder import find_checkpoint, read_state
 from training.config import RunError, TrainConfig, UserError, load_config
 from training.dataset import open_dataset
 from training.distributed import (

@@ -13,12 +13,8 @@ any strategy at any world size loads what any other saved. Nothing is unpickled 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
 import os
-import shutil
-import time
 import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -29,16 +25,26 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from model_config import ModelConfig
+from training.checkpoint_folder import (
+    FORMAT,
+    HASH_THREADS,
+    MANIFEST,
+    STATE,
+    complete_checkpoints,
+    delete,
+    digest,
+    lowest_loss,
+    read_state,
+    sync_folder,
+    verify_checkpoint,
+    write_pointer,
+    write_synced,
+)
 from training.config import RunError, TrainConfig, UserError
 from training.distributed import World, gather_objects
 from training.precision import LossScale
 
-log = logging.getLogger("nanomfu")
-
-FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
-WRITER_THREADS = 4  # files per rank, written and hashed side by side
-HASH_CHUNK = 1 << 22  # bytes
+WRITER_THREADS = 4  # files per rank, written side by side
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 
 
@@ -127,7 +133,7 @@ def save_checkpoint(
 def _begin(root: Path, temporary: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for stale in root.glob("step-*.tmp-*"):
-        _delete(stale)
+        delete(stale)
     temporary.mkdir()
 
 
@@ -138,75 +144,27 @@ def _written_by(name: str, rank: int) -> bool:
 
 def _commit(temporary: Path, final: Path, files: dict, state: dict, keep_all: bool) -> None:
     """Rank 0 only. The rename is the moment from which the checkpoint exists."""
-    _write_synced(temporary / STATE, json.dumps(state, indent=1))
-    files[STATE] = _digest(temporary / STATE)
+    write_synced(temporary / STATE, json.dumps(state, indent=1))
+    files[STATE] = digest(temporary / STATE)
     manifest = {"format": FORMAT, "iteration": state["iteration"], "files": dict(sorted(files.items()))}
-    _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1))
-    _sync_folder(temporary)
+    write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1))
+    sync_folder(temporary)
     if final.exists():  # not one of ours that is complete, or the run would have gone on from it
         os.rename(final, final.with_name(f"{final.name}.set-aside-{uuid.uuid4().hex[:8]}"))
     os.rename(temporary, final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     complete = complete_checkpoints(final.parent)
-    best = _lowest_loss(complete)
-    _write_pointer(final.parent / "latest", complete[-1].name)
+    best = lowest_loss(complete)
+    write_pointer(final.parent / "latest", complete[-1].name)
     if best:
-        _write_pointer(final.parent / "best", best.name)
+        write_pointer(final.parent / "best", best.name)
     if not keep_all:
         for folder in complete:
             if folder not in (complete[-1], best):
-                _delete(folder)
+                delete(folder)
 
 
-def _lowest_loss(folders: list[Path]) -> Path | None:
-    """The best by the losses in the checkpoints themselves: a kill may have left the pointer behind."""
-    losses = {folder: _val_loss(folder) for folder in folders}
-    evaluated = [folder for folder in folders if losses[folder] is not None]
-    return min(evaluated, key=losses.get) if evaluated else None
-
-
-def _val_loss(folder: Path) -> float | None:
-    try:
-        return json.loads((folder / STATE).read_text())["val_loss"]
-    except (OSError, ValueError, TypeError, KeyError):  # damaged: whoever wants to load it will hear of it
-        return None
-
-
-def _delete(folder: Path) -> None:
-    """Renamed first, so that a checkpoint is never seen half deleted; rmtree does not follow links."""
-    if folder.is_symlink():
-        return
-    doomed = folder.with_name(f"{folder.name.split('.tmp-')[0]}.tmp-delete-{uuid.uuid4().hex[:8]}")
-    try:
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:  # an undeletable old checkpoint is no reason to stop training
-        log.warning("could not delete %s: %s", folder, error)
-
-
-def set_aside(out_dir: Path) -> Path | None:
-    """Moves an earlier run's checkpoints out of the way of a new one; never deletes them. Rank 0 only."""
-    root = out_dir / "checkpoints"
-    if not complete_checkpoints(root):
-        return None
-    aside = out_dir / f"checkpoints-before-{time.strftime('%Y%m%d_%H%M%S')}"
-    os.rename(root, aside)
-    return aside
-
-
-# --- finding and loading ---
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoint directories that were committed, oldest first."""
-    folders = (p for p in root.glob("step-*") if p.name.removeprefix("step-").isdigit())
-    return sorted(p for p in folders if (p / MANIFEST).is_file())
-
-
-def _warn_about_incomplete(root: Path, complete: list[str]) -> None:
-    for path in sorted(root.glob("step-*")):
-        if path.name.removeprefix("step-").isdigit() and path.name not in complete:
-            log.warning("%s has no %s: it is damaged and is passed over", path, MANIFEST)
+# --- loading ---
 
 
 def changed_settings(folder: Path, config: TrainConfig) -> dict[str, tuple]:
@@ -217,67 +175,6 @@ def changed_settings(folder: Path, config: TrainConfig) -> dict[str, tuple]:
         for name, value in now.items()
         if saved.get(name) != value and name not in ("init_from", "out_dir")
     }
-
-
-def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
-    """The newest complete checkpoint of out_dir, or the 'best', or one by its name. Raises UserError."""
-    root = out_dir / "checkpoints"
-    complete = {folder.name: folder for folder in complete_checkpoints(root)}
-    _warn_about_incomplete(root, list(complete))
-    if not complete:
-        raise UserError(
-            f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
-            "or start a run with --init_from=scratch"
-        )
-    found = {"latest": list(complete.values())[-1], "best": _lowest_loss(list(complete.values()))} | complete
-    if not found.get(which):
-        raise UserError(
-            f"{root} holds no checkpoint {which!r}; "
-            f"there are {', '.join(name for name, folder in found.items() if folder)}"
-        )
-    return found[which]
-
-
-def verify_checkpoint(folder: Path, world: World) -> None:
-    """Compares every file with the manifest. All ranks, each its share. UserError names the bad files."""
-    try:
-        files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(folder, f"{MANIFEST} cannot be read ({error})") from None
-    with ThreadPoolExecutor(WRITER_THREADS) as pool:
-        mine = pool.map(lambda item: _problem(folder, *item), files[world.rank :: world.size])
-    problems = [p for part in gather_objects(list(mine), world) for p in part if p]
-    if problems:
-        raise _damaged(folder, "; ".join(problems))
-
-
-def _problem(folder: Path, name: str, recorded: dict) -> str | None:
-    path = folder / name
-    if os.path.basename(name) != name or not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != recorded["bytes"]:
-        return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
-    if _digest(path) != recorded:
-        return f"{name} does not match its sha256"
-    return None
-
-
-def _damaged(folder: Path, problem: str) -> UserError:
-    others = [p.name for p in complete_checkpoints(folder.parent) if p != folder]
-    older = f"rename that folder to resume from {others[-1]} instead" if others else "there is no other one"
-    return UserError(f"the checkpoint {folder} is damaged: {problem}; {older}")
-
-
-def read_state(folder: Path) -> dict:
-    """state.json of a verified checkpoint."""
-    try:
-        state = json.loads((folder / STATE).read_text())
-        version, _ = state["format"], state["model_config"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(folder, f"{STATE} cannot be read ({error})") from None
-    if version != FORMAT:
-        raise UserError(f"{folder} has checkpoint format {version}; this version reads {FORMAT}")
-    return state
 
 
 def check_architecture(folder: Path, saved: dict, wanted: ModelConfig) -> None:
@@ -352,34 +249,5 @@ def _agree_on_main(world: World, action, *arguments) -> None:
 def _digests_of_mine(folder: Path, rank: int) -> dict[str, dict]:
     """{name: digest} of the files that this rank wrote."""
     paths = [path for path in folder.iterdir() if _written_by(path.name, rank)]
-    with ThreadPoolExecutor(WRITER_THREADS) as pool:  # hashing releases the interpreter lock
-        return dict(zip([path.name for path in paths], pool.map(_digest, paths), strict=True))
-
-
-def _digest(path: Path) -> dict:
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            sha256.update(chunk)
-    return {"sha256": sha256.hexdigest(), "bytes": path.stat().st_size}
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_pointer(path: Path, name: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    _write_synced(temporary, name + "\n")
-    os.replace(temporary, path)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing releases the interpreter lock
+        return dict(zip([path.name for path in paths], pool.map(digest, paths), strict=True))

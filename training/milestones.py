@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 from model_config import ModelConfig
-from training.checkpoint import Progress, TrainState, save_checkpoint, set_aside
+from training.checkpoint import Progress, TrainState, save_checkpoint
+from training.checkpoint_folder import set_aside
 from training.config import TrainConfig
 from training.evaluate import evaluate
 from training.loader import Loader, Windows
