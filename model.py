@@ -1,5 +1,6 @@
 """One decoder that is GPT-2, LLaMA or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no FLOP
-formula. Weights are stored in fp32 and cast where they are used, so no autocast runs in the step.
+formula. Activations have the compute dtype and weights are cast to it where they are not stored in it, so no
+autocast runs in the step.
 
     B batch · T sequence · C model width · H query heads · K key/value heads · D head width
     F feed-forward width · V vocabulary
@@ -16,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model_config import ModelConfig
+from ops import EmbeddingFunction, LinearCrossEntropy, LinearFunction, split_heads, swiglu
 
 INIT_STD = (
     0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
@@ -45,11 +47,31 @@ def manual_attention(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
 
 
 class Linear(nn.Linear):
-    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy."""
+    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
+
+    weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
+    to; weight.grad then stays None.
+    """
+
+    weight_grad: torch.Tensor | None = None
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        if self.weight_grad is None:
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        y = LinearFunction.apply(x, self.weight, self.weight_grad)
+        return y if bias is None else y + bias
+
+
+class Embedding(nn.Embedding):
+    """A lookup; weight_grad as in Linear."""
+
+    weight_grad: torch.Tensor | None = None
+
+    def forward(self, ids):
+        if self.weight_grad is None:
+            return super().forward(ids)
+        return EmbeddingFunction.apply(ids, self.weight, self.weight_grad)
 
 
 class RMSNorm(nn.Module):
@@ -88,13 +110,6 @@ def rotary_angles(length: int, head_dim: int, theta: float, device=None):
     return angles.cos(), angles.sin()
 
 
-def apply_rotary(x, cos, sin):
-    """Rotates x (B, T, heads, D) by cos, sin (T, D/2) in fp32; half-split layout, as in published weights."""
-    x1, x2 = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) each
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads (Ainslie et al. 2023); K = H is multi-head."""
 
@@ -109,15 +124,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
     def forward(self, x, rotary):
-        B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2K, D)
-        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        # (B, T, H, D) and twice (B, T, K, D)
+        q, k, v = split_heads(self.qkv(x), self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0)
-        return self.out(y.reshape(B, T, C))
+        return self.out(y.reshape(x.shape))
 
 
 ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
@@ -137,6 +147,8 @@ class FeedForward(nn.Module):
         x = self.up(x)  # (B, T, F), or (B, T, 2F): gate, then up
         if not self.gated:
             return self.down(self.activation(x))
+        if self.activation is F.silu:
+            return self.down(swiglu(x))
         gate, up = x.chunk(2, dim=-1)
         return self.down(self.activation(gate) * up)
 
@@ -157,8 +169,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, output projection and loss. One module, so that compile fuses them and the fp32 logits,
-    the largest tensor of the step, live only inside it."""
+    """Final norm, output projection and loss. One module, so that the logits, the largest tensor of the step,
+    live only inside it; loss_chunks splits the tokens, so that only a part of them lives at a time."""
+
+    loss_chunks = 1
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -166,10 +180,14 @@ class Head(nn.Module):
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets=None):
-        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.lm_head(x)  # (B, T, V)
+        weight, total = self.lm_head.weight.to(x.dtype), self.lm_head.weight_grad
+        gradient = torch.is_grad_enabled()
+        return LinearCrossEntropy.apply(
+            x.flatten(0, 1), weight, targets.flatten(), total, self.loss_chunks, gradient
+        )
 
 
 # --- the model ---
@@ -185,9 +203,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend = manual_attention, dtype=torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, dtype
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embed = Embedding(config.vocab_size, config.n_embd)
         learned = config.position_encoding == "learned"
-        self.positions = nn.Embedding(config.block_size, config.n_embd) if learned else None
+        self.positions = Embedding(config.block_size, config.n_embd) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
         self.head = Head(config)
@@ -202,7 +220,7 @@ class Transformer(nn.Module):
         x = self.embed(ids)  # (B, T, C)
         rotary = None
         if self.positions is not None:
-            x = x + self.positions.weight[:T]
+            x = x + self.positions(torch.arange(T, device=ids.device))
         else:
             rotary = (self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))

@@ -30,6 +30,7 @@ from model_config import ModelConfig
 from training.attention import choose_attention
 from training.checkpoint import Progress, TrainState, changed_settings, check_architecture, load_checkpoint
 from training.checkpoint_folder import find_checkpoint, read_state
+from training.compile import compile_and_checkpoint
 from training.config import RunError, TrainConfig, UserError, load_config
 from training.dataset import open_dataset
 from training.distributed import (
@@ -47,7 +48,7 @@ from training.logger import Logger
 from training.metrics import audit_flops
 from training.milestones import Milestones
 from training.optimizer import build_optimizer, describe_optimizer
-from training.parallel import Shard, compile_model, parallelize
+from training.parallel import Shard, parallelize
 from training.precision import DTYPES, LossScale
 from training.record import RunRecord, check_writable, new_run_path, start_logging, write_to_log_file
 from training.report import accumulation_steps, report_lines, startup_info
@@ -90,13 +91,13 @@ def main(argv: list[str]) -> None:
     )
     model = model_builder.build_model(model_config, attention.attend, dtype)
     model.init_weights(world.device, config.seed)
+    model.head.loss_chunks = config.loss_chunks
     counts = model.count_parameters()
 
-    # 4) compile, then parallelize, then the optimizer: a strategy wraps compiled blocks, and the optimizer
-    #    binds to the shards that the strategy leaves to this rank
-    if config.compile:
-        compile_model(model)
-    strategy = parallelize(model, config, world, dtype)
+    # 4) compile, then parallelize, then the optimizer: a strategy hooks into compiled blocks, and the
+    #    optimizer binds to the shards that the strategy leaves to this rank
+    compile_and_checkpoint(model, config)
+    strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
     step = make_step(strategy, optimizer, loss_scale, config)

@@ -34,7 +34,7 @@ def differences(config, world, folder: str, expected: dict[str, torch.Tensor]) -
     """Names of the tensors that are not bit-equal after loading, in the optimizer's and the model's view."""
     model_config = config.model_config()
     model = model_builder.build_model(model_config).init_weights("cpu", seed=99)
-    strategy = parallelize(model, config, world, torch.float32)
+    strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     state = TrainState(strategy, optimizer, LossScale(False, world.device), world)
     progress = load_checkpoint(Path(folder), state, model_config)

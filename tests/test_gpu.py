@@ -9,12 +9,13 @@ from helpers import TINY, last_run, make_dataset, run_train, write_config
 import model_builder
 from model import manual_attention
 from training.attention import choose_attention
+from training.compile import compile_and_checkpoint
 from training.config import load_config
 from training.dataset import open_dataset
 from training.distributed import World
 from training.loader import Loader, Windows
 from training.optimizer import build_optimizer
-from training.parallel import compile_model, parallelize
+from training.parallel import parallelize
 from training.precision import DTYPES, LossScale
 from training.step import make_step
 
@@ -63,8 +64,8 @@ def parts(folder):
     attention = choose_attention("sdpa", model_config, dtype, world.device, manual_attention)
     model = model_builder.build_model(model_config, attention.attend, dtype)
     model.init_weights(world.device, seed=1)
-    compile_model(model)
-    strategy = parallelize(model, config, world, dtype)
+    compile_and_checkpoint(model, config)
+    strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     step = make_step(strategy, optimizer, LossScale(False, world.device), config)
     splits, _ = open_dataset(config, scan=False)

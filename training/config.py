@@ -99,13 +99,24 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0  # global gradient norm; 0 does not clip
+    adam_dtype: str = "float32"  # storage of the Adam moments: 'float32' or 'bfloat16'
 
     # --- system ---
     device: str = "cuda"  # 'cuda' or 'cpu'
-    dtype: str = "bfloat16"  # compute: 'float32', 'bfloat16' or 'float16' (loss scaling); weights stay fp32
+    dtype: str = "bfloat16"  # compute: 'float32', 'bfloat16' or 'float16' (with loss scaling)
+    param_dtype: str = "float32"  # storage of the weights that Adam updates: 'float32' or 'bfloat16'
+    low_precision: str = "none"  # 'none', or 'fp8_tensorwise': fp8 matmuls, one scale per tensor
+    low_precision_scope: str = "layers"  # 'layers' (Linear layers of the blocks) or 'layers_and_head'
     compile: bool = True  # torch.compile
+    compile_scope: str = "regional"  # 'regional' (each block by itself) or 'whole' (the model; one process)
+    use_cuda_graphs: bool = False  # capture an iteration and replay it; one process or DDP
+    loss_chunks: int = 1  # parts that the tokens are split into for logits and loss; more needs less memory
+    activation_checkpointing: str = "none"  # recompute: 'none', 'selective' (every second block) or 'full'
     use_zero1: bool = False  # shard the optimizer state over the processes
     use_fsdp: bool = False  # shard weights, gradients and optimizer state (FSDP2)
+    fsdp_sharding: str = "full"  # over 'full' (all processes) or 'hybrid' (those of one machine, replicated)
+    reshard_after_forward: bool = False  # FSDP frees gathered weights after each forward: less memory, slower
+    reduce_dtype: str = "float32"  # gradients on their way between processes: 'float32' or 'bfloat16'
     use_sparse_specs: bool = False  # count MFU against the 2:4-sparse peak; marks every record
     peak_tflops: float | str | None = None  # dense TFLOPS of one GPU; 'measure' times a GEMM; None: the table
     backend: str | None = None  # process group: None picks nccl for cuda, gloo for cpu
@@ -155,6 +166,14 @@ CHOICES = {
     "init_from": ("scratch", "resume"),
     "device": ("cuda", "cpu"),
     "dtype": ("float32", "bfloat16", "float16"),
+    "param_dtype": ("float32", "bfloat16"),
+    "adam_dtype": ("float32", "bfloat16"),
+    "reduce_dtype": ("float32", "bfloat16"),
+    "low_precision": ("none", "fp8_tensorwise"),
+    "low_precision_scope": ("layers", "layers_and_head"),
+    "compile_scope": ("regional", "whole"),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "fsdp_sharding": ("full", "hybrid"),
     "lr_schedule": ("cosine", "wsd", "linear", "constant"),
     "attention_backend": ("flash_attn_3", "flash_attn_2", "sdpa", "manual"),
     "backend": (None, "nccl", "gloo"),
@@ -169,6 +188,7 @@ AT_LEAST = {
     "seed": 0,
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
+    "loss_chunks": 1,
     "dataloader_num_workers": 0,
     "dataloader_prefetch_factor": 1,
     "warmup_iters": 0,
@@ -340,6 +360,27 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
                 f"{name}=True shards over processes, but this run has one; start it with "
                 f"torchrun --standalone --nproc_per_node=N, or set --{name}=False"
             )
+    if config.param_dtype == "bfloat16" and config.dtype != "bfloat16":
+        raise UserError(
+            f"param_dtype='bfloat16' stores less than dtype={config.dtype!r} computes with; "
+            "set dtype='bfloat16', or param_dtype='float32'"
+        )
+    if config.low_precision != "none" and config.dtype != "bfloat16":
+        raise UserError(
+            f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
+            "set dtype='bfloat16', or low_precision='none'"
+        )
+    if config.compile and config.compile_scope == "whole" and world_size > 1:
+        raise UserError(
+            "compile_scope='whole' leaves no place between blocks for communication; "
+            "set compile_scope='regional' for several processes"
+        )
+    if config.use_cuda_graphs and (config.use_zero1 or config.use_fsdp):
+        raise UserError(
+            "use_cuda_graphs=True captures one process or DDP; set it to False with use_zero1 or use_fsdp"
+        )
+    if config.use_cuda_graphs and config.device == "cpu":
+        raise UserError("use_cuda_graphs=True needs device='cuda'; set it to False for device='cpu'")
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
     if config.wandb_log and importlib.util.find_spec("wandb") is None:

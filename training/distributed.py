@@ -29,6 +29,7 @@ class World:
     local_rank: int  # among the processes of this machine
     size: int
     device: torch.device
+    local_size: int = 1  # processes of this machine
 
     @property
     def is_main(self) -> bool:
@@ -76,7 +77,7 @@ def init_world(config: TrainConfig) -> World:
         dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=bind)
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(TIMEOUT)
-    return World(rank, local_rank, size, device)
+    return World(rank, local_rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def end_process(world: World) -> None:

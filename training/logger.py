@@ -75,8 +75,7 @@ class Logger:
     def _log(self, iteration: int, result: StepResult, learning_rate: float) -> None:
         device_values = [mean_over_ranks(result.loss, self.world), result.grad_norm, self.skipped]
         if result.grad_sum is not None:
-            sharded = self.config.use_zero1 or self.config.use_fsdp
-            device_values.append(sum_over_ranks(result.grad_sum, self.world) if sharded else result.grad_sum)
+            device_values.append(sum_over_ranks(result.grad_sum, self.world))
         values = torch.stack([value.float() for value in device_values]).tolist()  # sync point
         loss, grad_norm, skipped, *grad_sum = values
         seconds = self._lap()

@@ -1,10 +1,10 @@
 """Strategies: what is replicated and what is sharded over the processes. Each offers the same few verbs:
 
     forward(x, y)          the loss of one micro-batch, on the training graph
-    micro_step(last)       context around a micro-step's forward and backward; gradients travel on the last
+    micro_step(last)       before a micro-step's forward; gradients travel during the last one's backward
     reduce_gradients()     after the last backward: every shard.local.grad is the mean over the ranks
     grad_norm()            global gradient norm, a device tensor equal on all ranks
-    publish()              after the update: every rank's weights are the new ones
+    publish()              after the update: every rank's working weights are the new ones
     clear_gradients()
     as_global(shard, t)    a tensor shaped like shard.local as the whole it is part of, for checkpoints
 
@@ -13,7 +13,6 @@ and `shards`: for each parameter, the part that this rank's optimizer updates. N
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -23,42 +22,32 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from model import Embedding, Linear
 from training.config import TrainConfig
 from training.distributed import World, all_gather, reduce_scatter
-
-DDP_BUCKET_MB = 100  # few large all-reduces; the first still starts early in the backward
+from training.precision import DTYPES
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter that this rank's optimizer updates; `local` shares the parameter's storage."""
+    """The part of a parameter that this rank's optimizer updates, stored in param_dtype. The parameter
+    itself, which the model computes with, may be a copy of it in the compute dtype."""
 
     name: str
     parameter: nn.Parameter
     local: nn.Parameter
+    replicas: int = 1  # ranks that hold this same part
 
     @property
     def is_matrix(self) -> bool:
         return self.parameter.ndim >= 2
 
 
-def compile_model(model: nn.Module) -> None:
-    """torch.compile in place, before the strategy wraps it: each block and the head by itself.
-
-    All blocks share one compilation, so it starts fast, and communication overlaps between blocks. Compiling
-    the whole model measured 0.5 % faster on one H200 and took 53 s longer to start (LOG.md).
-    """
-    torch._dynamo.config.optimize_ddp = False  # its graph splitting is for whole-model compile
-    for module in (*model.blocks, model.head):
-        module.compile(fullgraph=True, dynamic=False)
-
-
-def parallelize(model: nn.Module, config: TrainConfig, world: World, dtype: torch.dtype):
+def parallelize(model: nn.Module, config: TrainConfig, world: World):
     """The strategy that the configuration asks for, around the initialised model. All ranks."""
-    return STRATEGIES[strategy_name(config, world.size)](model, world, dtype)
+    return STRATEGIES[strategy_name(config, world.size)](model, config, world)
 
 
 def strategy_name(config: TrainConfig, world_size: int) -> str:
@@ -69,154 +58,273 @@ def strategy_name(config: TrainConfig, world_size: int) -> str:
     return "ddp" if world_size > 1 else "single"
 
 
+class Bucket:
+    """The gradient sums of one part of the model, views of one fp32 tensor: matrices first, then vectors.
+
+    They live as long as the run: the backward adds to them in place, communication takes them as they are.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], world_size: int):
+        ordered = sorted(parameters.items(), key=lambda item: item[1].ndim < 2)
+        shapes = {n: _padded_shape(p, world_size) if p.ndim >= 2 else p.shape for n, p in ordered}
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=ordered[0][1].device)
+        parts = zip(shapes.items(), self.flat.split(sizes), strict=True)
+        self.views = {name: part.view(shape) for (name, shape), part in parts}
+        self.matrices = [view for view in self.views.values() if view.ndim >= 2]
+        self.vectors = self.flat[sum(view.numel() for view in self.matrices) :]
+
+
+def _padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
+    """Its shape with rows added at the end, so that every rank can have equally many."""
+    return (-(-len(matrix) // world_size) * world_size, *matrix.shape[1:])
+
+
 class Replicated:
-    """One process, or DDP: every rank holds and updates everything. Li et al. 2020."""
+    """Every rank holds all weights and all gradients: one process, or data parallelism (Li et al. 2020).
 
-    def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):
+    Matrices are computed with in the compute dtype, copied from the optimizer's own once per iteration;
+    vectors are cast where they are used. A bucket holds one block's gradients: as soon as the last
+    micro-step's backward has left the block, its all-reduce starts, beside the backward of the block below.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
         self.module = self.forward = model
+        self.world, self.last = world, False
+        self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
+        self.reduce_dtype = DTYPES[config.reduce_dtype]
+        self.works = []  # (communication under way, what to do after it or None)
+        named = dict(model.named_parameters())
         if world.size > 1:
-            self.forward = DistributedDataParallel(
-                model,
-                device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-                bucket_cap_mb=DDP_BUCKET_MB,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # the rotary tables never change
-            )
-        self.shards = [Shard(name, p, p) for name, p in model.named_parameters()]
+            for parameter in named.values():
+                dist.broadcast(parameter.data, src=0)  # so that ranks cannot start apart
+        self.buckets = self._make_buckets(named)
+        self.views = {name: view for bucket in self.buckets for name, view in bucket.views.items()}
+        self.shards = [self._make_shard(name, parameter) for name, parameter in named.items()]
+        self._connect_gradients()
+        self.publish()
 
-    def micro_step(self, last: bool):
-        return contextlib.nullcontext() if last or self.forward is self.module else self.forward.no_sync()
+    # --- building ---
+
+    def _make_buckets(self, named: dict[str, nn.Parameter]) -> list[Bucket]:
+        """One for each block and one for the head, which start by themselves; the rest, embeddings above all,
+        is last."""
+        groups = {"rest": {}}
+        for name, parameter in named.items():
+            top, *path = name.split(".")
+            part = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
+            groups.setdefault(part, {})[name] = parameter
+        rest = Bucket(groups.pop("rest"), self.world.size)
+        buckets = {part: Bucket(parameters, self.world.size) for part, parameters in groups.items()}
+        if self.world.size > 1:
+            for part, bucket in buckets.items():
+                self._start_behind(self.module.get_submodule(part), bucket)
+        return [*buckets.values(), rest]
+
+    def _start_behind(self, module: nn.Module, bucket: Bucket) -> None:
+        """Communicates the bucket when the backward has left the module: its input's gradient is there."""
+
+        def start(gradient):
+            if self.last:
+                self._reduce(bucket)
+
+        def watch(module, inputs):
+            if torch.is_grad_enabled():
+                inputs[0].register_hook(start)
+
+        module.register_forward_pre_hook(watch)
+
+    def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
+        """Gives the optimizer its own tensor and leaves the parameter in the compute dtype. In fp32, both are
+        one tensor."""
+        own = parameter.data.to(self.param_dtype)
+        if parameter.ndim >= 2:
+            parameter.data = own.to(self.dtype)
+        return Shard(name, parameter, nn.Parameter(own), replicas=self.world.size)
+
+    def _connect_gradients(self) -> None:
+        """Where the backward adds each gradient, and where the optimizer finds it: in its bucket."""
+        of_parameter = {s.parameter: self.views[s.name][: len(s.parameter)] for s in self.shards}
+        for module in self.module.modules():
+            if isinstance(module, (Linear, Embedding)):
+                module.weight_grad = of_parameter[module.weight]
+        for shard in self.shards:
+            if not shard.is_matrix:
+                shard.parameter.grad = of_parameter[shard.parameter]
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for shard in self.shards:  # the view itself, but for bf16 parameters
+            shard.local.grad = self._mine(shard, self.views[shard.name]).to(shard.local.dtype)
+
+    def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """What of a tensor like the parameter, maybe padded, belongs to shard.local."""
+        return whole[: len(shard.local)]
+
+    # --- the verbs ---
+
+    def micro_step(self, last: bool) -> None:
+        self.last = last and self.world.size > 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._all_reduce(bucket.flat)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        wire, op = self._for_the_wire(tensor)
+        work = dist.all_reduce(wire, op=op, async_op=True)
+        self.works.append((work, None if wire is tensor else lambda: tensor.copy_(wire)))
+
+    def _for_the_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp]:
+        """The tensor in reduce_dtype, and the operation that makes the mean."""
+        if dist.get_backend() == "gloo":  # which cannot average
+            return tensor.div_(self.world.size).to(self.reduce_dtype), dist.ReduceOp.SUM
+        return tensor.to(self.reduce_dtype), dist.ReduceOp.AVG
 
     def reduce_gradients(self) -> None:
-        """DDP has averaged them during the last backward."""
+        if self.world.size > 1:
+            self._reduce(self.buckets[-1])
+            for work, then in self.works:
+                work.wait()
+                if then:
+                    then()
+            self.works.clear()
+        if self.param_dtype != torch.float32:
+            self._hand_over()
 
     def grad_norm(self) -> torch.Tensor:
-        return _norm(self.shards)
+        return _norm([shard.local.grad for shard in self.shards])
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Every rank has made the same update."""
+        """Every rank has made the same update; the working copies follow."""
+        copies = [s for s in self.shards if s.parameter.dtype != s.local.dtype]
+        if copies:
+            torch._foreach_copy_([s.parameter for s in copies], [s.local for s in copies])
 
     def clear_gradients(self) -> None:
-        if self.forward is not self.module:  # DDP's gradients live in its buckets; dropping them makes copies
-            torch._foreach_zero_([shard.local.grad for shard in self.shards])
-            return
-        for shard in self.shards:
-            shard.local.grad = None
+        torch._foreach_zero_([bucket.flat for bucket in self.buckets])
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
-class Zero1:
-    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): weights replicated, optimizer state sharded by rows.
+class Zero1(Replicated):
+    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients replicated; the
+    optimizer's own weights and moments sharded by rows of the matrices.
 
-    During the last backward each gradient is reduce-scattered as soon as it is complete; each rank updates
-    its rows, and the rows are all-gathered. A gradient is reduced in place, so there is no second copy.
+    A gradient's rows arrive by reduce-scatter, in place, during the last backward; each rank updates its
+    rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a model, are
+    updated by every rank.
     """
 
-    def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):
-        self.module = self.forward = model
-        self.world, self.mesh = world, init_device_mesh(world.device.type, (world.size,))
-        self.rows = {}  # name -> rows per rank; the last ranks may have fewer, as in DTensor's Shard(0)
-        self.shards = []
-        self.pending = []  # (work, shard, its rows of the reduced gradient)
-        self.last = False
-        for name, parameter in model.named_parameters():
-            dist.broadcast(parameter.data, src=0)  # as DDP does, so that ranks cannot start apart
-            self.rows[name] = -(-len(parameter) // world.size)
-            shard = Shard(name, parameter, nn.Parameter(self._mine(parameter.data, name)))
-            parameter.register_post_accumulate_grad_hook(lambda p, shard=shard: self._reduce(shard))
-            self.shards.append(shard)
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+        self.mesh = init_device_mesh(world.device.type, (world.size,))
+        self.padded = {}  # name -> the working matrix with its padding, which is what is gathered
+        super().__init__(model, config, world)
 
-    def micro_step(self, last: bool):
-        self.last = last
-        return contextlib.nullcontext()
+    def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
+        if parameter.ndim < 2:
+            return super()._make_shard(name, parameter)
+        whole = parameter.data
+        own = whole[self._span(whole)].to(self.param_dtype, copy=True)
+        self.padded[name] = whole.new_zeros(_padded_shape(whole, self.world.size), dtype=self.dtype)
+        self.padded[name][: len(whole)] = whole
+        parameter.data = self.padded[name][: len(whole)]
+        return Shard(name, parameter, nn.Parameter(own))
 
-    def _reduce(self, shard: Shard) -> None:
-        if not self.last:
-            return
-        grad = self._padded(shard.parameter.grad, shard.name)
-        mine = grad[self._span(shard.name)]
-        op = dist.ReduceOp.AVG
-        if dist.get_backend() == "gloo":  # which cannot average
-            op = dist.ReduceOp.SUM
-            grad.div_(self.world.size)
-        self.pending.append((reduce_scatter(mine, grad, op=op, async_op=True), shard, mine))
+    def _span(self, matrix: torch.Tensor) -> slice:
+        """This rank's rows of a matrix; the last ranks may have fewer, as in DTensor's Shard(0)."""
+        rows = -(-len(matrix) // self.world.size)
+        return slice(self.world.rank * rows, (self.world.rank + 1) * rows)
 
-    def reduce_gradients(self) -> None:
-        for work, shard, mine in self.pending:
-            work.wait()
-            shard.local.grad = mine[: len(shard.local)]
-        self.pending.clear()
+    def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
+
+    def _reduce(self, bucket: Bucket) -> None:
+        for matrix in bucket.matrices:
+            self._reduce_scatter(matrix)
+        if len(bucket.vectors):
+            self._all_reduce(bucket.vectors)
+
+    def _reduce_scatter(self, matrix: torch.Tensor) -> None:
+        wire, op = self._for_the_wire(matrix)
+        span = self._span(matrix)
+        work = reduce_scatter(wire[span], wire, op=op, async_op=True)
+        self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
 
     def grad_norm(self) -> torch.Tensor:
-        return _sharded_norm(self.shards)
+        squares = _norm([shard.local.grad for shard in self.shards if shard.is_matrix]).square()
+        dist.all_reduce(squares)
+        vectors = [shard.local.grad for shard in self.shards if not shard.is_matrix]
+        return (squares + _norm(vectors).square() if vectors else squares).sqrt()
 
+    @torch.no_grad()
     def publish(self) -> None:
         works = []
         for shard in self.shards:
-            whole = self._padded(shard.parameter.data, shard.name)
-            mine = whole[self._span(shard.name)]  # in place: each rank's rows are already where they belong
-            works.append((all_gather(whole, mine, async_op=True), shard, whole))
-        for work, shard, whole in works:
+            if not shard.is_matrix:
+                continue
+            whole = self.padded[shard.name]
+            self._mine(shard, whole).copy_(shard.local)
+            # in place: each rank's rows are already where they belong
+            works.append(all_gather(whole, whole[self._span(whole)], async_op=True))
+        for work in works:
             work.wait()
-            if len(whole) != len(shard.parameter):
-                shard.parameter.data.copy_(whole[: len(shard.parameter)])
-
-    def clear_gradients(self) -> None:
-        for shard in self.shards:
-            shard.parameter.grad = shard.local.grad = None
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+        if not shard.is_matrix:
+            return tensor
         shape, stride = shard.parameter.shape, shard.parameter.stride()
         return DTensor.from_local(
             tensor, self.mesh, [ShardOn(0)], run_check=False, shape=shape, stride=stride
         )
 
-    def _span(self, name: str) -> slice:
-        rows = self.rows[name]
-        return slice(self.world.rank * rows, (self.world.rank + 1) * rows)
-
-    def _mine(self, whole: torch.Tensor, name: str) -> torch.Tensor:
-        return whole[self._span(name)]
-
-    def _padded(self, whole: torch.Tensor, name: str) -> torch.Tensor:
-        """whole itself, or a copy with rows of zeros at the end, so that every rank has equally many."""
-        missing = self.rows[name] * self.world.size - len(whole)
-        return torch.cat((whole, whole.new_zeros(missing, *whole.shape[1:]))) if missing else whole
-
 
 class Fsdp:
     """FSDP2, fully_shard (Zhao et al. 2023): weights, gradients and optimizer state sharded by rows.
 
-    Weights are gathered in the compute dtype once per iteration, gradients are reduced in fp32.
+    Weights are gathered in the compute dtype once per iteration, unless reshard_after_forward drops them
+    after every forward. fsdp_sharding='hybrid' shards over one machine's processes, replicates over machines.
     """
 
-    def __init__(self, model: nn.Module, world: World, dtype: torch.dtype):
-        mesh = init_device_mesh(world.device.type, (world.size,))
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+        dtype = DTYPES[config.dtype]
+        if config.fsdp_sharding == "hybrid":
+            machines = world.size // world.local_size
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(world.device.type, (machines, world.local_size), mesh_dim_names=names)
+        else:
+            mesh = init_device_mesh(world.device.type, (world.size,))
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
-            reduce_dtype=torch.float32,
+            reduce_dtype=DTYPES[config.reduce_dtype],
             cast_forward_inputs=False,  # the rotary angles must stay fp32
         )
+        self.reshard = config.reshard_after_forward
+        model.to(DTYPES[config.param_dtype])
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.module = self.forward = model
-        self.shards = [Shard(n, p, nn.Parameter(p.detach().to_local())) for n, p in model.named_parameters()]
+        self.sharded_over = mesh["shard"].get_group() if mesh.ndim == 2 else mesh.get_group()
+        self.shards = [
+            Shard(name, p, nn.Parameter(p.detach().to_local()), replicas=world.size // mesh.shape[-1])
+            for name, p in model.named_parameters()
+        ]
 
-    def micro_step(self, last: bool):
+    def micro_step(self, last: bool) -> None:
         self.module.set_requires_gradient_sync(last)
         self.module.set_is_last_backward(last)
-        self.module.set_reshard_after_backward(last)
-        return contextlib.nullcontext()
+        self.module.set_reshard_after_backward(last or self.reshard)
 
     def reduce_gradients(self) -> None:
         for shard in self.shards:
             shard.local.grad = shard.parameter.grad.to_local()
 
     def grad_norm(self) -> torch.Tensor:
-        return _sharded_norm(self.shards)
+        squares = _norm([shard.local.grad for shard in self.shards]).square()
+        dist.all_reduce(squares, group=self.sharded_over)
+        return squares.sqrt()
 
     def publish(self) -> None:
         """The next forward gathers the new weights."""
@@ -237,20 +345,13 @@ class Fsdp:
         )
 
 
-def _norm(shards: list[Shard]) -> torch.Tensor:
+def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """Norm of this rank's gradients, a 0-d fp32 tensor."""
-    grads = [shard.local.grad for shard in shards]
     if grads[0].is_cuda:
-        return get_total_norm(grads)
+        return get_total_norm(grads).float()
     # torch's CPU kernel adds fp32 squares one by one: 1e-4 off at 5 M elements, and clipping would inherit it
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms)).float()
-
-
-def _sharded_norm(shards: list[Shard]) -> torch.Tensor:
-    squares = _norm(shards).square()
-    dist.all_reduce(squares)
-    return squares.sqrt()
 
 
 STRATEGIES = {"single": Replicated, "ddp": Replicated, "zero1": Zero1, "fsdp": Fsdp}

@@ -1,5 +1,6 @@
-"""Precision. Weights and optimizer state stay fp32; `dtype` is what the matmuls compute in (model.Linear
-casts). float16 alone needs its loss scaled, because its smallest gradients would round to zero."""
+"""Precision. `dtype` is what the matmuls compute in, `param_dtype` what the optimizer's weights are stored in
+(training/parallel.py copies one to the other). float16 alone needs its loss scaled, because its smallest
+gradients would round to zero."""
 
 from __future__ import annotations
 

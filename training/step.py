@@ -15,7 +15,7 @@ from training.precision import LossScale
 class StepResult(NamedTuple):
     loss: torch.Tensor  # mean over this rank's tokens of the iteration
     grad_norm: torch.Tensor  # global, before clipping, unscaled; equal on all ranks
-    grad_sum: torch.Tensor | None  # sum over this rank's shards, when asked for
+    grad_sum: torch.Tensor | None  # this rank's part of the gradient's sum, when asked for
     overflow: torch.Tensor  # 1.0 if the gradient was not finite and the update was skipped
 
 
@@ -26,9 +26,9 @@ def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -
         micro_steps = len(x)
         losses = []
         for i in range(micro_steps):
-            with strategy.micro_step(last=i == micro_steps - 1):
-                loss = strategy.forward(x[i], y[i])
-                (loss * (loss_scale.scale / micro_steps)).backward()
+            strategy.micro_step(last=i == micro_steps - 1)
+            loss = strategy.forward(x[i], y[i])
+            (loss * (loss_scale.scale / micro_steps)).backward()
             losses.append(loss.detach())
         strategy.reduce_gradients()
 
@@ -59,4 +59,4 @@ def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _gradient_sum(shards) -> torch.Tensor:
-    return torch.stack([shard.local.grad.sum() for shard in shards]).sum()
+    return torch.stack([s.local.grad.sum(dtype=torch.float32) / s.replicas for s in shards]).sum()

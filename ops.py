@@ -1,0 +1,272 @@
+"""Operations of the model that are faster than what autograd and torch.compile make of their plain form.
+
+Each is stated here in plain PyTorch, which runs on a CPU and on the meta device, where FLOPs are counted. On
+a GPU, fused_kernels.py does the same with less memory traffic. tests/test_gpu.py compares the two.
+
+    N tokens · C width · F feed-forward width · V vocabulary · H, K query and key/value heads · D head width
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+# --- matmul with a weight whose gradient is summed in place ---
+
+
+class LinearFunction(torch.autograd.Function):
+    """x (..., K), weight (N, K) -> x weight^T (..., N). The backward adds the weight's gradient to `total`.
+
+    Autograd would write it in the weight's dtype, read it back, and add it to an fp32 sum in another pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, total):
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        add_weight_gradient(dy.flatten(0, -2), x.flatten(0, -2), ctx.total)
+        return dy @ weight, None, None
+
+
+@custom_op("nanomfu::add_weight_gradient", mutates_args=("total",))
+def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor) -> None:
+    """total (N, K) fp32 += dy (M, N)^T x (M, K), which a GPU's matmul does as it writes its result."""
+    if total.dtype == dy.dtype:
+        total.addmm_(dy.t(), x)
+    elif dy.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, out=total)
+    else:
+        total.addmm_(dy.t().to(total.dtype), x.to(total.dtype))
+
+
+@add_weight_gradient.register_fake
+def _(dy, x, total):
+    return None
+
+
+@register_flop_formula(torch.ops.nanomfu.add_weight_gradient)
+def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
+    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """ids (...), weight (V, C) -> weight[ids] (..., C). The backward adds the gradient to `total`."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, total):
+        ctx.save_for_backward(ids)
+        ctx.total = total
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        rows = len(ctx.total)
+        ctx.total += torch.ops.aten.embedding_dense_backward(dy.to(ctx.total.dtype), ids, rows, -1, False)
+        return None, None, None
+
+
+# --- SwiGLU ---
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """x (..., 2F), gate then up -> silu(gate) * up (..., F). Shazeer 2020."""
+    if x.is_cuda:
+        return _swiglu(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@custom_op("nanomfu::swiglu", mutates_args=())
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    from fused_kernels import swiglu_forward
+
+    return swiglu_forward(x.contiguous())
+
+
+@_swiglu.register_fake
+def _(x):
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@custom_op("nanomfu::swiglu_backward", mutates_args=())
+def _swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    from fused_kernels import swiglu_backward
+
+    return swiglu_backward(x.contiguous(), dh.contiguous())
+
+
+@_swiglu_backward.register_fake
+def _(x, dh):
+    return x.new_empty(x.shape)
+
+
+_swiglu.register_autograd(
+    lambda ctx, dh: _swiglu_backward(*ctx.saved_tensors, dh),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+# --- query, key and value heads ---
+
+
+def split_heads(qkv, n_head: int, n_kv_head: int, rotary, q_norm, k_norm):
+    """qkv (B, T, (H + 2K) D) -> q (B, T, H, D), k and v (B, T, K, D); q and k normalised by q_norm and k_norm
+    (RMSNorm modules over D, or None) and rotated by rotary (cos, sin (T, D/2) fp32, or None)."""
+    B, T, width = qkv.shape
+    D = width // (n_head + 2 * n_kv_head)
+    if qkv.is_cuda and rotary is not None and D & (D - 1) == 0:
+        weights = (q_norm.weight, k_norm.weight) if q_norm is not None else (None, None)
+        eps = q_norm.eps if q_norm is not None else 0.0
+        return _heads(qkv, *weights, *rotary, n_head, n_kv_head, eps)
+    q, k, v = qkv.view(B, T, -1, D).split((n_head, n_kv_head, n_kv_head), dim=2)
+    if q_norm is not None:
+        q, k = q_norm(q), k_norm(k)
+    if rotary is not None:
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+    return q, k, v
+
+
+def apply_rotary(x, cos, sin):
+    """Rotates x (B, T, heads, D) by cos, sin (T, D/2) in fp32; half-split layout, as in published weights."""
+    x1, x2 = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) each
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+@custom_op("nanomfu::heads", mutates_args=())
+def _heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    n_head: int,
+    n_kv_head: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from fused_kernels import heads_forward
+
+    return heads_forward(qkv.contiguous(), q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
+
+
+@_heads.register_fake
+def _(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
+    B, T, D = qkv.shape[0], qkv.shape[1], 2 * cos.shape[1]
+    return tuple(qkv.new_empty(B, T, heads, D) for heads in (n_head, n_kv_head, n_kv_head))
+
+
+@custom_op("nanomfu::heads_backward", mutates_args=())
+def _heads_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from fused_kernels import heads_backward
+
+    gradients = (g.contiguous() for g in (dq, dk, dv))
+    dqkv, *norms = heads_backward(*gradients, qkv.contiguous(), q_weight, k_weight, cos, sin, eps)
+    return dqkv, *(qkv.new_empty(0, dtype=torch.float32) if g is None else g.clone() for g in norms)
+
+
+@_heads_backward.register_fake
+def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
+    D = 0 if q_weight is None else dq.shape[-1]
+    weight = qkv.new_empty(D, dtype=torch.float32)
+    return torch.empty_like(qkv), weight, torch.empty_like(weight)
+
+
+def _heads_setup(ctx, inputs, output):
+    qkv, q_weight, k_weight, cos, sin, _, _, ctx.eps = inputs
+    ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+
+
+def _heads_autograd(ctx, dq, dk, dv):
+    qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+    dqkv, dq_weight, dk_weight = _heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
+    if q_weight is None:
+        dq_weight = dk_weight = None
+    else:
+        dq_weight, dk_weight = dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
+    return dqkv, dq_weight, dk_weight, None, None, None, None, None
+
+
+_heads.register_autograd(_heads_autograd, setup_context=_heads_setup)
+
+
+# --- output projection and loss ---
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """x (N, C), weight (V, C), targets (N,) -> mean cross-entropy of the logits x weight^T over the targets
+    that are not negative, a scalar in fp32.
+
+    The forward also makes the gradients, while the logits are there: they are overwritten by their own
+    gradient and freed, `chunks` parts of the tokens one after another, so the largest tensor of a step exists
+    once, for a moment (as in Liger-Kernel, Hsu et al. 2024, sec. 3.2). The backward scales what is there.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, total, chunks: int, gradient: bool):
+        losses, dxs = [], []
+        dweight = None
+        for x_part, target_part in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+            logits = F.linear(x_part, weight)  # (N / chunks, V)
+            losses.append(_cross_entropy(logits, target_part, gradient))
+            if not gradient:
+                continue
+            dxs.append(logits @ weight)
+            if dweight is None:
+                dweight = torch.zeros_like(weight, dtype=torch.float32)
+            add_weight_gradient(logits, x_part, dweight)
+            del logits
+        counted = (targets >= 0).sum()
+        if gradient:
+            ctx.save_for_backward(torch.cat(dxs) if len(dxs) > 1 else dxs[0], dweight, counted)
+            ctx.total, ctx.dtype = total, weight.dtype
+        return sum(part.sum() for part in losses) / counted
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dweight, counted = ctx.saved_tensors
+        dloss = dloss / counted
+        dx = (dx.float() * dloss).to(dx.dtype)  # not dx * dloss, which would round dloss to dx's dtype
+        if ctx.total is None:
+            return dx, (dweight * dloss).to(ctx.dtype), None, None, None, None
+        ctx.total.addcmul_(dweight, dloss)
+        return dx, None, None, None, None, None
+
+
+@custom_op("nanomfu::cross_entropy", mutates_args=("logits",))
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
+    """Losses (N,) fp32, 0 for a negative target; with gradient=True the logits become their gradients."""
+    if logits.is_cuda:
+        from fused_kernels import cross_entropy
+
+        return cross_entropy(logits, targets, gradient)
+    log_probabilities = logits.float().log_softmax(-1)
+    counted, column = (targets >= 0)[:, None], targets.clamp(min=0)[:, None]
+    losses = -(log_probabilities.gather(-1, column) * counted).squeeze(-1)
+    if gradient:
+        gradients = log_probabilities.exp_()
+        gradients.scatter_add_(-1, column, -torch.ones_like(column, dtype=gradients.dtype))
+        logits.copy_(gradients * counted)
+    return losses
+
+
+@_cross_entropy.register_fake
+def _(logits, targets, gradient):
+    return logits.new_empty(targets.shape, dtype=torch.float32)
