@@ -1,0 +1,158 @@
+"""Hugging Face transformers training the same model: a comparison with a program that anyone can run.
+
+    python -m bench.peer config/full_qwen3_1.8b_optimal.py --max_iters=31 --log_interval=5 --eval_interval=0
+
+Takes train.py's arguments, and reads the same batches. The recipe is the usual one: fp32 weights under bf16
+autocast, SDPA, torch.compile, fused AdamW, clip_grad_norm_, DDP under torchrun. The parameter count must
+equal ours. MFU is by formula v3 and the same peak. Keys that it has no counterpart for (strategies, attention
+backends, low precision) do not change it. The last line of its output is one line of JSON, with rows as in a
+run record: the wall time of log_interval iterations, the device synchronised at both ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.peer_model import build, check_parameters, import_transformers
+from bench.process import end_with_status
+from mfu_versions import model_builder_v3 as v3
+from training.config import TrainConfig, UserError, load_config
+from training.dataset import open_dataset
+from training.distributed import World, check_device, end_process, init_world, launch_info
+from training.hardware import resolve_peak
+from training.loader import Loader, Windows
+from training.metrics import utilization
+from training.schedule import learning_rate
+
+GB = 2**30
+
+
+def main(argv: list[str]) -> int:
+    config = load_config(argv, launch_info()[2])
+    if config.dtype == "float16":
+        raise UserError("bench.peer has no loss scale for float16; use --dtype=bfloat16 or float32")
+    if config.max_iters < 1:
+        raise UserError("max_iters=0 leaves nothing to time")
+    transformers = import_transformers()
+    check_device(config)
+    splits, _ = open_dataset(config, scan=launch_info()[1] == 0)
+    world = init_world(config)
+    torch.manual_seed(config.seed)
+    with world.device:
+        model = build(transformers, config.model_config())
+    parameters = check_parameters(model, config.model_config())
+    loader = Loader(Windows(splits["train"], config.block_size), config, world)
+    rows = train(config, world, make_step(model, config, world), loader)
+    if world.is_main:
+        print(json.dumps(report(config, world, model, parameters, rows, transformers.__version__)))
+    loader.close()
+    end_process(world)
+    return 0
+
+
+# --- training ---
+
+
+def make_step(model: torch.nn.Module, config: TrainConfig, world: World):
+    """step(x, y, learning rate): one iteration as in most training scripts; returns the mean loss."""
+    if world.size > 1:
+        ids = [world.local_rank] if world.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    forward = torch.compile(model) if config.compile else model
+    parameters = list(model.parameters())
+    betas = (config.beta1, config.beta2)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay, fused=True
+    )
+    half = config.dtype == "bfloat16"
+
+    def step(x, y, rate: float) -> torch.Tensor:
+        losses = []
+        for i, ids in enumerate(x):
+            waits = world.size > 1 and i < len(x) - 1  # gradients travel once an iteration
+            with model.no_sync() if waits else contextlib.nullcontext():
+                with torch.autocast(world.device.type, torch.bfloat16, enabled=half):
+                    loss = forward(input_ids=ids, labels=ids).loss  # it shifts the labels itself
+                (loss / len(x)).backward()
+            losses.append(loss.detach())
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+    return step
+
+
+def train(config: TrainConfig, world: World, step, loader: Loader) -> list[dict]:
+    """Rows: of the first iteration, then of every log_interval iterations, as in training/logger.py."""
+    rows, first, began = [], 0, time.perf_counter()
+    for iteration in range(config.max_iters):
+        loss = step(*loader.next(), learning_rate(iteration, config))
+        if iteration % config.log_interval and iteration != config.max_iters - 1:
+            continue
+        value = loss.item()  # sync point
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds = (now - began) / (iteration + 1 - first)
+        rows.append({"iter": iteration, "loss": value, "time_ms": 1000 * seconds, "memory": _memory(world)})
+        first, began = iteration + 1, now
+    return rows
+
+
+def _memory(world: World) -> dict | None:
+    if world.device.type != "cuda":
+        return None
+    return {
+        "max_allocated_gb": torch.cuda.max_memory_allocated() / GB,
+        "max_reserved_gb": torch.cuda.max_memory_reserved() / GB,
+    }
+
+
+# --- the result ---
+
+
+def report(config: TrainConfig, world: World, model, parameters: int, rows: list[dict], version: str) -> dict:
+    """What is printed: rows with the fields of a run record's, and what was run."""
+    flops = v3.count_flops(config.model_config(), config.block_size)
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    peak = resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)
+    tokens = config.samples_per_iter(world.size) * config.block_size
+    for row in rows:
+        rate = tokens / (row["time_ms"] / 1000)
+        mfu, reason = None, peak.reason
+        if row["iter"] == 0:
+            reason = "the first iteration includes compilation and warm-up"
+        elif reason is None:
+            try:
+                mfu = utilization(
+                    rate, world.size, flops, peak, {"calculation_method": v3.CALCULATION_METHOD}
+                )
+            except ValueError as error:
+                reason = str(error)
+        row |= {"tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate / world.size}
+        row |= {"mfu": mfu, "mfu_reason": reason}
+    return {
+        "peer": f"transformers {version}",
+        "class": type(model).__name__,
+        "parameters": parameters,
+        "compile": config.compile,
+        "attention": f"sdpa, as {type(model).__name__} calls it",
+        "precision": f"{config.dtype}{' autocast' * (config.dtype == 'bfloat16')}, float32 weights",
+        "num_gpus": world.size,
+        "peak_tflops": peak.tflops,
+        "training_iterations": rows,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(end_with_status(main, sys.argv[1:]))

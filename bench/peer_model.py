@@ -1,0 +1,107 @@
+"""Our model's shape as one of Hugging Face transformers: GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM.
+
+transformers is one of the development packages, so it is imported where it is used. The trap of such
+comparisons is a model that is almost the same: check_parameters refuses it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import model_builder
+from model_config import ModelConfig
+from training.config import UserError
+
+SPECIAL_ID = 0  # transformers wants to know where text begins and ends; nothing here looks
+
+
+def import_transformers():
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("this needs transformers: pip install -r requirements-dev.txt") from None
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def build(transformers, config: ModelConfig) -> torch.nn.Module:
+    """Their model with our shape, on the device in force, with random weights. Raises UserError."""
+    common = dict(
+        vocab_size=config.vocab_size,
+        tie_word_embeddings=config.weight_tying,
+        attn_implementation="sdpa",
+        use_cache=False,
+        bos_token_id=SPECIAL_ID,
+        eos_token_id=SPECIAL_ID,
+    )
+    style = (config.position_encoding, config.normalization, config.ffn_type, config.activation)
+    if style == ("learned", "layernorm", "mlp", "gelu") and config.n_kv_head == config.n_head:
+        return _build_gpt2(transformers, config, common)
+    if style != ("rope", "rmsnorm", "swiglu", "silu"):
+        raise UserError(
+            f"transformers has no model with {', '.join(style)}; bench.peer knows GPT-2, LLaMA, Qwen3"
+        )
+    sizes = dict(
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        num_key_value_heads=config.n_kv_head,
+        head_dim=config.head_dim,
+        hidden_size=config.n_embd,
+        intermediate_size=config.d_ff,
+        max_position_embeddings=config.block_size,
+        rms_norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,  # before transformers 5
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},  # from 5 on
+        attention_bias=config.bias,
+        attention_dropout=config.dropout,
+    )
+    if config.qk_norm:
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **common))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(mlp_bias=config.bias, **sizes, **common))
+
+
+def _build_gpt2(transformers, config: ModelConfig, common: dict) -> torch.nn.Module:
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+            n_inner=config.d_ff,
+            n_positions=config.block_size,
+            activation_function="gelu_new",
+            layer_norm_epsilon=config.norm_eps,
+            **dropouts,
+            **common,
+        )
+    )
+    if not config.bias:
+        _remove_biases(model, transformers.pytorch_utils.Conv1D)
+    return model
+
+
+def _remove_biases(model: torch.nn.Module, conv1d: type) -> None:
+    """Their GPT-2 always has biases, and its Conv1D cannot do without: a Linear, as in their other models,
+    takes its place. Otherwise the peer would pay for bias gradients that we do not compute."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, conv1d):
+                inputs, outputs = child.weight.shape
+                linear = torch.nn.Linear(inputs, outputs, bias=False, device=child.weight.device)
+                with torch.no_grad():
+                    linear.weight.copy_(child.weight.t())
+                setattr(parent, name, linear)
+            elif isinstance(child, torch.nn.LayerNorm):
+                child.register_parameter("bias", None)
+
+
+def check_parameters(model: torch.nn.Module, config: ModelConfig) -> int:
+    """Their number of parameters. Raises UserError if it is not ours: then the models are not the same."""
+    theirs = sum(parameter.numel() for parameter in model.parameters())
+    ours = model_builder.build_model(config).count_parameters()["total"]
+    if theirs != ours:
+        raise UserError(
+            f"{type(model).__name__} has {theirs:,} parameters, our {config.arch} {ours:,}; "
+            "a key asks for a shape that transformers does not have"
+        )
+    return theirs

@@ -1,0 +1,121 @@
+"""What a benchmark will run: the variants of a suite, their peers and their ceilings, each as one entry with
+the arguments of its process. Variants that differ only in what a peer or a ceiling does not know share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bench.suites import ALL_GPUS, Variant
+from training.config import ALIASES, KEYS, TrainConfig, UserError, load_config
+
+MIN_ROWS = 4  # of a run, so that it has a spread
+
+# What the benchmark itself decides; iterations come from --iters and --warmup.
+FIXED = {
+    "init_from": "scratch",
+    "dry_run": False,
+    "eval_interval": 0,
+    "eval_only": False,
+    "eval_at_start": False,
+    "always_save_checkpoint": False,
+    "gradient_log_interval": 0,
+    "save_log_to_json": True,
+    "wandb_log": False,
+}
+RESERVED = (*FIXED, "out_dir", "max_iters", "log_interval", "log_save_interval", "dataset")
+
+
+@dataclass
+class Entry:
+    """One row to be: what to run, and then what came of it."""
+
+    kind: str  # 'variant' (train.py), 'peer' or 'roofline'
+    name: str
+    argv: list[str]  # of that program
+    processes: int
+    device: str
+    problem: str | None = None  # why it cannot be started
+    peer: str | None = None  # names of the entries that it is compared with
+    roofline: str | None = None
+    runs: list[dict] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)  # what the last good run says of itself
+    result: dict | None = None
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raises UserError for an argument that is not --key=value, or a key that the benchmark sets itself."""
+    for flag in overrides:
+        key, equals, _ = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or not equals:
+            raise UserError(f"cannot read {flag!r}; settings of train.py are written --key=value")
+        if key in RESERVED:
+            raise UserError(f"{key} is the benchmark's to set; use --iters, --warmup, --dataset or --output")
+        if key not in KEYS and key not in ALIASES:
+            load_config(["config/quickstart.py", flag])  # raises, with the nearest key
+
+
+def iteration_flags(iters: int, warmup: int) -> list[str]:
+    """The first iteration, the warm-up, and iters iterations in rows that do not straddle the two."""
+    fits = [n for n in range(1, iters + 1) if not iters % n and not warmup % n and iters // n >= MIN_ROWS]
+    total = 1 + warmup + iters
+    interval = max(fits, default=1)
+    return [f"--max_iters={total}", f"--log_interval={interval}", f"--log_save_interval={total}"]
+
+
+def make_plan(
+    variants: tuple[Variant, ...],
+    flags: list[str],
+    dataset: Callable[[TrainConfig], str] | None,
+    gpus: int,
+    peer: str | None,
+    roofline: bool,
+) -> list[Entry]:
+    """Ceilings first, then each variant with its peer behind it. `flags` go to all; gpus are those found."""
+    fixed = [f"--{key}={value}" for key, value in FIXED.items()]
+    ceilings, rest, shared = [], [], {}
+
+    def share(entries: list[Entry], kind: str, label: str, key: tuple, entry: Entry, argv, processes) -> str:
+        if (kind, key) not in shared:
+            shared[kind, key] = f"{label}: {entry.name}"
+            entries.append(Entry(kind, shared[kind, key], argv, processes, entry.device))
+        return shared[kind, key]
+
+    for variant in variants:
+        overrides = [f"--{key}={value}" for key, value in variant.overrides.items()]
+        argv = [variant.config, *overrides, *flags, *fixed]
+        processes = max(2, gpus) if variant.processes == ALL_GPUS else variant.processes
+        entry = Entry("variant", variant.name, argv, processes, "cuda")
+        rest.append(entry)
+        try:
+            config = load_config(argv, processes)
+        except UserError as error:
+            entry.problem = str(error).splitlines()[0]
+            continue
+        entry.device = config.device
+        if config.device == "cuda" and 0 < gpus < processes:
+            entry.problem = f"needs {processes} or more GPUs, this machine has {gpus}"
+            continue
+        if dataset:
+            argv.append(f"--dataset={dataset(config)}")
+        if roofline:
+            one = [*argv, "--use_zero1=False", "--use_fsdp=False"]  # which need several processes
+            key = _roofline_key(config)
+            entry.roofline = share(ceilings, "roofline", "ceiling", key, entry, one, 1)
+        if peer:
+            key = (*_peer_key(config), processes)
+            entry.peer = share(rest, "peer", peer, key, entry, argv, processes)
+    return ceilings + rest
+
+
+def _shape(config: TrainConfig) -> tuple:
+    return (config.model_config(), config.batch_size, config.dtype, config.device)
+
+
+def _roofline_key(config: TrainConfig) -> tuple:
+    return (*_shape(config), config.attention_backend, config.low_precision, config.low_precision_scope)
+
+
+def _peer_key(config: TrainConfig) -> tuple:
+    return (*_shape(config), config.gradient_accumulation_steps, config.compile)

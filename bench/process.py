@@ -1,0 +1,121 @@
+"""One fresh process: started, watched, stopped in time, and its end turned into a reason.
+
+Fresh, because the allocator, compiler caches and CUDA contexts of one measurement change the next one. The
+compile cache, too, is a new folder each time: the first step is then always a cold one, and no graph that was
+compiled for another variant can be picked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.config import ROOT, UserError
+from training.distributed import launch_info, leave_now
+
+STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them
+REASON_LENGTH = 300  # characters; the log has the rest
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: reason is None if it went well."""
+
+    seconds: float
+    reason: str | None
+
+
+def python_command(target: list[str], processes: int) -> list[str]:
+    """The command line for a script or ['-m', module], under torchrun if it takes several processes."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return launcher + target
+
+
+def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Ended:
+    """Runs command in the repository's root with its output in `log`, and stops it after timeout_s."""
+    with contextlib.ExitStack() as stack:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # train.py's, for peers too
+        if not keep_cache:
+            cache = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
+            )
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        output = stack.enter_context(open(log, "w", encoding="utf-8"))
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is this process's to handle: it stops the other one below
+        )
+        timed_out = False
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            _stop(process)
+    seconds = time.perf_counter() - began
+    if timed_out:
+        return Ended(seconds, f"not done after {timeout_s:g} s, stopped; see --timeout")
+    return Ended(seconds, failure(process.returncode, log.read_text(encoding="utf-8", errors="replace")))
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Asks first: torchrun's workers are in sessions of their own, and only it can end them."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def failure(status: int, output: str) -> str | None:
+    """Why a process with this exit status failed, in one line: its first 'error: ...' (of several ranks the
+    first knows best), else the last thing that it said. None for status 0."""
+    if status == 0:
+        return None
+    errors = re.findall(r"^(?:\[rank \d+\] )?error: (.+)$", output, re.M)
+    said = errors[:1] or [line for line in output.splitlines() if line.strip()][-1:]
+    reason = said[0].strip() if said else "it said nothing"
+    if status < 0 and not errors:
+        reason = f"killed by {signal.Signals(-status).name}; last line: {reason}"
+    return reason[:REASON_LENGTH]
+
+
+def end_with_status(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """main(argv) as a whole process: an error is one line that failure() finds; 2 if the user can fix it."""
+    try:
+        return main(argv)
+    except UserError as error:
+        status, message = 2, f"error: {error}"
+    except KeyboardInterrupt:
+        status, message = 130, "interrupted"
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0]
+        status, message = 1, f"{traceback.format_exc()}error: {type(error).__name__}: {first_line}"
+    rank, _, world_size = launch_info()
+    print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+    if world_size > 1:
+        leave_now(status)  # the others may wait in a collective; torchrun stops them
+    return status

@@ -1,0 +1,90 @@
+"""Figures of one run from its rows, and of a variant from its runs: medians, 10th and 90th percentiles.
+
+Rows are a run record's training_iterations; bench.peer prints the same. The first row is the first iteration
+with its compilation; of the others those count that begin after the warm-up.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from bench.plan import Entry
+
+SERIES = ("mfu_percent", "mfu_causal_percent", "tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
+GPU_FIGURES = ("sm_clock_mhz", "power_w", "temperature_c")
+
+
+def measure(rows: list[dict], warmup: int) -> dict:
+    """One run. Series are lists, a value a row; a CPU has no memory figures. Raises ValueError."""
+    if not rows:
+        raise ValueError("the run has no rows")
+    first_iteration = [-1] + [row["iter"] for row in rows[:-1]]  # less one: the last of the row before
+    steady = [row for row, before in zip(rows, first_iteration, strict=True) if before >= warmup]
+    if not steady:
+        raise ValueError(f"no row begins after {warmup} iterations of warm-up; use more --iters")
+    memory = [row["memory"] for row in rows if row["memory"]]
+    mfus = [row["mfu"] for row in steady if row["mfu"]]
+    return {
+        "first_step_s": rows[0]["time_ms"] / 1000,
+        "rows": len(steady),
+        "mfu_percent": [mfu["mfu_percent"] for mfu in mfus],
+        "mfu_causal_percent": [mfu["mfu_causal_percent"] for mfu in mfus],
+        **{name: [row[name] for row in steady] for name in SERIES[2:]},
+        "mfu_reason": None if mfus else steady[-1]["mfu_reason"],
+        "max_allocated_gb": max((m["max_allocated_gb"] for m in memory), default=None),
+        "max_reserved_gb": max((m["max_reserved_gb"] for m in memory), default=None),
+        "first_loss": rows[0]["loss"],
+        "final_loss": rows[-1]["loss"],
+    }
+
+
+def combine(runs: list[dict]) -> dict | None:
+    """The repeats of one variant: medians over runs of each run's median, percentiles over all their rows; of
+    memory the most. runs are entries' runs, of which the failed ones have no measurement."""
+    good = [run for run in runs if run["measurement"]]
+    if not good:
+        return None
+    measurements = [run["measurement"] for run in good]
+    gpu = [run["gpu"] for run in good if run["gpu"]]
+    return {
+        "runs": len(good),
+        "rows": sum(m["rows"] for m in measurements),
+        **{name: spread([m[name] for m in measurements]) for name in SERIES},
+        "first_step_s": statistics.median(m["first_step_s"] for m in measurements),
+        "max_allocated_gb": _most([m["max_allocated_gb"] for m in measurements]),
+        "max_reserved_gb": _most([m["max_reserved_gb"] for m in measurements]),
+        **{name: _median([g[name] for g in gpu]) for name in GPU_FIGURES},
+        "mfu_reason": next((m["mfu_reason"] for m in measurements if m["mfu_reason"]), None),
+    }
+
+
+def spread(series: list[list[float]]) -> dict | None:
+    """Median of the runs' medians, 10th and 90th percentile of all values; None without any."""
+    series = [values for values in series if values]
+    if not series:
+        return None
+    ordered = sorted(value for values in series for value in values)
+    p10, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
+    return {"median": statistics.median(map(statistics.median, series)), "p10": p10, "p90": p90}
+
+
+def relate(entries: list[Entry]) -> None:
+    """Adds to each result what it is beside its peer and its machine's ceiling, both per GPU."""
+    results = {entry.name: entry.result for entry in entries}
+    for entry in entries:
+        result = entry.result
+        if entry.kind == "roofline" or not result:
+            continue
+        rate = result["tokens_per_sec_per_gpu"]["median"]
+        peer, ceiling = results.get(entry.peer), results.get(entry.roofline)
+        result["times_peer"] = rate / peer["tokens_per_sec_per_gpu"]["median"] if peer else None
+        result["ceiling_percent"] = 100 * rate / ceiling["ceiling"]["tokens_per_sec"] if ceiling else None
+
+
+def _most(values: list[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,85 @@
+"""Runs one entry once: its process under the GPU monitor, and then what its output says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from pathlib import Path
+
+from bench.gpu_monitor import GpuMonitor, gpu_ids
+from bench.plan import Entry
+from bench.process import python_command, run_process
+from bench.results import combine, measure
+
+PROGRAMS = {"variant": ["train.py"], "peer": ["-m", "bench.peer"], "roofline": ["-m", "bench.roofline"]}
+LOG = "console.log"
+
+
+def run_entry(
+    entry: Entry, repeat: int, folder: Path, arguments: argparse.Namespace, entries: list[Entry]
+) -> None:
+    """Adds a run to entry.runs, and brings entry.facts and entry.result up to date."""
+    run = {"repeat": repeat, "reason": entry.problem, "measurement": None, "gpu": None, "seconds": 0.0}
+    entry.runs.append(run)
+    if entry.problem:
+        return
+    slug = "".join(c if c.isalnum() or c in "._-" else "-" for c in entry.name)
+    out_dir = folder / "runs" / f"{slug}.{repeat}"
+    out_dir.mkdir(parents=True)
+    argv = [*entry.argv, f"--out_dir={out_dir}", *stated_peak(entry, entries)]
+    command = python_command([*PROGRAMS[entry.kind], *argv], entry.processes)
+    ids = gpu_ids(entry.processes, os.environ.get("CUDA_VISIBLE_DEVICES")) if entry.device == "cuda" else []
+    with GpuMonitor(ids) as monitor:
+        ended = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
+    run.update(command=shlex.join(command), folder=str(out_dir), gpu=monitor.summary())
+    run.update(reason=ended.reason, seconds=ended.seconds)
+    if ended.reason is None:
+        try:
+            take_output(entry, run, out_dir, arguments.warmup)
+        except (OSError, ValueError, LookupError) as error:
+            run["reason"] = f"its result cannot be read: {type(error).__name__}: {error}"
+    if entry.kind != "roofline":
+        entry.result = combine(entry.runs)
+
+
+def stated_peak(entry: Entry, entries: list[Entry]) -> list[str]:
+    """A peer divides by the peak that its variant measured: two measurements of one peak would differ."""
+    if entry.kind != "peer":
+        return []
+    peaks = [other.facts["peak"] for other in entries if other.peer == entry.name and other.facts]
+    return [f"--peak_tflops={peak['tflops_per_gpu']}" for peak in peaks if peak["measured"]][:1]
+
+
+def take_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
+    """What the run measured and says of itself, from its record or its last line. Raises ValueError."""
+    if entry.kind == "variant":
+        path = max(out_dir.glob("run_*.json"), default=None)
+        if path is None:
+            raise ValueError(f"no run record in {out_dir}")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        info, rows = record["startup_info"], record["training_iterations"]
+        facts = {name: info[name] for name in ("hardware", "software", "git", "attention")}
+        facts |= {"record": str(path), "config": record["config"], "peak": info["hardware"]["peak"]}
+        facts["fallbacks"] = [
+            f"asked for {choice['asked']} ({choice['reason']})"
+            for choice in info.values()
+            if isinstance(choice, dict) and "asked" in choice and choice.get("reason")
+        ]
+        entry.facts = {**facts, "parameters": info["model"]["total_params"]}
+    else:
+        printed = _last_json((out_dir / LOG).read_text(encoding="utf-8"))
+        if entry.kind == "roofline":
+            entry.result = printed
+            return
+        rows = printed.pop("training_iterations")
+        entry.facts = printed
+    run["measurement"] = measure(rows, warmup)
+
+
+def _last_json(output: str) -> dict:
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise ValueError("it printed no JSON")
+    return json.loads(lines[-1])

@@ -1,0 +1,86 @@
+"""The suites, as plain data: what throughput.py runs, one variant a row of its table.
+
+A variant is train.py with a config file and some keys on top, so whatever train.py can do can be compared: to
+add a comparison, add a line. A suite changes one thing and leaves the rest to the config file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ALL_GPUS = "all"  # as many processes as this machine has GPUs, two or more
+
+QUICKSTART = "config/quickstart.py"
+GPT2_124M = "config/train_gpt2_124m.py"
+GPT2 = "config/full_gpt2_1.36b.py"
+LLAMA = "config/full_llama_1.36b.py"
+LLAMA3_SMALL = "config/full_llama3_1.5b_optimal.py"
+LLAMA3_LARGE = "config/full_llama3_2.2b_chinchilla.py"
+QWEN3 = "config/full_qwen3_1.8b_optimal.py"
+
+FP8 = {"low_precision": "fp8_tensorwise"}
+ONE_STEP = {"gradient_accumulation_steps": 1}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row: a config file, the keys that differ from it, and how many processes (GPUs) it takes."""
+
+    name: str
+    config: str  # path from the repository's root
+    overrides: dict[str, object] = field(default_factory=dict)
+    processes: int | str = 1  # or ALL_GPUS
+
+
+SUITES: dict[str, tuple[Variant, ...]] = {
+    # a laptop's CPU, a minute: does the benchmark itself work
+    "quick": (
+        Variant("sdpa", QUICKSTART, {"attention_backend": "sdpa"}),
+        Variant("manual", QUICKSTART, {"attention_backend": "manual"}),
+    ),
+    "models": tuple(
+        Variant(name, config, {"dtype": "bfloat16"})
+        for name, config in (
+            ("GPT-2 1.36B", GPT2),
+            ("LLaMA 1.36B", LLAMA),
+            ("LLaMA 3 1.5B", LLAMA3_SMALL),
+            ("LLaMA 3 2.2B", LLAMA3_LARGE),
+            ("Qwen3 1.8B", QWEN3),
+        )
+    ),
+    "precision": (
+        Variant("bf16", QWEN3, {"low_precision": "none"}),
+        Variant("bf16, bf16 weights", QWEN3, {"low_precision": "none", "param_dtype": "bfloat16"}),
+        Variant("fp8 layers", QWEN3, {**FP8, "low_precision_scope": "layers"}),
+        Variant("fp8 layers and head", QWEN3, {**FP8, "low_precision_scope": "layers_and_head"}),
+        Variant(
+            "fp8 layers and head, bf16 weights",
+            QWEN3,
+            {**FP8, "low_precision_scope": "layers_and_head", "param_dtype": "bfloat16"},
+        ),
+    ),
+    "micro_batch": tuple(Variant(f"{n} x 2048", QWEN3, {"batch_size": n}) for n in (12, 16, 22, 32)),
+    "strategies": (
+        Variant("one GPU", QWEN3),
+        Variant("DDP", QWEN3, {}, ALL_GPUS),
+        Variant("ZeRO-1", QWEN3, {"use_zero1": True}, ALL_GPUS),
+        Variant("FSDP", QWEN3, {"use_fsdp": True}, ALL_GPUS),
+    ),
+    "attention": tuple(
+        Variant(backend, QWEN3, {"attention_backend": backend})
+        for backend in ("sdpa", "flash_attn_2", "flash_attn_3")
+    ),
+    "compile": tuple(
+        Variant(scope, QWEN3, {"compile": True, "compile_scope": scope}) for scope in ("regional", "whole")
+    ),
+    # where launches cost: steps of a few milliseconds
+    "graphs": tuple(
+        Variant(
+            f"{n} x 1024, {'CUDA graph' if graphs else 'eager launches'}",
+            GPT2_124M,
+            {**ONE_STEP, "batch_size": n, "use_cuda_graphs": graphs},
+        )
+        for n in (1, 4)
+        for graphs in (False, True)
+    ),
+}

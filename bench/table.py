@@ -1,0 +1,142 @@
+"""The table, as Markdown with padded columns: it reads well on the console, and can be pasted into LOG.md."""
+
+from __future__ import annotations
+
+from bench.plan import Entry
+
+COLUMNS = (
+    "variant",
+    "GPUs",
+    "MFU %",
+    "causal %",
+    "of ceiling %",
+    "tokens/s (p10 to p90)",
+    "per GPU",
+    "x peer",
+    "peak GiB",
+    "first step s",
+    "SM MHz",
+    "W",
+    "attention",
+    "note",
+)
+TEXT_COLUMNS = ("variant", "tokens/s (p10 to p90)", "attention", "note")  # the others are aligned right
+LEGEND = (
+    "MFU by v3 (component_summation_v2025), with the full score matrix and its causal half; of ceiling: of\n"
+    "what this machine's matmuls and attention would reach alone; tokens/s: of all GPUs, median over\n"
+    "repeats and percentiles over all rows; x peer: tokens/s as a multiple of the peer's; peak GiB:\n"
+    "allocated, of one GPU; first step: with compilation; clock and power: medians of each run's second half."
+)
+
+
+def table_lines(entries: list[Entry]) -> list[str]:
+    """Variants and peers in their order, and ceilings that could not be measured; then the ceilings."""
+    rows = [COLUMNS]
+    rows += [cells(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(row, widths) for row in rows]
+    lines.insert(1, _line(["-" * width for width in widths], widths))
+    ceilings = [_ceiling_line(entry) for entry in entries if entry.kind == "roofline" and entry.result]
+    return lines + [""] * bool(ceilings) + ceilings
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    padded = [
+        cell.ljust(width) if name in TEXT_COLUMNS else cell.rjust(width)
+        for name, cell, width in zip(COLUMNS, cells, widths, strict=True)
+    ]
+    return f"| {' | '.join(padded)} |"
+
+
+def cells(entry: Entry) -> list[str]:
+    """A row's texts; blank where a figure does not exist."""
+    result = entry.result if entry.kind != "roofline" else None
+    result = result or {}
+
+    def figure(name: str, form: str) -> str:
+        value = result.get(name)
+        if isinstance(value, dict):
+            value = value["median"]
+        return "" if value is None else format(value, form)
+
+    rate = result.get("tokens_per_sec")
+    device = f"{entry.processes}{' (CPU)' * (entry.device == 'cpu')}"
+    attention = entry.facts.get("attention", "")
+    if isinstance(attention, dict):
+        attention = f"{attention['used']} [{attention['kernel']}]"
+    texts = [
+        entry.name,
+        device,
+        figure("mfu_percent", ".2f"),
+        figure("mfu_causal_percent", ".2f"),
+        figure("ceiling_percent", ".1f"),
+        f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})" if rate else "",
+        figure("tokens_per_sec_per_gpu", ",.0f"),
+        figure("times_peer", ".2f"),
+        figure("max_allocated_gb", ".1f"),
+        figure("first_step_s", ".1f"),
+        figure("sm_clock_mhz", ".0f"),
+        figure("power_w", ".0f"),
+        attention,
+        note(entry),
+    ]
+    return [text.replace("|", "/").replace("\n", " ") for text in texts]
+
+
+def note(entry: Entry) -> str:
+    """Why a row is empty, or not what was asked for."""
+    failures, notes = _failures(entry), []
+    if not entry.runs:
+        return "not run yet"
+    if failures and not entry.result:
+        return f"failed: {failures[-1]}"
+    if failures:
+        notes.append(f"{len(failures)} of {len(entry.runs)} runs failed: {failures[-1]}")
+    notes += entry.facts.get("fallbacks", [])
+    if reason := (entry.result or {}).get("mfu_reason"):
+        notes.append(reason)
+    return "; ".join(notes)
+
+
+def _failures(entry: Entry) -> list[str]:
+    return [run["reason"] for run in entry.runs if run["reason"]]
+
+
+def _ceiling_line(entry: Entry) -> str:
+    result, found = entry.result, entry.result["ceiling"]
+    mfu = f"{found['mfu_percent']:.2f} % MFU, " if found["mfu_percent"] else ""
+    attention = result["attention"]
+    return (
+        f"{entry.name}: {mfu}{found['tokens_per_sec']:,.0f} tokens/s per GPU; per micro-batch of "
+        f"{result['tokens']:,} tokens {1000 * found['matmul_seconds']:.1f} ms in matmuls, "
+        f"{1000 * found['attention_seconds']:.1f} ms in attention ({attention['used']} "
+        f"[{attention['kernel']}]); copy {result['copy_gb_per_s']:,.0f} GB/s"
+    )
+
+
+def result_line(entry: Entry) -> str:
+    """How the last run of an entry ended, for the console."""
+    run = entry.runs[-1]
+    if run["reason"]:
+        return f"failed after {run['seconds']:.0f} s: {run['reason']}"
+    if entry.kind == "roofline":
+        return f"{entry.result['ceiling']['tokens_per_sec']:,.0f} tokens/s per GPU, {run['seconds']:.0f} s"
+    result = entry.result
+    mfu = f", MFU {result['mfu_percent']['median']:.2f} %" if result["mfu_percent"] else ""
+    return f"{result['tokens_per_sec']['median']:,.0f} tokens/s{mfu}, {run['seconds']:.0f} s"
+
+
+def document_lines(content: dict, entries: list[Entry]) -> list[str]:
+    """The saved document: date and machine, the command, versions, the table, what the columns mean."""
+    facts = next((e.facts for e in entries if e.kind == "variant" and e.facts), {})
+    hardware, software = facts.get("hardware", {}), facts.get("software", content["software"])
+    machine = hardware.get("gpu_name") or content["software"]["gpu_name"]
+    versions = ", ".join(f"{name} {v}" for name, v in software.items() if v and name != "gpu_name")
+    git, peak = content["git"], hardware.get("peak", {})
+    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
+    peers = sorted({e.facts["peer"] for e in entries if e.kind == "peer" and e.facts})
+    lines = [f"## {content['date'][:10]}, {machine}, bench suite {content['suite']}", ""]
+    lines += [f"    {content['command']}", "", "; ".join([versions, *peers, commit]) + "."]
+    if peak.get("tflops_per_gpu"):
+        lines.append(f"Peak per GPU: {peak['tflops_per_gpu']:.4g} TFLOPS, {peak['source']}.")
+    return [*lines, "", *table_lines(entries), "", LEGEND]

@@ -1,0 +1,146 @@
+"""Runs a suite of variants, each a real train.py in a fresh process, and prints and saves one table.
+
+    python -m bench.throughput --suite models --dataset random --peer transformers --roofline --repeats 2
+
+The figures come from the run records, so this measures the product and not a copy of it. A variant that fails
+is a row with its reason; the others still run, and the exit status is 1. With repeats the whole suite runs
+again, interleaved, so that a machine that grows warm or busy does not favour whatever came first. Any
+--key=value of train.py goes to all variants. The output folder holds the table, a JSON file with everything,
+and each run's record and console log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import model_builder
+from bench.plan import Entry, check_overrides, iteration_flags, make_plan
+from bench.process import end_with_status
+from bench.random_tokens import make_random_dataset
+from bench.results import relate
+from bench.runner import run_entry
+from bench.suites import SUITES
+from bench.table import document_lines, result_line, table_lines
+from mfu_versions import model_builder_v3 as v3
+from training.config import UserError
+from training.hardware import describe_hardware
+from training.report import git_state
+
+
+def main(argv: list[str]) -> int:
+    arguments, overrides = parse(argv)
+    check_overrides(overrides)
+    if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
+        raise UserError(
+            f"model_builder.py counts MFU by {model_builder.CALCULATION_METHOD}, this table is by v3; "
+            "first: cp mfu_versions/model_builder_v3.py model_builder.py"
+        )
+    started = datetime.datetime.now().astimezone()
+    folder = new_folder(arguments.output, f"{arguments.suite}_{started:%Y%m%d_%H%M%S}")
+    entries = make_plan(
+        SUITES[arguments.suite],
+        [*overrides, *iteration_flags(arguments.iters, arguments.warmup)],
+        dataset_chooser(arguments.dataset, folder),
+        torch.cuda.device_count(),
+        arguments.peer,
+        arguments.roofline,
+    )
+    content = {
+        "suite": arguments.suite,
+        "date": started.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.throughput", *argv]),
+        "arguments": {**vars(arguments), "overrides": overrides},
+        "software": describe_hardware("cpu"),
+        "git": git_state(),
+    }
+    once, repeated = ([e for e in entries if (e.kind == "roofline") == flag] for flag in (True, False))
+    order = [(entry, 1) for entry in once]
+    order += [(entry, repeat) for repeat in range(1, arguments.repeats + 1) for entry in repeated]
+    for number, (entry, repeat) in enumerate(order, start=1):
+        print(f"[{number}/{len(order)}] {entry.name}: started, repeat {repeat}", flush=True)
+        run_entry(entry, repeat, folder, arguments, entries)
+        print(f"[{number}/{len(order)}] {entry.name}: {result_line(entry)}", flush=True)
+        save(folder, content, entries)  # also what an interrupted benchmark leaves
+    print("\n" + "\n".join(table_lines(entries)) + f"\n\nSaved in {folder}", flush=True)
+    return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    listing = "\n".join(f"  {name}: {', '.join(v.name for v in SUITES[name])}" for name in SUITES)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.throughput",
+        description=__doc__.splitlines()[0],
+        epilog=f"--key=value, any setting of train.py, goes to all variants.\n\nsuites:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--suite", required=True, choices=SUITES, help="which variants")
+    parser.add_argument("--iters", type=_at_least(1), default=20, help="timed iterations of a run (20)")
+    parser.add_argument("--warmup", type=_at_least(0), default=10, help="iterations before them (10)")
+    parser.add_argument("--repeats", type=_at_least(1), default=1, help="times that the suite is run (1)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run (1800)")
+    parser.add_argument("--dataset", help="instead of the configs' own; 'random' makes one of random tokens")
+    parser.add_argument("--peer", choices=("transformers",), help="run this implementation, too")
+    parser.add_argument("--roofline", action="store_true", help="measure this machine's ceiling, too")
+    parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
+    parser.add_argument("--output", help="a new folder (default: out-bench/SUITE_DATE_TIME)")
+    return parser.parse_known_args(argv)
+
+
+def _at_least(minimum: int):
+    def number(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is below {minimum}")
+        return int(text)
+
+    return number
+
+
+def new_folder(asked: str | None, name: str) -> Path:
+    folder = Path(asked or Path("out-bench") / name).resolve()
+    if (folder / "table.json").exists():
+        raise UserError(f"{folder} holds a table already; choose another --output")
+    try:
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be written: {error}") from None
+    return folder
+
+
+def dataset_chooser(asked: str | None, folder: Path):
+    """A function of the variant's configuration that names its dataset; None to leave it alone."""
+    if asked is None:
+        return None
+    if asked == "random":
+        return lambda config: make_random_dataset(folder, config.model_config().vocab_size)
+    path = str(Path(asked).expanduser().resolve()) if os.sep in asked else asked  # runs start in the root
+    return lambda config: path
+
+
+def save(folder: Path, content: dict, entries: list[Entry]) -> None:
+    """table.json with everything, table.md to read and to paste into LOG.md; each is whole at any moment."""
+    relate(entries)
+    everything = {**content, "entries": [dataclasses.asdict(entry) for entry in entries]}
+    texts = {
+        "table.json": json.dumps(everything, indent=1),
+        "table.md": "\n".join(document_lines(content, entries)) + "\n",
+    }
+    for name, text in texts.items():
+        temporary = folder / f"{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, folder / name)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what runs is stopped, too
+    sys.exit(end_with_status(main, sys.argv[1:]))
