@@ -193,7 +193,7 @@ LOSS_BLOCK = 8192
 
 
 @triton.jit
-def _cross_entropy(logits, targets, losses, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy(logits, targets, losses, log_sums, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
@@ -206,6 +206,7 @@ def _cross_entropy(logits, targets, losses, V, GRADIENT: tl.constexpr, BLOCK: tl
         total = total * tl.exp(highest - new) + tl.sum(tl.exp(x - new), 0)
         highest = new
     log_sum = highest + tl.log(total)
+    tl.store(log_sums + row, log_sum)
     counted = target >= 0
     picked = tl.load(logits + target, mask=counted, other=0.0).to(tl.float32)
     tl.store(losses + row, tl.where(counted, log_sum - picked, 0.0))
@@ -219,11 +220,15 @@ def _cross_entropy(logits, targets, losses, V, GRADIENT: tl.constexpr, BLOCK: tl
             tl.store(logits + column, tl.where(counted, p, 0.0), mask=column < V)
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
-    """Losses (N,) fp32 of logits (N, V), 0 for a negative target; with gradient=True the logits become
-    softmax - one_hot, or 0: in place, so there is no second (N, V) tensor."""
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses, 0 for a negative target, and log-sum-exps of logits (N, V), both (N,) fp32; with gradient=True
+    the logits become softmax - one_hot, or 0: in place, so there is no second (N, V) tensor."""
     N, V = logits.shape
-    losses = torch.empty(N, dtype=torch.float32, device=logits.device)
+    losses, log_sums = torch.empty(2, N, dtype=torch.float32, device=logits.device)
     block = min(LOSS_BLOCK, triton.next_power_of_2(V))
-    _cross_entropy[(N,)](logits, targets, losses, V, GRADIENT=gradient, BLOCK=block, num_warps=16)
-    return losses
+    _cross_entropy[(N,)](
+        logits, targets, losses, log_sums, V, GRADIENT=gradient, BLOCK=block, num_warps=16
+    )  # fmt: skip
+    return losses, log_sums

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model_config import ModelConfig
+from float8 import Float8, Float8Linear, Float8SwiGLU
 from ops import EmbeddingFunction, LinearCrossEntropy, LinearFunction, split_heads, swiglu
 
 INIT_STD = (
@@ -50,16 +51,21 @@ class Linear(nn.Linear):
     """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
 
     weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None.
+    to; weight.grad then stays None. float8, if training/precision.py sets it, is the weight in fp8, and the
+    matmuls are fp8.
     """
 
     weight_grad: torch.Tensor | None = None
+    float8: Float8 | None = None
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.weight_grad is None:
+        if self.float8 is not None:
+            y = Float8Linear.apply(x, self.weight, self.weight_grad, *self.float8)
+        elif self.weight_grad is not None:
+            y = LinearFunction.apply(x, self.weight, self.weight_grad)
+        else:
             return F.linear(x, self.weight.to(x.dtype), bias)
-        y = LinearFunction.apply(x, self.weight, self.weight_grad)
         return y if bias is None else y + bias
 
 
@@ -144,13 +150,18 @@ class FeedForward(nn.Module):
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
     def forward(self, x):
-        x = self.up(x)  # (B, T, F), or (B, T, 2F): gate, then up
+        up, down = self.up, self.down
+        swish = self.gated and self.activation is F.silu
+        if swish and up.float8 is not None and up.bias is None:
+            parts = (up.weight, up.weight_grad, *up.float8, down.weight, down.weight_grad, *down.float8)
+            return Float8SwiGLU.apply(x, *parts)
+        x = up(x)  # (B, T, F), or (B, T, 2F): gate, then up
         if not self.gated:
-            return self.down(self.activation(x))
-        if self.activation is F.silu:
-            return self.down(swiglu(x))
-        gate, up = x.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+            return down(self.activation(x))
+        if swish:
+            return down(swiglu(x))
+        gate, x = x.chunk(2, dim=-1)
+        return down(self.activation(gate) * x)
 
 
 class Block(nn.Module):
@@ -183,10 +194,11 @@ class Head(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        weight, total = self.lm_head.weight.to(x.dtype), self.lm_head.weight_grad
-        gradient = torch.is_grad_enabled()
+        head, gradient = self.lm_head, torch.is_grad_enabled()
+        weight = head.weight.to(x.dtype)
+        x, targets = x.flatten(0, 1), targets.flatten()
         return LinearCrossEntropy.apply(
-            x.flatten(0, 1), weight, targets.flatten(), total, self.loss_chunks, gradient
+            x, weight, targets, head.weight_grad, head.float8, self.loss_chunks, gradient
         )
 
 

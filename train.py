@@ -49,7 +49,7 @@ from training.metrics import audit_flops
 from training.milestones import Milestones
 from training.optimizer import build_optimizer, describe_optimizer
 from training.parallel import Shard, parallelize
-from training.precision import DTYPES, LossScale
+from training.precision import DTYPES, LossScale, use_low_precision
 from training.record import RunRecord, check_writable, new_run_path, start_logging, write_to_log_file
 from training.report import accumulation_steps, report_lines, startup_info
 from training.schedule import learning_rate
@@ -92,6 +92,7 @@ def main(argv: list[str]) -> None:
     model = model_builder.build_model(model_config, attention.attend, dtype)
     model.init_weights(world.device, config.seed)
     model.head.loss_chunks = config.loss_chunks
+    use_low_precision(model, config)
     counts = model.count_parameters()
 
     # 4) compile, then parallelize, then the optimizer: a strategy hooks into compiled blocks, and the

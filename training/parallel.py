@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 from model import Embedding, Linear
 from training.config import TrainConfig
 from training.distributed import World, all_gather, reduce_scatter
-from training.precision import DTYPES
+from training.precision import DTYPES, refresh_weights
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ class Replicated:
         copies = [s for s in self.shards if s.parameter.dtype != s.local.dtype]
         if copies:
             torch._foreach_copy_([s.parameter for s in copies], [s.local for s in copies])
+        refresh_weights(self.module)
 
     def clear_gradients(self) -> None:
         torch._foreach_zero_([bucket.flat for bucket in self.buckets])
@@ -270,6 +271,7 @@ class Zero1(Replicated):
             works.append(all_gather(whole, whole[self._span(whole)], async_op=True))
         for work in works:
             work.wait()
+        refresh_weights(self.module)
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         if not shard.is_matrix:
@@ -301,7 +303,9 @@ class Fsdp:
             cast_forward_inputs=False,  # the rotary angles must stay fp32
         )
         self.reshard = config.reshard_after_forward
+        self.quantised = config.low_precision != "none"
         model.to(DTYPES[config.param_dtype])
+        refresh_weights(model)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -327,7 +331,20 @@ class Fsdp:
         return squares.sqrt()
 
     def publish(self) -> None:
-        """The next forward gathers the new weights."""
+        """The next forward gathers the new weights; to be quantised, they are gathered here."""
+        if not self.quantised:
+            return
+        units = [*self.module.blocks, self.module]
+        for unit in units:
+            unit.reshard()
+        gathers = [unit.unshard(async_op=True) for unit in units]
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+        refresh_weights(self.module)
+        if self.reshard:
+            for unit in self.module.blocks:
+                unit.reshard()
 
     def clear_gradients(self) -> None:
         for shard in self.shards:

@@ -5,6 +5,11 @@ gradients would round to zero."""
 from __future__ import annotations
 
 import torch
+import torch.nn as nn
+
+import float8
+from model import Linear
+from training.config import TrainConfig, UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,3 +38,32 @@ class LossScale:
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"scale": self.scale, "growth_tracker": self.growth_tracker} if self.enabled else {}
+
+
+# --- low precision ---
+
+
+def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
+    """Gives the Linear layers in low_precision_scope their fp8 weights; refresh_weights fills them. Embeddings
+    and norms never have any. Raises UserError for a width that an fp8 matmul cannot have."""
+    if config.low_precision == "none":
+        return
+    parts = ("blocks.", "head.") if config.low_precision_scope == "layers_and_head" else ("blocks.",)
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear) or not name.startswith(parts):
+            continue
+        if any(width % float8.ALIGNMENT for width in module.weight.shape):
+            raise UserError(
+                f"low_precision={config.low_precision!r} needs matrices whose sides are multiples of "
+                f"{float8.ALIGNMENT}, but {name} is {tuple(module.weight.shape)}; change n_embd, d_ff or "
+                "vocab_size, or set low_precision='none'"
+            )
+        module.float8 = float8.empty_like(module.weight)
+
+
+@torch.no_grad()
+def refresh_weights(model: nn.Module) -> None:
+    """Quantises every fp8 weight from its working copy in bf16: once per iteration, after the update."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.float8 is not None:
+            float8.requantize(module.weight.detach().to(torch.bfloat16), into=module.float8)
