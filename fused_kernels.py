@@ -226,7 +226,7 @@ def cross_entropy(
     """Losses, 0 for a negative target, and log-sum-exps of logits (N, V), both (N,) fp32; with gradient=True
     the logits become softmax - one_hot, or 0: in place, so there is no second (N, V) tensor."""
     N, V = logits.shape
-    losses, log_sums = torch.empty(2, N, dtype=torch.float32, device=logits.device)
+    losses, log_sums = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(2))
     block = min(LOSS_BLOCK, triton.next_power_of_2(V))
     _cross_entropy[(N,)](
         logits, targets, losses, log_sums, V, GRADIENT=gradient, BLOCK=block, num_warps=16
