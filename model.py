@@ -17,8 +17,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model_config import ModelConfig
-from float8 import Float8, Float8Linear, Float8SwiGLU
-from ops import EmbeddingFunction, LinearCrossEntropy, LinearFunction, split_heads, swiglu
+from float8 import Float8
+from float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
+from ops import (
+    EmbeddingFunction,
+    LinearCrossEntropy,
+    LinearFunction,
+    add_rms_norm,
+    fused_heads,
+    split_heads,
+    swiglu,
+)
 
 INIT_STD = (
     0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
@@ -58,15 +67,21 @@ class Linear(nn.Linear):
     weight_grad: torch.Tensor | None = None
     float8: Float8 | None = None
 
-    def forward(self, x):
+    def forward(self, x, amax=None):
+        """amax: the largest magnitudes of parts of x, if they are known; fp8 needs them."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.float8 is not None:
-            y = Float8Linear.apply(x, self.weight, self.weight_grad, *self.float8)
+            y = Float8Linear.apply(x, amax, *self.float8_arguments)
         elif self.weight_grad is not None:
             y = LinearFunction.apply(x, self.weight, self.weight_grad)
         else:
             return F.linear(x, self.weight.to(x.dtype), bias)
         return y if bias is None else y + bias
+
+    @property
+    def float8_arguments(self):
+        """As float8_layers.py takes a weight: the parameter, the sum of its gradient, its fp8 form."""
+        return self.weight, self.weight_grad, *self.float8
 
 
 class Embedding(nn.Embedding):
@@ -91,6 +106,10 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
+    def add(self, x, delta):
+        """x + delta, its norm, and the largest magnitude of each row of that if it costs nothing, or None."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
+
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias, statistics in fp32. Ba et al. 2016; bias optional."""
@@ -104,6 +123,10 @@ class LayerNorm(nn.Module):
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
+
+    def add(self, x, delta):
+        x = x + delta
+        return x, self(x), None
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
@@ -129,9 +152,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
-    def forward(self, x, rotary):
-        # (B, T, H, D) and twice (B, T, K, D)
-        q, k, v = split_heads(self.qkv(x), self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm)
+    def forward(self, x, amax, rotary):
+        heads = self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm
+        if self.qkv.float8 is not None and self.qkv.bias is None and fused_heads(x, self.head_dim, rotary):
+            norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else (None, None)
+            eps = 0.0 if self.q_norm is None else self.q_norm.eps
+            q, k, v = Float8Heads.apply(x, amax, *self.qkv.float8_arguments, *norms, *rotary, *heads[:2], eps)
+        else:
+            q, k, v = split_heads(self.qkv(x, amax), *heads)  # (B, T, H, D) and twice (B, T, K, D)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0)
         return self.out(y.reshape(x.shape))
 
@@ -149,23 +177,22 @@ class FeedForward(nn.Module):
         self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
-    def forward(self, x):
-        up, down = self.up, self.down
+    def forward(self, x, amax=None):
         swish = self.gated and self.activation is F.silu
-        if swish and up.float8 is not None and up.bias is None:
-            parts = (up.weight, up.weight_grad, *up.float8, down.weight, down.weight_grad, *down.float8)
-            return Float8SwiGLU.apply(x, *parts)
-        x = up(x)  # (B, T, F), or (B, T, 2F): gate, then up
+        if swish and self.up.float8 is not None and self.up.bias is None:
+            return Float8SwiGLU.apply(x, amax, *self.up.float8_arguments, *self.down.float8_arguments)
+        x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): gate, then up
         if not self.gated:
-            return down(self.activation(x))
+            return self.down(self.activation(x))
         if swish:
-            return down(swiglu(x))
-        gate, x = x.chunk(2, dim=-1)
-        return down(self.activation(gate) * x)
+            return self.down(swiglu(x))
+        gate, up = x.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block. The stream comes and goes as (x, delta), what the last layer wants added to x
+    not yet added, so that adding and normalising are one pass."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -174,9 +201,11 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = norm(config.n_embd, config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotary):
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotary))
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+    def forward(self, x, delta, rotary):
+        x, normed, amax = self.attn_norm.add(x, delta)
+        delta = self.dropout(self.attn(normed, amax, rotary))
+        x, normed, amax = self.ffn_norm.add(x, delta)
+        return x, self.dropout(self.ffn(normed, amax))
 
 
 class Head(nn.Module):
@@ -190,8 +219,8 @@ class Head(nn.Module):
         self.norm = NORMS[config.normalization](config.n_embd, config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
-    def forward(self, x, targets=None):
-        x = self.norm(x)
+    def forward(self, x, delta, targets=None):
+        _, x, _ = self.norm.add(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         head, gradient = self.lm_head, torch.is_grad_enabled()
@@ -236,9 +265,10 @@ class Transformer(nn.Module):
         else:
             rotary = (self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))
+        delta = torch.zeros_like(x)
         for block in self.blocks:
-            x = block(x, rotary)
-        return self.head(x, targets)
+            x, delta = block(x, delta, rotary)
+        return self.head(x, delta, targets)
 
     def init_weights(self, device: torch.device | str, seed: int) -> Transformer:
         """Allocates on device and draws the weights: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from float8 import FORWARD, Float8, loss_gradient, matmul, quantize
+from float8 import FORWARD, GRADIENT, Float8, matmul, quantize
 
 # --- matmul with a weight whose gradient is summed in place ---
 
@@ -70,48 +70,138 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (ids,) = ctx.saved_tensors
-        rows = len(ctx.total)
-        ctx.total += torch.ops.aten.embedding_dense_backward(dy.to(ctx.total.dtype), ids, rows, -1, False)
+        _add_embedding_gradient(ids.flatten(), dy.flatten(0, -2), ctx.total)
         return None, None, None
 
 
+@custom_op("nanomfu::add_embedding_gradient", mutates_args=("total",))
+def _add_embedding_gradient(ids: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+    """total (V, C) fp32, row ids[n], += dy[n] (N, C). In a fixed order, unlike index_add_ on a GPU."""
+    if dy.is_cuda:
+        from fused_kernels import add_embedding_gradient
+
+        add_embedding_gradient(ids, dy.contiguous(), total)
+    else:
+        total.index_add_(0, ids, dy.to(total.dtype))
+
+
+@_add_embedding_gradient.register_fake
+def _(ids, dy, total):
+    return None
+
+
+# --- residual sum and RMSNorm ---
+
+
+def add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float):
+    """x, delta (..., C) -> x + delta, its RMSNorm, and the largest magnitude of each row of that, or None."""
+    if x.is_cuda:
+        total, normed, amax = _add_rms_norm(x.flatten(0, -2), delta.flatten(0, -2), weight, eps)
+        return total.view_as(x), normed.view_as(x), amax
+    total = x + delta
+    return total, F.rms_norm(total, weight.shape, weight.to(x.dtype), eps), None
+
+
+@custom_op("nanomfu::add_rms_norm", mutates_args=())
+def _add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from fused_kernels import add_rms_norm_forward
+
+    return add_rms_norm_forward(x.contiguous(), delta.contiguous(), weight, eps)
+
+
+@_add_rms_norm.register_fake
+def _(x, delta, weight, eps):
+    shape = x.shape
+    return x.new_empty(shape), x.new_empty(shape), x.new_empty(shape[0], dtype=torch.float32)
+
+
+@custom_op("nanomfu::add_rms_norm_backward", mutates_args=())
+def _add_rms_norm_backward(
+    total: torch.Tensor, dnormed: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from fused_kernels import add_rms_norm_backward
+
+    return add_rms_norm_backward(total, dnormed.contiguous(), dtotal.contiguous(), weight, eps)
+
+
+@_add_rms_norm_backward.register_fake
+def _(total, dnormed, dtotal, weight, eps):
+    return total.new_empty(total.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+
+
+def _add_rms_norm_setup(ctx, inputs, output):
+    _, _, weight, ctx.eps = inputs
+    ctx.save_for_backward(output[0], weight)
+
+
+def _add_rms_norm_autograd(ctx, dtotal, dnormed, damax):
+    total, weight = ctx.saved_tensors
+    dx, dweight = _add_rms_norm_backward(total, dnormed, dtotal, weight, ctx.eps)
+    return dx, dx, dweight.to(weight.dtype), None
+
+
+_add_rms_norm.register_autograd(_add_rms_norm_autograd, setup_context=_add_rms_norm_setup)
+
+
 # --- SwiGLU ---
+
+AMAX_COLUMNS = 1024  # largest magnitudes are taken over this many columns of a row
+
+
+def amax_parts(width: int) -> int:
+    return -(-width // AMAX_COLUMNS)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """x (..., 2F), gate then up -> silu(gate) * up (..., F). Shazeer 2020."""
     if x.is_cuda:
-        return _swiglu(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return swiglu_with_amax(x.flatten(0, -2))[0].unflatten(0, x.shape[:-1])
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 @custom_op("nanomfu::swiglu", mutates_args=())
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    from fused_kernels import swiglu_forward
+def swiglu_with_amax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """swiglu of x (N, 2F), and the largest magnitudes of its parts (N, amax_parts(F)), for fp8."""
+    if x.is_cuda:
+        from fused_kernels import swiglu_forward
 
-    return swiglu_forward(x.contiguous())
+        return swiglu_forward(x.contiguous())
+    gate, up = x.float().chunk(2, dim=-1)
+    h = (F.silu(gate) * up).to(x.dtype)
+    return h, h.abs().float().amax(-1, keepdim=True).repeat(1, amax_parts(h.shape[1]))
 
 
-@_swiglu.register_fake
+@swiglu_with_amax.register_fake
 def _(x):
-    return x.new_empty(x.shape[0], x.shape[1] // 2)
+    N, width = x.shape[0], x.shape[1] // 2
+    return x.new_empty(N, width), x.new_empty(N, amax_parts(width), dtype=torch.float32)
 
 
 @custom_op("nanomfu::swiglu_backward", mutates_args=())
-def _swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    from fused_kernels import swiglu_backward
+def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of x (N, 2F), for dh (N, F), and the largest magnitudes of its parts, as above."""
+    if x.is_cuda:
+        from fused_kernels import swiglu_backward
 
-    return swiglu_backward(x.contiguous(), dh.contiguous())
+        return swiglu_backward(x.contiguous(), dh.contiguous())
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid, dh = gate.sigmoid(), dh.float()
+    parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
+    dx = torch.cat(parts, dim=-1).to(x.dtype)
+    return dx, dx.abs().float().amax(-1, keepdim=True).repeat(1, amax_parts(dh.shape[1]))
 
 
-@_swiglu_backward.register_fake
+@swiglu_backward.register_fake
 def _(x, dh):
-    return x.new_empty(x.shape)
+    N, width = dh.shape
+    return x.new_empty(x.shape), x.new_empty(N, amax_parts(width), dtype=torch.float32)
 
 
-_swiglu.register_autograd(
-    lambda ctx, dh: _swiglu_backward(*ctx.saved_tensors, dh),
+swiglu_with_amax.register_autograd(
+    lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh)[0],
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 
@@ -119,15 +209,20 @@ _swiglu.register_autograd(
 # --- query, key and value heads ---
 
 
+def fused_heads(x: torch.Tensor, D: int, rotary) -> bool:
+    """Whether the kernel can do it: a GPU, rotary positions, a head width that is a power of two."""
+    return x.is_cuda and rotary is not None and D & (D - 1) == 0
+
+
 def split_heads(qkv, n_head: int, n_kv_head: int, rotary, q_norm, k_norm):
     """qkv (B, T, (H + 2K) D) -> q (B, T, H, D), k and v (B, T, K, D); q and k normalised by q_norm and k_norm
     (RMSNorm modules over D, or None) and rotated by rotary (cos, sin (T, D/2) fp32, or None)."""
     B, T, width = qkv.shape
     D = width // (n_head + 2 * n_kv_head)
-    if qkv.is_cuda and rotary is not None and D & (D - 1) == 0:
+    if fused_heads(qkv, D, rotary):
         weights = (q_norm.weight, k_norm.weight) if q_norm is not None else (None, None)
         eps = q_norm.eps if q_norm is not None else 0.0
-        return _heads(qkv, *weights, *rotary, n_head, n_kv_head, eps)
+        return heads_forward(qkv, *weights, *rotary, n_head, n_kv_head, eps)
     q, k, v = qkv.view(B, T, -1, D).split((n_head, n_kv_head, n_kv_head), dim=2)
     if q_norm is not None:
         q, k = q_norm(q), k_norm(k)
@@ -144,7 +239,7 @@ def apply_rotary(x, cos, sin):
 
 
 @custom_op("nanomfu::heads", mutates_args=())
-def _heads(
+def heads_forward(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
@@ -154,19 +249,20 @@ def _heads(
     n_kv_head: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """split_heads on a GPU."""
     from fused_kernels import heads_forward
 
     return heads_forward(qkv.contiguous(), q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
 
 
-@_heads.register_fake
+@heads_forward.register_fake
 def _(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
     B, T, D = qkv.shape[0], qkv.shape[1], 2 * cos.shape[1]
     return tuple(qkv.new_empty(B, T, heads, D) for heads in (n_head, n_kv_head, n_kv_head))
 
 
 @custom_op("nanomfu::heads_backward", mutates_args=())
-def _heads_backward(
+def heads_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -177,18 +273,18 @@ def _heads_backward(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dqkv, its largest magnitude, and the norm weights' gradients (2, D), or (2, 0)."""
     from fused_kernels import heads_backward
 
     gradients = (g.contiguous() for g in (dq, dk, dv))
-    dqkv, *norms = heads_backward(*gradients, qkv.contiguous(), q_weight, k_weight, cos, sin, eps)
-    return dqkv, *(qkv.new_empty(0, dtype=torch.float32) if g is None else g.clone() for g in norms)
+    return heads_backward(*gradients, qkv.contiguous(), q_weight, k_weight, cos, sin, eps)
 
 
-@_heads_backward.register_fake
+@heads_backward.register_fake
 def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
     D = 0 if q_weight is None else dq.shape[-1]
-    weight = qkv.new_empty(D, dtype=torch.float32)
-    return torch.empty_like(qkv), weight, torch.empty_like(weight)
+    wide = {"dtype": torch.float32}
+    return qkv.new_empty(qkv.shape), qkv.new_empty((), **wide), qkv.new_empty(2, D, **wide)
 
 
 def _heads_setup(ctx, inputs, output):
@@ -198,15 +294,12 @@ def _heads_setup(ctx, inputs, output):
 
 def _heads_autograd(ctx, dq, dk, dv):
     qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-    dqkv, dq_weight, dk_weight = _heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
-    if q_weight is None:
-        dq_weight = dk_weight = None
-    else:
-        dq_weight, dk_weight = dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
-    return dqkv, dq_weight, dk_weight, None, None, None, None, None
+    dqkv, _, dweights = heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
+    dweights = (None, None) if q_weight is None else dweights.to(q_weight.dtype).unbind(0)
+    return dqkv, *dweights, None, None, None, None, None
 
 
-_heads.register_autograd(_heads_autograd, setup_context=_heads_setup)
+heads_forward.register_autograd(_heads_autograd, setup_context=_heads_setup)
 
 
 # --- output projection and loss ---
@@ -250,7 +343,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _loss(x, weight, targets, dweight):
     """Sum of the losses, and the gradient of x; adds the weight's to dweight, if there is one."""
     logits = F.linear(x, weight)  # (N, V)
-    losses, _ = cross_entropy(logits, targets, dweight is not None)
+    losses = cross_entropy(logits, targets, dweight is not None)
     if dweight is None:
         return losses.sum(), None
     add_weight_gradient(logits, x, dweight)  # by now, they are their gradient
@@ -261,21 +354,18 @@ def _float8_loss(x, weight: Float8, targets, dweight):
     """_loss with a weight in fp8."""
     x8 = quantize(x, FORWARD)
     logits = matmul(x8.values, weight.values, x8.inverse_scale, weight.inverse_scale, x.dtype, fast=True)
-    losses, log_sums = cross_entropy(logits, targets, False)
+    losses = cross_entropy(logits, targets, dweight is not None)
     if dweight is None:
         return losses.sum(), None
-    d8 = loss_gradient(logits, targets, log_sums)
+    d8 = quantize(logits, GRADIENT, amax=torch.ones((), device=x.device))  # no probability is above 1
     del logits
     dweight += matmul(d8.transposed, x8.transposed, d8.inverse_scale, x8.inverse_scale, torch.float32)
     return losses.sum(), matmul(d8.values, weight.transposed, d8.inverse_scale, weight.inverse_scale, x.dtype)
 
 
 @custom_op("nanomfu::cross_entropy", mutates_args=("logits",))
-def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses, 0 for a negative target, and log-sum-exps, both (N,) fp32; with gradient=True the logits become
-    their gradients."""
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
+    """Losses (N,) fp32, 0 for a negative target; with gradient=True the logits become their gradients."""
     if logits.is_cuda:
         from fused_kernels import cross_entropy
 
@@ -288,10 +378,9 @@ def cross_entropy(
         gradients = (wide - log_sums[:, None]).exp()
         gradients.scatter_add_(-1, column, -torch.ones_like(column, dtype=gradients.dtype))
         logits.copy_(gradients * counted[:, None])
-    return losses, log_sums
+    return losses
 
 
 @cross_entropy.register_fake
 def _(logits, targets, gradient):
-    sums = logits.new_empty(targets.shape, dtype=torch.float32)
-    return sums, torch.empty_like(sums)
+    return logits.new_empty(targets.shape, dtype=torch.float32)

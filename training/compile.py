@@ -26,7 +26,7 @@ def compile_and_checkpoint(model: nn.Module, config: TrainConfig) -> None:
     if whole:
         model.forward = _compiled(model.forward)
     elif config.compile:
-        model.head.norm.forward = _compiled(model.head.norm.forward)
+        model.head.norm.add = _compiled(model.head.norm.add)
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:

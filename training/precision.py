@@ -44,8 +44,8 @@ class LossScale:
 
 
 def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
-    """Gives the Linear layers in low_precision_scope their fp8 weights; refresh_weights fills them. Embeddings
-    and norms never have any. Raises UserError for a width that an fp8 matmul cannot have."""
+    """Gives the Linear layers in low_precision_scope their fp8 weights; refresh_weights fills them.
+    Embeddings and norms never have any. Raises UserError for a width that an fp8 matmul cannot have."""
     if config.low_precision == "none":
         return
     parts = ("blocks.", "head.") if config.low_precision_scope == "layers_and_head" else ("blocks.",)
