@@ -16,9 +16,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model_config import ModelConfig
 from float8 import Float8
 from float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
+from model_config import ModelConfig
 from ops import (
     EmbeddingFunction,
     LinearCrossEntropy,

@@ -17,10 +17,13 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 # Less fragmentation. Set before torch is imported, which may read it then.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# NCCL must not register such memory for CUDA graphs: illegal addresses (Megatron-LM demands the same).
+os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 import torch
 
@@ -28,6 +31,8 @@ import model_builder
 from model import manual_attention
 from model_config import ModelConfig
 from training.attention import choose_attention
+from training.capability import capability, require_low_precision
+from training.capture import CudaGraphs
 from training.checkpoint import Progress, TrainState, changed_settings, check_architecture, load_checkpoint
 from training.checkpoint_folder import find_checkpoint, read_state
 from training.compile import compile_and_checkpoint
@@ -42,6 +47,7 @@ from training.distributed import (
     launch_info,
     leave_now,
 )
+from training.graphs import GraphedStep
 from training.hardware import Peak, describe_hardware, resolve_peak
 from training.loader import Loader, Windows, hash_seed
 from training.logger import Logger
@@ -70,6 +76,7 @@ def main(argv: list[str]) -> None:
         dry_run(config, model_config, flops, world_size)
         return
     check_device(config)
+    require_low_precision(config.low_precision, capability(torch.device(config.device)))
     out_dir = Path(config.out_dir)
     if rank == 0:
         check_writable(out_dir)
@@ -131,6 +138,9 @@ def main(argv: list[str]) -> None:
     # 7) loop
     logger = Logger(config, world, record, flops, peak, row_facts(info), start=progress.iteration)
     milestones = Milestones(config, model_config, state, windows, loader, logger, progress)
+    if config.use_cuda_graphs:
+        step = GraphedStep(step, state, CudaGraphs(optimizer), logger.paused, progress.iteration)
+        info["cuda_graphs"] = step.choice  # filled in as the run finds out
     status = "failed"
     try:
         announce(config, info, record, progress)
@@ -147,7 +157,10 @@ def main(argv: list[str]) -> None:
     # 8) finish
     for line in closing_lines(config, run_path, milestones.last_checkpoint or checkpoint):
         log.info(line)
+    log.info(f"Data:        the loop waited {loader.waited_seconds:.2f} s for batches in all")
     loader.close()
+    if config.use_cuda_graphs:
+        step.close()
     end_process(world)
 
 
@@ -188,7 +201,12 @@ def count_flops(model_config: ModelConfig, seq_len: int) -> dict:
 def find_peak(config: TrainConfig, world: World) -> Peak:
     """The peak of one device, by table, as stated, or measured. One rank, so that all use one figure."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
-    return resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)
+    precisions = [config.dtype] if config.low_precision == "none" else [config.dtype, "fp8"]
+    peak, *fp8 = (
+        resolve_peak(config.peak_tflops, name, precision, config.use_sparse_specs, world.device)
+        for precision in precisions
+    )
+    return replace(peak, fp8=fp8[0]) if fp8 else peak
 
 
 def row_facts(info: dict) -> dict:

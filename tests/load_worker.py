@@ -47,7 +47,9 @@ def differences(config, world, folder: str, expected: dict[str, torch.Tensor]) -
 
 def main(config_path: str, folders: list[str]) -> None:
     world_size = launch_info()[2]
-    flags = [["--use_zero1=True"], ["--use_fsdp=True"], []] if world_size > 1 else [[]]
+    fsdp = ["--use_fsdp=True"]
+    sharded = [["--use_zero1=True"], fsdp, [*fsdp, "--fsdp_sharding=hybrid"]]
+    flags = [*sharded, []] if world_size > 1 else [[]]
     configs = [load_config([config_path, *flag], world_size) for flag in flags]
     world = init_world(configs[0])
     for folder in folders:

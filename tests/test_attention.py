@@ -1,5 +1,6 @@
 """Every attention kernel computes what model.manual_attention computes, and one line tells the choice."""
 
+import dataclasses
 import sys
 import types
 
@@ -12,6 +13,7 @@ from model_builder import build_model
 from model_config import model_config
 from training import attention
 from training.attention import choose_attention
+from training.capability import CUDNN, TORCH, capability, lookup
 
 CPU = torch.device("cpu")
 KV_HEADS = {"MHA": None, "GQA": 2}  # of 4 query heads
@@ -141,11 +143,15 @@ def test_fp32_has_no_flash_attention():
     attention._need_cuda_and_half("flash-attn 2", torch.bfloat16, torch.device("cuda"))
 
 
+def fake_capability(monkeypatch, compute):
+    monkeypatch.setattr(attention, "capability", lambda _: lookup(compute, "a GPU"))
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """This machine looks like a Hopper GPU to the flash-attn backends, without any package installed."""
     monkeypatch.setattr(attention, "_need_cuda_and_half", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    fake_capability(monkeypatch, (9, 0))
     for name in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
 
@@ -213,11 +219,47 @@ def test_flash_attention_3_has_no_dropout_and_falls_back_to_2(hopper, monkeypatc
 def test_flash_attention_3_is_for_hopper(hopper, monkeypatch):
     install(monkeypatch, "flash_attn_interface", flash_attn_3)
     install(monkeypatch, "flash_attn", flash_attn_2)
-    for capability in ((8, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+    for compute in ((8, 0), (10, 0), (10, 3), (12, 0)):
+        fake_capability(monkeypatch, compute)
         choice = choose("flash_attn_3", shape())
         assert choice.used == "flash_attn_2"
-        assert "Hopper" in choice.reason
+        assert choice.reason == "flash_attn_3: its kernels are for Hopper GPUs (compute capability 9.0)"
+
+
+def test_flash_attention_2_is_for_ampere_and_later(hopper, monkeypatch):
+    install(monkeypatch, "flash_attn", flash_attn_2)
+    fake_capability(monkeypatch, (7, 5))
+    choice = choose("flash_attn_2", shape())
+    assert choice.used == "sdpa"
+    assert choice.reason == "flash_attn_2: its kernels are for GPUs of compute capability 8.0 or above"
+
+
+@pytest.mark.parametrize(
+    ("compute", "cudnn"),
+    [((7, 5), 0), ((8, 0), 0), ((8, 9), 0), ((9, 0), 1), ((10, 0), 1), ((10, 3), 1), ((12, 0), 0)],
+)
+def test_sdpa_tries_cudnn_first_on_hopper_and_datacenter_blackwell_only(monkeypatch, compute, cudnn):
+    fake_capability(monkeypatch, compute)
+
+    def attends(dtype=torch.bfloat16, **overrides):
+        return [attend for _, attend in attention._sdpa(shape(**overrides), dtype, CPU)]
+
+    assert attends() == [attention._sdpa_cudnn] * cudnn + [attention._sdpa_default]
+    for unfit in (attends(torch.float32), attends(head_dim=256), attends(dropout=0.1)):
+        assert unfit == [attention._sdpa_default]
+
+
+def test_sdpa_keeps_the_order_of_the_capability(monkeypatch):
+    reverse = dataclasses.replace(lookup((9, 0), "a GPU"), sdpa=(TORCH, CUDNN))
+    monkeypatch.setattr(attention, "capability", lambda _: reverse)
+    candidates = attention._sdpa(shape(), torch.bfloat16, CPU)
+    assert [attend for _, attend in candidates] == [attention._sdpa_default, attention._sdpa_cudnn]
+
+
+def test_where_cudnn_fails_the_probe_torchs_own_choice_runs(hopper):
+    choice = choose("sdpa", shape(), torch.bfloat16)  # this machine is a CPU, whatever it looks like
+    assert (choice.used, choice.attend) == ("sdpa", attention._sdpa_default)
+    assert choice.reason.startswith("sdpa [cuDNN] failed: ")
 
 
 def test_packages_that_are_not_installed_are_named_and_sdpa_runs(hopper):
@@ -301,12 +343,11 @@ def test_no_backend_at_all_is_an_error_with_every_reason(monkeypatch):
 # --- on a GPU ---
 
 GPU = torch.device("cuda")
-CUDNN_CAPABILITIES = (9, 10)
 
 
 def needs_cudnn_attention():
-    if torch.cuda.get_device_capability()[0] not in CUDNN_CAPABILITIES:
-        pytest.skip("cuDNN attention is chosen on compute capability 9 and 10 only")
+    if capability(GPU).sdpa[0] != CUDNN:
+        pytest.skip("cuDNN attention is not the first choice of this GPU")
 
 
 def gpu_shape(kv, head_dim, T):
@@ -375,7 +416,7 @@ def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
     x.requires_grad_()
 
     def results(module):
-        y = module(x, rotary)
+        y = sum(module(x, torch.zeros_like(x), rotary))
         return y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], above)
 
     eager, compiled = results(block), results(torch.compile(block, fullgraph=True, dynamic=False))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from training import hardware
+from training.capability import TABLE, lookup
 from training.config import UserError
 from training.hardware import GPUS, describe_hardware, measure_peak, resolve_peak, table_peak
 
@@ -79,6 +80,23 @@ def test_every_name_has_one_entry_and_every_entry_a_name():
     assert {gpus[0] for gpus in matches} == set(GPUS)
 
 
+def test_every_entry_agrees_with_the_table_of_capabilities():
+    for gpu in GPUS:
+        assert gpu.compute in TABLE, gpu.name
+        assert lookup(gpu.compute, gpu.name).bf16
+        assert (lookup(gpu.compute, gpu.name).fp8 == "native") == (gpu.fp8 is not None), gpu.name
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8", "float32"])
+def test_a_name_whose_capability_is_another_has_no_peak_but_a_reason(precision):
+    peak = table_peak("NVIDIA H200", precision, compute=(10, 0))
+    assert peak.tflops is None
+    assert peak.reason.startswith(
+        "'NVIDIA H200' is the name of a GPU of compute capability 9.0, but this one reports 10.0; "
+    )
+    assert "--peak_tflops=measure" in peak.reason
+
+
 def test_a_source_names_its_document_and_what_it_prints():
     assert table_peak("NVIDIA H200", "bfloat16").source == (
         "H200 SXM, dense (H200 datasheet: 1,979 and 3,958 sparse)"
@@ -140,16 +158,26 @@ def test_a_stated_peak_is_taken_as_it_is():
     assert resolve_peak(1000.0, "NVIDIA H200", "bfloat16", False, "cuda").tflops == 1000
 
 
-def test_a_stated_peak_is_not_the_fp8_peak():
+@pytest.fixture
+def looks_like(monkeypatch):
+    """looks_like(compute): this machine's device has that compute capability."""
+    return lambda compute: monkeypatch.setattr(hardware, "capability", lambda _: lookup(compute, "a GPU"))
+
+
+def test_a_stated_peak_is_not_the_fp8_peak(looks_like):
+    looks_like((9, 0))
     assert resolve_peak(1000.0, "NVIDIA H200", "fp8", False, "cuda").tflops == 1978.9
     peak = resolve_peak(1000.0, "NVIDIA L4", "fp8", False, "cuda")
     assert peak.tflops is None
     assert "state its" not in peak.reason
 
 
-def test_without_a_setting_the_peak_is_the_tables():
+def test_without_a_setting_the_peak_is_the_tables(looks_like):
     name = "NVIDIA GeForce RTX 5090"
+    looks_like((12, 0))
     assert resolve_peak(None, name, "bfloat16", True, "cuda") == table_peak(name, "bfloat16", True)
+    looks_like((10, 0))
+    assert "but this one reports 10.0" in resolve_peak(None, name, "bfloat16", True, "cuda").reason
 
 
 def test_a_cpu_has_no_peak_but_a_reason():
@@ -181,6 +209,23 @@ def test_fp8_cannot_be_measured_on_a_cpu():
     assert peak.tflops is None
     assert "8.9" in peak.reason
     assert not peak.measured
+
+
+@pytest.mark.parametrize("compute", [(7, 5), (8, 0), (8, 6)])
+def test_fp8_cannot_be_measured_without_its_tensor_cores(looks_like, compute):
+    looks_like(compute)
+    assert "compute capability 8.9 or above" in measure_peak("fp8", "cuda").reason
+
+
+@pytest.mark.parametrize(("compute", "fast"), [((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_a_measured_fp8_peak_takes_what_the_gpu_has(looks_like, monkeypatch, compute, fast):
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *_, **kwargs: calls.append((a, b, kwargs)))
+    looks_like(compute)
+    hardware._gemm("fp8", 32, torch.device("cpu"))(0)
+    ((a, b, kwargs),) = calls
+    assert kwargs["use_fast_accum"] is fast
+    assert (a.stride(), b.stride()) == ((32, 1), (1, 32))  # row-major times column-major, on every GPU
 
 
 def test_a_dense_measurement_is_never_marked_sparse():

@@ -12,16 +12,18 @@ import sys
 import pytest
 import torch
 from helpers import ROOT, TINY, last_run, make_dataset, write_config
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from model_config import model_config
+from training.compile import compile_and_checkpoint
 from training.config import TrainConfig, load_config
 from training.distributed import World
 from training.hardware import Peak, table_peak
-from training.logger import Logger
-from training.metrics import audit_flops, summarize, utilization
+from training.logger import Logger, _console_lines
+from training.metrics import audit_flops, recomputed_flops, summarize, utilization
 
 FORMULAS = {"v1": v1, "v2": v2, "v3": v3}
 S = 2048
@@ -419,6 +421,55 @@ def test_a_sparse_peak_halves_the_mfu_and_marks_the_row():
     assert (dense["sparse_mode"], sparse["sparse_mode"]) == (False, True)
 
 
+# --- recomputation: in HFU, never in MFU ---
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("selective", 2), ("full", 3)])
+def test_recomputed_flops_are_what_torch_counts_beyond_the_formula(mode, blocks):
+    """One more forward of each recomputed block. Early stop is off: it skips a block's last matmul in eager
+    mode, where nothing needs its result; a compiled block runs to its end."""
+    shape = dict(n_layer=3, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32)
+    config = TrainConfig(arch_preset="llama", compile=False, activation_checkpointing=mode, **shape)
+    flops = v3.count_flops(config.model_config(), 32)
+    model = v3.build_model(config.model_config())
+    compile_and_checkpoint(model, config)
+    with set_checkpoint_early_stop(False):
+        counted = audit_flops(model, flops, 32, exact=False)["counted_flops_per_sequence"]
+    per_block = (flops["attention_flops_per_layer"] + flops["ffn_flops_per_layer"]) / 32
+    assert recomputed_flops(flops, config) == blocks * per_block == counted / 32 - flops["flops_per_token"]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_hfu_counts_the_recomputed_forwards_and_mfu_does_not(mode):
+    name = "full_qwen3_1.8b_optimal.py"
+    flops, plain = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name)])
+    config = dataclasses.replace(plain, activation_checkpointing=mode)
+    mfu, without = (logged_row(1, 1.0, c, flops)["mfu"] for c in (config, plain))
+    assert without["hfu_percent"] == without["mfu_percent"] == mfu["mfu_percent"]
+    logits = 3 * flops["logit_flops"] / S
+    blocks = (flops["flops_per_token"] - logits) / 3  # one forward of all of them
+    share = {"none": 0, "selective": 0.5, "full": 1}[mode] * blocks / flops["flops_per_token"]
+    assert mfu["hfu_percent"] == pytest.approx(mfu["mfu_percent"] * (1 + share))
+
+
+def test_hfu_is_null_where_the_formula_does_not_split_layers():
+    config = TrainConfig(batch_size=8, block_size=S, activation_checkpointing="full")
+    row = logged_row(8, 1.0, config, v1.count_flops(full_model("full_qwen3_1.8b_optimal.py"), S))
+    assert row["mfu"]["hfu_percent"] is None
+
+
+def test_the_console_shows_hfu_beside_mfu_only_when_something_is_recomputed():
+    name = "full_qwen3_1.8b_optimal.py"
+    flops, config = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name)])
+    rows = [
+        logged_row(1, 4.0, dataclasses.replace(config, activation_checkpointing=mode), flops)
+        for mode in ("none", "full")
+    ]
+    plain, recomputed = (_console_lines(row, "v3", 1)[1] for row in rows)
+    assert plain.endswith("Peak: 2250.0 TF")
+    assert recomputed == f"{plain} │ HFU: {rows[1]['mfu']['hfu_percent']:.2f}%"
+
+
 def test_mfu_is_null_with_the_reason_where_no_peak_is_known():
     config = TrainConfig(batch_size=8, block_size=S)
     flops = v3.count_flops(full_model("full_qwen3_1.8b_optimal.py"), S)
@@ -429,10 +480,11 @@ def test_mfu_is_null_with_the_reason_where_no_peak_is_known():
 
 
 def test_the_record_carries_every_field_that_the_plots_and_scripts_read(runs):
-    fields = """mfu mfu_percent mfu_causal_percent flops_per_token tokens_per_sec tokens_per_sec_per_gpu
-        tokens_per_iter achieved_tflops achieved_tflops_per_gpu flops_achieved hardware_peak_flops
-        hardware_peak_tflops gpu_name precision num_gpus sparse_mode gqa_group_size attention_flops_per_layer
-        ffn_flops_per_layer logit_flops attention_to_ffn_ratio architecture calculation_method""".split()
+    fields = """mfu mfu_percent hfu_percent mfu_causal_percent flops_per_token tokens_per_sec
+        tokens_per_sec_per_gpu tokens_per_iter achieved_tflops achieved_tflops_per_gpu flops_achieved
+        hardware_peak_flops hardware_peak_tflops gpu_name precision num_gpus sparse_mode gqa_group_size
+        attention_flops_per_layer ffn_flops_per_layer logit_flops attention_to_ffn_ratio architecture
+        calculation_method""".split()
     for row in runs["v3"]["training_iterations"][1:]:
         assert set(fields) <= row["mfu"].keys()
         mfu = row["mfu"]

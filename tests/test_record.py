@@ -90,6 +90,7 @@ ROW = {
 MFU = {
     "mfu": float,
     "mfu_percent": float,
+    "hfu_percent": float,
     "mfu_causal_percent": float,
     "flops_per_token": int,
     "tokens_per_sec": float,

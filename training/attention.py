@@ -16,14 +16,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from model_config import ModelConfig
+from training.capability import CUDNN, TORCH, capability
 
 CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
 HALF = (torch.float16, torch.bfloat16)
 
-# Compute capabilities where cuDNN's fused attention beats SDPA's default (LOG.md: 1.6 to 1.8x on Hopper).
-CUDNN_MAJOR = (9, 10)
 CUDNN_MAX_HEAD_DIM = 128
-
 PROBE_TOKENS = 256  # enough for every kernel's tile
 
 
@@ -93,8 +91,7 @@ def _probe(attend: Callable, config: ModelConfig, dtype: torch.dtype, device: to
 def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """Dao-AILab's Hopper kernels; the module is flash_attn_interface, not flash_attn. Shah et al. 2024."""
     _need_cuda_and_half("flash-attn 3", dtype, device)
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        raise Unavailable("its kernels are for Hopper GPUs (compute capability 9.0)")
+    _need_kernels("flash_attn_3", "Hopper GPUs (compute capability 9.0)", device)
     if config.dropout > 0:
         raise Unavailable("it has no dropout")
     flash_attn_func = _import_function("flash_attn_interface")
@@ -109,6 +106,7 @@ def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """The flash-attn package. Dao 2023."""
     _need_cuda_and_half("flash-attn 2", dtype, device)
+    _need_kernels("flash_attn_2", "GPUs of compute capability 8.0 or above", device)
     flash_attn_func = _import_function("flash_attn")
 
     def attend(q, k, v, dropout_p=0.0):
@@ -138,19 +136,22 @@ def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> 
         raise Unavailable(f"{name} needs dtype bfloat16 or float16, this is {dtype}")
 
 
+def _need_kernels(backend: str, gpus: str, device: torch.device) -> None:
+    if backend not in capability(device).flash_attn:
+        raise Unavailable(f"its kernels are for {gpus}")
+
+
 def _sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """torch's scaled_dot_product_attention: cuDNN by name where it is fastest, else torch's own choice."""
-    candidates = [(_default_sdpa_kernel(config, dtype, device), _sdpa_default)]
-    if _cudnn_fits(config, dtype, device):
-        candidates.insert(0, ("cuDNN", _sdpa_cudnn))
-    return candidates
+    kernels = {TORCH: (_default_sdpa_kernel(config, dtype, device), _sdpa_default)}
+    if _cudnn_fits(config, dtype):
+        kernels[CUDNN] = (CUDNN, _sdpa_cudnn)
+    return [kernels[name] for name in capability(device).sdpa if name in kernels]
 
 
-def _cudnn_fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _cudnn_fits(config: ModelConfig, dtype: torch.dtype) -> bool:
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] in CUDNN_MAJOR
-        and dtype in HALF
+        dtype in HALF
         and config.head_dim % 8 == 0
         and config.head_dim <= CUDNN_MAX_HEAD_DIM
         and config.dropout == 0

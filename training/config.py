@@ -349,6 +349,9 @@ def _check_schedule(config: TrainConfig) -> None:
         raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")
 
 
+BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
+
+
 def _check_system(config: TrainConfig, world_size: int) -> None:
     if config.use_zero1 and config.use_fsdp:
         raise UserError(
@@ -360,6 +363,18 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
                 f"{name}=True shards over processes, but this run has one; start it with "
                 f"torchrun --standalone --nproc_per_node=N, or set --{name}=False"
             )
+    for name, default in (("fsdp_sharding", "full"), ("reshard_after_forward", False)):
+        value = getattr(config, name)
+        if value != default and not config.use_fsdp:
+            raise UserError(
+                f"{name}={value!r} is a way of sharding, but use_fsdp=False; "
+                f"set use_fsdp=True, or {name}={default!r}"
+            )
+    if config.adam_dtype == "bfloat16" and max(config.beta1, config.beta2) > BF16_MAX_BETA:
+        raise UserError(
+            f"adam_dtype='bfloat16' rounds away what an iteration changes at beta1={config.beta1:g}, "
+            f"beta2={config.beta2:g}; set both to at most {BF16_MAX_BETA}, or adam_dtype='float32'"
+        )
     if config.param_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise UserError(
             f"param_dtype='bfloat16' stores less than dtype={config.dtype!r} computes with; "

@@ -41,6 +41,11 @@ def launch_info() -> tuple[int, int, int]:
     return tuple(int(os.environ.get(name, default)) for name, default in _LAUNCH_VARIABLES)
 
 
+def machine_size() -> int:
+    """Processes of this machine, as torchrun set it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 _LAUNCH_VARIABLES = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
 
 
@@ -77,7 +82,7 @@ def init_world(config: TrainConfig) -> World:
         dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=bind)
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(TIMEOUT)
-    return World(rank, local_rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return World(rank, local_rank, size, device, machine_size())
 
 
 def end_process(world: World) -> None:

@@ -1,7 +1,8 @@
 """The peak that MFU divides by, and the machine it belongs to.
 
 Trap: a peak of the wrong GPU, or the 2:4-sparse figure taken for the dense one, gives a plausible, wrong MFU.
-So device names match in full, an unknown GPU gets a reason and no peak, and a sparse peak says so.
+So device names match in full and the compute capability must agree, an unknown GPU gets a reason and no peak,
+and a sparse peak says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from training.capability import FP8_NEEDS, capability, dotted
 from training.config import UserError
 
 PRECISIONS = ("bfloat16", "float16", "float32", "fp8")
@@ -34,6 +36,7 @@ class Peak:
     reason: str | None = None
     sparse: bool = False
     measured: bool = False
+    fp8: Peak | None = None  # beside it, for a run whose matmuls are fp8
 
     @property
     def flops(self) -> float | None:
@@ -44,6 +47,7 @@ class Peak:
 class Gpu:
     pattern: str  # regex for all of the device name after 'NVIDIA '; upper and lower case are the same
     name: str
+    compute: tuple[int, int]  # capability; a row of training/capability.py
     bf16: float  # dense TFLOPS with fp32 accumulation; fp16 is the same figure
     fp8: float | None  # dense TFLOPS with fp32 accumulation; None: no fp8 tensor cores
     source: str  # what the sheet prints for bf16 and fp8, in TFLOPS; dense is half of sparse
@@ -52,28 +56,47 @@ class Gpu:
 # Checked in November 2026 against public pages that quote these NVIDIA documents, not against the PDFs.
 # They round: half of 1,979 is the whitepaper's 989.4; half of 1,671 is the 835 printed for sparse TF32.
 GPUS = (
-    Gpu("B200", "B200", 2250, 4500, "HGX B200 datasheet: 4,500 and 9,000 sparse"),
-    Gpu("B300( SXM6 AC)?", "B300", 2250, 4500, "HGX B300 page: 36,000 and 72,000 sparse for 8 GPUs"),
-    Gpu("GB200", "GB200", 2500, 5000, "GB200 NVL72 datasheet: 5,000 and 10,000 sparse for one GPU"),
-    Gpu("H200", "H200 SXM", 989.4, 1978.9, "H200 datasheet: 1,979 and 3,958 sparse"),
-    Gpu("H200 NVL", "H200 NVL", 835, 1670.5, "H200 datasheet: 1,671 and 3,341 sparse"),
+    Gpu("B200", "B200", (10, 0), 2250, 4500, "HGX B200 datasheet: 4,500 and 9,000 sparse"),
+    Gpu("B300( SXM6 AC)?", "B300", (10, 3), 2250, 4500, "HGX B300 page: 36,000 and 72,000 sparse for 8 GPUs"),
+    Gpu("GB200", "GB200", (10, 0), 2500, 5000, "GB200 NVL72 datasheet: 5,000 and 10,000 sparse for one GPU"),
+    Gpu("H200", "H200 SXM", (9, 0), 989.4, 1978.9, "H200 datasheet: 1,979 and 3,958 sparse"),
+    Gpu("H200 NVL", "H200 NVL", (9, 0), 835, 1670.5, "H200 datasheet: 1,671 and 3,341 sparse"),
     # The memory in a GH200's name is the CPU's (480GB, 120GB) or the GPU's (144G); the Hopper chip is one.
-    Gpu("GH200 (480GB|120GB|144G HBM3e)", "GH200", 989.4, 1978.9, "GH200 datasheet: 990 and 1,979 dense"),
-    Gpu("H100 80GB HBM3", "H100 SXM", 989.4, 1978.9, "H100 whitepaper: 989.4 and 1978.9 dense"),
-    Gpu("H100 PCIe", "H100 PCIe", 756, 1513, "H100 datasheet: 1,513 and 3,026 sparse"),
-    Gpu("H100 NVL", "H100 NVL", 835, 1670.5, "H100 datasheet: 1,671 and 3,341 sparse"),
-    Gpu("A100(-SXM4-[48]0GB|-PCIE-40GB| 80GB PCIe)", "A100", 312, None, "A100 datasheet: 312 dense"),
-    Gpu("RTX A6000", "RTX A6000", 154.8, None, "GA102 whitepaper v2, table 3: 154.8 dense"),
+    Gpu(
+        "GH200 (480GB|120GB|144G HBM3e)",
+        "GH200",
+        (9, 0),
+        989.4,
+        1978.9,
+        "GH200 datasheet: 990 and 1,979 dense",
+    ),
+    Gpu("H100 80GB HBM3", "H100 SXM", (9, 0), 989.4, 1978.9, "H100 whitepaper: 989.4 and 1978.9 dense"),
+    Gpu("H100 PCIe", "H100 PCIe", (9, 0), 756, 1513, "H100 datasheet: 1,513 and 3,026 sparse"),
+    Gpu("H100 NVL", "H100 NVL", (9, 0), 835, 1670.5, "H100 datasheet: 1,671 and 3,341 sparse"),
+    Gpu("A100(-SXM4-[48]0GB|-PCIE-40GB| 80GB PCIe)", "A100", (8, 0), 312, None, "A100 datasheet: 312 dense"),
+    Gpu("RTX A6000", "RTX A6000", (8, 6), 154.8, None, "GA102 whitepaper v2, table 3: 154.8 dense"),
     # The sheet's bf16 disagrees with itself by 1 % (362.05 dense, 733 sparse) and names no accumulator.
-    Gpu("L40S", "L40S", 362, 733, "L40S datasheet: 362.05 and 733 dense"),
+    Gpu("L40S", "L40S", (8, 9), 362, 733, "L40S datasheet: 362.05 and 733 dense"),
     # GeForce halves the rate when it accumulates in fp32; for fp8 the Ada whitepaper says so since v2.02.
-    Gpu("GeForce RTX 4090", "RTX 4090", 165.2, 330.3, "Ada whitepaper v2.02, app. A: 165.2 and 330.3 dense"),
-    Gpu("GeForce RTX 5090", "RTX 5090", 209.5, 419, "RTX Blackwell whitepaper: 209.5 and 419 dense"),
+    Gpu(
+        "GeForce RTX 4090",
+        "RTX 4090",
+        (8, 9),
+        165.2,
+        330.3,
+        "Ada whitepaper v2.02, app. A: 165.2 and 330.3 dense",
+    ),
+    Gpu("GeForce RTX 5090", "RTX 5090", (12, 0), 209.5, 419, "RTX Blackwell whitepaper: 209.5 and 419 dense"),
 )
 
 
-def table_peak(gpu_name: str, precision: str, sparse: bool = False) -> Peak:
-    """The datasheet peak for a torch.cuda.get_device_name(). Raises ValueError for an unknown precision."""
+def table_peak(
+    gpu_name: str, precision: str, sparse: bool = False, compute: tuple[int, int] | None = None
+) -> Peak:
+    """The datasheet peak for a torch.cuda.get_device_name(). Raises ValueError for an unknown precision.
+
+    compute is the capability that the device reports; None leaves it unchecked.
+    """
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} has no peak; use one of {', '.join(PRECISIONS)}")
     fix = "time a GEMM with --peak_tflops=measure"
@@ -82,6 +105,9 @@ def table_peak(gpu_name: str, precision: str, sparse: bool = False) -> Peak:
     gpu = next((g for g in GPUS if re.fullmatch(f"(NVIDIA )?({g.pattern})", gpu_name, re.I)), None)
     if gpu is None:
         return Peak(None, "none", f"no peak is known for the GPU {gpu_name!r}; {fix}", sparse)
+    if compute not in (None, gpu.compute):
+        named = f"{gpu_name!r} is the name of a GPU of compute capability {dotted(gpu.compute)}"
+        return Peak(None, "none", f"{named}, but this one reports {dotted(compute)}; {fix}", sparse)
     if precision == "float32":
         return Peak(None, "none", f"the table has no float32 peak for the {gpu.name}; {fix}", sparse)
     tflops = gpu.fp8 if precision == "fp8" else gpu.bf16
@@ -108,15 +134,15 @@ def resolve_peak(
     if gpu_name is None:
         fix = "state its TFLOPS with --peak_tflops=..., or time a GEMM with --peak_tflops=measure"
         return Peak(None, "none", f"no peak for a CPU; {fix}", sparse)
-    return table_peak(gpu_name, precision, sparse)
+    return table_peak(gpu_name, precision, sparse, capability(device).compute)
 
 
 def measure_peak(precision: str, device) -> Peak:
     """The rate of a large n x n GEMM (2 n^3 FLOPs) here; float32 at the matmul precision in force."""
     device = torch.device(device)
     on_cuda = device.type == "cuda"
-    if precision == "fp8" and not (on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)):
-        return Peak(None, "none", "an fp8 GEMM needs a GPU of compute capability 8.9 or above")
+    if precision == "fp8" and capability(device).fp8 != "native":
+        return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
     n = CUDA_GEMM if on_cuda else CPU_GEMM
     warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
     # the fastest, since a peak is a most: other work on the machine can only make a repeat slower
@@ -136,13 +162,14 @@ def _gemm(precision: str, n: int, device: torch.device) -> Callable[[int], torch
     dtype = torch.float8_e4m3fn if precision == "fp8" else getattr(torch, precision)
     pairs = torch.randn(2, 2, n, n, device=device, generator=generator).to(dtype)
     one = torch.ones((), device=device)  # the scale of each fp8 operand
+    fast = capability(device).fast_accumulation
 
     def multiply(repeat: int) -> torch.Tensor:
         a, b = pairs[repeat % 2]
         if precision != "fp8":
             return torch.mm(a, b)
         # b.t(), because the second operand must be column-major
-        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     return multiply
 
@@ -173,10 +200,9 @@ def describe_hardware(device) -> dict:
     keys = ("gpu_name", "gpu_memory_gb", "compute_capability", "driver", "cuda", "cudnn", "nccl")
     facts = dict.fromkeys(keys) | {"gpu_name": cpu}
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
         facts["gpu_name"] = torch.cuda.get_device_name(device)
-        facts["gpu_memory_gb"] = round(gpu.total_memory / 2**30, 2)
-        facts["compute_capability"] = f"{gpu.major}.{gpu.minor}"
+        facts["gpu_memory_gb"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 2)
+        facts["compute_capability"] = dotted(capability(device).compute)
         facts["driver"] = _search(r"\b\d{3}\.\d+(?:\.\d+)?\b", "/proc/driver/nvidia/version")  # 580.126.20
         facts["cuda"] = torch.version.cuda
         facts["cudnn"] = torch.backends.cudnn.version()

@@ -8,6 +8,7 @@ sees exactly the samples that were left, with any number of GPUs or workers.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -100,18 +101,37 @@ def hash_seed(seed: int, stream: int) -> int:
 
 
 class Loader:
-    """Hands out one iteration after another and knows the position: the samples handed out so far."""
+    """Hands out one iteration after another and knows the position: the samples handed out so far.
+
+    The next iteration's tokens are copied to the device while this one's are trained on: a GPU's copy engine
+    works beside its kernels.
+    """
 
     def __init__(self, windows: Windows, config: TrainConfig, world: World, position: int = 0):
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
         self.source = self._workers(config) if config.use_dataloader else self._inline()
+        self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.ahead = None  # the next iteration's tokens, on their way to the device
+        self.waited_seconds = 0.0  # in next(), in total
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y (A, B, T) on the device; y is x shifted by one. The copy is not waited for."""
-        tokens = next(self.source).to(self.device, non_blocking=True)
+        """x, y (A, B, T) on the device; y is x shifted by one. Nothing waits for the device."""
+        began = time.perf_counter()
+        tokens = self._fetch() if self.ahead is None else self.ahead
+        if self.copies is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
+            tokens.record_stream(torch.cuda.current_stream())
+        x, y = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         self.position += self.batches.samples
-        return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        self.ahead = self._fetch()
+        self.waited_seconds += time.perf_counter() - began
+        return x, y
+
+    def _fetch(self) -> torch.Tensor:
+        tokens = next(self.source)
+        with torch.cuda.stream(self.copies):  # None, on a CPU, changes nothing
+            return tokens.to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """Ends the worker processes, if there are any."""
@@ -135,6 +155,7 @@ class Loader:
             batch_size=None,
             sampler=_Endless(self._positions),
             num_workers=workers,
+            persistent_workers=workers > 0,
             prefetch_factor=config.dataloader_prefetch_factor if workers else None,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_ignore_interrupt,

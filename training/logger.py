@@ -15,7 +15,7 @@ from tqdm import tqdm
 from training.config import RunError, TrainConfig
 from training.distributed import World, mean_over_ranks, sum_over_ranks
 from training.hardware import Peak
-from training.metrics import WARMUP_ITERS, summarize, utilization
+from training.metrics import WARMUP_ITERS, recomputed_flops, summarize, utilization
 from training.record import RunRecord
 from training.step import StepResult
 
@@ -43,6 +43,7 @@ class Logger:
     ):
         self.config, self.world, self.record = config, world, record
         self.flops, self.peak, self.facts = flops, peak, facts
+        self.recomputed = recomputed_flops(flops, config)
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
         self.start = self.logged = start  # first iteration of this process; first one not yet in a row
         self.skipped = torch.zeros((), device=world.device)  # updates skipped since the last row
@@ -105,7 +106,9 @@ class Logger:
             reason = "the first iteration includes compilation and warm-up"
         elif reason is None:
             try:
-                mfu = utilization(tokens_per_sec, self.world.size, self.flops, self.peak, self.facts)
+                mfu = utilization(
+                    tokens_per_sec, self.world.size, self.flops, self.peak, self.facts, self.recomputed
+                )
                 mfu["tokens_per_iter"] = self.tokens_per_iter
             except ValueError as error:
                 reason = str(error)
@@ -225,7 +228,10 @@ def _console_lines(row: dict, method: str, flops_per_token: int) -> list[str]:
     if mfu:
         lines.append(
             f"⚡ MFU: {mfu['mfu_percent']:.2f}% │ Achieved: {_tf(mfu['achieved_tflops'])} TF │ "
-            f"Peak: {_tf(mfu['hardware_peak_tflops'])} TF" + (" (2:4 sparse)" if mfu["sparse_mode"] else "")
+            f"Peak: {_tf(mfu['hardware_peak_tflops'])} TF"
+            + (" (2:4 sparse)" if mfu["sparse_mode"] else "")
+            + (f" │ Of the fp8 peak: {fp8:.2f}%" if (fp8 := mfu.get("mfu_fp8_percent")) else "")
+            + (f" │ HFU: {hfu:.2f}%" if (hfu := mfu["hfu_percent"]) not in (None, mfu["mfu_percent"]) else "")
         )
     else:
         lines.append(f"⚡ MFU: n/a ({row['mfu_reason']})")

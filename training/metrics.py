@@ -8,29 +8,50 @@ import statistics
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from training.compile import is_recomputed
+from training.config import TrainConfig
 from training.hardware import Peak
 
 WARMUP_ITERS = 5  # of this process; rows that include one of them stay out of the medians
 
 
-def utilization(tokens_per_sec: float, num_gpus: int, flops: dict, peak: Peak, facts: dict) -> dict:
+def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
+    """FLOPs per token that activation checkpointing adds: one more forward of each recomputed block,
+    attention (the full S x S scores) and feed-forward. None if the formula has no count of one layer."""
+    blocks = sum(is_recomputed(i, config.activation_checkpointing) for i in range(config.n_layer))
+    if not blocks:
+        return 0
+    if flops["ffn_flops_per_layer"] is None:
+        return None
+    per_sequence = flops["attention_flops_per_layer"] + flops["ffn_flops_per_layer"]
+    return blocks * per_sequence / config.block_size
+
+
+def utilization(
+    tokens_per_sec: float, num_gpus: int, flops: dict, peak: Peak, facts: dict, recomputed: float | None = 0
+) -> dict:
     """The record's mfu fields, from the global tokens/s. `flops` is count_flops' result; `facts` are constant
     fields (method, architecture, GPU name ...) that every row repeats, so that one row can be read alone.
+    `recomputed` is recomputed_flops': MFU never counts it, hfu_percent (hardware FLOPs utilization) does.
 
     Raises ValueError if the result is above 100 %: then the measurement, the peak or the count is wrong.
     """
     achieved = tokens_per_sec * flops["flops_per_token"]  # FLOP/s, all GPUs
     hardware_peak = peak.flops * num_gpus
     mfu = achieved / hardware_peak
-    if mfu > 1.0:
+    most = peak.fp8 if peak.fp8 and peak.fp8.flops else peak
+    if achieved > most.flops * num_gpus:
         raise ValueError(
-            f"computed {100 * mfu:.1f} % of the peak, which is impossible: {achieved / 1e12:.1f} TFLOPS "
-            f"achieved against {hardware_peak / 1e12:.1f} ({peak.source}); "
-            "check peak_tflops and the GPU's name"
+            f"computed {100 * achieved / (most.flops * num_gpus):.1f} % of the peak, which is impossible: "
+            f"{achieved / 1e12:.1f} TFLOPS achieved against {most.flops * num_gpus / 1e12:.1f} "
+            f"({most.source}); check peak_tflops and the GPU's name"
         )
     return {
         "mfu": mfu,
         "mfu_percent": 100 * mfu,
+        "hfu_percent": None
+        if recomputed is None
+        else 100 * (mfu + tokens_per_sec * recomputed / hardware_peak),
         "mfu_causal_percent": 100 * tokens_per_sec * flops["flops_per_token_causal"] / hardware_peak,
         "flops_per_token": flops["flops_per_token"],
         "tokens_per_sec": tokens_per_sec,
@@ -41,12 +62,24 @@ def utilization(tokens_per_sec: float, num_gpus: int, flops: dict, peak: Peak, f
         "hardware_peak_flops": hardware_peak,
         "hardware_peak_tflops": hardware_peak / 1e12,
         "num_gpus": num_gpus,
+        **(_fp8_utilization(achieved, mfu, peak, num_gpus) if peak.fp8 else {}),
         "sparse_mode": peak.sparse,
         "attention_flops_per_layer": flops["attention_flops_per_layer"],
         "ffn_flops_per_layer": flops["ffn_flops_per_layer"],
         "logit_flops": flops["logit_flops"],
         "attention_to_ffn_ratio": flops["attention_to_ffn_ratio"],
         **facts,
+    }
+
+
+def _fp8_utilization(achieved: float, mfu: float, peak: Peak, num_gpus: int) -> dict:
+    """An fp8 run against both peaks, each by its name; mfu itself is against the bf16 peak, so that it
+    compares with runs in bf16."""
+    known = peak.fp8.flops is not None
+    return {
+        "mfu_bf16_percent": 100 * mfu,
+        "mfu_fp8_percent": 100 * achieved / (peak.fp8.flops * num_gpus) if known else None,
+        "hardware_peak_fp8_tflops": peak.fp8.flops * num_gpus / 1e12 if known else None,
     }
 
 

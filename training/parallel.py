@@ -197,10 +197,13 @@ class Replicated:
     @torch.no_grad()
     def publish(self) -> None:
         """Every rank has made the same update; the working copies follow."""
-        copies = [s for s in self.shards if s.parameter.dtype != s.local.dtype]
+        self._copy_back(self.shards)
+        refresh_weights(self.module)
+
+    def _copy_back(self, shards: list[Shard]) -> None:
+        copies = [s for s in shards if s.parameter.dtype != s.local.dtype]  # else both are one tensor
         if copies:
             torch._foreach_copy_([s.parameter for s in copies], [s.local for s in copies])
-        refresh_weights(self.module)
 
     def clear_gradients(self) -> None:
         torch._foreach_zero_([bucket.flat for bucket in self.buckets])
@@ -262,6 +265,7 @@ class Zero1(Replicated):
     @torch.no_grad()
     def publish(self) -> None:
         works = []
+        self._copy_back([shard for shard in self.shards if not shard.is_matrix])
         for shard in self.shards:
             if not shard.is_matrix:
                 continue
@@ -304,7 +308,8 @@ class Fsdp:
         )
         self.reshard = config.reshard_after_forward
         self.quantised = config.low_precision != "none"
-        model.to(DTYPES[config.param_dtype])
+        for parameter in model.parameters():  # and not model.to(), which would round the rotary angles, too
+            parameter.data = parameter.data.to(DTYPES[config.param_dtype])
         refresh_weights(model)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)

@@ -52,6 +52,7 @@ def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, Linear) or not name.startswith(parts):
             continue
+        assert not module.weight.is_meta, f"{name}: init_weights comes first"
         if any(width % float8.ALIGNMENT for width in module.weight.shape):
             raise UserError(
                 f"low_precision={config.low_precision!r} needs matrices whose sides are multiples of "

@@ -6,7 +6,9 @@ from __future__ import annotations
 import subprocess
 
 from model_config import ModelConfig
+from training.compile import is_recomputed
 from training.config import ROOT, TrainConfig
+from training.distributed import machine_size
 from training.hardware import Peak
 from training.parallel import strategy_name
 
@@ -28,33 +30,76 @@ Section = list[tuple[str, str]]
 def estimate_memory(
     model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
 ) -> dict[str, float]:
-    """Estimated GiB per GPU by part, in the steady state, without the allocator's reserve.
-
-    Activations assume a fused attention kernel and compiled blocks. Within 3 % of the peaks measured on an
-    H200 for the five full models (LOG.md); without compile, more is needed.
-    """
-    sharded = world_size if config.use_fsdp else 1
-    adam_shards = world_size if config.use_zero1 or config.use_fsdp else 1
-    half = BYTES[config.dtype]
-    tokens = config.batch_size * config.block_size
-    kv_width = model.n_kv_head * model.head_dim
-    # per token and layer: residuals, norms and context; q, k, v; rotated q and k; inside of the FFN
-    rotated = model.n_embd + kv_width if model.position_encoding == "rope" else 0
-    attention_width = 6 * model.n_embd + (model.n_embd + 2 * kv_width) + rotated
-    ffn_width = (3 if model.ffn_type == "swiglu" else 2) * model.d_ff
+    """Estimated GiB per GPU by part, when the last forward has just ended: the peak. Without the allocator's
+    reserve and the temporaries of a backward. Assumes a fused attention kernel and compiled blocks; without
+    compile, more is needed."""
+    shards = world_size
+    if config.use_fsdp and config.fsdp_sharding == "hybrid":
+        shards = min(machine_size(), world_size)
+    stored, moment, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
+    adam_shards = shards if config.use_zero1 or config.use_fsdp else 1
+    logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
+    head = model.vocab_size * model.n_embd
     parts = {
-        "weights (fp32)": 4 * parameters / sharded,
-        "gradients (fp32)": 4 * parameters / sharded,
-        "Adam moments (fp32)": 8 * parameters / adam_shards,
-        "activations": half * tokens * model.n_layer * (attention_width + ffn_width),
-        "logits": half * tokens * model.vocab_size,
-        "head weight, cast, and gradient": (2 * half + 4) * model.vocab_size * model.n_embd,
+        f"weights ({config.param_dtype})": stored * parameters / adam_shards,
+        f"Adam moments ({config.adam_dtype})": 2 * moment * parameters / adam_shards,
+        **_weights_and_gradients(model, parameters, config, shards),
+        "activations": _activation_bytes(model, config),
+        "logits": logits,
+        "head's gradient (float32)": 4 * head,
     }
-    if config.use_fsdp:
-        parts["gathered weights"] = half * parameters
-        if config.gradient_accumulation_steps > 1:
-            parts["unsharded gradients (fp32)"] = 4 * parameters
+    if config.low_precision != "none":
+        with_head = config.low_precision_scope == "layers_and_head"
+        parts["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
+        parts["logits"] += with_head * 2 / compute * logits  # their gradient in fp8, both layouts
     return {name: size / GB for name, size in parts.items()}
+
+
+def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainConfig, shards: int) -> dict:
+    """Bytes of what the model computes with, where that is not the optimizer's own, and of the gradients."""
+    stored, compute = BYTES[config.param_dtype], BYTES[config.dtype]
+    if not config.use_fsdp:
+        rounded = 0 if config.param_dtype == "float32" else stored / (shards if config.use_zero1 else 1)
+        parts = {"gradient sums (float32)": (4 + rounded) * parameters}  # and as the optimizer takes them
+        if config.use_zero1 or config.dtype != config.param_dtype:
+            parts[f"working weights ({config.dtype})"] = compute * parameters
+        return parts
+    gathered = parameters
+    if config.reshard_after_forward:  # two blocks, one of them on its way, and what is in no block
+        gathered -= max(0, model.n_layer - 2) * _block_weights(model)
+    parts = {
+        f"gradients ({config.param_dtype})": stored * parameters / shards,
+        f"gathered weights ({config.dtype})": compute * gathered,
+        "head's gradient, again": (4 + compute) * model.vocab_size * model.n_embd,  # scaled, and rounded
+    }
+    if config.gradient_accumulation_steps > 1:
+        parts[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
+    return parts
+
+
+def _block_weights(model: ModelConfig) -> int:
+    """Elements of one block's matrices."""
+    attention = 2 * model.n_embd * (model.n_embd + model.n_kv_head * model.head_dim)
+    return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
+
+
+def _activation_bytes(model: ModelConfig, config: TrainConfig) -> float:
+    """What the forward of all blocks keeps for the backward. A recomputed block keeps its input alone, and
+    one at a time has everything."""
+    compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
+    C, F = model.n_embd, model.d_ff
+    qkv = C + 2 * model.n_kv_head * model.head_dim
+    heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as attention takes them
+    up = 2 * F if model.ffn_type == "swiglu" else F
+    inputs = 2 * C + F  # of qkv, up and down; that of out is the context below
+    layer = 3 * C + heads + up  # two residuals and the context
+    if config.low_precision == "none":
+        layer = compute * (layer + inputs)
+    else:
+        layer = compute * layer + inputs + C  # in fp8, which the context is not
+    recomputed = sum(is_recomputed(i, config.activation_checkpointing) for i in range(model.n_layer))
+    whole = model.n_layer - recomputed + (recomputed > 0)
+    return tokens * (whole * layer + recomputed * compute * C)
 
 
 def startup_info(
@@ -84,13 +129,8 @@ def startup_info(
             "num_gpus": world_size,
             "precision": config.dtype,
             "parallelism": strategy_name(config, world_size),
-            "peak": {
-                "tflops_per_gpu": peak.tflops,
-                "source": peak.source,
-                "reason": peak.reason,
-                "sparse": peak.sparse,
-                "measured": peak.measured,
-            },
+            "peak": _describe_peak(peak),
+            **({"peak_fp8": _describe_peak(peak.fp8)} if peak.fp8 else {}),
         },
         "software": software,
         "git": git_state(),
@@ -132,7 +172,7 @@ def report_lines(config: TrainConfig, info: dict) -> list[str]:
     sections = {
         "MODEL ARCHITECTURE": _architecture(info),
         "TRAINING CONFIGURATION": _training(config, info),
-        "HARDWARE": _hardware(info),
+        "HARDWARE": _hardware(config, info),
         "THEORETICAL PERFORMANCE": _performance(info),
     }
     lines = []
@@ -194,11 +234,28 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
         ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
-        ("Precision", f"{config.dtype} compute, float32 weights and optimizer state"),
-        ("torch.compile", str(config.compile)),
+        ("Precision", _precision(config)),
+        ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
         ("DataLoader", _dataloader(config)),
     ]
+
+
+def _precision(config: TrainConfig) -> str:
+    stored, moments = config.param_dtype, config.adam_dtype
+    both = stored == moments
+    text = f"{config.dtype} compute, {stored} weights"
+    text += " and optimizer state" if both else f", {moments} optimizer state"
+    if config.low_precision != "none":
+        text += f"; {config.low_precision} matmuls in {config.low_precision_scope}"
+    return text
+
+
+def _compilation(config: TrainConfig) -> str:
+    text = f"True ({config.compile_scope})" if config.compile else "False"
+    if config.activation_checkpointing != "none":
+        text += f", activation checkpointing {config.activation_checkpointing}"
+    return text
 
 
 def _dataloader(config: TrainConfig) -> str:
@@ -209,19 +266,39 @@ def _dataloader(config: TrainConfig) -> str:
     )
 
 
-def _hardware(info: dict) -> Section:
+def _hardware(config: TrainConfig, info: dict) -> Section:
     hardware, software = info["hardware"], info["software"]
     memory = f" ({hardware['gpu_memory_gb']:.1f} GB)" if hardware.get("gpu_memory_gb") else ""
     estimate = info["estimated_memory_gb"]
     total = sum(estimate.values())
     return [
         ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
-        ("Parallelism", hardware["parallelism"]),
+        ("Parallelism", _parallelism(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
         ("Peak per GPU", _peak(hardware["peak"])),
+        *([("  fp8", _peak(hardware["peak_fp8"]))] if "peak_fp8" in hardware else []),
         ("Estimated memory per GPU", f"{total:.2f} GB"),
         *((f"  {name}", f"{size:.2f} GB") for name, size in estimate.items()),
     ]
+
+
+def _parallelism(config: TrainConfig, strategy: str) -> str:
+    extras = [
+        f"{config.fsdp_sharding} sharding" * (config.fsdp_sharding != "full"),
+        "reshard after forward" * config.reshard_after_forward,
+        f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
+    ]
+    return ", ".join([strategy, *filter(None, extras)])
+
+
+def _describe_peak(peak: Peak) -> dict:
+    return {
+        "tflops_per_gpu": peak.tflops,
+        "source": peak.source,
+        "reason": peak.reason,
+        "sparse": peak.sparse,
+        "measured": peak.measured,
+    }
 
 
 def _peak(peak: dict) -> str:

@@ -20,9 +20,13 @@ class StepResult(NamedTuple):
 
 
 def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -> Callable[..., StepResult]:
-    """step(x, y, learning_rate, with_gradient_sum=False); x, y (A, B, T) hold A micro-steps of token ids."""
+    """step(x, y, learning_rate, with_gradient_sum=False); x, y (A, B, T) hold A micro-steps of token ids, and
+    learning_rate is a number, or a tensor on the device where the step is captured (training/graphs.py)."""
+    rate = torch.zeros((), device=loss_scale.scale.device)  # read by the update when it runs, not before
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
-    def step(x, y, learning_rate: float, with_gradient_sum: bool = False) -> StepResult:
+    def step(x, y, learning_rate: float | torch.Tensor, with_gradient_sum: bool = False) -> StepResult:
         micro_steps = len(x)
         losses = []
         for i in range(micro_steps):
@@ -40,8 +44,7 @@ def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -
         # clipping and unscaling cost no pass of their own, and a bad gradient never reaches the weights.
         optimizer.grad_scale = loss_scale.scale * _clip_divisor(grad_norm, config.grad_clip)
         optimizer.found_inf = overflow
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        rate.fill_(learning_rate)
         optimizer.step()
         strategy.publish()
         strategy.clear_gradients()

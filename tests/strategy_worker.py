@@ -1,0 +1,33 @@
+"""Run by test_strategies.py, alone or under torchrun: train.py's main for several command lines, one after
+another in one process group, because starting processes takes longer than a tiny run.
+
+    strategy_worker.py COMMANDS.json    a list of argument lists
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch.distributed as dist
+
+import train
+from training.config import load_config
+from training.distributed import end_process, init_world, launch_info
+
+
+def main(path: str) -> None:
+    commands = json.loads(Path(path).read_text())
+    world = init_world(load_config(commands[0], launch_info()[2]))
+    train.init_world = lambda config: world
+    train.end_process = lambda world: dist.barrier() if world.size > 1 else None
+    for command in commands:
+        train.main(command)
+        gc.unfreeze()
+    end_process(world)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
