@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from float8 import Float8
 from float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
+from loss import LinearCrossEntropy
 from model_config import ModelConfig
 from ops import (
     EmbeddingFunction,
-    LinearCrossEntropy,
     LinearFunction,
     add_rms_norm,
     fused_heads,

@@ -36,7 +36,8 @@ from training.capture import CudaGraphs
 from training.checkpoint import Progress, TrainState, changed_settings, check_architecture, load_checkpoint
 from training.checkpoint_folder import find_checkpoint, read_state
 from training.compile import compile_and_checkpoint
-from training.config import RunError, TrainConfig, UserError, load_config
+from training.config import RunError, TrainConfig, UserError
+from training.config_file import load_config
 from training.dataset import open_dataset
 from training.distributed import (
     World,

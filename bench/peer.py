@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.peer_model import build, check_parameters, import_transformers
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
-from training.config import TrainConfig, UserError, load_config
+from training.config import TrainConfig, UserError
+from training.config_file import load_config
 from training.dataset import open_dataset
 from training.distributed import World, check_device, end_process, init_world, launch_info
 from training.hardware import resolve_peak

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.suites import ALL_GPUS, Variant
-from training.config import ALIASES, KEYS, TrainConfig, UserError, load_config
+from training.config import ALIASES, KEYS, TrainConfig, UserError
+from training.config_file import load_config
 
 MIN_ROWS = 4  # of a run, so that it has a spread
 

@@ -25,7 +25,8 @@ from bench.operations import copy_bandwidth, time_attention, time_matmul
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
-from training.config import TrainConfig, load_config
+from training.config import TrainConfig
+from training.config_file import load_config
 from training.distributed import check_device
 from training.hardware import Peak, resolve_peak
 from training.precision import DTYPES

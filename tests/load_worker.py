@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import model_builder
 from training.checkpoint import TrainState, load_checkpoint
-from training.config import load_config
+from training.config_file import load_config
 from training.distributed import end_process, init_world, launch_info
 from training.optimizer import build_optimizer
 from training.parallel import parallelize

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch.distributed as dist
 
 import train
-from training.config import load_config
+from training.config_file import load_config
 from training.distributed import end_process, init_world, launch_info
 
 

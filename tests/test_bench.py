@@ -26,7 +26,8 @@ from bench.results import combine, measure
 from bench.suites import SUITES, Variant
 from bench.table import COLUMNS
 from mfu_versions import model_builder_v1, model_builder_v3
-from training.config import UserError, load_config
+from training.config import UserError
+from training.config_file import load_config
 from training.dataset import open_dataset
 
 CPU = torch.device("cpu")

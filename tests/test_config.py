@@ -5,7 +5,8 @@ import os
 import pytest
 from helpers import ROOT, TINY, write_config
 
-from training.config import KEYS, UserError, load_config
+from training.config import KEYS, UserError
+from training.config_file import load_config
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 

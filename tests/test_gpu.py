@@ -10,7 +10,7 @@ import model_builder
 from model import manual_attention
 from training.attention import choose_attention
 from training.compile import compile_and_checkpoint
-from training.config import load_config
+from training.config_file import load_config
 from training.dataset import open_dataset
 from training.distributed import World
 from training.loader import Loader, Windows

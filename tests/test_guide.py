@@ -19,7 +19,8 @@ import model_builder
 from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
-from training.config import ALIASES, KEYS, load_config
+from training.config import ALIASES, KEYS
+from training.config_file import load_config
 from training.report import estimate_memory
 
 DOCS = ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "mfu_versions/README.md")

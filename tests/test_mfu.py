@@ -19,7 +19,8 @@ from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from model_config import model_config
 from training.compile import compile_and_checkpoint
-from training.config import TrainConfig, load_config
+from training.config import TrainConfig
+from training.config_file import load_config
 from training.distributed import World
 from training.hardware import Peak, table_peak
 from training.logger import Logger, _console_lines

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import ops
+from loss import LinearCrossEntropy, cross_entropy
 from model import RMSNorm, rotary_angles
 from model_config import model_config
 
@@ -65,7 +66,7 @@ def test_the_loss_and_its_gradients_are_those_of_cross_entropy_in_any_number_of_
     expected = F.cross_entropy(F.linear(x, weight), targets)
     dx, dweight = gradients(3 * expected, x, weight)
     total = torch.zeros(V, C) if into_sum else None
-    loss = ops.LinearCrossEntropy.apply(x, weight, targets, total, None, chunks, True)
+    loss = LinearCrossEntropy.apply(x, weight, targets, total, None, chunks, True)
     torch.testing.assert_close(loss, expected)
     (3 * loss).backward()
     torch.testing.assert_close(x.grad, dx)
@@ -78,7 +79,7 @@ def test_a_loss_scale_that_bf16_cannot_hold_scales_the_gradient_exactly():
     norms = []
     for scale in (1 / 32768, 1 / 45056):
         x = random(N, C, dtype=torch.bfloat16).requires_grad_()
-        loss = ops.LinearCrossEntropy.apply(x, weight, targets, torch.zeros(V, C), None, 1, True)
+        loss = LinearCrossEntropy.apply(x, weight, targets, torch.zeros(V, C), None, 1, True)
         (loss * torch.tensor(scale * N)).backward()
         norms.append(x.grad.double().norm().item())
     assert norms[1] / norms[0] == pytest.approx(32768 / 45056, rel=3e-4)
@@ -143,12 +144,12 @@ def test_the_cross_entropy_kernel_equals_its_plain_form(V):
     targets[3] = -100
     fused = logits.cuda()
     untouched = logits.cuda()
-    expected = ops.cross_entropy(logits, targets, True)
-    losses = ops.cross_entropy(fused, targets.cuda(), True)
+    expected = cross_entropy(logits, targets, True)
+    losses = cross_entropy(fused, targets.cuda(), True)
     torch.testing.assert_close(losses.cpu(), expected, rtol=1e-5, atol=1e-5)
     close(fused.cpu(), logits, 1e-5)
     before = untouched.clone()
-    losses = ops.cross_entropy(untouched, targets.cuda(), False)
+    losses = cross_entropy(untouched, targets.cuda(), False)
     torch.testing.assert_close(losses.cpu(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(untouched, before)
 

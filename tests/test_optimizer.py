@@ -7,7 +7,8 @@ import torch
 from helpers import TINY, write_config
 
 from training import optimizer as optimizer_module
-from training.config import TrainConfig, UserError, load_config
+from training.config import TrainConfig, UserError
+from training.config_file import load_config
 from training.optimizer import MixedAdamW, build_optimizer
 from training.parallel import Shard
 

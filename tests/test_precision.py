@@ -8,7 +8,7 @@ from helpers import last_run, make_dataset, run_train, write_config
 
 import model_builder
 from training.attention import _sdpa_default
-from training.config import load_config
+from training.config_file import load_config
 from training.dataset import open_dataset
 from training.distributed import World
 from training.loader import Loader, Windows

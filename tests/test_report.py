@@ -4,7 +4,7 @@ import pytest
 from helpers import ROOT, TINY, write_config
 
 import model_builder
-from training.config import load_config
+from training.config_file import load_config
 from training.hardware import Peak
 from training.report import estimate_memory, report_lines, startup_info
 

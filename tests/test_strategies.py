@@ -23,7 +23,8 @@ from training import parallel
 from training.checkpoint import load_weights
 from training.checkpoint_folder import find_checkpoint, read_state
 from training.compile import compile_and_checkpoint
-from training.config import UserError, load_config
+from training.config import UserError
+from training.config_file import load_config
 from training.distributed import World
 from training.optimizer import build_optimizer
 from training.parallel import parallelize
