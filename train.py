@@ -55,11 +55,12 @@ from training.logger import Logger
 from training.metrics import audit_flops
 from training.milestones import Milestones
 from training.optimizer import build_optimizer, describe_optimizer
-from training.parallel import Shard, parallelize
+from training.parallel import parallelize
 from training.precision import DTYPES, LossScale, use_low_precision
 from training.record import RunRecord, check_writable, new_run_path, start_logging, write_to_log_file
 from training.report import accumulation_steps, report_lines, startup_info
 from training.schedule import learning_rate
+from training.shards import Shard
 from training.step import make_step
 
 log = logging.getLogger("nanomfu")

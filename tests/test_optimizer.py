@@ -10,7 +10,7 @@ from training import optimizer as optimizer_module
 from training.config import TrainConfig, UserError
 from training.config_file import load_config
 from training.optimizer import MixedAdamW, build_optimizer
-from training.parallel import Shard
+from training.shards import Shard
 
 SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row
 STEPS = 20

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
 from model_config import ModelConfig
-from training import parallel
+from training import replicated
 from training.checkpoint import load_weights
 from training.checkpoint_folder import find_checkpoint, read_state
 from training.compile import compile_and_checkpoint
@@ -384,7 +384,7 @@ def watch(model, strategy, monkeypatch) -> list[str]:
         return run
 
     monkeypatch.setattr(dist, "all_reduce", recorded(dist.all_reduce, 0))
-    monkeypatch.setattr(parallel, "reduce_scatter", recorded(parallel.reduce_scatter, 1))
+    monkeypatch.setattr(replicated, "reduce_scatter", recorded(replicated.reduce_scatter, 1))
     parts = {f"blocks.{i}": block for i, block in enumerate(model.blocks)} | {"head": model.head}
     for name, module in parts.items():
         module.register_full_backward_pre_hook(lambda *_, name=name: events.append(f"backward of {name}"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from training.config import TrainConfig
-from training.parallel import Shard
 from training.precision import DTYPES
+from training.shards import Shard
 
 PART = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies, 64 MiB, stay near a GPU's cache
 

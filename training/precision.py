@@ -1,5 +1,5 @@
 """Precision. `dtype` is what the matmuls compute in, `param_dtype` what the optimizer's weights are stored in
-(training/parallel.py copies one to the other). float16 alone needs its loss scaled, because its smallest
+(training/replicated.py copies one to the other). float16 alone needs its loss scaled, because its smallest
 gradients would round to zero."""
 
 from __future__ import annotations
