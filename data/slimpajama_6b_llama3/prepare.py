@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.preparation import main  # noqa: E402
+from data.slimpajama import main  # noqa: E402
 from data.tokens import run  # noqa: E402
 
 if __name__ == "__main__":
