@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -82,7 +81,7 @@ def write_dataset(
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(splits, Mapping):
         splits = ((split, ids) for split, chunks in splits.items() for ids in chunks)
-    dtype = "uint16" if vocab_size <= UINT16_IDS else "uint32"
+    dtype = smallest_dtype(vocab_size)
 
     names = [f"{split}.bin" for split in SPLITS] + ["meta.pkl"]
     if tokenizer["kind"] == "tokenizers":
@@ -101,25 +100,17 @@ def write_dataset(
                 )
 
         if tokenizer["kind"] == "tokenizers":
-            shutil.copyfile(tokenizer["file"], temporary["tokenizer.json"])
+            temporary["tokenizer.json"].write_bytes(tokenizer_json(tokenizer["file"]).encode())
             tokenizer = {
                 **tokenizer,
                 "file": "tokenizer.json",
                 "sha256": _sha256(temporary["tokenizer.json"]),
             }
-        meta = {
-            "format": FORMAT,
-            "dtype": dtype,
-            "vocab_size": vocab_size,
-            "eot_id": eot_id,
-            "tokenizer": tokenizer,
-            "source": source,
-            "files": files,
-        }
+        meta = describe(vocab_size, tokenizer, eot_id, source, files)
         temporary["meta.json"].write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        temporary["meta.pkl"].write_bytes(pickle.dumps(_nanogpt_meta(vocab_size, tokenizer)))
+        temporary["meta.pkl"].write_bytes(nanogpt_meta(vocab_size, tokenizer))
         for name in names:
-            _sync(temporary[name])
+            sync(temporary[name])
 
         # from here the folder is between two datasets: the old meta.json goes before the first file changes
         (folder / "meta.json").unlink(missing_ok=True)
@@ -133,19 +124,34 @@ def write_dataset(
     return meta
 
 
-def _nanogpt_meta(vocab_size: int, tokenizer: dict) -> dict:
-    """What nanoGPT's readers expect in meta.pkl. Ours never read it: a pickle runs any code."""
-    if tokenizer["kind"] != "char":
-        return {"vocab_size": vocab_size}
-    chars = tokenizer["chars"]
+def describe(vocab_size: int, tokenizer: dict, eot_id: int | None, source: str, files: dict) -> dict:
+    """What meta.json holds; files is {name: what its TokenWriter counted}."""
     return {
+        "format": FORMAT,
+        "dtype": smallest_dtype(vocab_size),
         "vocab_size": vocab_size,
-        "itos": dict(enumerate(chars)),
-        "stoi": {c: i for i, c in enumerate(chars)},
+        "eot_id": eot_id,
+        "tokenizer": tokenizer,
+        "source": source,
+        "files": files,
     }
 
 
-def _sync(path: Path):
+def smallest_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= UINT16_IDS else "uint32"
+
+
+def nanogpt_meta(vocab_size: int, tokenizer: dict) -> bytes:
+    """What nanoGPT's readers expect in meta.pkl. Ours never read it: a pickle runs any code."""
+    meta = {"vocab_size": vocab_size}
+    if tokenizer["kind"] == "char":
+        chars = tokenizer["chars"]
+        meta["itos"] = dict(enumerate(chars))
+        meta["stoi"] = {c: i for i, c in enumerate(chars)}
+    return pickle.dumps(meta)
+
+
+def sync(path: Path):
     with open(path, "r+b") as file:
         os.fsync(file.fileno())
 
@@ -195,12 +201,20 @@ def run(main: Callable[[], None]):
         sys.exit(f"error: {error}")
 
 
+def count_tokens(meta: dict) -> dict[str, int]:
+    """Tokens of each split, over all of its files."""
+    return {
+        split: sum(file["tokens"] for name, file in meta["files"].items() if name.startswith(split))
+        for split in SPLITS
+    }
+
+
 def report(meta: dict, folder: str | Path, config: str | None = None):
     """Print where the dataset is, what it holds, and the command that trains on it."""
     config = config or f"config/quickstart.py --vocab_size={meta['vocab_size']}"
     folder = Path(folder).resolve()
     dataset = folder.name if folder.parent == DATA_DIR else folder
-    tokens = ", ".join(f"{name} {written['tokens']:,}" for name, written in meta["files"].items())
+    tokens = ", ".join(f"{split} {count:,}" for split, count in count_tokens(meta).items())
     print(f"in     {folder}")
     print(f"tokens {tokens}, as {meta['dtype']}")
     print(f"vocab  {meta['vocab_size']:,}, end-of-text id {meta['eot_id']}")
@@ -277,8 +291,17 @@ class TiktokenTokenizer:
             return None
 
 
+def tokenizer_json(path: str | Path) -> str:
+    """The content of a tokenizer.json, made from a tokenizer.model where the path is one."""
+    if Path(path).suffix != ".model":
+        return Path(path).read_bytes().decode()  # newlines as they are
+    from data.tokenizer_model import convert
+
+    return convert(Path(path))
+
+
 class FileTokenizer:
-    """A tokenizer.json, as the `tokenizers` library and Hugging Face models have it.
+    """A tokenizer.json, as the `tokenizers` library and Hugging Face models have it, or a tokenizer.model.
 
     Added tokens that the file marks "special": true stay text. Those it marks false are vocabulary like any
     other and keep their ids: the runs of spaces of GPT-NeoX, but also <think> of Qwen3.
@@ -291,7 +314,9 @@ class FileTokenizer:
             raise DataError(f"{path} needs the tokenizers library: pip install tokenizers") from None
         path = Path(path)
         try:
-            self.tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self.tokenizer = Tokenizer.from_str(tokenizer_json(path))
+        except DataError:
+            raise
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is not a tokenizer.json that can be read: {error}") from error
         self.tokenizer.encode_special_tokens = True  # the library's name for "as text"
@@ -314,12 +339,16 @@ class FileTokenizer:
 
 
 def open_tokenizer(name: str) -> TiktokenTokenizer | FileTokenizer:
-    """The tokenizer a user asked for: a tokenizer.json, a folder that holds one, or a name of tiktoken's."""
+    """What a user asked for: a tokenizer.json or .model, a folder that holds one, or a name of tiktoken's."""
     path = Path(name)
-    if (path / "tokenizer.json").is_file():
-        return FileTokenizer(path / "tokenizer.json")
-    if path.is_file():
-        return FileTokenizer(path)
+    for file in (path / "tokenizer.json", path / "tokenizer.model", path):
+        if file.is_file():
+            return FileTokenizer(file)
+    if path.is_dir():
+        raise DataError(
+            f"{path} holds no tokenizer.json and no tokenizer.model; AutoTokenizer.from_pretrained(...)"
+            f".save_pretrained({str(path)!r}) of transformers writes a tokenizer.json"
+        )
     return TiktokenTokenizer(name)
 
 

@@ -18,6 +18,7 @@ from training.config import ROOT, TrainConfig, UserError
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_TOKENS = 1 << 24  # ids read at a time
+OPEN_FILES = 256  # a process may have 1024 open; a dataset, thousands of shards
 LARGE = 10**9  # bytes; reading more takes seconds, so it is announced
 
 log = logging.getLogger("nanomfu")
@@ -49,9 +50,12 @@ class TokenFiles:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _map(self, file: int) -> np.ndarray:
-        if file not in self.maps:
-            self.maps[file] = np.memmap(self.paths[file], dtype=self.dtype, mode="r")
-        return self.maps[file]
+        tokens = self.maps.get(file)
+        if tokens is None:
+            if len(self.maps) >= OPEN_FILES:
+                self.maps.clear()  # a view that is still in use keeps its own file open
+            tokens = self.maps[file] = np.memmap(self.paths[file], dtype=self.dtype, mode="r")
+        return tokens
 
     def __getstate__(self):
         return {**self.__dict__, "maps": {}}  # a worker process opens its own
@@ -80,6 +84,7 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
         paths = sorted(folder.glob(f"{split}.bin")) or sorted(folder.glob(f"{split}_*.bin"))
         if not paths:
             raise UserError(f"no token file {folder}/{split}.bin; {_how_to_make(folder)}")
+        _check_names(paths, split, meta, folder)
         splits[split] = _check_size(paths, split, meta, config)
     _check_vocabulary(meta, config)
     if scan:
@@ -124,6 +129,16 @@ def _how_to_make(folder: Path) -> str:
         f"data/ can make: {shipped}. For your own text: "
         f"python data/text/prepare.py --input FILES --tokenizer TOKENIZER --output {os.path.relpath(folder)}"
     )
+
+
+def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> None:
+    """The shards that are there are those that meta.json lists: one more or less is another sequence."""
+    listed = {name for name in meta["files"] if name.startswith(f"{split}_")}
+    found = {path.name for path in paths}
+    if listed and listed != found:
+        name = min(listed ^ found)
+        state = "is missing from" if name in listed else "is not listed in the meta.json of"
+        raise UserError(f"{name} {state} {folder}, which was not copied whole; {_how_to_make(folder)}")
 
 
 def _check_size(paths: list[Path], split: str, meta: dict, config: TrainConfig) -> TokenFiles:

@@ -2,17 +2,14 @@
 
     python data/text/prepare.py --input 'corpus/*.jsonl.zst' --tokenizer gpt2 --output data/my_corpus
 
-Reads .txt (a file is one document, held in memory whole) and .jsonl, .jsonl.gz, .jsonl.zst (a line is one
-document, {"text": ...}). Each document is followed by the tokenizer's end-of-text id. Whether a document
+One process, two files: for up to a few GB. data/slimpajama_*/prepare.py --input does more with many.
+Reads .txt (a file is one document, held in memory whole), .jsonl, .jsonl.gz, .jsonl.zst (a line is one
+document, {"text": ...}) and .parquet. Each document is followed by the tokenizer's end-of-text id. Whether it
 trains or validates depends only on its number and on --val_fraction: the same input gives the same split.
 """
 
 import argparse
-import glob
-import gzip
 import hashlib
-import io
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,10 +19,10 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.documents import BadRecord, find_files, read_records  # noqa: E402
+from data.end_of_text import EOT_NAMES, find_eot  # noqa: E402
 from data.tokens import DataError, open_tokenizer, report, run, write_dataset  # noqa: E402
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # in order of preference
 BATCH_CHARS = 2_000_000  # of text encoded at once: keeps the cores busy and the process under about 0.5 GB
 # The config whose model has this tokenizer's vocabulary, for the command printed at the end.
 CONFIGS = {
@@ -39,97 +36,16 @@ CONFIGS = {
 # --- text in ---
 
 
-def find_files(patterns: list[str]) -> list[Path]:
-    """The input files in the order they are read: each argument a file, a folder or a glob, sorted within."""
-    files = []
-    for pattern in patterns:
-        path = Path(pattern)
-        found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
-        if path.is_dir():
-            found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
-            notes = [file for file in found if file.suffix == ".txt"]
-            if 0 < len(notes) < len(found):  # a README.txt beside the data would become a document
-                raise DataError(
-                    f"--input {pattern} holds .jsonl files and {notes[0].name}; use a glob to say which"
-                )
-        if not found:
-            raise DataError(
-                f"--input {pattern}: no such file, or nothing in it ends in {', '.join(SUFFIXES)}"
-            )
-        files += sorted(found)
-    for path in files:
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(
-                f"--input {path}: cannot read this kind of file; it must be {', '.join(SUFFIXES)}"
-            )
-    return list(dict.fromkeys(files))  # a file that two arguments name is read once
-
-
-def open_lines(raw: io.BufferedReader, path: Path) -> Iterable[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(raw)
-    if path.suffix != ".zst":
-        return raw
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path} needs the zstandard library: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # files made with zstd --long too
-    return io.BufferedReader(decompressor.stream_reader(raw, read_across_frames=True), 1 << 20)
-
-
-def parse_line(line: bytes, path: Path, number: int) -> str:
-    try:
-        text = json.loads(line)["text"]
-        text.encode("utf-8")  # half a surrogate pair is valid JSON and no text
-        return text
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f'{path}, line {number} is not a JSON object with a "text" string '
-            f"({type(error).__name__}: {error}); repair or remove the line"
-        ) from error
-
-
 def read_documents(files: list[Path], bar: tqdm) -> Iterator[str]:
-    """The texts that are not empty, one after another; the bar counts bytes on disk."""
+    """The texts, one after another; the bar counts bytes on disk. An unreadable record is an error."""
     for path in files:
-        before = bar.n
-        number = 0
-        try:
-            with open(path, "rb") as raw:
-                if path.suffix == ".txt":
-                    yield raw.read().decode("utf-8-sig").replace("\r\n", "\n")
-                    bar.update(path.stat().st_size)
-                    continue
-                for number, line in enumerate(open_lines(raw, path), start=1):
-                    if line.strip():
-                        yield parse_line(line, path, number)
-                    bar.update(before + raw.tell() - bar.n)
-        except DataError:
-            raise
-        except Exception as error:  # gzip, zlib and zstandard each have their own
-            raise DataError(
-                f"{path} is damaged after line {number}: {type(error).__name__}: {error}"
-            ) from error
+        for _, document in read_records(path, bar.update):
+            if isinstance(document, BadRecord):
+                raise DataError(f"{document}; repair or remove it")
+            yield "".join(document)
 
 
 # --- tokens out ---
-
-
-def find_eot(tokenizer, wanted: str | None) -> int:
-    names = EOT_NAMES if wanted is None else (wanted,)
-    found = {name: tokenizer.token_id(name) for name in names if tokenizer.token_id(name) is not None}
-    if not found:
-        raise DataError(
-            f"the tokenizer has no token {' or '.join(names)}; name its end-of-text token with --eot"
-        )
-    name, eot_id = next(iter(found.items()))
-    if eot_id in tokenizer.encode(name):
-        raise DataError(
-            f"a document that spells {name} would end there, as the tokenizer does not mark it as special; "
-            f'choose another with --eot, or set "special": true for it in tokenizer.json'
-        )
-    return eot_id
 
 
 def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:

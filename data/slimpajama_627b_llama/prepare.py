@@ -1,0 +1,18 @@
+"""SlimPajama 627B (cerebras/SlimPajama-627B) in LLaMA 2 tokens.
+
+    python data/slimpajama_627b_llama/prepare.py
+
+Downloads the text, or takes it from --input; the same command again goes on where it stopped.
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from data.slimpajama import main  # noqa: E402
+from data.tokens import run  # noqa: E402
+
+if __name__ == "__main__":
+    run(lambda: main(__doc__, "627b", "llama", HERE))
