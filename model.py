@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from documents import Documents
 from float8 import Float8
 from float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
 from loss import LinearCrossEntropy
@@ -33,12 +34,14 @@ INIT_STD = (
     0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
 )
 
-# attend(q, k, v, dropout_p): q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), causal
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+# attend(q, k, v, dropout_p): q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), causal; kernels that know
+# documents take their mask as a fifth argument
+Attend = Callable[..., torch.Tensor]
 
 
-def manual_attention(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
-    """softmax(Q K^T / sqrt(D)) V with a causal mask, every matmul visible (Vaswani et al. 2017, sec. 3.2.1).
+def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor:
+    """softmax(Q K^T / sqrt(D)) V with a causal mask, every matmul visible (Vaswani et al. 2017, sec. 3.2.1);
+    or with mask, documents.dense_mask's (B, 1, T, T).
 
     The reference that other backends are tested against, and the one whose FLOPs are counted.
     """
@@ -47,8 +50,8 @@ def manual_attention(q, k, v, dropout_p: float = 0.0) -> torch.Tensor:
     if K != H:
         k, v = (t.repeat_interleave(H // K, dim=1) for t in (k, v))  # (B, H, T, D)
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(D)  # (B, H, T, T)
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.float().masked_fill(future, float("-inf")).softmax(dim=-1).to(q.dtype)
+    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1) if mask is None else ~mask
+    weights = scores.float().masked_fill(hidden, float("-inf")).softmax(dim=-1).to(q.dtype)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
     return (weights @ v).transpose(1, 2)  # (B, T, H, D)
 
@@ -152,7 +155,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
-    def forward(self, x, amax, rotary):
+    def forward(self, x, amax, rotary, mask=None):
         heads = self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm
         if self.qkv.float8 is not None and self.qkv.bias is None and fused_heads(x, self.head_dim, rotary):
             norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else (None, None)
@@ -160,7 +163,9 @@ class Attention(nn.Module):
             q, k, v = Float8Heads.apply(x, amax, *self.qkv.float8_arguments, *norms, *rotary, *heads[:2], eps)
         else:
             q, k, v = split_heads(self.qkv(x, amax), *heads)  # (B, T, H, D) and twice (B, T, K, D)
-        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        # a kernel that knows no documents does not take the argument, so it cannot ignore them
+        y = self.attend(q, k, v, dropout) if mask is None else self.attend(q, k, v, dropout, mask)
         return self.out(y.reshape(x.shape))
 
 
@@ -201,9 +206,9 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = norm(config.n_embd, config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, delta, rotary):
+    def forward(self, x, delta, rotary, mask=None):
         x, normed, amax = self.attn_norm.add(x, delta)
-        delta = self.dropout(self.attn(normed, amax, rotary))
+        delta = self.dropout(self.attn(normed, amax, rotary, mask))
         x, normed, amax = self.ffn_norm.add(x, delta)
         return x, self.dropout(self.ffn(normed, amax))
 
@@ -238,8 +243,11 @@ class Transformer(nn.Module):
     """Decoder-only transformer. forward(ids (B, T), targets (B, T)) is the mean loss, a scalar in fp32;
     without targets, the logits (B, T, V).
 
+    documents, if set, keeps the documents of a window from seeing each other (documents.py).
     Build it on meta, then call init_weights(): see model_builder.build_model.
     """
+
+    documents: Documents | None = None
 
     def __init__(self, config: ModelConfig, attend: Attend = manual_attention, dtype=torch.float32):
         super().__init__()
@@ -258,16 +266,20 @@ class Transformer(nn.Module):
         T = ids.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
+        if self.documents is None:
+            positions, mask = torch.arange(T, device=ids.device), None
+        else:
+            positions, mask = self.documents(ids)
         x = self.embed(ids)  # (B, T, C)
         rotary = None
         if self.positions is not None:
-            x = x + self.positions(torch.arange(T, device=ids.device))
-        else:
+            x = x + self.positions(positions)
+        else:  # scores depend on differences of positions alone, so these need not begin again
             rotary = (self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))
         delta = torch.zeros_like(x)
         for block in self.blocks:
-            x, delta = block(x, delta, rotary)
+            x, delta = block(x, delta, rotary, mask)
         return self.head(x, delta, targets)
 
     def init_weights(self, device: torch.device | str, seed: int) -> Transformer:

@@ -20,7 +20,7 @@ from model_config import ModelConfig
 from training.checkpoint import load_weights
 from training.checkpoint_folder import find_checkpoint, read_state, verify_checkpoint
 from training.config import TrainConfig, UserError
-from training.dataset import dataset_folder
+from training.dataset import dataset_folder, parse_dataset
 from training.distributed import World
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     model = model_builder.build_model(ModelConfig(**saved["model_config"])).init_weights(device, seed=0)
     load_weights(checkpoint, model)
     model.eval()
-    dataset = options.dataset or saved["config"]["dataset"]
+    dataset, *_ = parse_dataset(options.dataset or saved["config"]["dataset"])  # a mixture has one tokenizer
     tokenizer = load_tokenizer(dataset_folder(TrainConfig(dataset=dataset)))
     prompt = tokenizer.encode(options.prompt)
     if not prompt:

@@ -28,6 +28,7 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 import torch
 
 import model_builder
+from documents import Documents
 from model import manual_attention
 from model_config import ModelConfig
 from training.attention import choose_attention
@@ -38,7 +39,6 @@ from training.checkpoint_folder import find_checkpoint, read_state
 from training.compile import compile_and_checkpoint
 from training.config import RunError, TrainConfig, UserError
 from training.config_file import load_config
-from training.dataset import open_dataset
 from training.distributed import (
     World,
     check_device,
@@ -50,17 +50,19 @@ from training.distributed import (
 )
 from training.graphs import GraphedStep
 from training.hardware import Peak, describe_hardware, resolve_peak
-from training.loader import Loader, Windows, hash_seed
+from training.loader import Loader, hash_seed
 from training.logger import Logger
 from training.metrics import audit_flops
 from training.milestones import Milestones
 from training.optimizer import build_optimizer, describe_optimizer
+from training.packing import end_of_text_id
 from training.parallel import parallelize
 from training.precision import DTYPES, LossScale, use_low_precision
 from training.record import RunRecord, check_writable, new_run_path, start_logging, write_to_log_file
 from training.report import accumulation_steps, report_lines, startup_info
 from training.schedule import learning_rate
 from training.shards import Shard
+from training.sources import describe_sources, make_windows, open_sources
 from training.step import make_step
 
 log = logging.getLogger("nanomfu")
@@ -85,7 +87,8 @@ def main(argv: list[str]) -> None:
     checkpoint = find_checkpoint(out_dir) if config.init_from == "resume" else None
     if checkpoint:
         check_architecture(checkpoint, read_state(checkpoint)["model_config"], model_config)
-    splits, meta = open_dataset(config, scan=local_rank == 0)  # one process of each machine
+    sources = open_sources(config, scan=local_rank == 0)  # one process of each machine
+    eot_id = end_of_text_id(config, sources[0].meta)  # all have one tokenizer
 
     # 2) devices, the log and the peak
     world = init_world(config)
@@ -96,9 +99,10 @@ def main(argv: list[str]) -> None:
     # 3) model: built on meta, then drawn on the device by (seed, name), so every rank starts alike
     dtype = DTYPES[config.dtype]
     attention = choose_attention(
-        config.attention_backend, model_config, dtype, world.device, manual_attention
+        config.attention_backend, model_config, dtype, world.device, manual_attention, config.doc_masking
     )
     model = model_builder.build_model(model_config, attention.attend, dtype)
+    model.documents = Documents(eot_id, attention.mask) if config.doc_masking else None
     model.init_weights(world.device, config.seed)
     model.head.loss_chunks = config.loss_chunks
     use_low_precision(model, config)
@@ -110,13 +114,13 @@ def main(argv: list[str]) -> None:
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
-    step = make_step(strategy, optimizer, loss_scale, config)
+    step = make_step(strategy, optimizer, loss_scale, config, model.documents)
 
     # 5) resume: weights, moments, generators and position; a new run seeds its dropout by rank
     torch.manual_seed(hash_seed(config.seed, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world)
     progress = load_checkpoint(checkpoint, state, model_config) if checkpoint else Progress(0, 0)
-    windows = {split: Windows(tokens, config.block_size) for split, tokens in splits.items()}
+    windows = make_windows(sources, config)
     loader = Loader(windows["train"], config, world, position=progress.samples_seen)
 
     # 6) report
@@ -131,7 +135,8 @@ def main(argv: list[str]) -> None:
         attention.to_dict(),
         world.size,
     )
-    info["data"] = {"tokens": {split: files.total for split, files in splits.items()}, "meta": meta}
+    samples = config.max_iters * config.samples_per_iter(world.size)
+    info["data"] = describe_sources(sources, windows, samples)
     info["resumed_from"] = str(checkpoint) if checkpoint else None
     info["changed_since_checkpoint"] = changed_settings(checkpoint, config) if checkpoint else {}
     resolved = {**config.to_dict(), **accumulation_steps(config, world.size)}

@@ -1,15 +1,23 @@
 """Every fault of a dataset is found and named before the first step; the scan that finds some runs once."""
 
 import json
+import logging
 import os
+import time
 
 import numpy as np
 import pytest
 from helpers import ROOT, TINY, make_dataset
 
-from training import dataset as dataset_module
-from training.config import TrainConfig, UserError
+from data import verified
+from data.inspect import check_files
+from data.tokens import CharTokenizer, read_meta
+from data.units import Settings, Unit, tokenize
+from training.config import RunError, TrainConfig, UserError
 from training.dataset import dataset_folder, open_dataset
+from training.distributed import World
+from training.loader import IterationBatches, Windows
+from training.sources import open_sources
 
 VOCABULARY = TINY["vocab_size"]
 
@@ -236,7 +244,7 @@ def test_one_id_beyond_the_vocabulary_is_found_wherever_it_is(folder, position):
 
 
 def test_id_is_found_in_the_last_chunk_of_a_scan_too(folder, monkeypatch):
-    monkeypatch.setattr(dataset_module, "SCAN_TOKENS", 1_000)
+    monkeypatch.setattr(verified, "READ_BYTES", 2_000)
     by_hand(folder)
     ids = np.fromfile(folder / "train.bin", "<u2")
     ids[-1] = VOCABULARY
@@ -264,22 +272,22 @@ def test_token_count_that_meta_does_not_record_is_refused(folder):
 
 @pytest.fixture
 def scanned(monkeypatch):
-    """The names of the files that were read whole, in order."""
-    names, scan = [], dataset_module._scan
+    """The names of the files that were read whole."""
+    names, scan = [], verified.scan
 
-    def counting(path, dtype):
+    def counting(path, *arguments):
         names.append(path.name)
-        return scan(path, dtype)
+        return scan(path, *arguments)
 
-    monkeypatch.setattr(dataset_module, "_scan", counting)
+    monkeypatch.setattr(verified, "scan", counting)
     return names
 
 
 def test_second_start_reads_no_file_again(folder, scanned):
     open_dataset(config(folder), scan=True)
-    assert scanned == ["train.bin", "val.bin"]
+    assert sorted(scanned) == ["train.bin", "val.bin"]
     open_dataset(config(folder), scan=True)
-    assert scanned == ["train.bin", "val.bin"]
+    assert sorted(scanned) == ["train.bin", "val.bin"]
 
 
 def test_only_the_rank_that_is_asked_to_scans(folder, scanned):
@@ -291,7 +299,7 @@ def test_remembered_scan_still_refuses_a_smaller_vocabulary(folder, scanned):
     by_hand(folder, vocab_size=1)  # says less than the ids need
     open_dataset(config(folder), scan=True)
     assert f"token id {VOCABULARY - 1}" in refusal(folder, vocab_size=VOCABULARY - 1)
-    assert scanned == ["train.bin", "val.bin"]
+    assert sorted(scanned) == ["train.bin", "val.bin"]
 
 
 def test_changed_file_is_scanned_again(folder, scanned):
@@ -303,7 +311,7 @@ def test_changed_file_is_scanned_again(folder, scanned):
     write_ids(folder / "train.bin", ids)  # of the same size
     os.utime(folder / "train.bin", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert f"token id {VOCABULARY}" in refusal(folder)
-    assert scanned == ["train.bin", "val.bin", "train.bin"]
+    assert sorted(scanned) == ["train.bin", "train.bin", "val.bin"]
 
 
 def test_files_read_as_another_dtype_are_scanned_again(tmp_path, scanned):
@@ -318,7 +326,7 @@ def test_files_read_as_another_dtype_are_scanned_again(tmp_path, scanned):
 def test_damaged_memory_of_a_scan_means_another_scan(folder, scanned, text):
     (folder / ".verified.json").write_text(text)
     open_dataset(config(folder), scan=True)
-    assert scanned == ["train.bin", "val.bin"]
+    assert sorted(scanned) == ["train.bin", "val.bin"]
 
 
 def test_read_only_dataset_works_and_is_scanned_every_time(folder, scanned, monkeypatch):
@@ -328,5 +336,148 @@ def test_read_only_dataset_works_and_is_scanned_every_time(folder, scanned, monk
     monkeypatch.setattr("pathlib.Path.write_text", refuse)  # a mode would not stop root
     for _ in range(2):
         assert open_dataset(config(folder), scan=True)[0]["train"].total == 20_000
-    assert scanned == 2 * ["train.bin", "val.bin"]
+    assert sorted(scanned) == sorted(2 * ["train.bin", "val.bin"])
     assert not list(folder.glob(".verified*"))
+
+
+def test_reading_that_was_stopped_goes_on_where_it_was(folder, scanned, monkeypatch):
+    monkeypatch.setattr(verified, "THREADS", 1)
+    make_shards(folder, [100, 100, 100])
+    write_ids(folder / "train_002.bin", [VOCABULARY] * 100)
+    refusal(folder, eval_interval=0)
+    write_ids(folder / "train_002.bin", [0] * 100)
+    open_dataset(config(folder, eval_interval=0), scan=True)
+    assert scanned == ["train_000.bin", "train_001.bin", "train_002.bin", "train_002.bin"]
+
+
+def test_file_that_was_hashed_when_it_was_written_is_not_read_again(tmp_path, scanned):
+    text, folder = tmp_path / "a.txt", tmp_path / "tokens"
+    text.write_text("text of a document " * 150)
+    (folder / "units").mkdir(parents=True)
+    settings = Settings(eot_id=0, bos_id=None, val_fraction=0.0, shard_tokens=1000)
+    tokenizer = CharTokenizer(" acdefmnotux")
+    record = tokenize(Unit(0, "train", ((str(text), text.name),), None), folder, tokenizer, settings, 0)
+    meta = {"dtype": "uint16", "vocab_size": tokenizer.vocab_size, "files": record["files"]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    open_dataset(config(folder, eval_interval=0), scan=True)
+    assert len(record["files"]) == 3 and scanned == []
+    copied = folder / "train_000000_001.bin"
+    copied.write_bytes(copied.read_bytes())  # the same bytes, at another time
+    open_dataset(config(folder, eval_interval=0), scan=True)
+    assert scanned == [copied.name]
+
+
+def test_inspecting_the_hashes_spares_the_run_the_reading(folder, scanned):
+    meta = json.loads((folder / "meta.json").read_text())
+    for name, file in meta["files"].items():
+        file["max_id"] = int(np.fromfile(folder / name, "<u2").max())
+    edit_meta(folder, format=1, files=meta["files"])
+    check_files(folder, read_meta(folder), hashes=True)
+    assert sorted(scanned) == ["train.bin", "val.bin"]
+    open_dataset(config(folder), scan=True)
+    assert len(scanned) == 2
+
+
+# --- without reading ---
+
+
+def test_verifying_sizes_reads_nothing_and_says_so(folder, scanned, caplog):
+    with caplog.at_level(logging.WARNING, "nanomfu"):
+        open_dataset(config(folder, verify_data="size"), scan=True)
+    assert scanned == []
+    assert "2 of 2 token files" in caplog.text and "--hash" in caplog.text
+    write_ids(folder / "train.bin", [0] * 19_999)
+    assert "holds 19,999 tokens" in refusal(folder, verify_data="size")
+
+
+def test_recorded_ids_are_compared_with_the_model_on_every_rank_without_reading(folder):
+    edit_meta(folder, files={"train.bin": {"tokens": 20_000, "max_id": VOCABULARY}})
+    assert f"token id {VOCABULARY}" in refusal(folder, scan=False)
+    assert f"token id {VOCABULARY}" in refusal(folder, verify_data="size")
+
+
+def test_wrong_id_that_was_trusted_stops_the_run_before_a_device_sees_it(folder):
+    ids = np.fromfile(folder / "train.bin", "<u2")
+    ids[700] = VOCABULARY
+    write_ids(folder / "train.bin", ids)
+    windows = Windows(open_dataset(config(folder, verify_data="size"), scan=True)[0]["train"], 32)
+    windows.read(np.array([20, 23]))
+    with pytest.raises(RunError, match=f"train.bin contains token id {VOCABULARY} at 700") as error:
+        windows.read(np.array([20, 21]))
+    assert "--hash" in str(error.value)
+
+
+def test_file_that_shrinks_after_the_start_is_named(folder):
+    train = open_dataset(config(folder), scan=False)[0]["train"]
+    os.truncate(folder / "train.bin", 20_000)
+    with pytest.raises(RunError, match="had 40,000 bytes when the run started and has 20,000 now"):
+        train.read(0, 10)
+
+
+# --- training is not validation ---
+
+
+def test_validation_that_is_a_link_to_training_is_refused(folder):
+    by_hand(folder)
+    (folder / "val.bin").unlink()
+    (folder / "val.bin").symlink_to(folder / "train.bin")
+    message = refusal(folder)
+    assert "val.bin is the same file as" in message and "--eval_interval=0" in message
+    assert open_dataset(config(folder, eval_interval=0), scan=True)
+
+
+def test_validation_with_the_hash_of_training_is_refused(folder):
+    (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
+    files = json.loads((folder / "meta.json").read_text())["files"]
+    edit_meta(folder, files={**files, "val.bin": files["train.bin"]})
+    with pytest.raises(UserError, match="val.bin is the same file as"):
+        open_sources(config(folder), scan=True)
+
+
+# --- scale ---
+
+SHARDS, SHARD_TOKENS = 5_000, 125_400_000  # 627 B tokens
+
+
+@pytest.fixture(scope="module")
+def huge(tmp_path_factory):
+    """627 B tokens in 5,000 sparse shards of uint32, all zeros, that count as read."""
+    folder = tmp_path_factory.mktemp("huge")
+    names = [f"train_{i:06d}_000.bin" for i in range(SHARDS)]
+    files = {name: {"tokens": SHARD_TOKENS, "sha256": "0" * 64, "max_id": 0} for name in names}
+    try:
+        for name in names:
+            with open(folder / name, "wb") as file:
+                file.truncate(4 * SHARD_TOKENS)
+    except OSError as error:
+        pytest.skip(f"no room for sparse files: {error}")
+    meta = {"dtype": "uint32", "vocab_size": VOCABULARY, "files": files}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    verified.remember(folder, {name: verified.entry(folder / name, "uint32", files[name]) for name in names})
+    yield folder
+    for name in names:
+        (folder / name).unlink()  # pytest keeps folders of earlier runs
+
+
+def seconds(function) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_start_on_5000_shards_takes_less_than_a_second(huge, scan):
+    settings = config(huge, eval_interval=0)
+    assert min(seconds(lambda: open_dataset(settings, scan)) for _ in range(3)) < 1
+
+
+def test_windows_come_from_all_over_5000_shards(huge):
+    settings = config(huge, eval_interval=0, batch_size=400)
+    windows = Windows(open_dataset(settings, scan=False)[0]["train"], settings.block_size)
+    assert windows.count == (SHARDS * SHARD_TOKENS - 1) // 32
+    batches = IterationBatches(windows, settings, World(0, 0, 1, "cpu"))
+    indices, _ = windows.places(batches.numbers_at(10**9).ravel(), seed=1)
+    shards = indices * 32 // SHARD_TOKENS
+    assert len(np.unique(indices)) == 400 and len(np.unique(shards)) > 350  # 384 are expected
+    assert batches[10**9].shape == (1, 400, 33)
+    assert len(os.listdir("/proc/self/fd")) < 300  # of 1024 that a process may have

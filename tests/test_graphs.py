@@ -76,7 +76,7 @@ def rate(iteration: int) -> float:
 
 
 def train(parts: Parts, step=None, iterations=range(ITERATIONS), sums=SUMS) -> list[tuple]:
-    """(loss, gradient norm, gradient sum or None, overflow) of every iteration."""
+    """(loss, gradient norm, gradient sum or None, overflow, attended) of every iteration."""
     results = [(step or parts.step)(*parts.loader.next(), rate(i), i in sums) for i in iterations]
     return [tuple(None if value is None else value.item() for value in result) for result in results]
 
@@ -167,7 +167,7 @@ def half_the_gradient(run, fake):
         fake.step.state.loss_scale.scale.mul_(2.0)  # the losses stay; the update sees half
         packed = run()
         fake.step.state.loss_scale.scale.div_(2.0)
-        return packed * torch.tensor([1.0, 0.5, 1.0])
+        return packed * torch.tensor([1.0, 0.5, 1.0, 1.0])  # of loss, norm, overflow, attended
 
     return replay
 
@@ -362,7 +362,7 @@ def test_a_gradient_that_is_not_finite_is_no_difference(dataset):
     parts.state.loss_scale.scale.fill_(float("inf"))
     results = train(parts, step, range(REFERENCES))
     parts.state.loss_scale.scale.fill_(1.0)
-    assert [overflow for *_, overflow in results] == [1.0] * REFERENCES
+    assert [overflow for *_, overflow, _ in results] == [1.0] * REFERENCES
     assert same(weights(parts), before)
     assert step.choice["used"] == "CUDA Graph"
 

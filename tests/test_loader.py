@@ -1,6 +1,7 @@
 """A batch is a function of (seed, epoch, position). GPUs and workers change who reads it, not what it is."""
 
 import dataclasses
+import json
 import multiprocessing
 
 import numpy as np
@@ -37,13 +38,19 @@ def with_world_size(size: int, **keys) -> TrainConfig:
     return dataclasses.replace(CONFIG, gradient_accumulation_steps=4 // size, **keys)
 
 
+def indices_at(batches: IterationBatches, position: int) -> np.ndarray:
+    """(A, B) window indices of the iteration that starts at `position`."""
+    numbers = batches.numbers_at(position)
+    return batches.windows.places(numbers, batches.seed)[0]
+
+
 def global_order(windows, size: int, position: int = 0, iterations: int = 1) -> list[int]:
     """Window indices in the order of their global sample numbers: micro-step by micro-step, rank by rank."""
     config = with_world_size(size)
     order = []
     for i in range(iterations):
         ranks = [
-            IterationBatches(windows, config, world(rank, size)).samples_at(position + i * GLOBAL_BATCH)[0]
+            indices_at(IterationBatches(windows, config, world(rank, size)), position + i * GLOBAL_BATCH)
             for rank in range(size)
         ]
         order += np.stack(ranks, axis=1).ravel().tolist()  # (A, W, B)
@@ -115,13 +122,18 @@ def test_epochs_and_seeds_have_their_own_orders(windows):
     epochs = global_order(windows, 1, iterations=25)
     assert epochs[:100] != epochs[100:]
     other = dataclasses.replace(CONFIG, seed=CONFIG.seed + 1)
-    first, second = (IterationBatches(windows, c, world()).samples_at(0)[0] for c in (CONFIG, other))
+    first, second = (indices_at(IterationBatches(windows, c, world()), 0) for c in (CONFIG, other))
     assert first.ravel().tolist() != second.ravel().tolist()
+
+
+def test_order_is_that_of_checkpoints_that_exist(windows):
+    assert windows.places(np.arange(8), 1337)[0].tolist() == [77, 36, 14, 72, 53, 87, 4, 59]
+    assert windows.places(np.arange(100, 108), 1337)[0].tolist() == [90, 26, 1, 18, 62, 80, 21, 60]
 
 
 def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows):
     config = dataclasses.replace(CONFIG, batch_size=300, gradient_accumulation_steps=1)
-    indices = IterationBatches(windows, config, world()).samples_at(0)[0]
+    indices = indices_at(IterationBatches(windows, config, world()), 0)
     assert np.bincount(indices.ravel(), minlength=100).tolist() == [3] * 100
 
 
@@ -133,7 +145,7 @@ def test_y_is_x_one_token_later(windows):
     x, y = loader.next()
     assert x.shape == y.shape == (4, 2, T) and x.dtype == y.dtype == torch.int64
     assert torch.equal(x[..., 1:], y[..., :-1])
-    indices = loader.batches.samples_at(0)[0]
+    indices = indices_at(loader.batches, 0)
     rows = windows.read(indices.ravel()).reshape(4, 2, T + 1)
     assert np.array_equal(x, rows[..., :-1]) and np.array_equal(y, rows[..., 1:])
 
@@ -178,7 +190,7 @@ def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
     before = global_order(windows, 1, iterations=5)  # 40 samples
     config = dataclasses.replace(CONFIG, batch_size=3, gradient_accumulation_steps=1)
     dataset = IterationBatches(windows, config, world())
-    after = [i for step in range(20) for i in dataset.samples_at(40 + 3 * step)[0].ravel().tolist()]
+    after = [i for step in range(20) for i in indices_at(dataset, 40 + 3 * step).ravel().tolist()]
     assert sorted(before + after) == list(range(100))
 
 
@@ -267,3 +279,88 @@ def test_each_epoch_cuts_the_tokens_elsewhere_and_still_covers_them(windows):
         firsts.append(offset)
     assert firsts[0] == 0
     assert len(set(firsts)) == 3
+
+
+# --- every token, by its id ---
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """As `windows`, in 7 shards, and every token is its own id."""
+    folder = tmp_path_factory.mktemp("numbered")
+    ids = np.arange(100 * T + 5, dtype="<u4")
+    for i, shard in enumerate(np.split(ids, [900, 901, 1000, 1800, 2500, 3111])):
+        shard.tofile(folder / f"train_{i}.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": len(ids)}))
+    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, vocab_size=len(ids))
+    return Windows(open_dataset(config, scan=False)[0]["train"], T)
+
+
+def assert_two_epochs(x, windows):
+    """x (200, T): each epoch has each token once, but for the 5 that no window has room for."""
+    total = windows.tokens.total
+    for epoch, rows in enumerate(np.split(np.asarray(x), [windows.count])):
+        left_out = (int(epoch_offset(np.int64(epoch), T)) + windows.count * T + np.arange(5)) % total
+        expected = np.ones(total, dtype=int)
+        expected[left_out] = 0
+        assert rows.shape == (100, T)
+        assert np.array_equal(np.bincount(rows.ravel(), minlength=total), expected)
+
+
+@pytest.mark.parametrize(
+    "plan", [[(1, 25)], [(2, 25)], [(4, 25)], [(4, 9), (1, 4), (2, 12)], [(1, 12), (4, 1), (2, 1), (4, 11)]]
+)
+def test_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(numbered, plan):
+    """plan: [(ranks, iterations)], resumed after each."""
+    samples, position = [], 0
+    for size, iterations in plan:
+        config = with_world_size(size)
+        for _ in range(iterations):
+            ranks = [IterationBatches(numbered, config, world(rank, size))[position] for rank in range(size)]
+            samples.append(torch.stack(ranks, dim=1).reshape(GLOBAL_BATCH, T + 1))  # (A, W, B, T + 1)
+            position += GLOBAL_BATCH
+    rows = torch.cat(samples)
+    following = (rows[:, :-1] + 1) % numbered.tokens.total  # also where an epoch wraps around
+    assert torch.equal(rows[:, 1:], following)
+    assert_two_epochs(rows[:, :-1], numbered)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3, 4])
+def test_two_epochs_through_workers_have_every_token_once_each(numbered, workers):
+    keys = {"use_dataloader": True, "dataloader_num_workers": workers}
+    rows, position = [], 0
+    for size, iterations in ((1, 11), (2, 14)):  # stopped, and resumed on two ranks
+        config = with_world_size(size, **keys)
+        ranks = [batches(numbered, config, iterations, world(r, size), position) for r in range(size)]
+        for one in zip(*ranks, strict=True):
+            rows.append(torch.stack([x for x, _ in one], dim=1).reshape(GLOBAL_BATCH, T))
+        position += iterations * GLOBAL_BATCH
+    assert_two_epochs(torch.cat(rows), numbered)
+
+
+# --- memory ---
+
+
+def anonymous_kib() -> int:
+    """This process's memory without the pages of mapped files, which the system takes back when it likes."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def test_memory_stays_flat_over_10000_batches(tmp_path):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(400):  # more than are open at a time
+        np.zeros(800, "<u2").tofile(folder / f"train_{i:03d}.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 64}))
+    one = {"batch_size": 1, "gradient_accumulation_steps": 1}
+    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, **one)
+    windows = Windows(open_dataset(config, scan=False)[0]["train"], T)
+    loader = Loader(windows, config, world())
+    for _ in range(1000):
+        loader.next()
+    before = anonymous_kib()
+    for _ in range(10_000):
+        loader.next()
+    assert anonymous_kib() - before < 1024
+    assert loader.position > windows.count  # more than an epoch

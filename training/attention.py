@@ -1,5 +1,5 @@
 """Attention kernels. What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and
-one line says what was asked, what runs, and why.
+one line says what was asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
 
 The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A
 global switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
@@ -7,6 +7,7 @@ global switch (sdpa_kernel) is not part of inductor's cache key: a run could get
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from documents import dense_mask
 from model_config import ModelConfig
 from training.capability import CUDNN, TORCH, capability
 
@@ -23,6 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 CUDNN_MAX_HEAD_DIM = 128
 PROBE_TOKENS = 256  # enough for every kernel's tile
+PROBE_TOLERANCE = 0.03  # of outputs of unit size; bf16 has 8 bits, and a document too many changes them by 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class AttentionChoice:
     kernel: str  # the implementation inside the backend, such as 'cuDNN'
     reason: str  # why `used` differs from `asked`; empty when it does not
     attend: Callable
+    mask: Callable | None = None  # documents' numbers (B, T) -> what attend takes as its mask
 
     def to_dict(self) -> dict:
         """For the record; 'line' is the one line that the log shows after 'Attention backend:'."""
@@ -48,13 +53,20 @@ class Unavailable(Exception):
 
 
 def choose_attention(
-    asked: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, manual: Callable
+    asked: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    manual: Callable,
+    documents: bool = False,
 ) -> AttentionChoice:
-    """The first backend of the chain, from `asked` on, that runs forward and backward on this device.
+    """The first backend of the chain, from `asked` on, that runs forward and backward on this device; with
+    documents, also that keeps them apart, which is compared with `manual` on a few.
 
     `manual`, model.manual_attention, ends the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
     """
-    backends = {**BACKENDS, "manual": lambda *_: [("matmul, softmax, matmul", manual)]}
+    last = ("matmul, softmax, matmul", manual, *([dense_mask] if documents else []))
+    backends = {**(DOCUMENT_BACKENDS if documents else BACKENDS), "manual": lambda *_: [last]}
     reasons = []
     for name in CHAIN[CHAIN.index(asked) :]:
         try:
@@ -62,24 +74,31 @@ def choose_attention(
         except Unavailable as error:
             reasons.append(f"{name}: {error}")
             continue
-        for kernel, attend in candidates:
-            failure = _probe(attend, config, dtype, device)
+        for kernel, attend, *mask in candidates:
+            failure = _probe(attend, config, dtype, device, manual, *mask)
             if failure is None:
-                return AttentionChoice(asked, name, kernel, "; ".join(reasons), attend)
+                return AttentionChoice(asked, name, kernel, "; ".join(reasons), attend, *mask)
             reasons.append(f"{name} [{kernel}] failed: {failure}")
     raise RuntimeError(f"no attention backend runs here: {'; '.join(reasons)}")
 
 
-def _probe(attend: Callable, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+def _probe(attend, config: ModelConfig, dtype, device, manual, mask=None) -> str | None:
     """Runs one forward and backward with the model's own head counts; None, or what went wrong."""
     T, D = min(PROBE_TOKENS, config.block_size), config.head_dim
     q, k, v = (
         torch.randn(1, T, heads, D, dtype=dtype, device=device, requires_grad=True)
         for heads in (config.n_head, config.n_kv_head, config.n_kv_head)
     )
+    numbers = torch.arange(T, dtype=torch.int32, device=device)[None] * 3 // T  # three documents
     try:
-        attend(q, k, v, config.dropout).sum().backward()
+        y = attend(q, k, v, config.dropout, *([mask(numbers)] if mask else []))
+        y.sum().backward()
         finite = all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # sync point, once at start-up
+        if mask and not config.dropout:
+            difference = y - manual(q, k, v, 0.0, dense_mask(numbers))
+            error = float(difference.detach().abs().max())
+            if not error < PROBE_TOLERANCE:
+                return f"documents see each other: it differs from manual attention by {error:.3g}"
     except Exception as error:  # a kernel may fail in any way; the reason is shown to the user, not hidden
         return _first_line(error)
     return None if finite else "gradients are not finite"
@@ -183,4 +202,53 @@ def _default_sdpa_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.
     return SDPBackend(torch._fused_sdp_choice(q, k, k, None, config.dropout, True, enable_gqa=grouped)).name
 
 
+# --- backends that keep documents apart: each returns [(kernel name, attend, mask)] ---
+
+
+def _no_documents(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    raise Unavailable("doc_masking is not wired to its variable-length kernels")
+
+
+def _masked_sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """Flex attention skips what no query of a block may see; a dense mask only hides it."""
+    kernels = [("dense mask", _sdpa_masked, dense_mask)]
+    if device.type == "cuda" and config.dropout == 0:
+        kernels.insert(0, ("flex attention", _flex, _block_mask))
+    return kernels
+
+
+def _sdpa_masked(q, k, v, dropout_p, mask):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+def _flex(q, k, v, dropout_p, mask):
+    """Dong et al. 2024. Fused only when compiled, so it is compiled also where the model is not.
+
+    No kernel_options: ROWS_GUARANTEED_SAFE and BLOCKS_ARE_CONTIGUOUS are 5 % faster and wrong here. A token
+    may see nothing of the first block it visits, and blocks seen in part lie on both sides of whole ones.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+def _block_mask(numbers: torch.Tensor):
+    """Numbers (B, T) -> flex attention's mask, 1 bit for 128 x 128 tokens and a rule for those within."""
+
+    def visible(b, h, query, key):
+        return (query >= key) & (numbers[b, query] == numbers[b, key])
+
+    B, T = numbers.shape
+    return _compiled(create_block_mask)(visible, B, None, T, T, device=numbers.device)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
+
+
 BACKENDS = {"flash_attn_3": _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
+DOCUMENT_BACKENDS = {"flash_attn_3": _no_documents, "flash_attn_2": _no_documents, "sdpa": _masked_sdpa}

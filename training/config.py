@@ -48,10 +48,13 @@ class TrainConfig:
     dry_run: bool = False  # build on the meta device, print the start-up report, stop
 
     # --- data ---
-    dataset: str = "quickstart"  # a folder in data/, or a path to one
+    dataset: str = "quickstart"  # a folder in data/, or a path to one; 'a:0.7,b:0.3' mixes several by weight
+    verify_data: str = "hash"  # files not yet read whole: 'hash' reads them once, 'size' trusts their sizes
     batch_size: int = 12  # sequences per GPU per micro-step
     gradient_accumulation_steps: int = 1  # micro-steps per iteration, per GPU
     block_size: int = 1024  # tokens per sequence
+    doc_masking: bool = False  # documents of a window do not see each other, and positions begin again
+    packing: str = "stream"  # windows: 'stream' (tokens cut anywhere) or 'truncate' (whole documents)
     use_dataloader: bool = False  # worker processes read the batches; the batches are the same
     dataloader_num_workers: int = 2  # processes
     dataloader_prefetch_factor: int = 2  # iterations read ahead, per worker
@@ -155,6 +158,8 @@ ALIAS_TYPES = {"intermediate_size": TYPES["d_ff"], "flash_attn": bool}
 
 CHOICES = {
     "init_from": ("scratch", "resume"),
+    "verify_data": ("hash", "size"),
+    "packing": ("stream", "truncate"),
     "device": ("cuda", "cpu"),
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16"),

@@ -16,6 +16,7 @@ import typing
 from pathlib import Path
 
 from training.config import ALIAS_TYPES, ALIASES, KEYS, ROOT, TYPES, TrainConfig, UserError, check
+from training.dataset import parse_dataset
 
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
 
@@ -34,6 +35,7 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
             values[key] = checked  # a flag comes after the file, so it wins
     config = TrainConfig(**values)
     check(config, world_size)
+    parse_dataset(config.dataset)
     return config
 
 

@@ -1,68 +1,61 @@
-"""Token files and the checks on them. Every mismatch between tokens, meta.json and model is found here, on
+"""Datasets and the checks on them. Every mismatch between tokens, meta.json and model is found here, on
 the CPU, before the first step: on the GPU it would be an illegal memory access or, worse, a wrong loss.
 
 data/NAME/ holds meta.json and, for each split, SPLIT.bin or shards SPLIT_*.bin: flat ids, one sequence.
+Names, sizes and the largest ids that meta.json records are checked at every start, hashes where a file has
+not been read whole before (data/verified.py), the ids of a window when it is read (training/token_files.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
+import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
+from data.verified import LARGE, read_whole, recall, remember, stamp
 from training.config import ROOT, TrainConfig, UserError
+from training.token_files import TokenFiles
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-SCAN_TOKENS = 1 << 24  # ids read at a time
-OPEN_FILES = 256  # a process may have 1024 open; a dataset, thousands of shards
-LARGE = 10**9  # bytes; reading more takes seconds, so it is announced
+REMEMBER_SECONDS = 10.0  # a start that is stopped while it reads goes on from there at the next one
 
 log = logging.getLogger("nanomfu")
 
 
-class TokenFiles:
-    """The files of one split as one sequence of token ids, memory-mapped when first read."""
+def parse_dataset(text: str) -> dict[str, Fraction]:
+    """{name: weight} of what the `dataset` key says, in its order; the weights add up to 1. A name alone is
+    one dataset; 'a:0.7,b:0.3' samples from several. Raises UserError."""
+    if ":" not in text:
+        return {text: Fraction(1)}
+    weights = {}
+    for part in text.split(","):
+        name, _, weight = (word.strip() for word in part.rpartition(":"))
+        try:
+            weights[name], known = Fraction(weight), name in weights
+        except (ValueError, ZeroDivisionError):
+            raise _mixture_error(text, f"{part.strip()!r} is not NAME:WEIGHT") from None
+        if not name or known:
+            raise _mixture_error(text, f"{name!r} is there twice" if known else f"{part!r} has no name")
+        if weights[name] <= 0:
+            raise _mixture_error(text, f"the weight of {name!r} is not above 0")
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
 
-    def __init__(self, paths: list[Path], dtype: np.dtype):
-        self.paths, self.dtype = paths, dtype
-        self.starts = np.cumsum([0] + [path.stat().st_size // dtype.itemsize for path in paths])
-        self.maps = {}
 
-    @property
-    def total(self) -> int:
-        return int(self.starts[-1])
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """count ids from position start on, across file boundaries, and from the end on to the beginning."""
-        pieces = []
-        start %= self.total
-        file = int(np.searchsorted(self.starts, start, side="right")) - 1
-        while count > 0:
-            offset = start - int(self.starts[file])
-            piece = self._map(file)[offset : offset + count]
-            pieces.append(piece)
-            count, file = count - len(piece), (file + 1) % len(self.paths)
-            start = int(self.starts[file])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _map(self, file: int) -> np.ndarray:
-        tokens = self.maps.get(file)
-        if tokens is None:
-            if len(self.maps) >= OPEN_FILES:
-                self.maps.clear()  # a view that is still in use keeps its own file open
-            tokens = self.maps[file] = np.memmap(self.paths[file], dtype=self.dtype, mode="r")
-        return tokens
-
-    def __getstate__(self):
-        return {**self.__dict__, "maps": {}}  # a worker process opens its own
+def _mixture_error(text: str, why: str) -> UserError:
+    return UserError(
+        f"dataset={text!r}: {why}; write NAME:WEIGHT,NAME:WEIGHT, as in 'a:0.7,b:0.3', where a weight counts "
+        "relative to their sum"
+    )
 
 
 def dataset_folder(config: TrainConfig) -> Path:
-    """data/NAME, or the path itself if `dataset` contains a slash."""
+    """data/NAME, or the path itself if `dataset`, which names one, contains a slash."""
     name = config.dataset
     return Path(name).expanduser() if "/" in name or os.sep in name else ROOT / "data" / name
 
@@ -74,21 +67,26 @@ def needs_validation(config: TrainConfig) -> bool:
 def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
     """The checked splits ('train', and 'val' if the run evaluates) and meta.json's content. Raises UserError.
 
-    scan reads every file once, for its largest id and its hash, and remembers the result beside it; one rank
-    of the run does that.
+    scan reads every file that has not been read whole before, for its largest id and its hash, unless
+    verify_data is 'size', and remembers the result beside it; one rank of each machine does that.
     """
     folder = dataset_folder(config)
     meta = _read_meta(folder, config)
-    splits = {}
+    splits, stats = {}, {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
-        paths = sorted(folder.glob(f"{split}.bin")) or sorted(folder.glob(f"{split}_*.bin"))
+        paths = [folder / name for name in _file_names(folder, split)]
         if not paths:
             raise UserError(f"no token file {folder}/{split}.bin; {_how_to_make(folder)}")
         _check_names(paths, split, meta, folder)
-        splits[split] = _check_size(paths, split, meta, config)
+        stats |= {path: path.stat() for path in paths}
+        splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
+    _check_apart(splits, stats)
+    model_vocab = config.model_config().vocab_size
     _check_vocabulary(meta, config)
+    for name, recorded in meta["files"].items():
+        _check_id(folder / name, recorded.get("max_id", 0), model_vocab)
     if scan:
-        _check_ids([path for files in splits.values() for path in files.paths], folder, meta, config)
+        _check_content(stats, folder, meta, config)
     return splits, meta
 
 
@@ -106,6 +104,9 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
         meta = json.loads(path.read_text(encoding="utf-8"))
         dtype, vocab_size = str(meta["dtype"]), int(meta["vocab_size"])
         files = {name: dict(recorded) for name, recorded in meta.get("files", {}).items()}
+        for recorded in files.values():
+            if "max_id" in recorded:
+                recorded["max_id"] = int(recorded["max_id"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path} is damaged ({type(error).__name__}: {error}); {_how_to_make(folder)}"
@@ -118,6 +119,12 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
             f"{_how_to_make(folder)}"
         )
     return {**meta, "vocab_size": vocab_size, "files": files}
+
+
+def _file_names(folder: Path, split: str) -> list[str]:
+    names = os.listdir(folder)
+    shards = (name for name in names if name.startswith(f"{split}_") and name.endswith(".bin"))
+    return [f"{split}.bin"] if f"{split}.bin" in names else sorted(shards)
 
 
 def _how_to_make(folder: Path) -> str:
@@ -141,10 +148,26 @@ def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> Non
         raise UserError(f"{name} {state} {folder}, which was not copied whole; {_how_to_make(folder)}")
 
 
-def _check_size(paths: list[Path], split: str, meta: dict, config: TrainConfig) -> TokenFiles:
+def _check_apart(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_result]) -> None:
+    """Validation is not a link to training. training/sources.py compares hashes, also between datasets."""
+    training = {(stats[path].st_dev, stats[path].st_ino): path for path in splits["train"].paths}
+    for path in splits["val"].paths if "val" in splits else []:
+        twin = training.get((stats[path].st_dev, stats[path].st_ino))
+        if twin:
+            raise overlap_error(path, twin)
+
+
+def overlap_error(validation: Path, training: Path) -> UserError:
+    return UserError(
+        f"{validation} is the same file as {training}: the validation loss would be of text that was trained "
+        "on; prepare the dataset again, or set --eval_interval=0"
+    )
+
+
+def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, config: TrainConfig) -> TokenFiles:
     dtype = DTYPES[meta["dtype"]]
-    for path in paths:
-        size = path.stat().st_size
+    for path, stat in stats.items():
+        size = stat.st_size
         if not size:
             raise UserError(f"{path} is empty; {_how_to_make(path.parent)}")
         if size % dtype.itemsize:
@@ -158,11 +181,12 @@ def _check_size(paths: list[Path], split: str, meta: dict, config: TrainConfig) 
                 f"{path} holds {size // dtype.itemsize:,} tokens, but meta.json records {recorded:,}; "
                 f"{_how_to_make(path.parent)}"
             )
-    files = TokenFiles(paths, dtype)
+    sizes = [stat.st_size for stat in stats.values()]
+    files = TokenFiles(list(stats), sizes, dtype, config.model_config().vocab_size)
     if files.total < config.block_size + 1:
         raise UserError(
-            f"the {split} split in {paths[0].parent} has {files.total:,} tokens, fewer than one window of "
-            f"block_size + 1 = {config.block_size + 1:,}; use a smaller --block_size or more text"
+            f"the {split} split in {files.paths[0].parent} has {files.total:,} tokens, fewer than one window "
+            f"of block_size + 1 = {config.block_size + 1:,}; use a smaller --block_size or more text"
         )
     return files
 
@@ -179,60 +203,52 @@ def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
         )
 
 
-# --- the scan ---
+def _check_id(path: Path, largest: int, model_vocab: int) -> None:
+    if largest >= model_vocab:
+        raise UserError(
+            f"{path} contains token id {largest:,}, beyond the model's vocab_size={model_vocab:,}; use a "
+            "dataset made with the model's tokenizer, or a larger vocab_size"
+        )
 
 
-def _check_ids(paths: list[Path], folder: Path, meta: dict, config: TrainConfig) -> None:
-    cache_path = folder / ".verified.json"
-    cache = _read_cache(cache_path)
-    model_vocab = config.model_config().vocab_size
-    for path in paths:
-        stat = path.stat()
-        recorded = meta["files"].get(path.name, {}).get("sha256")
-        stamp = [stat.st_size, stat.st_mtime_ns, meta["dtype"], recorded]
-        entry = cache.get(path.name)
-        if entry is None or entry["stamp"] != stamp:
-            if stat.st_size > LARGE:
-                log.warning("Reading %s once, %.0f GB, to check its ids and hash", path, stat.st_size / 1e9)
-            max_id, sha256 = _scan(path, DTYPES[meta["dtype"]])
-            if recorded is not None and recorded != sha256:
+def _check_content(stats: dict[Path, os.stat_result], folder: Path, meta: dict, config: TrainConfig) -> None:
+    """Largest id and hash of every file, from memory where it has been read whole before."""
+    recorded = {path: meta["files"].get(path.name, {}).get("sha256") for path in stats}
+    stamps = {path: stamp(stat, meta["dtype"], recorded[path]) for path, stat in stats.items()}
+    known = recall(folder)
+    model_vocab, unread = config.model_config().vocab_size, []
+    for path in stats:
+        if path.name in known and known[path.name]["stamp"] == stamps[path]:
+            _check_id(path, known[path.name]["max_id"], model_vocab)
+        else:
+            unread.append(path)
+    size = sum(stats[path].st_size for path in unread)
+    if unread and config.verify_data == "size":
+        log.warning(
+            "%d of %d token files in %s (%.1f GB) have not been read whole; verify_data='size' trusts them. "
+            "python -m data.inspect %s --hash reads them",
+            *(len(unread), len(stats), folder, size / 1e9, config.dataset),
+        )
+        return
+    if size > LARGE:
+        log.warning(
+            "Reading %d token files in %s once, %.0f GB, to check hashes and ids. Stopped, it goes on from "
+            "there; --verify_data=size would start at once and trust names, sizes and recorded ids",
+            *(len(unread), folder, size / 1e9),
+        )
+    found, remembered_at = {}, time.monotonic()
+    try:
+        for path, sha256, largest in read_whole(unread, DTYPES[meta["dtype"]]):
+            if recorded[path] not in (None, sha256):
                 raise UserError(
                     f"{path} is not the file that meta.json describes (sha256 {sha256[:12]}..., recorded "
-                    f"{recorded[:12]}...); {_how_to_make(folder)}"
+                    f"{recorded[path][:12]}...); {_how_to_make(folder)}"
                 )
-            entry = cache[path.name] = {"stamp": stamp, "max_id": max_id}
-            _write_cache(cache_path, cache)
-        if entry["max_id"] >= model_vocab:
-            raise UserError(
-                f"{path} contains token id {entry['max_id']:,}, beyond the model's "
-                f"vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer, "
-                "or a larger vocab_size"
-            )
-
-
-def _scan(path: Path, dtype: np.dtype) -> tuple[int, str]:
-    """(largest id, sha256) in one pass."""
-    digest, largest = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while chunk := file.read(SCAN_TOKENS * dtype.itemsize):
-            digest.update(chunk)
-            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
-    return largest, digest.hexdigest()
-
-
-def _read_cache(path: Path) -> dict:
-    try:
-        cache = json.loads(path.read_text())
-        return {name: e for name, e in cache.items() if isinstance(e["max_id"], int) and e["stamp"]}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _write_cache(path: Path, cache: dict) -> None:
-    """Best effort: on a read-only dataset the scan is repeated at the next start."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(cache))
-        os.replace(temporary, path)
-    except OSError:
-        return
+            found[path.name] = {"stamp": stamps[path], "max_id": largest}
+            if time.monotonic() - remembered_at > REMEMBER_SECONDS:
+                remember(folder, found)
+                remembered_at = time.monotonic()
+            _check_id(path, largest, model_vocab)
+    finally:
+        if found:
+            remember(folder, found)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from fractions import Fraction
 
 import numpy as np
 import torch
 
 from training.config import TrainConfig
-from training.dataset import TokenFiles
 from training.distributed import World
+from training.token_files import TokenFiles
 
 ROUNDS = 6  # Feistel rounds; four already pass for random (Luby and Rackoff 1988), two more cost nothing
 
@@ -45,7 +46,29 @@ def _feistel(value: np.ndarray, half: int, mask: np.uint64, keys: np.ndarray) ->
     return (left << np.uint64(half)) | right
 
 
-class Windows:
+class Split:
+    """What a loader reads: `count` windows an epoch, by read(indices, epochs)."""
+
+    @property
+    def parts(self) -> dict[str, tuple[Fraction, Split]]:
+        """{source: (weight, its split)}; only a Mixture has several."""
+        return {"": (Fraction(1), self)}
+
+    def places(self, numbers: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """(window indices, epochs) of the samples with these numbers, each window once an epoch."""
+        epochs, inside = np.divmod(numbers, self.count)
+        indices = np.empty_like(inside)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = permute(inside[here], self.count, seed=hash_seed(seed, int(epoch)))
+        return indices, epochs
+
+    def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """The samples with these numbers (N,) as (N, T + 1) token ids, int64."""
+        return self.read(*self.places(numbers, seed))
+
+
+class Windows(Split):
     """A split cut into windows of block_size inputs and the token after them."""
 
     def __init__(self, tokens: TokenFiles, block_size: int):
@@ -57,6 +80,7 @@ class Windows:
         starts = indices * self.block_size + epoch_offset(
             np.broadcast_to(epochs, indices.shape), self.block_size
         )
+        self.tokens.prefetch(starts, self.block_size + 1)
         return np.stack([self.tokens.read(int(s), self.block_size + 1) for s in starts]).astype(np.int64)
 
 
@@ -71,33 +95,34 @@ def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
 class IterationBatches(torch.utils.data.Dataset):
     """This rank's micro-batches of any iteration, by the position that the iteration starts at."""
 
-    def __init__(self, windows: Windows, config: TrainConfig, world: World):
+    def __init__(self, windows: Split, config: TrainConfig, world: World):
         self.windows, self.seed = windows, config.seed
         self.shape = (config.gradient_accumulation_steps, world.size, config.batch_size)
         self.rank = world.rank
         self.samples = config.samples_per_iter(world.size)
 
-    def samples_at(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """(window indices, epochs), both (A, B), of this rank in the iteration that starts at `position`."""
+    def numbers_at(self, position: int) -> np.ndarray:
+        """(A, B) global sample numbers of this rank in the iteration that starts at `position`."""
         A, W, B = self.shape
-        mine = position + np.arange(A * W * B).reshape(A, W, B)[:, self.rank]  # global sample numbers
-        epochs, inside = np.divmod(mine, self.windows.count)
-        indices = np.empty_like(mine)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permute(inside[here], self.windows.count, seed=hash_seed(self.seed, int(epoch)))
-        return indices, epochs
+        return position + np.arange(A * W * B).reshape(A, W, B)[:, self.rank]
 
     def __getitem__(self, position: int) -> torch.Tensor:
         """(A, B, T + 1) token ids, int64."""
-        indices, epochs = self.samples_at(position)
-        rows = self.windows.read(indices.ravel(), epochs.ravel())
-        return torch.from_numpy(rows.reshape(*indices.shape, -1))
+        numbers = self.numbers_at(position)
+        rows = self.windows.samples(numbers.ravel(), self.seed)
+        return torch.from_numpy(rows.reshape(*numbers.shape, -1))
 
 
 def hash_seed(seed: int, stream: int) -> int:
     """One seed for each (seed, stream), so that epochs are shuffled independently."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0])
+
+
+def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding: as a target no
+    loss counts it, and as an input it is the end-of-text id whose complement it is (training/packing.py)."""
+    x, y = tokens[..., :-1], tokens[..., 1:]
+    return torch.where(x < 0, ~x, x), y.contiguous()
 
 
 class Loader:
@@ -107,7 +132,7 @@ class Loader:
     works beside its kernels.
     """
 
-    def __init__(self, windows: Windows, config: TrainConfig, world: World, position: int = 0):
+    def __init__(self, windows: Split, config: TrainConfig, world: World, position: int = 0):
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
         self.source = self._workers(config) if config.use_dataloader else self._inline()
@@ -122,7 +147,7 @@ class Loader:
         if self.copies is not None:
             torch.cuda.current_stream().wait_stream(self.copies)
             tokens.record_stream(torch.cuda.current_stream())
-        x, y = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        x, y = inputs_and_targets(tokens)
         self.position += self.batches.samples
         self.ahead = self._fetch()
         self.waited_seconds += time.perf_counter() - began

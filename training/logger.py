@@ -15,7 +15,7 @@ from tqdm import tqdm
 from training.config import RunError, TrainConfig
 from training.distributed import World, mean_over_ranks, sum_over_ranks
 from training.hardware import Peak
-from training.metrics import WARMUP_ITERS, recomputed_flops, summarize, utilization
+from training.metrics import WARMUP_ITERS, document_flops, recomputed_flops, summarize, utilization
 from training.record import RunRecord
 from training.step import StepResult
 
@@ -47,6 +47,7 @@ class Logger:
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
         self.start = self.logged = start  # first iteration of this process; first one not yet in a row
         self.skipped = torch.zeros((), device=world.device)  # updates skipped since the last row
+        self.attended = torch.zeros((), device=world.device)  # StepResult's, summed since the last row
         self.stuck = 0  # iterations without one update, up to the last row
         self.paused_seconds = 0.0
         self.saved_at = start  # iteration of the last JSON rewrite
@@ -68,24 +69,29 @@ class Logger:
     def step(self, iteration: int, result: StepResult, learning_rate: float) -> None:
         """After every iteration; makes a row when one is due. All ranks."""
         self.skipped += result.overflow
+        self.attended += result.attended
         if self.bar is not None:
             self.bar.update()
         if self.is_due(iteration):
             self._log(iteration, result, learning_rate)
 
     def _log(self, iteration: int, result: StepResult, learning_rate: float) -> None:
-        device_values = [mean_over_ranks(result.loss, self.world), result.grad_norm, self.skipped]
+        means = mean_over_ranks(torch.stack([result.loss.float(), self.attended]), self.world)
+        device_values = [*means, result.grad_norm, self.skipped]
         if result.grad_sum is not None:
             device_values.append(sum_over_ranks(result.grad_sum, self.world))
         values = torch.stack([value.float() for value in device_values]).tolist()  # sync point
-        loss, grad_norm, skipped, *grad_sum = values
+        loss, attended, grad_norm, skipped, *grad_sum = values
         seconds = self._lap()
         iterations, first = iteration + 1 - self.logged, self.logged
         self.logged = iteration + 1
         self.skipped.zero_()
+        self.attended.zero_()
         self.stuck = self.stuck + iterations if skipped == iterations else 0
         if self.record is not None:  # rank 0
-            row = self._row(iteration, loss, learning_rate, seconds / iterations, first)
+            row = self._row(
+                iteration, loss, learning_rate, seconds / iterations, first, attended / iterations
+            )
             row["gradients"] = self._gradients(grad_norm, grad_sum)
             if skipped:
                 row["skipped_updates"] = int(skipped)
@@ -99,17 +105,25 @@ class Logger:
                 "a longer warmup_iters or dtype='bfloat16'"
             )
 
-    def _row(self, iteration: int, loss: float, lr: float, seconds: float, first: int) -> dict:
+    def _row(
+        self, iteration: int, loss: float, lr: float, seconds: float, first: int, attended: float
+    ) -> dict:
         tokens_per_sec = self.tokens_per_iter / seconds
+        flops = self.flops
+        if self.config.doc_masking:
+            causal = document_flops(flops, attended, self.config.block_size)
+            flops = {**flops, "flops_per_token_causal": causal}
         mfu, reason = None, self.peak.reason
         if first == self.start:
             reason = "the first iteration includes compilation and warm-up"
         elif reason is None:
             try:
                 mfu = utilization(
-                    tokens_per_sec, self.world.size, self.flops, self.peak, self.facts, self.recomputed
+                    tokens_per_sec, self.world.size, flops, self.peak, self.facts, self.recomputed
                 )
                 mfu["tokens_per_iter"] = self.tokens_per_iter
+                if self.config.doc_masking:  # what the causal figure counts as attended to
+                    mfu["document_length_per_token"] = attended
             except ValueError as error:
                 reason = str(error)
         return {
@@ -183,10 +197,12 @@ class Logger:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def evaluated(self, iteration: int, losses: dict[str, float], learning_rate: float) -> None:
+    def evaluated(self, iteration: int, losses: dict, learning_rate: float) -> None:
         log.info(
             f"📊 Eval {iteration:6d} │ Train loss: {losses['train']:.4f} │ Val loss: {losses['val']:.4f}"
         )
+        for name, parts in losses.get("sources", {}).items():
+            log.info(f"     {name} │ Train loss: {parts['train']:.4f} │ Val loss: {parts['val']:.4f}")
         if self.record is not None:
             self.record.add_evaluation(iteration, losses, learning_rate)
             self.record.save()
@@ -231,6 +247,11 @@ def _console_lines(row: dict, method: str, flops_per_token: int) -> list[str]:
             f"Peak: {_tf(mfu['hardware_peak_tflops'])} TF"
             + (" (2:4 sparse)" if mfu["sparse_mode"] else "")
             + (f" │ Of the fp8 peak: {fp8:.2f}%" if (fp8 := mfu.get("mfu_fp8_percent")) else "")
+            + (
+                f" │ Causal, by document: {mfu['mfu_causal_percent']:.2f}%"
+                if "document_length_per_token" in mfu
+                else ""
+            )
             + (f" │ HFU: {hfu:.2f}%" if (hfu := mfu["hfu_percent"]) not in (None, mfu["mfu_percent"]) else "")
         )
     else:

@@ -27,8 +27,20 @@ def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
     return blocks * per_sequence / config.block_size
 
 
+def document_flops(flops: dict, attended: float, block_size: int) -> float:
+    """FLOPs per token, causal, where documents of a window do not see each other: their squared lengths sum
+    to less than the window's. attended is sum(L^2) / sum(L) over documents of L tokens."""
+    half_of_the_scores = flops["flops_per_token"] - flops["flops_per_token_causal"]
+    return flops["flops_per_token"] - (2 - attended / block_size) * half_of_the_scores
+
+
 def utilization(
-    tokens_per_sec: float, num_gpus: int, flops: dict, peak: Peak, facts: dict, recomputed: float | None = 0
+    tokens_per_sec: float,
+    num_gpus: int,
+    flops: dict,
+    peak: Peak,
+    facts: dict,
+    recomputed: float | None = 0,
 ) -> dict:
     """The record's mfu fields, from the global tokens/s. `flops` is count_flops' result; `facts` are constant
     fields (method, architecture, GPU name ...) that every row repeats, so that one row can be read alone.
@@ -54,6 +66,7 @@ def utilization(
         else 100 * (mfu + tokens_per_sec * recomputed / hardware_peak),
         "mfu_causal_percent": 100 * tokens_per_sec * flops["flops_per_token_causal"] / hardware_peak,
         "flops_per_token": flops["flops_per_token"],
+        "flops_per_token_causal": flops["flops_per_token_causal"],
         "tokens_per_sec": tokens_per_sec,
         "tokens_per_sec_per_gpu": tokens_per_sec / num_gpus,
         "achieved_tflops": achieved / 1e12,

@@ -11,7 +11,7 @@ from training.checkpoint import Progress, TrainState, save_checkpoint
 from training.checkpoint_folder import set_aside
 from training.config import TrainConfig
 from training.evaluate import evaluate
-from training.loader import Loader, Windows
+from training.loader import Loader, Split
 from training.logger import Diverged, Logger
 
 log = logging.getLogger("nanomfu")
@@ -25,7 +25,7 @@ class Milestones:
         config: TrainConfig,
         model_config: ModelConfig,
         state: TrainState,
-        windows: dict[str, Windows],
+        windows: dict[str, Split],
         loader: Loader,
         logger: Logger,
         progress: Progress,

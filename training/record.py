@@ -96,8 +96,10 @@ class RunRecord:
             }
         )
 
-    def add_evaluation(self, iteration: int, losses: dict[str, float], lr: float) -> None:
+    def add_evaluation(self, iteration: int, losses: dict, lr: float) -> None:
         step = {"iter": iteration, "train_loss": losses["train"], "val_loss": losses["val"], "lr": lr}
+        if "sources" in losses:  # of a mixture
+            step["sources"] = losses["sources"]
         self.content["eval_steps"].append(step)
 
     def add_checkpoint(self, iteration: int, val_loss: float | None, path: Path) -> None:

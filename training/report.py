@@ -222,7 +222,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         schedule += f", decay to iteration {config.lr_decay_iters:,}"
     groups = info["optimizer"]["param_groups"]
     return [
-        ("Dataset", config.dataset),
+        *_datasets(config, info),
         ("Micro-batch per GPU", f"{config.batch_size} x {config.block_size} tokens"),
         ("Accumulation steps", f"{per_gpu} per GPU ({everywhere} over {gpus} GPU{'s' * (gpus > 1)})"),
         ("Tokens per iteration", f"{info['tokens_per_iter']:,}"),
@@ -237,8 +237,40 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Precision", _precision(config)),
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
+        ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
     ]
+
+
+def _windows(config: TrainConfig) -> str:
+    cut = {"stream": "tokens cut anywhere", "truncate": "whole documents, long ones cut off"}[config.packing]
+    seen = "documents do not see each other" if config.doc_masking else "no mask between documents"
+    return f"{cut}; {seen}"
+
+
+def _datasets(config: TrainConfig, info: dict) -> Section:
+    if "data" not in info:  # a dry run looks at none
+        return [("Dataset", config.dataset)]
+    sources = info["data"]["sources"]
+    rows = [("Dataset", f"{len(sources)} sources, mixed by weight")] if len(sources) > 1 else []
+    for source in sources:
+        text = f"{source['tokens']['train'] / 1e9:.3f} B tokens, {source['epochs']:.3g} epochs"
+        if len(sources) > 1:
+            rows.append((f"  {source['name']}", f"{100 * source['weight']:.4g} % of samples, {text}"))
+        else:
+            rows.append(("Dataset", f"{source['name']}, {text}"))
+        if packing := source.get("packing"):
+            cut = packing["tokens_cut_off"] / source["tokens"]["train"]
+            text = f"{packing['documents']:,} documents in {packing['windows']:,} windows"
+            rows.append(
+                (
+                    "  packed",
+                    f"{text}; {cut:.1%} of the tokens cut off, {packing['share_padded']:.2%} padding",
+                )
+            )
+    if config.verify_data == "size":
+        rows.append(("  verified", "sizes and recorded ids; no hash of a file that was never read whole"))
+    return rows
 
 
 def _precision(config: TrainConfig) -> str:

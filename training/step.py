@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from documents import Documents
 from training.config import TrainConfig
 from training.precision import LossScale
 
@@ -17,14 +18,18 @@ class StepResult(NamedTuple):
     grad_norm: torch.Tensor  # global, before clipping, unscaled; equal on all ranks
     grad_sum: torch.Tensor | None  # this rank's part of the gradient's sum, when asked for
     overflow: torch.Tensor  # 1.0 if the gradient was not finite and the update was skipped
+    attended: torch.Tensor  # length of the document that a token is in, mean over this rank's tokens
 
 
-def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -> Callable[..., StepResult]:
+def make_step(
+    strategy, optimizer, loss_scale: LossScale, config: TrainConfig, documents: Documents | None = None
+) -> Callable[..., StepResult]:
     """step(x, y, learning_rate, with_gradient_sum=False); x, y (A, B, T) hold A micro-steps of token ids, and
     learning_rate is a number, or a tensor on the device where the step is captured (training/graphs.py)."""
     rate = torch.zeros((), device=loss_scale.scale.device)  # read by the update when it runs, not before
     for group in optimizer.param_groups:
         group["lr"] = rate
+    whole_window = torch.full_like(rate, config.block_size)
 
     def step(x, y, learning_rate: float | torch.Tensor, with_gradient_sum: bool = False) -> StepResult:
         micro_steps = len(x)
@@ -49,7 +54,8 @@ def make_step(strategy, optimizer, loss_scale: LossScale, config: TrainConfig) -
         strategy.publish()
         strategy.clear_gradients()
         loss_scale.update(overflow)
-        return StepResult(torch.stack(losses).mean(), grad_norm, grad_sum, overflow)
+        attended = documents.length_per_token(x) if documents else whole_window
+        return StepResult(torch.stack(losses).mean(), grad_norm, grad_sum, overflow, attended)
 
     return step
 

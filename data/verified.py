@@ -1,0 +1,107 @@
+"""Token files that have been read whole: what their hash and largest id are. .verified.json, beside them,
+remembers it, so that each file is read once and not at every start.
+
+A file counts as read while it has the size and modification time that it had then, and meta.json states the
+hash that was found. The process that writes a file knows its hash, so a fresh dataset is not read again; a
+copy is, unless the copying kept the times. The trap: a decaying disk changes neither size nor time, which is
+what `python -m data.inspect NAME --hash` is for.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+MEMORY = ".verified.json"
+READ_BYTES = 1 << 24  # at a time, by each thread
+THREADS = 16  # files read side by side; hashing releases the interpreter lock
+LARGE = 10**9  # bytes; reading more takes seconds, so its progress is shown
+
+
+def stamp(stat: os.stat_result, dtype: str, sha256: str | None) -> list:
+    """What must not have changed since a file was read. dtype and sha256 are those of meta.json."""
+    return [stat.st_size, stat.st_mtime_ns, dtype, sha256]
+
+
+def entry(path: Path, dtype: str, written: dict) -> dict:
+    """What recall returns of a file once it is remembered. written: what meta.json says of it. Make it before
+    the file is read: a change meanwhile must not be in it."""
+    return {"stamp": stamp(path.stat(), dtype, written["sha256"]), "max_id": written["max_id"]}
+
+
+def recall(folder: Path) -> dict[str, dict]:
+    """{name: {"stamp", "max_id"}} of the files that have been read; whatever is damaged is forgotten."""
+    try:
+        memory = json.loads((folder / MEMORY).read_text())
+        return {name: e for name, e in memory.items() if isinstance(e["max_id"], int) and e["stamp"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def remember(folder: Path, entries: dict[str, dict]) -> None:
+    """Adds to what recall returns. Best effort: in a folder that cannot be written, files are read again."""
+    temporary = folder / f"{MEMORY}.{uuid.uuid4().hex[:8]}"
+    with contextlib.suppress(OSError), _one_at_a_time(folder):
+        try:
+            temporary.write_text(json.dumps({**recall(folder), **entries}))
+            os.replace(temporary, folder / MEMORY)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path):
+    """Best effort, too: without it, what another process remembers at the same moment can be lost."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network disks lock no folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_whole(paths: list[Path], dtype: np.dtype) -> Iterator[tuple[Path, str, int]]:
+    """(path, sha256, largest id) of each file, in the order in which they are done."""
+    stop, lock = threading.Event(), threading.Lock()
+    size = sum(path.stat().st_size for path in paths)
+    seconds = 0.5 if sys.stderr.isatty() else 30  # between lines of progress
+    bar = tqdm(
+        total=size, unit="B", unit_scale=True, desc="Reading", mininterval=seconds, disable=size < LARGE
+    )
+
+    def progress(count: int) -> None:
+        with lock:
+            bar.update(count)
+
+    with bar, ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        futures = {pool.submit(scan, path, dtype, progress, stop): path for path in paths}
+        try:
+            for future in as_completed(futures):
+                yield (futures[future], *future.result())
+        finally:  # the first bad file, or Ctrl-C, ends the others
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def scan(
+    path: Path, dtype: np.dtype, progress: Callable[[int], None], stop: threading.Event
+) -> tuple[str, int]:
+    """(sha256, largest id) in one pass."""
+    digest, largest = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while not stop.is_set() and (chunk := file.read(READ_BYTES)):
+            digest.update(chunk)
+            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+            progress(len(chunk))
+    return digest.hexdigest(), largest
