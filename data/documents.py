@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from data.parquet import read_values
 from data.tokens import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -80,6 +81,11 @@ class ZstdFile(io.RawIOBase):
         return count
 
 
+def is_disk_error(error: Exception) -> bool:
+    """Whether the system could not read, which may pass, rather than what was read being wrong."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
 def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(raw)
@@ -112,6 +118,8 @@ def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[in
             except DataError:
                 raise
             except Exception as error:  # gzip, zlib and zstandard each have their own
+                if is_disk_error(error):
+                    raise
                 reason = f"{path} is damaged after line {number}: {type(error).__name__}: {error}"
                 yield number + 1, BadRecord(reason)
                 return
@@ -130,38 +138,34 @@ def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[in
 
 
 def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
+    number = 0
     try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{path} needs the pyarrow library: pip install pyarrow") from None
-    number, size = 0, path.stat().st_size
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            total = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=64, columns=["text"]):
-                before = number
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    good = isinstance(value, str)
-                    bad = BadRecord(f"{path}, row {number} has no text")
-                    yield number, value if good else bad
-                progress(size * number // total - size * before // total)
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        for text in read_values(path, LINE_BYTES, progress):
+            number += 1
+            bad = BadRecord(f"{path}, row {number} has no text, or none of at most {LINE_BYTES >> 20} MiB")
+            yield number, bad if text is None else text
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # pyarrow has many
+        if is_disk_error(error):
+            raise
         reason = f"{path} is damaged after row {number}: {type(error).__name__}: {error}"
         yield number + 1, BadRecord(reason)
 
 
 def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
     """The chunks of a .txt file, with \\n for \\r\\n."""
+    position = 0
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             while chunk := file.read(CHUNK_CHARS):
                 if chunk.endswith("\r"):
                     chunk += file.read(1)
                 yield chunk.replace("\r\n", "\n")
+                progress(file.buffer.tell() - position)
+                position = file.buffer.tell()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
-    progress(path.stat().st_size)
 
 
 def read_records(

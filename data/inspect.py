@@ -3,19 +3,17 @@
     python -m data.inspect quickstart
 
 Refuses a folder whose files are not those that its meta.json describes: names and sizes always, hashes and
-the largest id with --hash, which reads everything. Samples begin anywhere, so the first word may be half of
-one.
+the largest id with --hash, which reads everything, and a run need not read it again. Samples begin anywhere,
+so the first word may be half of one.
 """
 
 import argparse
-import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from data.tokens import DATA_DIR, SPLITS, DataError, count_tokens, load_tokenizer, read_meta, run
-
-READ_BYTES = 1 << 26
+from data.verified import entry, read_whole, remember
 
 
 def check_files(folder: Path, meta: dict, hashes: bool):
@@ -27,18 +25,14 @@ def check_files(folder: Path, meta: dict, hashes: bool):
         path, size = folder / name, written["tokens"] * dtype.itemsize
         if path.stat().st_size != size:
             raise DataError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
-        if hashes and scan(path, dtype) != (written["sha256"], written["max_id"]):
+    if not hashes:
+        return
+    entries = {name: entry(folder / name, meta["dtype"], written) for name, written in meta["files"].items()}
+    for path, sha256, max_id in read_whole([folder / name for name in meta["files"]], dtype):
+        written = meta["files"][path.name]
+        if (sha256, max_id) != (written["sha256"], written["max_id"]):
             raise DataError(f"{path} is not the file that meta.json describes; make the dataset again")
-
-
-def scan(path: Path, dtype: np.dtype) -> tuple[str, int]:
-    """(sha256, largest id)."""
-    digest, largest = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
-            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
-    return digest.hexdigest(), largest
+    remember(folder, entries)
 
 
 def sample(folder: Path, meta: dict, split: str, count: int, length: int, rng: np.random.Generator):

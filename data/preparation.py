@@ -1,39 +1,37 @@
 """From raw text to a dataset of any size: many processes, many machines, and safe to stop at any moment.
 
 The input files, sorted, are grouped into units; units.py makes each one's token files. This module plans the
-units, runs them, and when the record of every unit is there writes meta.json, last, from the
-records in order. The plan depends on the names and sizes of the files only, so machine k of n takes the units
-k, k + n, ... The trap: a worker outlives a parent that was killed, and would write beside its successor, so
-it watches the parent.
+units, runs them, and when the record of every unit is there writes meta.json, last, from the records in
+order. The plan depends on the names and sizes of the files only, so machine k of n takes the units k, k + n,
+... The trap: what another plan left in the folder looks like this one's, so plan.json says whose it is.
 """
 
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
-import threading
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
+from data.empty_split import fill_empty_split
+from data.hub import ON_DISK, Disk, Hub
+from data.room import check_room
 from data.tokens import (
     SPLITS,
     DataError,
     count_tokens,
     describe,
     nanogpt_meta,
-    open_tokenizer,
     sync,
     tokenizer_json,
 )
-from data.units import Settings, Unit, tokenize, write_json
+from data.units import Settings, Unit, write_json
+from data.workers import run_units
 
 UNIT_BYTES = 256 << 20  # of input at most; a killed run does that much again in each worker
 UNITS = 256  # of a small input, so that many workers can share it
+FAST_BYTES = 8 << 20  # of input, from where verifying the fast encoder takes less time than it saves
 
 
 # --- the plan ---
@@ -48,15 +46,22 @@ def split_of(name: str) -> str | None:
     return None
 
 
-def plan_units(files: list[Path], max_tokens: int | None, unit_bytes: int | None) -> tuple[list[Unit], str]:
+def plan_units(
+    files: list[Path],
+    max_tokens: int | None,
+    unit_bytes: int | None,
+    size_of: Callable[[Path], int] = os.path.getsize,
+) -> tuple[list[Unit], str]:
     """The units, and a hash of the names and sizes that they were made from.
 
     If some files are a validation split, they become val, and those of a test split are left out; otherwise
-    each document falls to train or val by a coin. max_tokens is shared over the units by their size.
+    each document falls to train or val by a coin. max_tokens is shared over the units by their size, to the
+    token; a unit whose text is shorter than its share is all that makes the dataset smaller.
     """
-    root = Path(os.path.commonpath([path.resolve().parent for path in files]))
-    named = [(path, path.resolve().relative_to(root).as_posix()) for path in files]
-    listing = [(name, path.stat().st_size) for path, name in named]
+    absolute = [Path(os.path.abspath(path)) for path in files]  # links stay: the hub's cache is made of them
+    root = Path(os.path.commonpath([path.parent for path in absolute]))
+    named = [(path, path.relative_to(root).as_posix()) for path in absolute]
+    listing = [(name, size_of(path)) for path, name in named]
     unit_bytes = unit_bytes or min(UNIT_BYTES, sum(size for _, size in listing) // UNITS)
     stated = {name: split_of(name) for _, name in named}
     has_validation = {"train", "validation"} <= set(stated.values())
@@ -74,87 +79,14 @@ def plan_units(files: list[Path], max_tokens: int | None, unit_bytes: int | None
         groups[-1][2].append(file_size)
         size += file_size
     total = sum(sum(sizes) for *_, sizes in groups)
-    units = []
+    units, before = [], 0
     for number, (split, group, sizes) in enumerate(groups):
-        share = None if max_tokens is None else max(1, -(-max_tokens * sum(sizes) // max(1, total)))
+        first, before = before, before + sum(sizes)
+        share = None
+        if max_tokens is not None:
+            share = max_tokens * before // max(1, total) - max_tokens * first // max(1, total)
         units.append(Unit(number, None if split == "both" else split, tuple(group), share))
     return units, hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-
-
-# --- the processes ---
-
-_worker = {}  # of a worker process: its tokenizer and the counters that it shares with the parent
-
-
-def _start_worker(tokenizer_name: str, counters):
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker.update(tokenizer=open_tokenizer(tokenizer_name), counters=counters)
-
-
-def _die_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int):
-    counters = _worker["counters"]
-
-    def progress(*counts: int):
-        with counters.get_lock():
-            for i, count in enumerate(counts):
-                counters[i] += count
-
-    tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, progress)
-
-
-def run_units(
-    units: list[Unit], folder: Path, tokenizer_name: str, settings: Settings, workers: int, max_bad: int
-):
-    """Tokenize the units; those that cannot be are reported together, after the others are done."""
-    context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 3)  # bytes read, documents, tokens
-    size = sum(os.path.getsize(path) for unit in units for path, _ in unit.files)
-    failed = []
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, counters))
-    with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
-        waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
-        try:
-            while waiting:
-                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-                _show(bar, counters)
-                failed += [str(error) for error in map(_error, done) if error is not None]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if failed:
-        shown = "\n".join(failed)
-        raise DataError(
-            f"{len(failed)} of {len(units)} units could not be made; the others are kept\n{shown}"
-        )
-
-
-def _error(future: Future) -> DataError | None:
-    """What stops one unit; what stops them all is raised."""
-    try:
-        future.result()
-    except DataError as error:
-        return error
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process was killed, perhaps for memory; run the same command again with fewer --workers"
-        ) from None
-    except OSError as error:
-        raise DataError(
-            f"{error}; what was complete is kept: run the same command again when the disk is in order"
-        ) from None
-    return None
-
-
-def _show(bar: tqdm, counters):
-    read, documents, tokens = counters
-    bar.set_postfix_str(f"{documents:,} documents, {tokens / 1e6:,.1f} M tokens", refresh=False)
-    bar.update(read - bar.n)
 
 
 # --- the dataset ---
@@ -232,6 +164,31 @@ def hash_tokenizer(tokenizer) -> str:
     return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
 
 
+def finish(
+    units: list[Unit], folder: Path, tokenizer, settings: Settings, source: str, max_bad: int
+) -> dict | None:
+    """Check the units together and make a dataset of them; None while some are not here."""
+    itemsize = 2 if tokenizer.vocab_size <= 65536 else 4
+    records = [read_record(unit, folder, itemsize) for unit in units]
+    if None in records:
+        (folder / "meta.json").unlink(missing_ok=True)
+        print(f"{records.count(None)} of {len(units)} units are not here yet")
+        return None
+    bad = [line for record in records for line in record["bad_records"]]
+    total = sum(record["bad"] for record in records)
+    if total > max_bad:
+        shown = "\n    ".join(bad[:20])
+        raise DataError(
+            f"{total} bad records in all, more than --max_bad={max_bad}; look at them, and run the same "
+            f"command with a larger one to leave them out:\n    {shown}"
+        )
+    records = fill_empty_split(units, records, folder, settings, tokenizer.vocab_size)
+    meta = assemble(folder, records, tokenizer, settings.eot_id, source)
+    if total:
+        print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:20]))
+    return meta
+
+
 def prepare(
     files: list[Path],
     folder: Path,
@@ -245,9 +202,13 @@ def prepare(
     part: int = 0,
     num_parts: int = 1,
     unit_bytes: int | None = None,
+    store: Disk | Hub = ON_DISK,
 ) -> dict | None:
-    """Make this machine's part of the dataset; meta.json's content if that completes it, else None."""
-    units, listing = plan_units(files, max_tokens, unit_bytes)
+    """Make this machine's part of the dataset; meta.json's content if that completes it, else None.
+
+    workers=0 makes nothing: it checks the input and writes the plan.
+    """
+    units, listing = plan_units(files, max_tokens, unit_bytes, store.size)
     plan = {
         **asdict(settings),
         "input": listing,
@@ -270,21 +231,12 @@ def prepare(
         ]
         if missing:
             (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is complete no more
+        if missing and workers:
+            check_room(missing, folder, tokenizer, itemsize, store.size)
+            size = sum(store.size(path) for unit in missing for path, _ in unit.files)
+            fast = size > FAST_BYTES and tokenizer.use_fast_encoder()
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
-            run_units(missing, folder, name, settings, min(workers, len(missing)), max_bad)
-        records = [read_record(unit, folder, itemsize) for unit in units]
-        if None in records:
-            print(f"part {part} is complete; {records.count(None)} units of other parts are not here yet")
-            return None
-        bad = [line for record in records for line in record["bad_records"]]
-        total = sum(record["bad"] for record in records)
-        if total > max_bad:
-            shown = "\n    ".join(bad[:20])
-            raise DataError(
-                f"{total} bad records in all, more than --max_bad={max_bad}; look at them, and run the same "
-                f"command with a larger one to leave them out:\n    {shown}"
-            )
-        meta = assemble(folder, records, tokenizer, settings.eot_id, source)
-    if total:
-        print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:20]))
-    return meta
+            run_units(missing, folder, name, settings, min(workers, len(missing)), max_bad, store, fast)
+        with open(folder / ".part-finish.lock", "w") as finishing:
+            fcntl.flock(finishing, fcntl.LOCK_EX)  # parts that end together finish one after another
+            return finish(units, folder, tokenizer, settings, source, max_bad)

@@ -7,6 +7,7 @@ transformers; test_data_scale.py compares the ids with reference encoders.
 """
 
 import base64
+import hashlib
 import json
 import struct
 from collections.abc import Iterator
@@ -16,6 +17,14 @@ from data.tokens import DataError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's piece types
 SPACE = "\u2581"
+DUMMY_PREFIX = {  # SentencePiece's name for the space before every text
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    ],
+}
+LLAMA2_PIECES = "77149dcd1714a5c3c732407f8a6be1cb82c1d6058f0896c6cf420a5768877566"  # of its vocabulary
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -87,18 +96,16 @@ def _from_sentencepiece(content: bytes) -> dict:
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     ranked = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
     added = [
-        _added(i, piece)
+        added_token(i, piece)
         for i, (piece, _, kind) in enumerate(pieces)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
-    prepend = {"type": "Prepend", "prepend": SPACE}
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
+        "normalizer": DUMMY_PREFIX,
         "decoder": {
             "type": "Sequence",
             "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
@@ -114,9 +121,27 @@ def _from_sentencepiece(content: bytes) -> dict:
     }
 
 
-def _added(number: int, content: str) -> dict:
+def added_token(number: int, content: str, special: bool = True) -> dict:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": content, "special": True, **flags}
+    return {"id": number, "content": content, "special": special, **flags}
+
+
+def restore_prefix(content: str) -> str:
+    """A tokenizer.json with SentencePiece's space before every text, if it is one of LLaMA 2 that lacks it.
+
+    transformers 5 saves one whose pre-tokenizer leaves that space out before a text that begins with one.
+    """
+    if '"Metaspace"' not in content:
+        return content
+    tokenizer = json.loads(content)
+    cut = tokenizer.get("pre_tokenizer") or {}
+    if cut.get("type") != "Metaspace" or cut.get("split", True) or tokenizer.get("normalizer"):
+        return content
+    pieces = json.dumps(sorted(tokenizer["model"]["vocab"].items())).encode()
+    if hashlib.sha256(pieces).hexdigest() != LLAMA2_PIECES:
+        return content
+    tokenizer |= {"normalizer": DUMMY_PREFIX, "pre_tokenizer": None}
+    return json.dumps(tokenizer, ensure_ascii=False)
 
 
 def _merges(ranked: dict[str, float], vocab: dict[str, int]) -> list[list[str]]:
@@ -133,7 +158,7 @@ def _merges(ranked: dict[str, float], vocab: dict[str, int]) -> list[list[str]]:
 # --- tiktoken, LLaMA 3 ---
 
 
-def _byte_letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """GPT-2's letter for each byte: itself where it prints, the next one past 255 otherwise."""
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printing}
@@ -143,7 +168,7 @@ def _byte_letters() -> dict[int, str]:
 
 
 def _from_tiktoken(content: bytes) -> dict:
-    letters = _byte_letters()
+    letters = byte_letters()
     vocab = {}
     for line in content.splitlines():
         token, rank = line.split()
@@ -156,7 +181,7 @@ def _from_tiktoken(content: bytes) -> dict:
     pattern = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",
-        "added_tokens": [_added(LLAMA3_RANKS + i, name) for i, name in enumerate(names)],
+        "added_tokens": [added_token(LLAMA3_RANKS + i, name) for i, name in enumerate(names)],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern, level]},
         "decoder": level,
         "model": {"type": "BPE", "ignore_merges": True, "vocab": vocab, "merges": _merges(vocab, vocab)},

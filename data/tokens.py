@@ -25,6 +25,10 @@ class DataError(ValueError):
     """Something the user can fix; data/*/prepare.py shows the message without a traceback."""
 
 
+class EncodeError(Exception):
+    """A text that the tokenizer's library cannot encode."""
+
+
 # --- writing ---
 
 
@@ -221,7 +225,7 @@ def report(meta: dict, folder: str | Path, config: str | None = None):
     print(f"next   python train.py {config} --dataset={dataset}")
 
 
-# --- tokenizers: one class a kind, all with encode, encode_batch, decode, token_id, vocab_size and meta ---
+# --- tokenizers: one class a kind, all with encode, encode_arrays, decode, token_id, vocab_size and meta ---
 #
 # What a text spells is text: '<|endoftext|>' inside a document never becomes the end-of-text id.
 # An id past the vocabulary (models pad theirs) decodes to nothing.
@@ -242,14 +246,17 @@ class CharTokenizer:
                 f"character {error.args[0]!r} is not one of this dataset's {self.vocab_size}; leave it out"
             ) from None
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] for i in ids if i < self.vocab_size)
 
     def token_id(self, token: str) -> int | None:
         return self.ids.get(token)
+
+    def use_fast_encoder(self, verify: bool = True) -> bool:
+        return False
 
 
 class TiktokenTokenizer:
@@ -276,10 +283,16 @@ class TiktokenTokenizer:
         self.meta = {"kind": "tiktoken", "name": name}
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
+        return self.encode_arrays([text])[0].tolist()
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        try:
+            return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        except BaseException as error:
+            # its regular expressions overflow on a million spaces, with a panic, which is no Exception
+            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+                raise EncodeError(f"tiktoken cannot encode it ({error})") from None
+            raise
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode([int(i) for i in ids if i < self.vocab_size])
@@ -290,22 +303,31 @@ class TiktokenTokenizer:
         except KeyError:
             return None
 
+    def use_fast_encoder(self, verify: bool = True) -> bool:
+        return False  # it is
+
 
 def tokenizer_json(path: str | Path) -> str:
-    """The content of a tokenizer.json, made from a tokenizer.model where the path is one."""
-    if Path(path).suffix != ".model":
-        return Path(path).read_bytes().decode()  # newlines as they are
-    from data.tokenizer_model import convert
+    """The content of a tokenizer.json, made from a tokenizer.model or a vocab.json where the path is one."""
+    if Path(path).suffix == ".model":
+        from data.tokenizer_model import convert
+    elif Path(path).name == "vocab.json":
+        from data.tokenizer_merges import convert
+    else:
+        from data.tokenizer_model import restore_prefix
 
+        return restore_prefix(Path(path).read_bytes().decode())  # newlines as they are
     return convert(Path(path))
 
 
 class FileTokenizer:
-    """A tokenizer.json, as the `tokenizers` library and Hugging Face models have it, or a tokenizer.model.
+    """A tokenizer.json, as the `tokenizers` library and Hugging Face models have it, or what makes one.
 
     Added tokens that the file marks "special": true stay text. Those it marks false are vocabulary like any
     other and keep their ids: the runs of spaces of GPT-NeoX, but also <think> of Qwen3.
     """
+
+    fast = None  # the encoder of use_fast_encoder()
 
     def __init__(self, path: str | Path):
         try:
@@ -326,10 +348,31 @@ class FileTokenizer:
         self.meta = {"kind": "tokenizers", "name": path.resolve().parent.name, "file": str(path)}
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_arrays([text])[0].tolist()
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        arrays = [None if self.fast is None else self.fast.encode(text) for text in texts]
+        left = [text for text, ids in zip(texts, arrays, strict=True) if ids is None]
+        # fast here: without the offsets of tokens in the text
+        encodings = iter(self.tokenizer.encode_batch_fast(left, add_special_tokens=False) if left else [])
+        return [np.array(next(encodings).ids, dtype=np.uint32) if ids is None else ids for ids in arrays]
+
+    def use_fast_encoder(self, verify: bool = True) -> bool:
+        """Make the same ids several times as fast, if it is certain that they are the same."""
+        from data.fast_encoder import FastEncoder, Unsuitable
+
+        try:
+            fast = FastEncoder(self.tokenizer)
+            if verify:
+                fast.verify(self.tokenizer)
+                print(
+                    "ids are made by tiktoken's loop, which was found to give those of the tokenizer's file"
+                )
+        except Unsuitable as reason:
+            print(f"ids are made by the tokenizers library; the faster way is not certain, as {reason}")
+            return False
+        self.fast = fast
+        return True
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -339,15 +382,15 @@ class FileTokenizer:
 
 
 def open_tokenizer(name: str) -> TiktokenTokenizer | FileTokenizer:
-    """What a user asked for: a tokenizer.json or .model, a folder that holds one, or a name of tiktoken's."""
+    """What a user asked for: a tokenizer.json or .model, a folder of its files, or a name of tiktoken's."""
     path = Path(name)
-    for file in (path / "tokenizer.json", path / "tokenizer.model", path):
+    for file in (path / "tokenizer.json", path / "tokenizer.model", path / "vocab.json", path):
         if file.is_file():
             return FileTokenizer(file)
     if path.is_dir():
         raise DataError(
-            f"{path} holds no tokenizer.json and no tokenizer.model; AutoTokenizer.from_pretrained(...)"
-            f".save_pretrained({str(path)!r}) of transformers writes a tokenizer.json"
+            f"{path} holds no tokenizer.json, tokenizer.model or vocab.json; AutoTokenizer"
+            f".from_pretrained(...).save_pretrained({str(path)!r}) of transformers writes a tokenizer.json"
         )
     return TiktokenTokenizer(name)
 

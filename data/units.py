@@ -12,18 +12,24 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
 from data.documents import BadRecord, read_records
-from data.tokens import SPLITS, DataError, TokenWriter, smallest_dtype, sync
+from data.tokens import SPLITS, DataError, EncodeError, TokenWriter, smallest_dtype, sync
+from data.verified import entry, remember
 
-PIECE_CHARS = 1 << 20  # of a document encoded at once: a long one is cut, which keeps memory bounded
-UNCUT_CHARS = 1 << 23  # a document with no place to cut for this long is a bad record
+PIECE_CHARS = 1 << 19  # encoded at once: short documents together, a long one in pieces; it bounds the memory
+UNCUT_CHARS = 1 << 20  # a document with no place to cut for this long is a bad record
 CONTEXT_CHARS = 256  # on either side of a cut, encoded to see that the cut changes no id
-BOUNDARY = re.compile(r"(?<=\w)(?=[ \n]\w)")
+BOUNDARIES = [  # where a cut is tried, the likeliest to hold first: between words, lines, clauses
+    re.compile(pattern)
+    for pattern in (r"(?<=\w)(?=[ \n]\w)", r"(?<=\S)(?=[ \n]\S)|(?<=\n)(?=\S)", r"(?<=\w)(?=[^\w\s])")
+]
+TRIES = 30  # of each kind
+WRITE_TOKENS = 1 << 18  # collected before they are written
 BAD_LISTED = 20  # bad records of a unit that its record describes; all are counted
 
 
@@ -92,27 +98,27 @@ class ShardWriter:
 # --- one document ---
 
 
-def find_cut(text: str, start: int, encode: Callable) -> tuple[int, int] | None:
-    """(end of the left part, start of the right one) of a cut after `start` that changes no id around it.
+def find_cut(text: str, start: int, encode: Callable) -> tuple[int, int, int] | None:
+    """(end of the left part, start of the right one, how many ids of the right one to drop) of a cut after
+    `start` that changes no id around it.
 
     Pre-tokenizers end a word before a space, so the right part may begin with it. A tokenizer that puts a
-    space before every text, as LLaMA 2's, needs the space left out.
+    space before every text, as LLaMA 2's, needs the space left out, or the id of its own space dropped.
     """
-    for tries, match in enumerate(BOUNDARY.finditer(text, start, start + PIECE_CHARS)):
-        cut = match.start()
-        left, right = text[cut - CONTEXT_CHARS : cut], text[cut : cut + CONTEXT_CHARS]
-        whole, head = encode(left + right), encode(left)
-        for skip in (0, 1):
-            if head + encode(right[skip:]) == whole:
-                return cut, cut + skip
-        if tries == 100:
-            return None
+    for boundary in BOUNDARIES:
+        for match in islice(boundary.finditer(text, start, start + PIECE_CHARS), TRIES):
+            cut = match.start()
+            left, right = text[cut - CONTEXT_CHARS : cut], text[cut : cut + CONTEXT_CHARS]
+            whole, head = encode(left + right), encode(left)
+            for skip, drop in ((0, 0), (1, 0), (0, 1)):
+                if head + encode(right[skip:])[drop:] == whole:
+                    return cut, cut + skip, drop
     return None
 
 
 def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[np.ndarray]:
     """The ids of a document, as of its whole text, piece by piece."""
-    text, searched = "", PIECE_CHARS
+    text, searched, drop = "", PIECE_CHARS, 0
     for chunk in chunks:
         text += chunk
         start = 0
@@ -121,14 +127,15 @@ def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -
             if cut is None:
                 searched += PIECE_CHARS
                 if searched > UNCUT_CHARS:
-                    raise BadRecord(f"{UNCUT_CHARS:,} characters without a space between two words")
+                    raise BadRecord(f"{UNCUT_CHARS:,} characters without a place to cut the text")
                 if len(text) - start <= searched + PIECE_CHARS:
                     break
                 continue
-            yield np.array(encode(text[start : cut[0]]), dtype=np.uint32)
-            start, searched = cut[1], PIECE_CHARS
+            yield np.array(encode(text[start : cut[0]])[drop:], dtype=np.uint32)
+            _, start, drop = cut
+            searched = PIECE_CHARS
         text = text[start:]
-    yield np.array(encode(text), dtype=np.uint32)
+    yield np.array(encode(text)[drop:], dtype=np.uint32)
 
 
 def is_validation(file: str, number: int, val_fraction: float) -> bool:
@@ -150,46 +157,101 @@ def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterato
 def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
     try:
         yield from pieces
-    except BadRecord as error:
+    except (BadRecord, EncodeError) as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def read_unit(
-    unit: Unit,
-    tokenizer,
-    settings: Settings,
-    max_bad: int,
-    tally: dict,
-    progress: Callable[[int, int, int], None],
-) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
-    """(split, pieces of ids) of every document; tally counts what is no document."""
+def encode_batch(batch: list[tuple[str, str, str]], tokenizer, reject: Callable[[str], None]):
+    """(split, [ids]) of each (split, place, text)."""
+    texts = [text for *_, text in batch]
+    try:
+        encoded = tokenizer.encode_arrays(texts)
+    except EncodeError:  # which of them it was
+        encoded = []
+        for _, place, text in batch:
+            try:
+                encoded += tokenizer.encode_arrays([text])
+            except EncodeError as error:
+                reject(f"{place}: {error}")
+                encoded.append(None)
+    for (split, *_), ids in zip(batch, encoded, strict=True):
+        if ids is not None:
+            yield split, [ids]
 
-    def reject(reason: str):
-        tally["bad"] += 1
-        tally["bad_records"].append(reason)
-        if tally["bad"] > max_bad:
-            shown = "\n    ".join(tally["bad_records"])
-            raise DataError(
-                f"more than --max_bad={max_bad} bad records; repair them or allow more:\n    {shown}"
-            )
-        del tally["bad_records"][BAD_LISTED:]
 
+def encode_unit(
+    unit: Unit, tokenizer, settings: Settings, reject: Callable[[str], None], progress: Callable[[int], None]
+) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
+    """(split, pieces of ids) of every document, in order; progress is told of bytes."""
+    batch, chars = [], 0
     for path, name in unit.files:
-        for number, document in read_records(Path(path), lambda size: progress(size, 0, 0)):
+        for number, document in read_records(Path(path), progress):
             if isinstance(document, BadRecord):
                 reject(str(document))
                 continue
-            try:
-                pieces = read_pieces(path, document, tokenizer.encode)
-            except BadRecord as error:
-                reject(f"{path}, record {number}: {error}")
-                continue
-            first = next(pieces)
-            if len(first) == 0:
-                tally["empty"] += 1
-                continue
+            place = f"{path}, record {number}"
             val = unit.split is None and is_validation(name, number, settings.val_fraction)
-            yield "val" if val else unit.split or "train", chain([first], pieces)
+            split = "val" if val else unit.split or "train"
+            length = len(document[0]) if isinstance(document, list) else None
+            short = length is not None and length <= 2 * PIECE_CHARS
+            if batch and (not short or chars + length > PIECE_CHARS):
+                yield from encode_batch(batch, tokenizer, reject)
+                batch, chars = [], 0
+            if short:
+                batch.append((split, place, document[0]))
+                chars += length
+                continue
+            try:
+                yield split, read_pieces(path, document, tokenizer.encode)
+            except (BadRecord, EncodeError) as error:
+                reject(f"{place}: {error}")
+    yield from encode_batch(batch, tokenizer, reject)
+
+
+class Output:
+    """The token files of one unit, which its share of max_tokens may fill."""
+
+    def __init__(self, unit: Unit, folder: Path, settings: Settings, vocab_size: int):
+        self.writers = {
+            split: ShardWriter(folder, split, unit.number, settings.shard_tokens, vocab_size)
+            for split in SPLITS
+        }
+        self.start = [] if settings.bos_id is None else [np.array([settings.bos_id], dtype=np.uint32)]
+        self.end = np.array([settings.eot_id], dtype=np.uint32)
+        self.share, self.tokens = unit.max_tokens, 0
+        self.waiting, self.waiting_tokens = {split: [] for split in SPLITS}, 0
+
+    @property
+    def full(self) -> bool:
+        return self.share is not None and self.tokens >= self.share
+
+    def add(self, split: str, pieces: Iterable[np.ndarray]):
+        """A document. One that does not fit is cut, and its end-of-text id is the last of the share."""
+        for ids in chain(self.start, pieces, [self.end]):
+            if self.share is not None and self.tokens + len(ids) >= self.share:
+                ids = np.append(ids[: self.share - self.tokens - 1], self.end)
+            self.waiting[split].append(ids)
+            self.tokens += len(ids)
+            self.waiting_tokens += len(ids)
+            if self.waiting_tokens >= WRITE_TOKENS:
+                self.write()
+            if self.full:
+                return
+
+    def write(self):
+        for split, waiting in self.waiting.items():
+            if waiting:
+                self.writers[split].write(np.concatenate(waiting))
+                waiting.clear()
+        self.waiting_tokens = 0
+
+    def finish(self) -> dict:
+        self.write()
+        return {name: file for writer in self.writers.values() for name, file in writer.finish().items()}
+
+    def abandon(self):
+        for writer in self.writers.values():
+            writer.abandon()
 
 
 def tokenize(
@@ -202,35 +264,54 @@ def tokenize(
 ) -> dict:
     """Make the unit's token files and its record. progress is told of bytes, documents and tokens."""
     unit.remove_leftovers(folder)
-    vocab_size = tokenizer.vocab_size
-    writers = {s: ShardWriter(folder, s, unit.number, settings.shard_tokens, vocab_size) for s in SPLITS}
-    start = [] if settings.bos_id is None else [np.array([settings.bos_id])]
-    end = [np.array([settings.eot_id])]
+    output = Output(unit, folder, settings, tokenizer.vocab_size)
     tally = {"documents": 0, "empty": 0, "bad": 0, "bad_records": []}
-    tokens = 0
+
+    def reject(reason: str):
+        tally["bad"] += 1
+        tally["bad_records"].append(reason)
+        if tally["bad"] > max_bad:
+            shown = "\n    ".join(tally["bad_records"])
+            raise DataError(
+                f"more than --max_bad={max_bad} bad records; repair them or allow more:\n    {shown}"
+            )
+        del tally["bad_records"][BAD_LISTED:]
+
+    total = sum(os.path.getsize(path) for path, _ in unit.files)
+
+    def advance(size: int):
+        nonlocal total
+        total -= size
+        progress(size, 0, 0)
+
     try:
-        for split, pieces in read_unit(unit, tokenizer, settings, max_bad, tally, progress):
-            before = tokens
-            for ids in chain(start, pieces, end):
-                writers[split].write(ids)
-                tokens += len(ids)
+        documents = encode_unit(unit, tokenizer, settings, reject, advance)
+        while not output.full and (document := next(documents, None)) is not None:
+            split, pieces = document
+            pieces = iter(pieces)
+            first = next(pieces)
+            if len(first) == 0:
+                tally["empty"] += 1
+                continue
+            before = output.tokens
+            output.add(split, chain([first], pieces))
             tally["documents"] += 1
-            progress(0, 1, tokens - before)
-            if unit.max_tokens is not None and tokens >= unit.max_tokens:
-                break
-        files = {name: file for writer in writers.values() for name, file in writer.finish().items()}
+            progress(0, 1, output.tokens - before)
+        progress(total, 0, 0)  # what a share left unread
+        files = output.finish()
         for name in files:
             sync(folder / f"{name}.tmp")
         for name in files:
             os.replace(folder / f"{name}.tmp", folder / name)
         sync_folder(folder)
     except BaseException:
-        for writer in writers.values():
-            writer.abandon()
+        output.abandon()
         unit.remove_leftovers(folder)
         raise
     record = {**tally, "files": files}
     write_json(unit.record_path(folder), record)
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    remember(folder, {name: entry(folder / name, dtype, file) for name, file in files.items()})
     return record
 
 

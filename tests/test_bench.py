@@ -17,7 +17,7 @@ import torch
 from helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import gpu_monitor, operations, roofline, throughput
+from bench import gpu_monitor, operations, roofline, throughput, tokenize
 from bench.gpu_monitor import GpuMonitor, gpu_ids
 from bench.plan import check_overrides, iteration_flags, make_plan
 from bench.process import end_with_status, failure, run_process
@@ -475,7 +475,9 @@ def test_every_benchmark_command_in_the_documents_is_accepted(monkeypatch):
     assert len(commands) > 8
     for command in commands:
         _, module, *arguments = shlex.split(command, comments=True)
-        if module == "bench.throughput":
+        if module == "bench.tokenize":
+            assert tokenize.parse(arguments).tokenizer
+        elif module == "bench.throughput":
             parsed, overrides = throughput.parse(arguments)
             assert isinstance(parsed, argparse.Namespace)
             check_overrides(overrides)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
+from data.documents import BadRecord, find_files, read_records  # noqa: E402
+from data.end_of_text import find_eot  # noqa: E402
+from data.inspect import check_files  # noqa: E402
+from data.preparation import prepare  # noqa: E402
 from data.quickstart import prepare as quickstart  # noqa: E402
-from data.text import prepare as text  # noqa: E402
 from data.tokens import (  # noqa: E402
     CharTokenizer,
     DataError,
@@ -27,6 +31,7 @@ from data.tokens import (  # noqa: E402
     read_meta,
     write_dataset,
 )
+from data.units import Settings, tokenize  # noqa: E402
 
 CHAR = CharTokenizer("ab")
 ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
@@ -51,8 +56,10 @@ def prepare_text(*arguments, env=ENVIRONMENT) -> str:
 
 
 def read_ids(folder: Path, split: str) -> list[int]:
-    dtype = np.dtype(read_meta(folder)["dtype"]).newbyteorder("<")
-    return np.fromfile(folder / f"{split}.bin", dtype=dtype).tolist()
+    meta = read_meta(folder)
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    names = [name for name in meta["files"] if name.startswith(split)]
+    return np.concatenate([np.fromfile(folder / name, dtype=dtype) for name in names]).tolist()
 
 
 def write_small(folder: Path, **changes) -> dict:
@@ -231,9 +238,9 @@ def test_special_token_strings_stay_text(name):
     tokenizer = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
     for token in ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_start|>"):
         ids = tokenizer.encode(f"a {token} b")
-        assert ids == tokenizer.encode_batch([f"a {token} b"])[0]
+        assert ids == tokenizer.encode_arrays([f"a {token} b"])[0].tolist()
         assert token in tokenizer.decode(ids)
-        assert text.find_eot(tokenizer, None) not in ids
+        assert find_eot(tokenizer, None) not in ids
 
 
 def test_tiktoken_and_tokenizer_json_agree_on_gpt2(monkeypatch):
@@ -241,7 +248,7 @@ def test_tiktoken_and_tokenizer_json_agree_on_gpt2(monkeypatch):
     ours, theirs = open_tokenizer("gpt2"), open_tokenizer(str(shared("tokenizers/hf/gpt2")))
     sample = "Hello, 2024! <|endoftext|> naïve\n\n  def f(x):\t日本 "
     assert ours.encode(sample) == theirs.encode(sample)
-    assert ours.encode_batch([sample, "hello world"])[1] == [31373, 995]
+    assert ours.encode_arrays([sample, "hello world"])[1].tolist() == [31373, 995]
     assert ours.decode(ours.encode(sample)) == sample
     assert (ours.vocab_size, ours.token_id("<|endoftext|>")) == (theirs.vocab_size, 50256) == (50257, 50256)
 
@@ -307,16 +314,86 @@ def test_every_document_lands_in_exactly_one_split_and_always_the_same(tmp_path)
     assert train == [text for text in texts if text not in set(val)]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_small_corpus_still_has_a_validation_document(count):
-    splits = list(text.assign_splits(([i, 9] for i in range(count)), val_fraction=0.01))
-    assert [ids for _, ids in splits] == [[i, 9] for i in range(count)]
-    assert [split for split, _ in splits] == ["train"] * (count - 1) + ["val"]
+def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shard_tokens: int) -> list[str]:
+    """Each text a file, so a unit; what train and val decode to. Made twice, as a resume would."""
+    (folder / "in").mkdir()
+    files = [folder / "in" / f"{i}.txt" for i in range(len(texts))]
+    for path, text in zip(files, texts, strict=True):
+        path.write_text(text)
+    tokenizer = FileTokenizer(small_bpe(folder / "bpe"))
+    settings = Settings(256, None, val_fraction, shard_tokens)
+    found = []
+    for _ in range(2):
+        prepare(files, folder / "out", tokenizer, settings, "test")
+        found.append([tokenizer.decode(read_ids(folder / "out", split)) for split in ("train", "val")])
+        check_files(folder / "out", read_meta(folder / "out"), hashes=True)
+    assert found[0] == found[1]
+    return found[0]
 
 
-def test_a_single_document_is_cut_in_two():
-    splits = dict(text.assign_splits([list(range(100))], val_fraction=0.1))
-    assert splits == {"train": list(range(90)), "val": list(range(90, 100))}
+@pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 10])
+def test_a_split_that_no_document_fell_to_gets_the_last_one(tmp_path, val_fraction, shard_tokens):
+    texts = ["first text", "second", "and the third", "the last of them"]
+    ended = [f"{text}<|endoftext|>" for text in texts]
+    train, val = write_text_dataset(tmp_path, texts, val_fraction, shard_tokens)
+    lonely, others = (val, train) if val_fraction < 0.5 else (train, val)
+    assert (others, lonely) == ("".join(ended[:3]), ended[3])
+
+
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 7, 10])
+def test_the_last_document_of_a_file_of_several_moves_alone(tmp_path, shard_tokens):
+    document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
+    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
+    prepare([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, shard_tokens), "test")
+    check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
+    train, val = (tokenizer.decode(read_ids(tmp_path / "out", split)) for split in ("train", "val"))
+    assert train == "first<|endoftext|>second text<|endoftext|>"
+    assert val == "last one here<|endoftext|>"
+
+
+@pytest.mark.parametrize("coin", [0.0, 1.0])
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 13])
+def test_a_single_document_is_cut_in_two(tmp_path, coin, shard_tokens, monkeypatch):
+    monkeypatch.setattr("data.units.is_validation", lambda *place: coin == 1.0)
+    monkeypatch.setattr("data.preparation.run_units", run_units_here)
+    train, val = write_text_dataset(tmp_path, ["0123456789" * 10], 0.1, shard_tokens)
+    assert (train, val) == ("0123456789" * 9, "0123456789<|endoftext|>")
+
+
+def run_units_here(units, folder, tokenizer_name, settings, workers, max_bad, *more):
+    for unit in units:
+        tokenize(unit, folder, open_tokenizer(tokenizer_name), settings, max_bad)
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3])
+def test_a_stop_while_a_document_moves_to_an_empty_split_loses_nothing(tmp_path, monkeypatch, failing_call):
+    document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
+    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
+    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, 7), "test")
+    prepare(*arguments[:1], tmp_path / "whole", *arguments[2:])
+    replaced, replace = [], os.replace
+
+    def stop(source, destination):
+        if Path(destination).name != "plan.json":
+            replaced.append(destination)
+        if len(replaced) == failing_call:
+            raise OSError("stopped here")
+        replace(source, destination)
+
+    monkeypatch.setattr("data.empty_split.os.replace", stop)
+    with pytest.raises(OSError, match="stopped here"):
+        prepare(*arguments)
+    monkeypatch.undo()
+    prepare(*arguments)
+    assert snapshot(tmp_path / "out" / "units") == snapshot(tmp_path / "whole" / "units")
+    assert {path.name for path in tmp_path.glob("out/*.bin")} == set(read_meta(tmp_path / "whole")["files"])
+    check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
+
+
+def test_no_text_at_all_is_refused(tmp_path):
+    with pytest.raises(DataError, match="would hold no tokens"):
+        write_text_dataset(tmp_path, [""], 0.1, 100)
 
 
 def test_every_kind_of_file_is_read_in_order(tmp_path):
@@ -336,13 +413,13 @@ def test_every_kind_of_file_is_read_in_order(tmp_path):
     assert decoded.split("<|endoftext|>") == ["one\ntwo", "three", "four", "five", "six", "five", "six", ""]
 
 
-def test_max_tokens_stops_after_a_whole_document(tmp_path):
+def test_max_tokens_is_the_number_of_tokens(tmp_path):
     document = write_jsonl(tmp_path / "a.jsonl", ["abcd"] * 100)
     out = tmp_path / "out"
     arguments = ["--tokenizer", small_bpe(tmp_path / "bpe"), "--output", out, "--max_tokens", 42]
     prepare_text("--input", document, *arguments)
     files = read_meta(out)["files"]
-    assert sum(written["tokens"] for written in files.values()) == 45
+    assert sum(written["tokens"] for written in files.values()) == 42
 
 
 BAD_LINES = {
@@ -356,14 +433,15 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES.keys())
-def test_a_corrupt_line_stops_with_its_file_and_number(tmp_path, bad):
+def test_a_corrupt_line_is_a_bad_record_with_its_file_and_number(tmp_path, bad):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + bad + b"\n")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3 "):
-        list(text.read_documents([path], text.tqdm(disable=True)))
+    (_, good), (number, record) = read_records(path)
+    assert good == ["fine"] and number == 3
+    assert isinstance(record, BadRecord) and "a.jsonl, line 3 " in str(record)
 
 
-def test_a_truncated_archive_is_an_error(tmp_path):
+def test_a_truncated_archive_ends_in_a_bad_record(tmp_path):
     zstandard = pytest.importorskip("zstandard")
     content = b"".join(json.dumps({"text": os.urandom(30).hex()}).encode() + b"\n" for _ in range(5000))
     for name, compressed in {
@@ -371,38 +449,38 @@ def test_a_truncated_archive_is_an_error(tmp_path):
         "a.jsonl.zst": zstandard.compress(content),
     }.items():
         (tmp_path / name).write_bytes(compressed[: len(compressed) // 2])
-        with pytest.raises(DataError, match=rf"{name}.* line \d+"):
-            list(text.read_documents([tmp_path / name], text.tqdm(disable=True)))
+        *_, (_, last) = read_records(tmp_path / name)
+        assert isinstance(last, BadRecord) and re.search(rf"{name} is damaged after line \d+", str(last))
 
 
 def test_a_note_beside_jsonl_files_is_not_taken_for_a_document(tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "README.txt").write_text("a note")
-    assert text.find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
+    assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
     assert "left out README.txt" in capsys.readouterr().out
-    assert text.find_files([str(tmp_path / "*.jsonl")]) == [tmp_path / "a.jsonl"]
+    assert find_files([str(tmp_path / "*.jsonl")]) == [tmp_path / "a.jsonl"]
 
 
 def test_input_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "a.pdf").write_text("a")
     with pytest.raises(DataError, match="a.pdf.*.jsonl.zst"):
-        text.find_files([str(tmp_path / "a.pdf")])
+        find_files([str(tmp_path / "a.pdf")])
     with pytest.raises(DataError, match="nothing"):
-        text.find_files([str(tmp_path / "nothing*.txt")])
+        find_files([str(tmp_path / "nothing*.txt")])
 
 
 def test_the_end_of_text_token_is_found_named_or_asked_for(tmp_path):
     tokenizer = FileTokenizer(small_bpe(tmp_path))
-    assert text.find_eot(tokenizer, None) == 256
-    assert text.find_eot(tokenizer, "<|endoftext|>") == 256
+    assert find_eot(tokenizer, None) == 256
+    assert find_eot(tokenizer, "<|endoftext|>") == 256
     with pytest.raises(DataError, match="<eos>.*--eot"):
-        text.find_eot(tokenizer, "<eos>")
+        find_eot(tokenizer, "<eos>")
 
 
 def test_an_end_of_text_token_that_text_can_spell_is_refused(tmp_path):
     tokenizer = FileTokenizer(small_bpe(tmp_path, special=False))
     with pytest.raises(DataError, match="special"):
-        text.find_eot(tokenizer, None)
+        find_eot(tokenizer, None)
 
 
 # --- the embedded corpus and Shakespeare ---

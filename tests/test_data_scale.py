@@ -21,7 +21,7 @@ from test_data_prepare import ENVIRONMENT, SHARED_DATA, run_prepare, shared, sma
 from data import units
 from data.documents import BadRecord, read_records
 from data.families import FAMILIES, open_family
-from data.preparation import plan_units, prepare, split_of
+from data.preparation import prepare, split_of
 from data.tokenizer_model import LLAMA3_PATTERN, NORMAL, _fields
 from data.tokens import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
 from data.units import Settings, encode_document
@@ -154,7 +154,7 @@ def test_a_document_larger_than_a_piece_gets_the_ids_of_the_whole(name, monkeypa
 def test_a_document_without_a_place_to_cut_is_a_bad_record(bpe, monkeypatch):
     monkeypatch.setattr(units, "PIECE_CHARS", 100)
     monkeypatch.setattr(units, "UNCUT_CHARS", 500)
-    with pytest.raises(BadRecord, match="without a space"):
+    with pytest.raises(BadRecord, match="without a place to cut"):
         list(encode_document(["x" * 2000], FileTokenizer(bpe).encode))
 
 
@@ -194,30 +194,54 @@ def test_workers_and_parts_change_no_byte_and_no_document_is_lost(tmp_path, bpe)
     assert train == [text for text in texts if text not in set(val)]
 
 
-def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(tmp_path):
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> dict:
+    """A command that takes a few seconds, and the bytes that it gives."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder / "in", files=8, lines=4000)
     tokenizer = shared("tokenizers/hf/gpt2")
-    files = write_corpus(tmp_path / "in", files=8, lines=4000)
-    arguments = ["--input", tmp_path / "in", "--tokenizer", tokenizer, "--val_fraction", 0.1, "--workers", 2]
+    options = ["--input", folder / "in", "--tokenizer", tokenizer, "--val_fraction", 0.1, "--workers", 2]
+    assert start_prepare(options, folder / "out").wait(timeout=60) == 0
+    return {"options": options, "bytes": tokens_and_meta(folder / "out")}
 
-    def start(out):
-        command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *arguments, "--output", out]
-        return subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
 
-    assert start(tmp_path / "whole").wait(timeout=60) == 0
-    out = tmp_path / "killed"
-    process = start(out)
-    while len(list(out.glob("units/*.json"))) < 2 and process.poll() is None:
+def start_prepare(options: list, out: Path) -> subprocess.Popen:
+    command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *options, "--output", out]
+    return subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+
+
+def kill_after_units(process: subprocess.Popen, out: Path, count: int):
+    while len(list(out.glob("units/*.json"))) < count and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -9
+    assert not (out / "meta.json").exists()
+
+
+def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_path):
+    out = tmp_path / "killed"
+    kill_after_units(start_prepare(corpus["options"], out), out, 2)
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}
-    assert 0 < len(kept) < len(files) and not (out / "meta.json").exists()
-    assert start(out).wait(timeout=60) == 0
-    assert tokens_and_meta(out) == tokens_and_meta(tmp_path / "whole")
+    assert 0 < len(kept) < 8
+    assert start_prepare(corpus["options"], out).wait(timeout=60) == 0
+    assert tokens_and_meta(out) == corpus["bytes"]
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}.items()
     assert not list(out.rglob("*.tmp*"))
+
+
+def test_parts_on_two_disks_one_killed_and_copied_together_give_the_bytes_of_one_machine(corpus, tmp_path):
+    options = [*corpus["options"], "--num_parts", 2]
+    first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))
+    kill_after_units(start_prepare([*options, "--part", 0], first), first, 1)
+    processes = [start_prepare([*options, "--part", part], out) for part, out in enumerate((first, second))]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert not (first / "meta.json").exists() and not (second / "meta.json").exists()
+    for out in (first, second):
+        shutil.copytree(out, merged, dirs_exist_ok=True)
+    assert start_prepare(corpus["options"], merged).wait(timeout=60) == 0
+    assert tokens_and_meta(merged) == corpus["bytes"]
 
 
 def test_a_unit_that_lost_a_file_is_made_again(tmp_path, bpe):
@@ -229,20 +253,6 @@ def test_a_unit_that_lost_a_file_is_made_again(tmp_path, bpe):
     assert tokens_and_meta(tmp_path / "out") == before
 
 
-def test_a_full_disk_leaves_what_was_complete(tmp_path, bpe, monkeypatch):
-    files = write_corpus(tmp_path / "in", files=2)
-    unit = plan_units(files, None, 1)[0][0]
-    (tmp_path / "out" / "units").mkdir(parents=True)
-
-    def full(path):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(units, "sync", full)
-    with pytest.raises(OSError, match="No space"):
-        units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 3000), 0)
-    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
-
-
 def test_other_settings_are_refused_until_told_to_start_again(tmp_path, bpe):
     files = write_corpus(tmp_path / "in", files=2)
     make(files, tmp_path / "out", bpe)
@@ -251,13 +261,6 @@ def test_other_settings_are_refused_until_told_to_start_again(tmp_path, bpe):
     make(files, tmp_path / "out", bpe, shard_tokens=500, resume=False)
     make(files, tmp_path / "fresh", bpe, shard_tokens=500)
     assert tokens_and_meta(tmp_path / "out") == tokens_and_meta(tmp_path / "fresh")
-
-
-def test_max_tokens_is_taken_from_every_file(tmp_path, bpe):
-    meta = make(write_corpus(tmp_path / "in"), tmp_path / "out", bpe, max_tokens=6000)
-    tokens = sum(file["tokens"] for file in meta["files"].values())
-    assert 6000 <= tokens < 6000 + 6 * 200
-    assert {name.split("_")[1] for name in meta["files"]} == {f"{i:06d}" for i in range(6)}
 
 
 # --- bad input ---

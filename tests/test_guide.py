@@ -26,8 +26,8 @@ from training.report import estimate_memory
 DOCS = ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "mfu_versions/README.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCS}
 SCRIPTS = ("*.py", "mfu_versions/*.py", "plots/*.py", "data/*/prepare.py")
-OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv"}
-PLACEHOLDERS = {"config/FILE.py", "prepare.py"}  # names that stand for several files
+OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"}
+PLACEHOLDERS = {"config/FILE.py", "prepare.py", "merges.txt"}  # of several files, or of a user's
 S = 2048
 
 
@@ -107,9 +107,7 @@ def script(monkeypatch):
         raise Parsed
 
     def script(path, arguments):
-        if (
-            path != "data/inspect.py"
-        ):  # run as a module: its folder is not on the path, where it would hide inspect
+        if not re.fullmatch(r"data/\w+\.py", path):  # run as modules: on the path, data/ would hide inspect
             monkeypatch.syspath_prepend(str((ROOT / path).parent))
         monkeypatch.setattr(sys, "argv", [path, *arguments])
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
@@ -159,8 +157,10 @@ def check_python(arguments: list[str], world_size: int, script):
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
     elif arguments[0] == "-m":
-        if arguments[1] == "data.inspect":
-            script("data/inspect.py", arguments[2:])
+        if arguments[1].startswith("data."):
+            script(arguments[1].replace(".", "/") + ".py", arguments[2:])
+            if "--" in arguments:
+                script(f"data/{arguments[2]}/prepare.py", arguments[arguments.index("--") + 1 :])
         else:
             assert arguments[1] in ("venv", "pytest")
     elif arguments[0] == "train.py":
@@ -192,6 +192,7 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
         "python data/absent/prepare.py",
         "cd data/slimpajama_6b_qwen3 && python prepare.py --worker_count=3",
         "python -m data.inspect",
+        "python -m data.cluster slimpajama_6b_qwen3 --executor local --tasks 2 -- --worker_count=3",
         "make trian",
         "cp mfu_versions/model_builder_v4.py model_builder.py",
         "pip install -r requirements-absent.txt",

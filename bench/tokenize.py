@@ -1,0 +1,292 @@
+"""How fast text becomes token ids: data/preparation.py beside the tokenizer's own library and datasets.map.
+
+    python -m bench.tokenize --input slimpajama --tokenizer gpt2 llama2_tokenizer llama3_tokenizer \\
+        qwen3_tokenizer --workers 8
+
+The library runs its batch call on one thread and writes nothing; the preparation reads .jsonl.zst, makes ids,
+checks, hashes and writes them. What is counted is the rate of a worker that is at work: not the start of
+processes, the loading of tokenizers and the verification of the fast encoder, which a run does once. All
+methods take turns, so that a busy moment of the machine does not fall on one of them alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from bench.results import spread
+from bench.tokenization import Peers, Rate, measure_preparation, read_sample
+from data.documents import find_files
+from data.tokens import DataError, open_tokenizer
+
+# What needs torch is imported where it is used: each worker process imports this module again.
+
+UNIT_SECONDS = 1.5  # about; a worker makes two
+FAST_GAIN = (
+    4  # times the library's rate that the fast encoder is expected to have, to choose the text's length
+)
+MOST_PASSES = 30  # over the sample, in a unit
+CORES = 128
+CORPORA = {"6 B": 6e9, "627 B": 627e9}
+COLUMNS = (
+    "tokenizer",
+    "what",
+    "tokens/s (p10 to p90)",
+    "MB/s",
+    "% of library",
+    "% by CPU time",
+    "x 1 worker",
+)
+TEXT_COLUMNS = ("tokenizer", "what", "tokens/s (p10 to p90)")
+MISSING_PEER = "datasets.map was not measured: the datasets package is missing (pip install datasets)."
+LEGEND = (
+    "Medians of {repeats} repeats. library: its batch call on one thread, ids as lists, nothing read or\n"
+    "written. N workers: data/preparation.py from .jsonl.zst to token files, while at work; ids by the same\n"
+    "library or, where the encoder is fast, by tiktoken's loop. datasets.map: batched, one process, the\n"
+    "library's call, into an Arrow file. By CPU time: tokens for each second of a core, which counts no\n"
+    "waiting for other programs."
+)
+
+
+def main(argv: list[str]) -> int:
+    from bench.throughput import new_folder
+
+    arguments = parse(argv)
+    started = datetime.datetime.now().astimezone()
+    folder = new_folder(arguments.output, f"tokenize_{started:%Y%m%d_%H%M%S}")
+    texts = read_sample(find_files(arguments.input), arguments.mb)
+    size = sum(len(text.encode()) for text in texts)
+    print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text", flush=True)
+    content = describe(argv, started, len(texts), size, arguments)
+    results = {name: open_result(path) for name, path in named_paths(arguments.tokenizer).items()}
+    peers = Peers(texts)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        sample = write_sample(texts, Path(scratch))
+        for repeat in range(1, arguments.repeats + 1):
+            for name, result in results.items():
+                for method, rate in measure_all(result, arguments, peers, sample, size, Path(scratch)):
+                    result["rates"].setdefault(method, []).append(dataclasses.asdict(rate))
+                    progress = f"[{repeat}/{arguments.repeats}] {name}, {method}"
+                    print(f"{progress}: {rate.tokens_per_sec:,.0f} tokens/s", flush=True)
+                save(folder, content, results)
+    peers.close()
+    print("\n" + "\n".join(document_lines(content, results)) + f"\n\nSaved in {folder}", flush=True)
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tokenize", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="text: files, folders or quoted globs")
+    add(
+        "--tokenizer",
+        nargs="+",
+        required=True,
+        metavar="[NAME=]PATH",
+        help="gpt2, or what a prepare.py takes: tokenizer.json, tokenizer.model, or the folder of one",
+    )
+    add("--workers", type=int, default=2, help="of the preparation, beside one (2)")
+    add("--mb", type=float, default=6, help="MB of text, from all of the input (6)")
+    add("--repeats", type=int, default=3, help="(3)")
+    add("--quick", action="store_true", help="one repeat of 1.5 MB: whether it works, not how fast")
+    add("--no_peer", action="store_true", help="leave datasets.map out")
+    add("--output", help="a new folder (default: out-bench/tokenize_DATE_TIME)")
+    arguments = parser.parse_args(argv)
+    for name in ("workers", "mb", "repeats"):
+        if getattr(arguments, name) <= 0:
+            parser.error(f"--{name}={getattr(arguments, name)} must be above 0")
+    if arguments.quick:
+        arguments.mb, arguments.repeats = 1.5, 1
+    return arguments
+
+
+def named_paths(arguments: list[str]) -> dict[str, str]:
+    """{name in the table: path}; the name is the folder's where none is given."""
+    named = {}
+    for argument in arguments:
+        name, _, path = argument.rpartition("=")
+        stated = Path(path).resolve()
+        name = name or (
+            path if not stated.exists() else stated.parent.name if stated.is_file() else stated.name
+        )
+        if name in named:
+            raise DataError(f"two tokenizers would be called {name}; pass --tokenizer NAME=PATH")
+        named[name] = path
+    return named
+
+
+def open_result(path: str) -> dict:
+    """What is known of a tokenizer before it is measured: whether the preparation takes its fast encoder."""
+    tokenizer = open_tokenizer(path)
+    began = time.perf_counter()
+    fast = tokenizer.use_fast_encoder()
+    return {"path": path, "fast": fast, "verify_seconds": time.perf_counter() - began, "rates": {}}
+
+
+def describe(argv: list[str], started, documents: int, size: int, arguments: argparse.Namespace) -> dict:
+    from training.hardware import describe_hardware
+    from training.report import git_state
+
+    software = describe_hardware("cpu")
+    for package in ("tokenizers", "tiktoken", "datasets"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            software[package] = metadata.version(package)
+    peer = None if arguments.no_peer or "datasets" in software else MISSING_PEER
+    return {
+        "date": started.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.tokenize", *argv]),
+        "repeats": arguments.repeats,
+        "documents": documents,
+        "bytes": size,
+        "cores": os.cpu_count(),
+        "software": software,
+        "git": git_state(),
+        "peer_missing": peer,
+    }
+
+
+def write_sample(texts: list[str], folder: Path) -> Path:
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError("the benchmark writes .jsonl.zst: pip install zstandard") from None
+    path = folder / "sample.jsonl.zst"
+    path.write_bytes(zstandard.compress(lines))
+    return path
+
+
+def measure_all(
+    result: dict, arguments: argparse.Namespace, peers: Peers, sample: Path, size: int, scratch: Path
+) -> Iterator[tuple[str, Rate]]:
+    """(method, rate), one after another."""
+    path, fast = result["path"], result["fast"]
+    library = peers.measure("library", path)
+    yield "library", library
+    seconds = size / 1e6 / library.mb_per_sec / (FAST_GAIN if fast else 1)
+    passes = round(min(MOST_PASSES, max(1, UNIT_SECONDS / seconds)))
+    for workers in sorted({1, arguments.workers}):
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            rate = measure_preparation(path, sample, size, passes, workers, fast, Path(folder) / "out")
+        yield _workers(workers), rate
+    if not arguments.no_peer and importlib.util.find_spec("datasets"):
+        yield "datasets.map", peers.measure("datasets.map", path)
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}"
+
+
+# --- the table ---
+
+
+def save(folder: Path, content: dict, results: dict):
+    """table.json with everything, table.md to read; each is whole at any moment."""
+    texts = {
+        "table.json": json.dumps({**content, "tokenizers": results}, indent=1),
+        "table.md": "\n".join(document_lines(content, results)) + "\n",
+    }
+    for name, text in texts.items():
+        temporary = folder / f"{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, folder / name)
+
+
+def document_lines(content: dict, results: dict) -> list[str]:
+    software, git = content["software"], content["git"]
+    versions = ", ".join(
+        f"{name} {v}" for name, v in software.items() if v and name not in ("gpu_name", "torch")
+    )
+    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
+    lines = [
+        f"## {content['date'][:10]}, {software['gpu_name']}, {content['cores']} cores, bench.tokenize",
+        "",
+    ]
+    lines += [f"    {content['command']}", "", f"{versions}; {commit}.", ""]
+    rows = [COLUMNS, *(row for name, result in results.items() for row in table_rows(name, result))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines += [
+        "| "
+        + " | ".join(
+            cell.ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
+            for column, cell, width in zip(COLUMNS, row, widths, strict=True)
+        )
+        + " |"
+        for row in rows
+    ]
+    lines += ["", LEGEND.format(repeats=content["repeats"])]
+    lines += [""] * bool(results) + [line for name, r in results.items() for line in extrapolation(name, r)]
+    if content["peer_missing"]:
+        lines += ["", content["peer_missing"]]
+    return lines
+
+
+def table_rows(name: str, result: dict) -> list[list[str]]:
+    medians = {method: summary(rates) for method, rates in result["rates"].items()}
+    library, one = medians.get("library"), medians.get(_workers(1))
+    rows = []
+    for method, figures in medians.items():
+        rate = figures["tokens_per_sec"]
+        ratio = figures["mb_per_sec"]["median"] / library["mb_per_sec"]["median"]
+        by_cpu = figures["cpu_tokens_per_sec"]["median"] / library["cpu_tokens_per_sec"]["median"]
+        scaling = rate["median"] / one["tokens_per_sec"]["median"] if one and "workers" in method else None
+        what = (
+            f"{method}, {'fast encoder' if result['fast'] else 'library'}" if "worker" in method else method
+        )
+        spread_text = f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})"
+        rows.append(
+            [
+                name,
+                what,
+                spread_text,
+                f"{figures['mb_per_sec']['median']:.2f}",
+                f"{100 * ratio:.0f}",
+                f"{100 * by_cpu:.0f}",
+                "" if scaling is None else f"{scaling:.2f}",
+            ]
+        )
+    return rows
+
+
+def summary(rates: list[dict]) -> dict:
+    return {key: spread([[rate[key]] for rate in rates]) for key in rates[0] if key != "tokens"}
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def extrapolation(name: str, result: dict) -> list[str]:
+    """One line, from the rate of one worker."""
+    rates = result["rates"].get(_workers(1))
+    if not rates:
+        return []
+    rate = summary(rates)["tokens_per_sec"]["median"]
+    times = ", ".join(f"{corpus} tokens {duration(n / rate / CORES)}" for corpus, n in CORPORA.items())
+    return [
+        f"{name}, {CORES} cores: {times} (extrapolated: {CORES} x the rate of one worker, nothing measured)"
+    ]
+
+
+if __name__ == "__main__":
+    from bench.process import end_with_status
+
+    sys.exit(end_with_status(main, sys.argv[1:]))
