@@ -363,6 +363,8 @@ def load_tokenizer(folder: str | Path) -> CharTokenizer | TiktokenTokenizer | Fi
         raise DataError(
             f"{folder}/meta.json has tokenizer kind {meta['kind']!r}, not char, tiktoken or tokenizers"
         )
+    if os.path.basename(meta["file"]) != meta["file"]:
+        raise DataError(f"the tokenizer of {folder}/meta.json, {meta['file']!r}, is outside of {folder}")
     path = Path(folder) / meta["file"]
     if not path.is_file() or _sha256(path) != meta["sha256"]:
         state = "has changed since" if path.is_file() else "is gone, but"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from training.config import ROOT, TrainConfig, UserError
+from training.meta_file import check_is_tokens, check_meta, is_plain_name
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_TOKENS = 1 << 24  # ids read at a time
@@ -64,7 +65,11 @@ class TokenFiles:
 def dataset_folder(config: TrainConfig) -> Path:
     """data/NAME, or the path itself if `dataset` contains a slash."""
     name = config.dataset
-    return Path(name).expanduser() if "/" in name or os.sep in name else ROOT / "data" / name
+    if "/" in name or os.sep in name:
+        return Path(name).expanduser()
+    if not is_plain_name(name):
+        raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
+    return ROOT / "data" / name
 
 
 def needs_validation(config: TrainConfig) -> bool:
@@ -106,7 +111,7 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
         meta = json.loads(path.read_text(encoding="utf-8"))
         dtype, vocab_size = str(meta["dtype"]), int(meta["vocab_size"])
         files = {name: dict(recorded) for name, recorded in meta.get("files", {}).items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({type(error).__name__}: {error}); {_how_to_make(folder)}"
         ) from None
@@ -117,7 +122,9 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
             f"{path}: a vocabulary of {vocab_size} does not fit in uint16, so ids above 65535 have wrapped; "
             f"{_how_to_make(folder)}"
         )
-    return {**meta, "vocab_size": vocab_size, "files": files}
+    meta = {**meta, "vocab_size": vocab_size, "files": files}
+    check_meta(path, meta)
+    return meta
 
 
 def _how_to_make(folder: Path) -> str:
@@ -158,6 +165,8 @@ def _check_size(paths: list[Path], split: str, meta: dict, config: TrainConfig) 
                 f"{path} holds {size // dtype.itemsize:,} tokens, but meta.json records {recorded:,}; "
                 f"{_how_to_make(path.parent)}"
             )
+        if "sha256" not in meta["files"].get(path.name, {}):
+            check_is_tokens(path)
     files = TokenFiles(paths, dtype)
     if files.total < config.block_size + 1:
         raise UserError(
