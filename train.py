@@ -13,10 +13,7 @@ import gc
 import importlib
 import logging
 import os
-import signal
 import sys
-import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +31,10 @@ from model_config import ModelConfig
 from training.attention import choose_attention
 from training.capability import capability, require_low_precision
 from training.capture import CudaGraphs
-from training.checkpoint import Progress, TrainState, changed_settings, check_architecture, load_checkpoint
-from training.checkpoint_folder import find_checkpoint, read_state
+from training.checkpoint import Progress, TrainState, load_checkpoint
+from training.checkpoint_folder import find_checkpoint
 from training.compile import compile_and_checkpoint
-from training.config import RunError, TrainConfig, UserError
+from training.config import TrainConfig
 from training.config_file import load_config
 from training.distributed import (
     World,
@@ -46,10 +43,17 @@ from training.distributed import (
     gather_objects,
     init_world,
     launch_info,
+    launch_record,
     leave_now,
+    tell_launcher,
 )
+from training.drift import DriftCheck
+from training.ending import end_with
+from training.fingerprint import agree_on_data
 from training.graphs import GraphedStep
 from training.hardware import Peak, describe_hardware, resolve_peak
+from training.health import Health
+from training.history import find_history
 from training.loader import Loader, hash_seed
 from training.logger import Logger
 from training.metrics import audit_flops
@@ -58,42 +62,61 @@ from training.optimizer import build_optimizer, describe_optimizer
 from training.packing import end_of_text_id
 from training.parallel import parallelize
 from training.precision import DTYPES, LossScale, use_low_precision
-from training.record import RunRecord, check_writable, new_run_path, start_logging, write_to_log_file
+from training.record import RunRecord, check_writable, new_run_path, start_logging
 from training.report import accumulation_steps, report_lines, startup_info
+from training.resume import find_resume
+from training.run_lock import RunLock
 from training.schedule import learning_rate
 from training.shards import Shard
 from training.sources import describe_sources, make_windows, open_sources
+from training.start import settle_start
 from training.step import make_step
+from training.stragglers import watch_stragglers
+from training.watch import Stopped, Watch
 
 log = logging.getLogger("nanomfu")
 
 FORMULAS = ("model_builder_v1", "model_builder_v2", "model_builder_v3")  # in mfu_versions/
 
 
-def main(argv: list[str]) -> None:
-    # 1) configuration and data: whatever can be wrong without a device is found here
-    rank, local_rank, world_size = launch_info()
+def main(argv: list[str]) -> int:
+    """A whole run; its exit status."""
+    _, _, world_size = launch_info()
     config = load_config(argv, world_size)
+    if config.dry_run:
+        dry_run(config, world_size)
+        return 0
+    # for signals, for ranks that fail and for ranks that hang; for a second run in this out_dir
+    with Watch(config) as watch, RunLock(Path(config.out_dir)) as lock:
+        return launch(config, watch, lock)
+
+
+def launch(config: TrainConfig, watch: Watch, lock: RunLock) -> int:
+    # 1) configuration and data: whatever can be wrong without a device is found here
+    rank, local_rank, _ = launch_info()
     model_config = config.model_config()
     flops = count_flops(model_config, config.block_size)
-    if config.dry_run:
-        dry_run(config, model_config, flops, world_size)
-        return
     check_device(config)
     require_low_precision(config.low_precision, capability(torch.device(config.device)))
     out_dir = Path(config.out_dir)
     if rank == 0:
         check_writable(out_dir)
-    checkpoint = find_checkpoint(out_dir) if config.init_from == "resume" else None
-    if checkpoint:
-        check_architecture(checkpoint, read_state(checkpoint)["model_config"], model_config)
+        if not config.eval_only:  # which writes nothing but a record of its own
+            lock.acquire()
+        if config.init_from == "resume":
+            find_checkpoint(out_dir, config.resume_from)  # is there one at all
     sources = open_sources(config, scan=local_rank == 0)  # one process of each machine
     eot_id = end_of_text_id(config, sources[0].meta)  # all have one tokenizer
 
-    # 2) devices, the log and the peak
+    # 2) devices, the log, the checkpoint to go on from and the peak
     world = init_world(config)
+    watch.join(world)
     run_path = gather_objects(new_run_path(out_dir) if world.is_main else None, world)[0]
     start_logging(run_path.with_suffix(".log") if world.is_main else None, console=world.is_main)
+    config = settle_start(config, world)
+    data = agree_on_data(sources, world)
+    facts = {"run": run_path.stem, "data": data}
+    resume = find_resume(config, world, data)
     peak = gather_objects(find_peak(config, world) if world.is_main else None, world)[0]
 
     # 3) model: built on meta, then drawn on the device by (seed, name), so every rank starts alike
@@ -114,12 +137,15 @@ def main(argv: list[str]) -> None:
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
-    step = make_step(strategy, optimizer, loss_scale, config, model.documents)
+    health = Health(config, world.device)
+    step = make_step(strategy, optimizer, loss_scale, config, model.documents, health)
 
     # 5) resume: weights, moments, generators and position; a new run seeds its dropout by rank
     torch.manual_seed(hash_seed(config.seed, world.rank))
-    state = TrainState(strategy, optimizer, loss_scale, world)
-    progress = load_checkpoint(checkpoint, state, model_config) if checkpoint else Progress(0, 0)
+    state = TrainState(strategy, optimizer, loss_scale, world, health)
+    progress = Progress(0, 0)
+    if resume.checkpoint:
+        progress = load_checkpoint(resume.checkpoint, state, model_config)
     windows = make_windows(sources, config)
     loader = Loader(windows["train"], config, world, position=progress.samples_seen)
 
@@ -136,43 +162,61 @@ def main(argv: list[str]) -> None:
         world.size,
     )
     samples = config.max_iters * config.samples_per_iter(world.size)
-    info["data"] = describe_sources(sources, windows, samples)
-    info["resumed_from"] = str(checkpoint) if checkpoint else None
-    info["changed_since_checkpoint"] = changed_settings(checkpoint, config) if checkpoint else {}
+    info["data"] = describe_sources(sources, windows, samples, data["sha256"])
+    info["launch"] = launch_record()
+    info["resumed_from"] = str(resume.checkpoint) if resume.checkpoint else None
+    info["changed_since_checkpoint"] = resume.changed
+    info["checkpoints_set_aside"] = resume.set_aside
     resolved = {**config.to_dict(), **accumulation_steps(config, world.size)}
-    record = RunRecord(run_path, resolved, info, config.save_log_to_json) if world.is_main else None
+    record = None
+    if world.is_main:
+        history = None if config.eval_only else find_history(out_dir, resume.run, info["launch"])
+        record = RunRecord(run_path, resolved, info, config.save_log_to_json, history, progress.iteration)
 
     # 7) loop
     logger = Logger(config, world, record, flops, peak, row_facts(info), start=progress.iteration)
-    milestones = Milestones(config, model_config, state, windows, loader, logger, progress)
+    logger.at_rows.append(DriftCheck(state, config, logger))
+    milestones = Milestones(config, model_config, state, windows, loader, logger, progress, watch, facts)
     if config.use_cuda_graphs:
         step = GraphedStep(step, state, CudaGraphs(optimizer), logger.paused, progress.iteration)
         info["cuda_graphs"] = step.choice  # filled in as the run finds out
-    status = "failed"
+    watch_stragglers(loader, strategy, config, world, watch, record)
+    watch.last_words = lambda status: logger.close(status, milestones.best_val_loss)
+    status, exit_status = "failed", 0
     try:
         announce(config, info, record, progress)
-        train(config, step, loader, milestones, logger, progress.iteration)
+        train(config, step, loader, milestones, logger, watch, progress.iteration)
         status = "completed"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second one must not stop the record
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise
+    except Stopped as stop:
+        log.info(f"\n{stop}")
+        milestones.stop(stop.iteration)
+        status, exit_status = "interrupted", stop.status
     finally:
+        milestones.close()
         logger.close(status, milestones.best_val_loss)
+        loader.close()
 
     # 8) finish
-    for line in closing_lines(config, run_path, milestones.last_checkpoint or checkpoint):
+    for line in closing_lines(config, run_path, milestones.last_checkpoint or resume.checkpoint):
         log.info(line)
     log.info(f"Data:        the loop waited {loader.waited_seconds:.2f} s for batches in all")
-    loader.close()
     if config.use_cuda_graphs:
         step.close()
-    end_process(world)
+    if exit_status and world.is_main:
+        tell_launcher(f"stopped, as asked; exit status {exit_status}")
+    watch.end(exit_status)
+    end_process(world, exit_status)
+    return exit_status
 
 
 def train(
-    config: TrainConfig, step, loader: Loader, milestones: Milestones, logger: Logger, start: int
+    config: TrainConfig,
+    step,
+    loader: Loader,
+    milestones: Milestones,
+    logger: Logger,
+    watch: Watch,
+    start: int,
 ) -> None:
     """The loop. Nothing in it waits for the device, but for rows, evaluations and checkpoints."""
     if config.eval_only:
@@ -181,10 +225,12 @@ def train(
     gc.collect()
     gc.freeze()  # what is alive now stays alive; the collector need not walk it again
     for iteration in range(start, config.max_iters):
+        watch.check(iteration)
         rate = learning_rate(iteration, config)
         milestones.reach(iteration, rate)
         result = step(*loader.next(), rate, logger.wants_gradients(iteration))
         logger.step(iteration, result, rate)
+    watch.check(config.max_iters)
     milestones.finish(learning_rate(config.max_iters, config))
 
 
@@ -240,6 +286,8 @@ def announce(config: TrainConfig, info: dict, record: RunRecord | None, progress
         log.info(f"Resuming from {info['resumed_from']}: iteration {progress.iteration:,}")
         for name, (old, new) in info["changed_since_checkpoint"].items():
             log.info(f"  {name} was {old!r} when it was saved, is {new!r} now")
+    if record and record.attempt > 1:
+        log.info(f"Attempt {record.attempt} at this run; its record begins with the rows of those before")
     if config.compile:
         log.info("Compiling during the first iteration; it can take a minute")
 
@@ -254,8 +302,10 @@ def closing_lines(config: TrainConfig, run_path: Path, checkpoint: Path | None) 
     return lines
 
 
-def dry_run(config: TrainConfig, model_config: ModelConfig, flops: dict, world_size: int) -> None:
+def dry_run(config: TrainConfig, world_size: int) -> None:
     """The start-up report from the meta device: no GPU, no data, no process group, no file."""
+    model_config = config.model_config()
+    flops = count_flops(model_config, config.block_size)
     model = model_builder.build_model(model_config)
     stated = config.peak_tflops if isinstance(config.peak_tflops, float) else None
     reason = None if stated else "a dry run looks at no device; state one with --peak_tflops=..."
@@ -276,49 +326,13 @@ def dry_run(config: TrainConfig, model_config: ModelConfig, flops: dict, world_s
         log.info(line)
 
 
-# --- how a process ends ---
-
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
-RANK_0_SPEAKS_FIRST = 3.0  # seconds; an error that every rank has is printed once, by rank 0
-
-
 def run(argv: list[str]) -> int:
-    """main() with every end turned into a message and an exit status: 0 done, 1 failed, 2 user error,
-    130 interrupted."""
-    if launch_info()[0] == 0:  # it closes the record; torchrun ends the others, which may sit in a collective
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
+    """main() with every error turned into a message and an exit status."""
     try:
-        main(argv)
-    except KeyboardInterrupt:
-        return _leave(EXIT_INTERRUPTED, "interrupted")
-    except UserError as error:
-        return _leave(EXIT_USER_ERROR, f"error: {error}")
-    except RunError as error:
-        return _leave(EXIT_FAILED, f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        hint = (
-            "lower --batch_size (raise --gradient_accumulation_steps to keep the tokens), "
-            "or shard with --use_fsdp=True"
-        )
-        return _leave(EXIT_FAILED, f"error: out of GPU memory; {hint}\n{error}")
-    except Exception as error:
-        return _leave(EXIT_FAILED, f"{traceback.format_exc()}error: {type(error).__name__}: {error}")
-    return 0
-
-
-def _leave(status: int, message: str) -> int:
-    """Says why and ends. A rank of several ends at once: the others may be waiting for it in a collective,
-    and a normal exit would wait for them; torchrun stops them as soon as this one is gone."""
-    rank, _, world_size = launch_info()
-    if rank != 0:
-        time.sleep(RANK_0_SPEAKS_FIRST)
-    if rank == 0 or status != EXIT_INTERRUPTED:
-        print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
-    write_to_log_file(message)
-    if world_size > 1:
-        leave_now(status)
-    return status
+        return main(argv)
+    except (Exception, KeyboardInterrupt) as error:
+        return end_with(error)
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    leave_now(run(sys.argv[1:]))

@@ -20,6 +20,7 @@ import numpy as np
 
 from data.tokenizer_merges import QWEN_PATTERN
 from data.tokenizer_model import DUMMY_PREFIX, LLAMA3_PATTERN, SPACE, byte_letters
+from data.tokens import EncodeError, tiktoken_ids
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SENTENCE_PATTERN = f"{SPACE}*[^{SPACE}]+|{SPACE}+"  # no piece goes on after a space that follows a letter
@@ -32,7 +33,7 @@ class Unsuitable(Exception):
 
 
 class FastEncoder:
-    """Made of a `tokenizers.Tokenizer`. Trust it after verify()."""
+    """Made of a `tokenizers.Tokenizer` that takes special tokens as text. Trust it after verify()."""
 
     def __init__(self, tokenizer):
         import tiktoken
@@ -63,17 +64,17 @@ class FastEncoder:
 
     def encode(self, text: str) -> np.ndarray | None:
         """The ids of a text; None where the library must make them."""
+        if any(token in text for token in self.added):
+            return None
         if self.sentence and text:
             text = SPACE + text.replace(" ", SPACE)
-        spelled = any(token in text for token in self.added)
-        if self.normalize is not None and not text.isascii() and not spelled:
+        if self.normalize is not None and not text.isascii():
             text = self.normalize(text)
-            spelled = any(token in text for token in self.added)
-        if spelled:
-            return None
+            if any(token in text for token in self.added):
+                return None
         try:
-            ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # its regular expressions overflow on a million spaces
+            ranks = tiktoken_ids(self.encoding, text)
+        except EncodeError:
             return None
         counts = self.counts[ranks] if self.sentence else None
         if counts is None or counts.max(initial=1) == 1:

@@ -259,6 +259,16 @@ class CharTokenizer:
         return False
 
 
+def tiktoken_ids(encoding, text: str) -> np.ndarray:
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except BaseException as error:
+        # its regular expressions overflow on a million spaces, with a panic, which is no Exception
+        if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+            raise EncodeError(f"tiktoken cannot encode it ({error})") from None
+        raise
+
+
 class TiktokenTokenizer:
     def __init__(self, name: str):
         try:
@@ -286,13 +296,7 @@ class TiktokenTokenizer:
         return self.encode_arrays([text])[0].tolist()
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        try:
-            return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-        except BaseException as error:
-            # its regular expressions overflow on a million spaces, with a panic, which is no Exception
-            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
-                raise EncodeError(f"tiktoken cannot encode it ({error})") from None
-            raise
+        return [tiktoken_ids(self.encoding, text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode([int(i) for i in ids if i < self.vocab_size])
@@ -406,6 +410,8 @@ def load_tokenizer(folder: str | Path) -> CharTokenizer | TiktokenTokenizer | Fi
         raise DataError(
             f"{folder}/meta.json has tokenizer kind {meta['kind']!r}, not char, tiktoken or tokenizers"
         )
+    if os.path.basename(meta["file"]) != meta["file"]:
+        raise DataError(f"the tokenizer of {folder}/meta.json, {meta['file']!r}, is outside of {folder}")
     path = Path(folder) / meta["file"]
     if not path.is_file() or _sha256(path) != meta["sha256"]:
         state = "has changed since" if path.is_file() else "is gone, but"

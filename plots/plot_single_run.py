@@ -61,6 +61,9 @@ def draw_loss(axis, run: Run):
         drawn |= figure.draw(axis, *points, label=f"evaluation, {name}", **style)
     if not drawn:
         return figure.say(axis, "no loss logged")
+    for number, start in enumerate(run.attempt_starts):
+        style = {"color": "gray", "linewidth": 1, "linestyle": "-."}
+        axis.axvline(start - 0.5, label=None if number else "resumed", **style)
     figure.legend(axis)
 
 
@@ -92,9 +95,9 @@ def draw_timing(axis, run: Run, name: str, number: str, absent: str, faint: dict
         median, low, high = (format(value, number) for value in spread)
         label = f"median {median}, p10 to p90: {low} to {high}"
         axis.axhline(spread[0], color="tab:orange", linewidth=1, linestyle="--", label=label)
-    if run.warmup.any():
-        warm = run.columns["iter"][run.warmup]
-        axis.axvspan(warm[0] - 0.5, warm[-1] + 0.5, color="gray", alpha=0.25, linewidth=0, label="warm-up")
+    for number, (first, last) in enumerate(run.warmup_spans):  # one at each start
+        label = None if number else "warm-up"
+        axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=label)
     typical = [run.columns[each][run.timed] for each in (name, *(faint or {}))]
     figure.limit_y(axis, drawn=[run.columns[name][shown]], typical=typical)
     figure.legend(axis)

@@ -1,8 +1,9 @@
 """Run records for the plots: the JSON that train.py writes, and the older field logs of the same shape.
 
-Everything is read once into columns, NaN for whatever a log lacks, so the plots never branch on a log's age.
-Trap: not every time_ms is a plain step: warm-up holds compilation, and older logs count evaluation in.
-Medians use only the rows in `Run.timed`.
+Everything is read once into columns, NaN for whatever a log lacks, so the plots never branch on a log's
+age. Trap: not every time_ms is a plain step: warm-up holds compilation, and older logs count evaluation in.
+A run that was stopped and went on may have done so on other hardware. Medians use only the rows in
+`Run.timed`: plain steps of the last attempt.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class Run:
     columns: dict[str, np.ndarray]  # one value per logged iteration; see _row_values
     warmup: np.ndarray  # bool: timing includes compilation or warm-up
     spoiled: np.ndarray  # bool: timing includes an evaluation (older logs)
+    earlier: np.ndarray  # bool: an earlier attempt's
     mfu_methods: tuple[str, ...]  # FLOPs formulas behind the MFU column; empty without MFU, normally one
 
     @property
     def timed(self) -> np.ndarray:
-        return ~self.warmup & ~self.spoiled
+        return ~self.warmup & ~self.spoiled & ~self.earlier
 
     @property
     def name(self) -> str:
@@ -52,6 +54,19 @@ class Run:
         if status == "running" and not self.record.get("end_time"):
             return "running, or killed (no end recorded)"
         return str(status or "status not recorded")
+
+    @property
+    def warmup_spans(self) -> list[tuple[float, float]]:
+        """First and last iteration of each series of warm-up rows."""
+        rows = np.flatnonzero(self.warmup)
+        series = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+        return [tuple(self.columns["iter"][each[[0, -1]]]) for each in series if len(each)]
+
+    @property
+    def attempt_starts(self) -> list[float]:
+        """The iterations at which the run went on after it had been stopped."""
+        starts = [_number(attempt.get("start_iter")) for attempt in _list(self.record, "attempts")[1:]]
+        return [start for start in starts if not math.isnan(start)]
 
     @property
     def startup(self) -> dict:
@@ -156,7 +171,10 @@ def load_run(path: Path) -> Run:
     names = _row_values({}, 0, {}).keys()
     columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
     methods = {str(_measured(row).get("calculation_method") or UNSTATED) for row in rows if _measured(row)}
-    return Run(path, record, columns, *_untimed(rows, columns["iter"], record), tuple(sorted(methods)))
+    untimed = _untimed(rows, columns["iter"], record)
+    attempts = np.array([_number(row.get("attempt"), 1) for row in rows])
+    earlier = attempts < _number(record.get("attempt"), 1)
+    return Run(path, record, columns, *untimed, earlier, tuple(sorted(methods)))
 
 
 def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,6 +77,26 @@ def last_run(out_dir: Path) -> dict:
     paths = sorted(Path(out_dir).glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns)
     assert paths, f"no run record in {out_dir}"
     return json.loads(paths[-1].read_text())
+
+
+def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by the safetensors library and not by our code."""
+    parts = {}  # name -> [(where it begins, part)]
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():
+                parts.setdefault(name, []).append((places[name]["saved_offsets"], file.get_tensor(name)))
+    assert parts, f"no tensors in {checkpoint}"
+    return {name: _assemble(found) for name, found in parts.items()}
+
+
+def _assemble(parts: list[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
+    ends = [[start + size for start, size in zip(where, part.shape, strict=True)] for where, part in parts]
+    whole = torch.empty([max(end) for end in zip(*ends, strict=True)], dtype=parts[0][1].dtype)
+    for (where, part), end in zip(parts, ends, strict=True):
+        whole[tuple(slice(*span) for span in zip(where, end, strict=True))] = part
+    return whole
 
 
 def start_train(*args: object, processes: int = 1, **env: str) -> subprocess.Popen:

@@ -1,66 +1,93 @@
-"""Run by test_distributed.py under torchrun: loads every checkpoint given with every strategy of this world
-size and compares each tensor with what torch's own converter reads from the same files. Exits
-with 0 if all agree.
+"""Run by test_distributed.py and test_strategies.py, alone or under torchrun: loads every checkpoint given
+with every strategy at this world size and compares each tensor with what the safetensors library reads from
+the same files. Exits with 0 if all agree.
 
-    load_worker.py CONFIG CHECKPOINT_DIR ...
+    load_worker.py CONFIG [--save=FOLDER] CHECKPOINT_DIR ...
+
+With --save, each strategy first saves what it has loaded from the first checkpoint to FOLDER/STRATEGY-SIZE,
+and these are loaded, too. In one process, ZeRO-1 and FSDP shard over one rank, which train.py would refuse.
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+import torch.distributed as dist
+from helpers import checkpoint_tensors
 from torch.distributed.tensor import DTensor
 
 import model_builder
 from training.checkpoint import TrainState, load_checkpoint
 from training.config_file import load_config
 from training.distributed import end_process, init_world, launch_info
+from training.fsdp import Fsdp
 from training.optimizer import build_optimizer
-from training.parallel import parallelize
 from training.precision import LossScale
+from training.replicated import Replicated, Zero1
+from training.saver import Saver
+
+STRATEGIES = {
+    "ddp": ([], Replicated),
+    "zero1": (["--use_zero1=True"], Zero1),
+    "fsdp": (["--use_fsdp=True"], Fsdp),
+    "hybrid": (["--use_fsdp=True", "--fsdp_sharding=hybrid"], Fsdp),
+}
 
 
-def reference(folder: str) -> dict[str, torch.Tensor]:
-    with tempfile.TemporaryDirectory() as scratch:
-        dcp_to_torch_save(folder, f"{scratch}/all.pt")
-        return torch.load(f"{scratch}/all.pt")
-
-
-def differences(config, world, folder: str, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not bit-equal after loading, in the optimizer's and the model's view."""
-    model_config = config.model_config()
-    model = model_builder.build_model(model_config).init_weights("cpu", seed=99)
-    strategy = parallelize(model, config, world)
+def load(name: str, config_path: str, world, folder: str):
+    """(settings, state, where it stands) of a model that was drawn anew and then loaded the checkpoint."""
+    flags, strategy_class = STRATEGIES[name]
+    config = load_config([config_path, *flags], max(world.size, 2))  # one is refused for sharding
+    model = model_builder.build_model(config.model_config()).init_weights("cpu", seed=99)
+    strategy = strategy_class(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     state = TrainState(strategy, optimizer, LossScale(False, world.device), world)
-    progress = load_checkpoint(Path(folder), state, model_config)
-    assert progress.iteration == 5, progress
+    return config, state, load_checkpoint(Path(folder), state, config.model_config())
+
+
+def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not bit-equal after loading, in the optimizer's and the model's view."""
+    model = state.strategy.module
     loaded = state.tensors() | {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in loaded.items()}
     assert all(name in expected for name in whole)
     return [name for name, tensor in whole.items() if not torch.equal(tensor, expected[name])]
 
 
-def main(config_path: str, folders: list[str]) -> None:
+def save(config, state: TrainState, progress, out_dir: Path) -> Path:
+    saver = Saver(config, config.model_config(), state, {}, start=0)
+    saver.root = out_dir / "checkpoints"
+    saver.begin(progress)
+    return saver.finished(wait=None).final
+
+
+def main(config_path: str, folders: list[str], save_to: str | None) -> None:
     world_size = launch_info()[2]
-    fsdp = ["--use_fsdp=True"]
-    sharded = [["--use_zero1=True"], fsdp, [*fsdp, "--fsdp_sharding=hybrid"]]
-    flags = [*sharded, []] if world_size > 1 else [[]]
-    configs = [load_config([config_path, *flag], world_size) for flag in flags]
-    world = init_world(configs[0])
+    names = ["ddp", "zero1", "fsdp"] + ["hybrid"] * (world_size > 1)
+    world = init_world(load_config([config_path], world_size))
+    if world.size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if save_to:
+        loads = {name: load(name, config_path, world, folders[0]) for name in names}
+        folders = [
+            *folders,
+            *(save(*found, Path(save_to) / f"{n}-{world.size}") for n, found in loads.items()),
+        ]
     for folder in folders:
-        expected = reference(folder)
-        for config, flag in zip(configs, flags, strict=True):
-            wrong = differences(config, world, folder, expected)
-            assert not wrong, (folder, flag, world, wrong)
+        expected = checkpoint_tensors(folder)
+        for name in names:
+            _, state, progress = load(name, config_path, world, folder)
+            assert progress.iteration == 5, progress
+            wrong = differences(state, expected)
+            assert not wrong, (folder, name, world, wrong)
     if world.is_main:
-        print(f"loaded {len(folders) * len(flags)} pairs")
+        print(f"loaded {len(folders) * len(names)} pairs", flush=True)
     end_process(world)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    options = [argument for argument in sys.argv[2:] if argument.startswith("--save=")]
+    rest = [argument for argument in sys.argv[2:] if argument not in options]
+    main(sys.argv[1], rest, options[0].partition("=")[2] if options else None)

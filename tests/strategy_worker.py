@@ -22,7 +22,7 @@ def main(path: str) -> None:
     commands = json.loads(Path(path).read_text())
     world = init_world(load_config(commands[0], launch_info()[2]))
     train.init_world = lambda config: world
-    train.end_process = lambda world: dist.barrier() if world.size > 1 else None
+    train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
     for command in commands:
         train.main(command)
         gc.unfreeze()

@@ -17,7 +17,7 @@ import torch
 from helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import gpu_monitor, operations, roofline, throughput, tokenize
+from bench import checkpointing, gpu_monitor, operations, roofline, throughput, tokenize
 from bench.gpu_monitor import GpuMonitor, gpu_ids
 from bench.plan import check_overrides, iteration_flags, make_plan
 from bench.process import end_with_status, failure, run_process
@@ -469,6 +469,21 @@ def bench_commands() -> list[str]:
     )
 
 
+def test_cost_of_a_checkpoint_is_read_from_the_record():
+    """20 iterations before the first of two saves take 100 ms, the 20 after each of them 110."""
+    memory = {"max_allocated_gb": 10.0}
+    rows = [{"iter": i, "time_ms": 100.0, "memory": memory} for i in range(90)]
+    for i in [*range(30, 50), *range(60, 80)]:
+        rows[i] = {"iter": i, "time_ms": 110.0, "memory": {"max_allocated_gb": 10.1}}
+    saves = [{"iter": i, "blocked_seconds": 0.2, "write_seconds": 3.0} for i in (30, 60, 90)]
+    found = checkpointing.figures({"training_iterations": rows, "checkpoints": saves})
+    assert found["before_ms"] == 100 and found["after_ms"] == pytest.approx(110)
+    assert found["waits_iterations"] == pytest.approx(2) and found["slower_percent"] == pytest.approx(10)
+    lines = checkpointing.table([{"mode": "m", "gigabytes": 22.0, **found}, {"mode": "n", "reason": "why"}])
+    assert "| m | 22.00 | 100.0 | 0.200 | 2.00 | 3.00 | 110.0 | +10.0 % | 1.000 x 10.0 GiB |" in lines
+    assert lines[-1] == "| n | why |"
+
+
 def test_every_benchmark_command_in_the_documents_is_accepted(monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = bench_commands()
@@ -481,6 +496,10 @@ def test_every_benchmark_command_in_the_documents_is_accepted(monkeypatch):
             parsed, overrides = throughput.parse(arguments)
             assert isinstance(parsed, argparse.Namespace)
             check_overrides(overrides)
+        elif module == "bench.checkpointing":
+            parsed, overrides = checkpointing.parse(arguments)
+            check_overrides(overrides)
+            load_config([parsed.config, *overrides, *checkpointing.flags(True)], parsed.processes)
         else:
             assert module in ("bench.peer", "bench.roofline")
             load_config(arguments)

@@ -143,6 +143,7 @@ def test_a_tokenizer_model_gives_the_ids_of_the_tokenizer_json(name):
 def test_a_document_larger_than_a_piece_gets_the_ids_of_the_whole(name, monkeypatch):
     tokenizer = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
     text = shared("text/tinyshakespeare.txt").read_text()[:60_000] + "x" * 5000 + HARD[1] * 20
+    text += "東京都は、日本の首都です。\n　　人口は約1400万人。\n" * 500  # no spaces between words
     whole = tokenizer.encode(text)
     monkeypatch.setattr(units, "PIECE_CHARS", 2000)
     for chunks in ([text], [text[i : i + 777] for i in range(0, len(text), 777)]):

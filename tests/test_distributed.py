@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY, last_run, make_dataset, run_train, write_config
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from helpers import ROOT, TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 PARALLEL = [(name, processes) for processes in (2, 4) for name in STRATEGIES]
@@ -57,12 +57,6 @@ def losses(record: dict) -> list[float]:
     return [row["loss"] for row in record["training_iterations"]]
 
 
-def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, read by torch's converter and not by our code."""
-    dcp_to_torch_save(checkpoint, scratch / "all.pt")
-    return torch.load(scratch / "all.pt")
-
-
 @pytest.mark.parametrize(("name", "processes"), PARALLEL)
 def test_every_strategy_gives_the_losses_of_one_process(runs, name, processes):
     reference, record = runs["single", 1], runs[name, processes]
@@ -99,12 +93,8 @@ def test_throughput_is_global_and_says_over_how_many(runs, name, processes):
         assert row["tokens_per_sec_per_gpu"] == pytest.approx(row["tokens_per_sec"] / processes)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_any_strategy_loads_what_any_other_saved_bit_for_bit(runs, folder, processes):
-    saved = [
-        folder / f"{name}-{count}" / "checkpoints" / "step-00000005"
-        for name, count in [("single", 1), *PARALLEL]
-    ]
+def load_all(folder: Path, saved: list[Path], processes: int, *flags: str) -> int:
+    """Loads each of them with each strategy at this world size, by load_worker.py; how many pairs it made."""
     launcher = [
         sys.executable,
         "-m",
@@ -112,7 +102,7 @@ def test_any_strategy_loads_what_any_other_saved_bit_for_bit(runs, folder, proce
         "--standalone",
         f"--nproc_per_node={processes}",
     ]
-    worker = [ROOT / "tests" / "load_worker.py", folder / "run.py", *saved]
+    worker = [ROOT / "tests" / "load_worker.py", folder / "run.py", *flags, *saved]
     done = subprocess.run(
         [*(launcher if processes > 1 else [sys.executable]), *map(str, worker)],
         capture_output=True,
@@ -121,31 +111,47 @@ def test_any_strategy_loads_what_any_other_saved_bit_for_bit(runs, folder, proce
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    loaders = 1 if processes == 1 else len(STRATEGIES) + 1  # FSDP in both of its ways of sharding
-    assert f"loaded {len(saved) * loaders} pairs" in done.stdout
+    return int(re.search(r"loaded (\d+) pairs", done.stdout)[1])
+
+
+def test_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_for_bit(runs, folder):
+    """3 strategies at 1, 2 and 4 processes, both ways; and FSDP's hybrid sharding, where it can be loaded."""
+    kept = "checkpoints/step-00000005"
+    several = [folder / f"{name}-{count}" / kept for name, count in PARALLEL]
+    one = [folder / "single-1" / kept]
+    assert load_all(folder, [*one, *several], 1, f"--save={folder / 'one'}") == (7 + 3) * 3
+    sharded = [folder / "one" / f"{name}-1" / kept for name in ("zero1", "fsdp")]
+    for processes in (2, 4):
+        assert load_all(folder, [*one, *sharded, *several], processes) == 9 * 4
 
 
 @pytest.mark.parametrize(
     ("name", "processes", "flags"),
     [("single", 1, []), *((name, 2, STRATEGIES[name]) for name in STRATEGIES)],
 )
-def test_resume_is_bit_exact(folder, tmp_path, name, processes, flags):
-    flags = [*flags, "--dropout=0.1", "--gradient_accumulation_steps=2"]
+def test_resume_is_bit_exact(folder, name, processes, flags):
+    flags = [
+        *flags,
+        "--dropout=0.1",
+        "--gradient_accumulation_steps=4",
+        "--max_iters=40",
+        "--eval_interval=20",
+    ]
     whole = train(folder, f"whole-{name}", *flags, processes=processes)
 
     resumed_dir = folder / f"resumed-{name}"
-    kept = "checkpoints/step-00000005"
+    kept = "checkpoints/step-00000020"
     shutil.copytree(folder / f"whole-{name}" / kept, resumed_dir / kept)
     record = train(folder, resumed_dir.name, *flags, "--init_from=resume", processes=processes)
 
-    assert record["startup_info"]["resumed_from"].endswith("step-00000005")
-    assert [row["iter"] for row in record["training_iterations"]] == list(range(5, ITERATIONS))
-    assert losses(record) == losses(whole)[5:]
+    assert record["startup_info"]["resumed_from"].endswith("step-00000020")
+    assert [row["iter"] for row in record["training_iterations"]] == list(range(20, 40))
+    assert losses(record) == losses(whole)[20:]
     assert [row["lr"] for row in record["training_iterations"]] == [
-        row["lr"] for row in whole["training_iterations"][5:]
+        row["lr"] for row in whole["training_iterations"][20:]
     ]
-    last = "checkpoints/step-00000010"
-    ours, theirs = (tensors(folder / run / last, tmp_path) for run in (resumed_dir.name, f"whole-{name}"))
+    last = "checkpoints/step-00000040"
+    ours, theirs = (checkpoint_tensors(folder / run / last) for run in (resumed_dir.name, f"whole-{name}"))
     assert ours.keys() == theirs.keys()
     assert any(key.startswith("rng.") for key in ours)
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
@@ -153,13 +159,24 @@ def test_resume_is_bit_exact(folder, tmp_path, name, processes, flags):
         json.loads((folder / run / last / "state.json").read_text())["samples_seen"]
         for run in (resumed_dir.name, f"whole-{name}")
     ]
-    assert states[0] == states[1] == ITERATIONS * 2 * 2 * processes
+    assert states[0] == states[1] == 40 * 2 * 4 * processes
+
+
+def test_a_run_goes_on_with_another_number_of_processes(runs, folder, run):
+    """Saved by four, continued by one with the same samples in each iteration: 20 losses agree."""
+    flags = ["--gradient_accumulation_steps=4", "--max_iters=25", "--eval_interval=0"]
+    assert run(folder / "run.py", f"--out_dir={folder / 'unchanged'}", *flags) == 0
+    kept = "checkpoints/step-00000005"
+    shutil.copytree(folder / "fsdp-4" / kept, folder / "changed" / kept)
+    assert run(folder / "run.py", f"--out_dir={folder / 'changed'}", *flags, "--init_from=resume") == 0
+    ours, theirs = (losses(last_run(folder / out)) for out in ("changed", "unchanged"))
+    assert len(ours) == 20 and ours == pytest.approx(theirs[5:], rel=1e-5)
 
 
 def test_dropout_differs_between_ranks_and_is_in_the_loss(folder):
     """Guards the test above: with dropout off it would pass without restoring a generator."""
     with_dropout = last_run(folder / "whole-single")
-    without = train(folder, "no-dropout", "--gradient_accumulation_steps=2")
+    without = train(folder, "no-dropout", "--gradient_accumulation_steps=4", "--max_iters=1")
     assert losses(with_dropout)[0] != losses(without)[0]
 
 
@@ -168,7 +185,7 @@ def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):
     for name in ("zero1", "fsdp"):
         checkpoint = folder / f"{name}-2" / "checkpoints" / "step-00000010"
         sizes = [
-            sum(path.stat().st_size for path in checkpoint.glob(f"__{rank}_*.distcp")) for rank in (0, 1)
+            sum(path.stat().st_size for path in checkpoint.glob(f"tensors-0000{rank}-*")) for rank in (0, 1)
         ]
         assert 0.5 < sizes[0] / sizes[1] < 2.0, sizes
 
@@ -181,14 +198,20 @@ def test_float16_with_loss_scaling_follows_fp32_in_every_strategy(runs, folder, 
     assert record["config"]["dtype"] == "float16"
     assert not any(row.get("skipped_updates") for row in record["training_iterations"])
     assert losses(record) == pytest.approx(losses(runs["single", 1]), rel=2e-3)
-    state = tensors(folder / f"float16-{name}" / "checkpoints" / "step-00000010", folder)
+    state = checkpoint_tensors(folder / f"float16-{name}" / "checkpoints" / "step-00000010")
     assert state["loss_scale.scale"] == 65536.0
     assert state["loss_scale.growth_tracker"] == ITERATIONS
 
 
 def test_the_best_checkpoint_and_the_newest_are_kept(folder):
     """The rate is far too high at first, so the first evaluation is the best one."""
-    flags = ["--keep_all_checkpoints=False", "--eval_interval=2", "--learning_rate=0.5", "--min_lr=0.4"]
+    flags = [
+        "--keep_all_checkpoints=False",
+        "--keep_last=1",
+        "--eval_interval=2",
+        "--learning_rate=0.5",
+        "--min_lr=0.4",
+    ]
     record = train(folder, "retention", *flags)
     steps = {step["iter"]: step["val_loss"] for step in record["eval_steps"]}
     best = min(steps, key=steps.get)
@@ -203,14 +226,14 @@ def test_the_best_checkpoint_and_the_newest_are_kept(folder):
 
 def test_a_damaged_folder_of_the_same_step_is_set_aside_by_a_save(folder):
     train(folder, "same-step", "--max_iters=2")
-    root = folder / "same-step" / "checkpoints"
-    (root / "step-00000002" / "manifest.json").unlink()
+    out = folder / "same-step"
+    (out / "checkpoints" / "step-00000002" / "manifest.json").unlink()
     train(folder, "same-step", "--max_iters=2")
-    names = sorted(path.name for path in root.iterdir() if path.is_dir())
-    assert names[0] == "step-00000002" and names[1].startswith("step-00000002.set-aside-")
-    assert (root / "step-00000002" / "manifest.json").is_file()
+    assert (out / "checkpoints" / "step-00000002" / "manifest.json").is_file()
+    assert len(list(out.glob("checkpoints-before-*/step-00000002"))) == 1
 
 
 def test_a_resume_says_which_settings_changed(folder):
-    record = train(folder, "same-step", "--max_iters=3", "--init_from=resume", "--seed=7")
+    flags = ["--init_from=resume", "--seed=7", "--allow_changes=seed"]
+    record = train(folder, "same-step", "--max_iters=3", *flags)
     assert record["startup_info"]["changed_since_checkpoint"] == {"max_iters": [2, 3], "seed": [1337, 7]}

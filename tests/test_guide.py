@@ -138,6 +138,11 @@ def check(environment: dict, words: list[str], script):
         load_config(launch.training_script_args, nodes * int(launch.nproc_per_node))
     elif program in ("python", "python3"):
         check_python(arguments, int(environment.get("WORLD_SIZE", 1)), script)
+    elif program == "sbatch":
+        while arguments[0].startswith("--"):
+            arguments = arguments[1:]
+        assert (ROOT / arguments[0]).is_file()
+        load_config(arguments[1:])
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert arguments and set(arguments) <= set(targets)

@@ -13,9 +13,10 @@ from training.config_file import load_config
 from training.dataset import parse_dataset
 from training.distributed import World
 from training.evaluate import eval_batches, evaluate
+from training.fingerprint import data_differences, run_fingerprint
 from training.loader import IterationBatches, Loader, Windows
 from training.mixture import BLOCK, Mixture
-from training.sources import describe_sources, fingerprint, make_windows, open_sources
+from training.sources import describe_sources, make_windows, open_sources
 
 T = TINY["block_size"]
 SEED = 1337
@@ -282,17 +283,32 @@ def test_fingerprint_tells_tokens_weights_and_order_apart(tmp_path):
     one, other = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
     moved = make_dataset(tmp_path / "c", seed=0)
     different = {
-        fingerprint(open_sources(config(text), scan=False))
+        run_fingerprint(open_sources(config(text), scan=False))["sha256"]
         for text in (one, other, f"{one}:1,{other}:1", f"{one}:2,{other}:1", f"{other}:1,{one}:1")
     }
     assert len(different) == 5
-    assert fingerprint(open_sources(config(moved), scan=False)) in different
+    assert run_fingerprint(open_sources(config(moved), scan=False))["sha256"] in different
+
+
+def test_a_resume_hears_which_source_has_changed(tmp_path):
+    one, other, third = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc"))
+    saved = run_fingerprint(open_sources(config(f"{one}:1,{other}:1"), scan=False))
+    for text, wanted in (
+        (f"{one}:2,{other}:2", []),
+        (
+            f"{one}:3,{other}:1",
+            ["source 1: weight 3/4 instead of 1/2", "source 2: weight 1/4 instead of 1/2"],
+        ),
+        (f"{one}:1,{third}:1", ["source 2: other tokens in train.bin"]),
+        (str(one), ["1 sources instead of 2"]),
+    ):
+        assert data_differences(saved, run_fingerprint(open_sources(config(text), scan=False))) == wanted
 
 
 def test_description_counts_the_epochs_of_each_source(folders):
     settings = config(mixed(folders))
     sources = open_sources(settings, scan=False)
-    described = describe_sources(sources, make_windows(sources, settings), samples=1000)
+    described = describe_sources(sources, make_windows(sources, settings), 1000, "abc")
     assert [source["epochs"] for source in described["sources"]] == [7.0, 6.0]
     assert described["tokens"] == {"train": 150 * T + 2}
     assert "files" not in described["sources"][0]["meta"]
@@ -311,7 +327,9 @@ def test_run_on_a_mixture_states_it_and_resumes_to_the_same_loss(tmp_path, run):
     train("parts", max_iters=2)
     resumed = train("parts", init_from="resume")
     losses = [row["loss"] for row in whole["training_iterations"]]
-    assert [row["loss"] for row in resumed["training_iterations"]] == losses[2:]
+    assert [  # from both attempts
+        row["loss"] for row in resumed["training_iterations"]
+    ] == losses
     sources = whole["startup_info"]["data"]["sources"]
     assert [(source["name"], source["weight"]) for source in sources] == [(str(one), 0.7), (str(other), 0.3)]
     evaluation = whole["eval_steps"][-1]

@@ -107,6 +107,21 @@ def crashed_record(iters=300):
     return record | {"status": "running"}
 
 
+def resumed_record(iters=1000, stop=600):
+    """Killed at 640, gone on from the checkpoint of 600 at half of the speed: the second attempt's record."""
+    first, second = new_record(stop + 40), new_record(iters, tokens_per_sec=363_500)
+    kept = [row | {"attempt": 1} for row in first["training_iterations"] if row["iter"] < stop]
+    lost = [row | {"attempt": 1} for row in first["training_iterations"] if row["iter"] >= stop]
+    made = [row | {"attempt": 2} for row in second["training_iterations"] if row["iter"] >= stop]
+    made = [row | {"warmup": row["iter"] < stop + 20} for row in made]
+    return second | {
+        "attempt": 2,
+        "attempts": [{"attempt": 1, "start_iter": 0}, {"attempt": 2, "start_iter": stop}],
+        "training_iterations": kept + made,
+        "superseded": {"training_iterations": lost},
+    }
+
+
 def cpu_record(iters=60):
     record = new_record(iters, every=1, warmup=3, tokens_per_sec=4000)
     for row in record["training_iterations"]:
@@ -152,6 +167,7 @@ SHAPES = {
     "killed": crashed_record(),
     "failed": crashed_record() | {"status": "failed"},
     "cpu": cpu_record(),
+    "resumed": resumed_record(),
     "old": old_record(),
     "old, one iteration": old_record(1),
     "bare": {"training_iterations": [{}, {"iter": 1, "loss": None, "mfu": -100.0}, {"loss": 3.0, "mfu": {}}]},
@@ -232,6 +248,20 @@ def test_warmup_rows_are_left_out_of_medians(tmp_path):
     assert spread(load_run(write(tmp_path, record)), "time_ms")[0] == 100.0
     record["training_iterations"].pop()
     assert spread(load_run(write(tmp_path, record)), "time_ms") is None
+
+
+def test_iteration_that_was_made_twice_is_drawn_once_and_medians_are_the_last_attempts(tmp_path):
+    run = load_run(write(tmp_path, resumed_record()))
+    assert run.columns["iter"].tolist() == list(range(0, 1000, 10))
+    assert spread(run, "tokens_per_sec")[0] == pytest.approx(363_500, rel=0.01)
+    assert run.columns["iter"][run.timed].tolist() == list(range(620, 1000, 10))
+
+
+def test_each_start_of_a_run_has_a_warm_up_of_its_own_and_the_second_is_marked(tmp_path):
+    run = load_run(write(tmp_path, resumed_record()))
+    assert run.warmup_spans == [(0, 10), (600, 610)] and run.attempt_starts == [600]
+    axis = plot_single_run.plot(run).axes[0]
+    assert [line.get_xdata()[0] for line in axis.lines if line.get_label() == "resumed"] == [599.5]
 
 
 def test_old_logs_lose_five_iterations_and_their_evaluations(tmp_path):

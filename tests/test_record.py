@@ -16,6 +16,7 @@ from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, 
 import model
 from training import milestones
 from training.logger import Logger
+from training.saver import Saver
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 SECTIONS = ("MODEL ARCHITECTURE", "TRAINING CONFIGURATION", "HARDWARE", "THEORETICAL PERFORMANCE")
@@ -65,10 +66,14 @@ RECORD = {
             "audit": {"exact": bool, "counted_flops_per_sequence": int, "formula_flops_per_sequence": int},
         },
     },
+    "attempt": int,
+    "attempts": list,
     "training_iterations": list,
     "training_progress": list,
     "eval_steps": list,
     "checkpoints": list,
+    "events": list,
+    "superseded": dict,
     "summary": {
         "final_iter": int,
         "best_val_loss": (float, MAYBE),
@@ -79,6 +84,7 @@ RECORD = {
 }
 ROW = {
     "iter": int,
+    "attempt": int,
     "loss": float,
     "time_ms": float,
     "lr": float,
@@ -365,8 +371,8 @@ def slow_by(seconds, function):
 
 
 def test_time_of_an_iteration_leaves_out_evaluations_and_checkpoints(record, monkeypatch):
-    for name in ("evaluate", "save_checkpoint"):
-        monkeypatch.setattr(milestones, name, slow_by(0.25, getattr(milestones, name)))
+    monkeypatch.setattr(milestones, "evaluate", slow_by(0.25, milestones.evaluate))
+    monkeypatch.setattr(Saver, "begin", slow_by(0.25, Saver.begin))
     content = record("--eval_interval=2", "--max_iters=8")
     assert len(content["eval_steps"]) == len(content["checkpoints"]) == 4
     assert max(row["time_ms"] for row in content["training_iterations"][1:]) < 250
@@ -469,10 +475,11 @@ def test_signal_ends_a_run_as_interrupted(record, monkeypatch, number):
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(Logger, "_write", write_and_be_interrupted)
-    content = record("--max_iters=1000", status=130)
+    content = record("--max_iters=1000", status=128 + number)
     assert content["status"] == "interrupted" and content["end_time"]
-    assert [row["iter"] for row in content["training_iterations"]] == [0, 1]
-    assert content["summary"]["final_iter"] == 1
+    iterations = [row["iter"] for row in content["training_iterations"]]
+    assert iterations in ([0, 1], [0, 1, 2])  # all ranks stop at one iteration, so not at once
+    assert content["summary"]["final_iter"] == iterations[-1]
 
 
 ENDLESS = ("--max_iters=1000000", "--always_save_checkpoint=False")
@@ -513,14 +520,14 @@ def test_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
     reads, rows = 0, -1
     try:
         until = time.monotonic() + 60
-        while rows < 100 and time.monotonic() < until:
+        while rows < 40 and time.monotonic() < until:
             for path in tmp_path.glob("out/run_*.json"):
                 content = parse(path.read_text())
                 assert content["status"] == "running" and len(content["training_iterations"]) >= rows
                 reads, rows = reads + 1, len(content["training_iterations"])
     finally:
         end(process)
-    assert process.returncode == -signal.SIGKILL and reads > 50 and rows >= 100
+    assert process.returncode == -signal.SIGKILL and reads > 50 and rows >= 40
     content = last_run(tmp_path / "out")
     assert content["status"] == "running" and content["end_time"] is None
     assert len(content["training_iterations"]) >= rows
@@ -561,6 +568,6 @@ def test_compile_time_of_a_resumed_run_is_in_no_mfu(run, tmp_path):
     assert run(path, *flags, "--max_iters=25", "--init_from=resume") == 0
     rows = last_run(tmp_path / "out")["training_iterations"]
     assert [row["iter"] for row in first["training_iterations"]] == [0, 4]
-    assert [row["iter"] for row in rows] == [5, 10, 20, 24]
-    assert rows[0]["mfu"] is None and "compilation" in rows[0]["mfu_reason"]
-    assert all(row["mfu"] for row in rows[1:])
+    assert [row["iter"] for row in rows] == [0, 4, 5, 10, 20, 24]
+    assert [row["iter"] for row in rows if not row["mfu"]] == [0, 5]
+    assert all("compilation" in row["mfu_reason"] for row in rows if not row["mfu"])

@@ -1,47 +1,45 @@
-"""Checkpoint folders: which are complete, which one to use, whether its files are what was written, and how
-one is put aside or deleted. Knows nothing of tensors; training/checkpoint.py does, and documents the format.
+"""Checkpoint folders: which are complete, which one to use, whether its files are what was written. Knows
+nothing of tensors; training/checkpoint.py does, and documents the format.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import shutil
-import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from training.config import UserError
 from training.distributed import World, gather_objects
 
-log = logging.getLogger("nanomfu")
-
-FORMAT = 1
+FORMAT, READABLE = 2, (1, 2)
 MANIFEST, STATE = "manifest.json", "state.json"
 HASH_THREADS = 4  # files hashed side by side
 HASH_CHUNK = 1 << 22  # bytes
 
 
+def step_folders(root: Path) -> list[Path]:
+    """Everything in root that is called step- and a number, oldest first, whole or not."""
+    return sorted(p for p in root.glob("step-*") if p.name.removeprefix("step-").isdigit())
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """Checkpoint directories that were committed, oldest first."""
-    folders = (p for p in root.glob("step-*") if p.name.removeprefix("step-").isdigit())
-    return sorted(p for p in folders if (p / MANIFEST).is_file())
+    return [folder for folder in step_folders(root) if (folder / MANIFEST).is_file()]
 
 
 def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
     """The newest complete checkpoint of out_dir, or the 'best', or one by its name. Raises UserError."""
     root = out_dir / "checkpoints"
-    complete = {folder.name: folder for folder in complete_checkpoints(root)}
-    _warn_about_incomplete(root, list(complete))
+    complete = complete_checkpoints(root)
     if not complete:
         raise UserError(
             f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
             "or start a run with --init_from=scratch"
         )
-    found = {"latest": list(complete.values())[-1], "best": lowest_loss(list(complete.values()))} | complete
+    found = {"latest": complete[-1], "best": next(iter(by_loss(complete)), None)}
+    found |= {folder.name: folder for folder in complete}
     if not found.get(which):
         raise UserError(
             f"{root} holds no checkpoint {which!r}; "
@@ -50,23 +48,17 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
     return found[which]
 
 
-def _warn_about_incomplete(root: Path, complete: list[str]) -> None:
-    for path in sorted(root.glob("step-*")):
-        if path.name.removeprefix("step-").isdigit() and path.name not in complete:
-            log.warning("%s has no %s: it is damaged and is passed over", path, MANIFEST)
-
-
-def lowest_loss(folders: list[Path]) -> Path | None:
-    """The best by the losses in the checkpoints themselves: a kill may have left the pointer behind."""
+def by_loss(folders: list[Path]) -> list[Path]:
+    """Those with a validation loss, the best first, by what they say themselves: a kill may have left the
+    pointer behind."""
     losses = {folder: _val_loss(folder) for folder in folders}
-    evaluated = [folder for folder in folders if losses[folder] is not None]
-    return min(evaluated, key=losses.get) if evaluated else None
+    return sorted((folder for folder in folders if losses[folder] is not None), key=losses.get)
 
 
 def _val_loss(folder: Path) -> float | None:
     try:
-        return json.loads((folder / STATE).read_text())["val_loss"]
-    except (OSError, ValueError, TypeError, KeyError):  # damaged: whoever wants to load it will hear of it
+        return float(json.loads((folder / STATE).read_text())["val_loss"])
+    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged: whoever loads it will hear of it
         return None
 
 
@@ -76,9 +68,10 @@ def read_state(folder: Path) -> dict:
         state = json.loads((folder / STATE).read_text())
         version, _ = state["format"], state["model_config"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(folder, f"{STATE} cannot be read ({error})") from None
-    if version != FORMAT:
-        raise UserError(f"{folder} has checkpoint format {version}; this version reads {FORMAT}")
+        raise damaged(folder, [f"{STATE} cannot be read ({error})"]) from None
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise UserError(f"{folder} has checkpoint format {version}; this version of nanoMFU reads {known}")
     return state
 
 
@@ -87,32 +80,54 @@ def read_state(folder: Path) -> dict:
 
 def verify_checkpoint(folder: Path, world: World) -> None:
     """Compares every file with the manifest. All ranks, each its share. UserError names the bad files."""
+    if problems := damage(folder, world):
+        raise damaged(folder, problems)
+
+
+def damage(folder: Path, world: World) -> list[str]:
+    """What is wrong with a checkpoint; nothing if its files are as they were written. All ranks."""
+    shares = gather_objects(damage_of_share(folder, world.rank, world.size), world)
+    return list(dict.fromkeys(problem for share in shares for problem in share))
+
+
+def damage_of_share(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     try:
-        files = sorted(json.loads((folder / MANIFEST).read_text())["files"].items())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(folder, f"{MANIFEST} cannot be read ({error})") from None
+        files = sorted(recorded_files(folder).items())[share::shares]
+    except ValueError as error:
+        return [str(error)]
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        mine = pool.map(lambda item: _problem(folder, *item), files[world.rank :: world.size])
-    problems = [p for part in gather_objects(list(mine), world) for p in part if p]
-    if problems:
-        raise _damaged(folder, "; ".join(problems))
+        return [problem for problem in pool.map(lambda item: _problem(folder, *item), files) if problem]
+
+
+def recorded_files(folder: Path) -> dict[str, dict]:
+    """{name: {sha256, bytes}} by the manifest. Raises ValueError if it is none."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        sizes = [recorded["bytes"] + len(recorded["sha256"]) for recorded in files.values()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
+    outside = [name for name in files if os.path.basename(name) != name]
+    if outside or STATE not in files or not sizes:
+        raise ValueError(f"{MANIFEST} does not list a checkpoint's files")
+    return files
 
 
 def _problem(folder: Path, name: str, recorded: dict) -> str | None:
     path = folder / name
-    if os.path.basename(name) != name or not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != recorded["bytes"]:
-        return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
-    if digest(path) != recorded:
-        return f"{name} does not match its sha256"
-    return None
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != recorded["bytes"]:
+            return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
+        return None if digest(path) == recorded else f"{name} does not match its sha256"
+    except OSError as error:  # a bad sector, for example
+        return f"{name} cannot be read ({error})"
 
 
-def _damaged(folder: Path, problem: str) -> UserError:
+def damaged(folder: Path, problems: list[str]) -> UserError:
     others = [p.name for p in complete_checkpoints(folder.parent) if p != folder]
-    older = f"rename that folder to resume from {others[-1]} instead" if others else "there is no other one"
-    return UserError(f"the checkpoint {folder} is damaged: {problem}; {older}")
+    older = f"others are {', '.join(others[-3:])}" if others else "there is no other one"
+    return UserError(f"the checkpoint {folder} is damaged: {'; '.join(problems)}; {older}")
 
 
 def digest(path: Path) -> dict:
@@ -123,39 +138,18 @@ def digest(path: Path) -> dict:
     return {"sha256": sha256.hexdigest(), "bytes": path.stat().st_size}
 
 
-# --- keeping ---
-
-
-def set_aside(out_dir: Path) -> Path | None:
-    """Moves an earlier run's checkpoints out of the way of a new one; never deletes them. Rank 0 only."""
-    root = out_dir / "checkpoints"
-    if not complete_checkpoints(root):
-        return None
-    aside = out_dir / f"checkpoints-before-{time.strftime('%Y%m%d_%H%M%S')}"
-    os.rename(root, aside)
-    return aside
-
-
-def delete(folder: Path) -> None:
-    """Renamed first, so that a checkpoint is never seen half deleted; rmtree does not follow links."""
-    if folder.is_symlink():
-        return
-    doomed = folder.with_name(f"{folder.name.split('.tmp-')[0]}.tmp-delete-{uuid.uuid4().hex[:8]}")
-    try:
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:  # an undeletable old checkpoint is no reason to stop training
-        log.warning("could not delete %s: %s", folder, error)
+# --- writing ---
 
 
 def write_pointer(path: Path, name: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a kill's, or a link to somewhere else
     write_synced(temporary, name + "\n")
     os.replace(temporary, path)
 
 
 def write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
+    with open(path, "x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -8,11 +8,13 @@ import dataclasses
 import difflib
 import importlib.util
 import math
+import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 
 from model_config import ModelConfig, model_config
+from training.redact import redact_all
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,10 +39,15 @@ class TrainConfig:
     log_interval: int = 10  # iterations between log rows; the only place where the GPU is waited for
     gradient_log_interval: int = 100  # iterations between gradient mean and std in the rows; 0 never
     always_save_checkpoint: bool = True  # save at every evaluation and at the end; False: only a new best
-    keep_all_checkpoints: bool = False  # False keeps the newest and the best
-    init_from: str = "scratch"  # 'scratch' or 'resume' (the newest checkpoint in out_dir)
+    checkpoint_interval: int | str | None = None  # iterations, or a time ('30m', '2h'); None: see above only
+    async_checkpoint: bool = True  # write checkpoints while training goes on; needs host memory for a copy
+    keep_last: int = 2  # newest checkpoints that are kept, beside the best
+    keep_all_checkpoints: bool = False  # True deletes none
+    init_from: str = "scratch"  # 'scratch', 'resume' (a checkpoint of out_dir) or 'auto' (either)
+    resume_from: str = "latest"  # 'latest' (the newest that verifies), 'best' or a name: 'step-00001000'
+    allow_changes: str | None = None  # settings that may differ from the checkpoint's: 'seed,batch_size'
     save_log_to_json: bool = True  # write out_dir/run_*.json
-    log_save_interval: int = 100  # iterations between rewrites of the JSON
+    log_save_interval: int = 100  # iterations between rewrites of the JSON, 1 % of the time at most
     wandb_log: bool = False  # mirror rows to Weights & Biases
     wandb_project: str = "nanomfu"
     wandb_run_name: str | None = None  # None: the run's own name
@@ -95,6 +102,13 @@ class TrainConfig:
     grad_clip: float = 1.0  # global gradient norm; 0 does not clip
     adam_dtype: str = "float32"  # storage of the Adam moments: 'float32' or 'bfloat16'
 
+    # --- bad numbers ---
+    on_nonfinite: str = "stop"  # a loss or gradient that is not finite: 'stop' the run, or 'skip' the update
+    skip_spikes: float = 0.0  # skip an update if its loss or gradient norm is this many sigmas high; 0: never
+    spike_window: int = 128  # accepted iterations that the mean and sigma of skip_spikes are taken over
+    max_skips: int = 10  # updates skipped in a row, by either key, that end the run
+    drift_check_interval: int = 1000  # iterations between comparisons of what ranks hold in common; 0 never
+
     # --- system ---
     device: str = "cuda"  # 'cuda' or 'cpu'
     dtype: str = "bfloat16"  # compute: 'float32', 'bfloat16' or 'float16' (with loss scaling)
@@ -114,6 +128,8 @@ class TrainConfig:
     use_sparse_specs: bool = False  # count MFU against the 2:4-sparse peak; marks every record
     peak_tflops: float | str | None = None  # dense TFLOPS of one GPU; 'measure' times a GEMM; None: the table
     backend: str | None = None  # process group: None picks nccl for cuda, gloo for cpu
+    timeout_minutes: float = 10.0  # an iteration that takes longer hangs: the run ends, naming who; 0: never
+    start_timeout_minutes: float = 60.0  # the same for what may take long: compilation, evaluation, saving
 
     def model_config(self) -> ModelConfig:
         """The model's shape. Raises ValueError."""
@@ -143,7 +159,8 @@ class TrainConfig:
         return self.batch_size * self.gradient_accumulation_steps * world_size
 
     def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        """For the record, checkpoints and W&B: without passwords that a URL among the values may hold."""
+        return redact_all(dataclasses.asdict(self))
 
 
 KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -157,7 +174,7 @@ ALIASES = {
 ALIAS_TYPES = {"intermediate_size": TYPES["d_ff"], "flash_attn": bool}
 
 CHOICES = {
-    "init_from": ("scratch", "resume"),
+    "init_from": ("scratch", "resume", "auto"),
     "verify_data": ("hash", "size"),
     "packing": ("stream", "truncate"),
     "device": ("cuda", "cpu"),
@@ -165,6 +182,7 @@ CHOICES = {
     "param_dtype": ("float32", "bfloat16"),
     "adam_dtype": ("float32", "bfloat16"),
     "reduce_dtype": ("float32", "bfloat16"),
+    "on_nonfinite": ("stop", "skip"),
     "low_precision": ("none", "fp8_tensorwise"),
     "low_precision_scope": ("layers", "layers_and_head"),
     "compile_scope": ("regional", "whole"),
@@ -174,8 +192,16 @@ CHOICES = {
     "attention_backend": ("flash_attn_3", "flash_attn_2", "sdpa", "manual"),
     "backend": (None, "nccl", "gloo"),
 }
+# What a resume may change only if allow_changes names it: which samples an iteration sees, and what an update
+# does with them. 'processes' is no key, but how many there are.
+GUARDED = (
+    *("dataset", "seed", "batch_size", "gradient_accumulation_steps", "processes", "doc_masking", "packing"),
+    *("learning_rate", "min_lr", "decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters"),
+    *("wsd_decay_fraction", "weight_decay", "beta1", "beta2", "grad_clip"),
+)
 AT_LEAST = {
     "max_iters": 0,
+    "keep_last": 1,
     "eval_interval": 0,
     "eval_iters": 1,
     "log_interval": 1,
@@ -193,6 +219,12 @@ AT_LEAST = {
     "min_lr": 0,
     "weight_decay": 0,
     "grad_clip": 0,
+    "skip_spikes": 0,
+    "spike_window": 16,
+    "max_skips": 1,
+    "drift_check_interval": 0,
+    "timeout_minutes": 0,
+    "start_timeout_minutes": 0,
 }
 
 
@@ -216,6 +248,8 @@ def check(config: TrainConfig, world_size: int) -> None:
     for name in ("out_dir", "dataset"):
         if not getattr(config, name):
             raise UserError(f"{name} is empty; name a folder")
+        if "://" in getattr(config, name):
+            raise UserError(f"{name}={getattr(config, name)!r} is a URL; name a folder")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)} is not in [0, 1)")
@@ -223,8 +257,36 @@ def check(config: TrainConfig, world_size: int) -> None:
         config.model_config()
     except ValueError as error:
         raise UserError(str(error)) from None
+    _check_checkpoints(config)
     _check_schedule(config)
     _check_system(config, world_size)
+
+
+def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
+    """(iterations, seconds) between checkpoints, one of them 0, or both. Raises UserError."""
+    value = config.checkpoint_interval
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh])", value)
+        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0
+        if not seconds:
+            raise UserError(
+                f"checkpoint_interval={value!r} is neither a number of iterations nor a time such as '30m'"
+            )
+        return 0, seconds
+    if value is not None and value < 0:
+        raise UserError(f"checkpoint_interval={value} must be at least 0")
+    return value or 0, 0.0
+
+
+def _check_checkpoints(config: TrainConfig) -> None:
+    checkpoint_interval(config)
+    for name in filter(None, (config.allow_changes or "").split(",")):
+        if name not in GUARDED:
+            near = difflib.get_close_matches(name, GUARDED, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(GUARDED)}"
+            raise UserError(f"allow_changes={config.allow_changes!r}: {name!r} needs no leave{hint}")
+    if config.resume_from != "latest" and config.init_from != "resume":
+        raise UserError(f"resume_from={config.resume_from!r} says where to go on; add --init_from=resume")
 
 
 def _check_schedule(config: TrainConfig) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from data.verified import LARGE, read_whole, recall, remember, stamp
 from training.config import ROOT, TrainConfig, UserError
+from training.meta_file import check_is_tokens, check_meta, is_plain_name
 from training.token_files import TokenFiles
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -57,7 +58,11 @@ def _mixture_error(text: str, why: str) -> UserError:
 def dataset_folder(config: TrainConfig) -> Path:
     """data/NAME, or the path itself if `dataset`, which names one, contains a slash."""
     name = config.dataset
-    return Path(name).expanduser() if "/" in name or os.sep in name else ROOT / "data" / name
+    if "/" in name or os.sep in name:
+        return Path(name).expanduser()
+    if not is_plain_name(name):
+        raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
+    return ROOT / "data" / name
 
 
 def needs_validation(config: TrainConfig) -> bool:
@@ -107,7 +112,7 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
         for recorded in files.values():
             if "max_id" in recorded:
                 recorded["max_id"] = int(recorded["max_id"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({type(error).__name__}: {error}); {_how_to_make(folder)}"
         ) from None
@@ -118,7 +123,9 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
             f"{path}: a vocabulary of {vocab_size} does not fit in uint16, so ids above 65535 have wrapped; "
             f"{_how_to_make(folder)}"
         )
-    return {**meta, "vocab_size": vocab_size, "files": files}
+    meta = {**meta, "vocab_size": vocab_size, "files": files}
+    check_meta(path, meta)
+    return meta
 
 
 def _file_names(folder: Path, split: str) -> list[str]:
@@ -181,6 +188,8 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
                 f"{path} holds {size // dtype.itemsize:,} tokens, but meta.json records {recorded:,}; "
                 f"{_how_to_make(path.parent)}"
             )
+        if "sha256" not in meta["files"].get(path.name, {}):
+            check_is_tokens(path)
     sizes = [stat.st_size for stat in stats.values()]
     files = TokenFiles(list(stats), sizes, dtype, config.model_config().vocab_size)
     if files.total < config.block_size + 1:

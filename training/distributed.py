@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import os
 import sys
+import threading
+import time
+import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +23,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 START_TIMEOUT = datetime.timedelta(hours=6)  # of joining: one rank may have a large dataset to scan first
-TIMEOUT = datetime.timedelta(minutes=10)  # of a collective; the first one may wait for compilation
+AFTER_THE_WATCH = 2  # minutes; a collective times out by itself only if training/watch.py has not ended it
+FLUSH_SECONDS = 2.0  # for what was printed, at the end of a process; a hanging file system may never take it
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,26 @@ def machine_size() -> int:
 
 
 _LAUNCH_VARIABLES = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+
+
+def restart_count() -> int:
+    """How often torchrun has started these processes anew, because one had failed (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def may_restart() -> bool:
+    """Whether torchrun would start these processes anew."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process, and stops it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launch_record() -> dict | None:
+    """Which torchrun started this process, and how often it had to."""
+    return {"id": os.environ["TORCHELASTIC_RUN_ID"], "restarts": restart_count()} if is_launched() else None
 
 
 def check_device(config: TrainConfig) -> None:
@@ -79,14 +105,72 @@ def init_world(config: TrainConfig) -> World:
     if size > 1:
         backend = config.backend or ("nccl" if config.device == "cuda" else "gloo")
         bind = device if backend == "nccl" else None
-        dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=bind)
+        if backend == "nccl":
+            _record_collectives(Path(config.out_dir))
+        store = _own_part_of(next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0], rank, size)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT, device_id=bind
+        )
         dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+        dist.distributed_c10d._set_pg_timeout(_timeout(config))
     return World(rank, local_rank, size, device, machine_size())
 
 
-def end_process(world: World) -> None:
-    """The last call of a successful run. All ranks. Does not return if there are several.
+def _own_part_of(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of torchrun's store that no earlier attempt has written to. After a restart (--max-restarts) the
+    dead processes' addresses are still in the store (github.com/pytorch/pytorch/issues/135712).
+
+    Rank 0 makes up a name and tells it to whoever asks. A name that nobody confirms is a dead rank 0's.
+    """
+    mine = uuid.uuid4().hex
+    if rank == 0:
+        store.set("launch", mine)
+        for other in range(1, size):
+            store.set(f"{mine}/confirmed/{store.get(f'{mine}/asks/{other}').decode()}", "")
+        return dist.PrefixStore(mine, store)
+    name = None
+    while name is None or not store.check([f"{name}/confirmed/{mine}"]):
+        newest = store.get("launch").decode()
+        if newest != name:
+            name = newest
+            store.set(f"{name}/asks/{rank}", mine)
+        time.sleep(0.02)
+    return dist.PrefixStore(name, store)
+
+
+def _timeout(config: TrainConfig) -> datetime.timedelta:
+    minutes = max(config.timeout_minutes, config.start_timeout_minutes)
+    return datetime.timedelta(minutes=minutes + AFTER_THE_WATCH) if config.timeout_minutes else START_TIMEOUT
+
+
+FLIGHT_RECORDER = "flight_recorder_rank_"  # and the rank: a file in out_dir, for torchfrtrace
+
+
+def _record_collectives(out_dir: Path) -> None:
+    """NCCL's flight recorder: the last collectives of each rank, written to out_dir when one times out. Two
+    of the variables had another name before."""
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault(name, "2000")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, str(out_dir.absolute() / FLIGHT_RECORDER))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def cpu_group(world: World, config: TrainConfig) -> dist.ProcessGroup | None:
+    """A group for numbers that are on the CPU anyway: nothing in it waits for a GPU. All ranks."""
+    if world.size == 1:
+        return None
+    try:
+        return dist.new_group(backend="gloo", timeout=_timeout(config))
+    except RuntimeError as error:
+        raise UserError(
+            f"the processes cannot reach each other by gloo, which carries stop requests: {error}; "
+            "name the network interface between the machines: GLOO_SOCKET_IFNAME=eth0"
+        ) from error
+
+
+def end_process(world: World, status: int = 0) -> None:
+    """The last call of a run that ends in order. All ranks. Does not return if there are several.
 
     Ends them without tearing down: Python destroys a gloo group while it holds the interpreter lock, which
     the group's own thread may need to let go of a tensor, and then neither ends (seen with torch 2.13).
@@ -96,15 +180,42 @@ def end_process(world: World) -> None:
     dist.barrier()
     if dist.get_backend() == "nccl":
         dist.destroy_process_group()  # NCCL warns about groups that are left open
-    leave_now(0)
+    leave_now(status)
 
 
 def leave_now(status: int) -> None:
-    """Ends this process at once, with what it has printed."""
+    """Ends this process at once, with what it has printed: no atexit and no destructor, which may wait."""
+    within(FLUSH_SECONDS, _flush)
+    os._exit(status)
+
+
+def _flush() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+
+
+def within(seconds: float, action, *arguments) -> None:
+    """Calls action and goes on after that time, whether it has returned or not; its errors are nobody's."""
+
+    def run():
+        try:
+            action(*arguments)
+        except Exception:
+            pass
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def tell_launcher(message: str) -> None:
+    """What torchrun's summary says of this process. The earliest of all is its root cause: call it at once,
+    and only on a rank whose failure is its own."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def mean_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -14,8 +15,15 @@ from training.loader import Split, hash_seed, inputs_and_targets, permute
 EVAL_STREAM = 2**32 - 1  # a stream that no epoch reaches
 
 
-def evaluate(model, windows: dict[str, Split], config: TrainConfig, world: World) -> dict:
-    """{split: mean loss} over eval_iters batches of batch_size sequences per split. All ranks.
+def evaluate(
+    model,
+    windows: dict[str, Split],
+    config: TrainConfig,
+    world: World,
+    check: Callable[[], None] = lambda: None,
+) -> dict:
+    """{split: mean loss} over eval_iters batches of batch_size sequences per split. All ranks. `check` is
+    called before each batch and may raise.
 
     Of a mixture each source has its weight's part of the batches, one at least; the split's loss is the mean
     of theirs by weight, and "sources" in the result is {source: {split: loss}}.
@@ -28,7 +36,7 @@ def evaluate(model, windows: dict[str, Split], config: TrainConfig, world: World
     for split, mixture in windows.items():
         losses[split] = 0.0
         for name, (weight, part) in mixture.parts.items():
-            loss = _mean_loss(model, part, eval_batches(part, config, weight), world)
+            loss = _mean_loss(model, part, eval_batches(part, config, weight), world, check)
             losses[split] += float(weight) * loss
             sources.setdefault(name, {})[split] = loss
     model.train()
@@ -36,9 +44,10 @@ def evaluate(model, windows: dict[str, Split], config: TrainConfig, world: World
 
 
 @torch.no_grad()
-def _mean_loss(model, windows: Split, batches: np.ndarray, world: World) -> float:
+def _mean_loss(model, windows: Split, batches: np.ndarray, world: World, check) -> float:
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for first in range(0, len(batches), world.size):
+        check()
         mine = first + world.rank
         tokens = torch.from_numpy(windows.read(batches[min(mine, len(batches) - 1)])).to(world.device)
         loss = model(*inputs_and_targets(tokens))

@@ -44,9 +44,9 @@ class Fsdp:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.module = self.forward = model
-        self.sharded_over = mesh["shard"].get_group() if mesh.ndim == 2 else mesh.get_group()
+        self.world, self.replicas = world, world.size // mesh.shape[-1]
         self.shards = [
-            Shard(name, p, nn.Parameter(p.detach().to_local()), replicas=world.size // mesh.shape[-1])
+            Shard(name, p, nn.Parameter(p.detach().to_local()), self.replicas)
             for name, p in model.named_parameters()
         ]
 
@@ -55,14 +55,17 @@ class Fsdp:
         self.module.set_is_last_backward(last)
         self.module.set_reshard_after_backward(last or self.reshard)
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, loss: torch.Tensor) -> None:
+        self.loss = loss
         for shard in self.shards:
             shard.local.grad = shard.parameter.grad.to_local()
 
-    def grad_norm(self) -> torch.Tensor:
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         squares = norm([shard.local.grad for shard in self.shards]).square()
-        dist.all_reduce(squares, group=self.sharded_over)
-        return squares.sqrt()
+        both = torch.stack([self.loss / self.world.size, squares / self.replicas])
+        dist.all_reduce(both)
+        loss, squares = both.unbind()
+        return loss, squares.sqrt()
 
     def publish(self) -> None:
         """The next forward gathers the new weights; to be quantised, they are gathered here."""

@@ -184,5 +184,5 @@ def _pack(result: StepResult) -> torch.Tensor:
 
 
 def _unpack(values: torch.Tensor) -> StepResult:
-    loss, grad_norm, *grad_sum, overflow, attended = values.unbind()
-    return StepResult(loss, grad_norm, grad_sum[0] if grad_sum else None, overflow, attended)
+    loss, grad_norm, *grad_sum, overflow, verdict, attended = values.unbind()
+    return StepResult(loss, grad_norm, grad_sum[0] if grad_sum else None, overflow, verdict, attended)

@@ -183,7 +183,7 @@ class Loader:
             persistent_workers=workers > 0,
             prefetch_factor=config.dataloader_prefetch_factor if workers else None,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_ignore_interrupt,
+            worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # its seed must not be drawn from the generator that dropout uses
         )
         return iter(loader)
@@ -199,5 +199,8 @@ class _Endless(torch.utils.data.Sampler):
         return self.make()
 
 
-def _ignore_interrupt(worker_id: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
+def _ignore_signals(worker_id: int) -> None:
+    """Stop requests are the training process's to handle, which needs its batches until it has stopped; it
+    ends the workers by their queues, and they end by themselves if it is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

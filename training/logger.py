@@ -7,25 +7,23 @@ import contextlib
 import logging
 import math
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from tqdm import tqdm
 
-from training.config import RunError, TrainConfig
+from training.config import TrainConfig
 from training.distributed import World, mean_over_ranks, sum_over_ranks
 from training.hardware import Peak
 from training.metrics import WARMUP_ITERS, document_flops, recomputed_flops, summarize, utilization
 from training.record import RunRecord
+from training.redact import redact
+from training.saver import Save
 from training.step import StepResult
+from training.verdicts import Verdicts
 
 log = logging.getLogger("nanomfu")
-STUCK_ITERATIONS = 30  # without one update; float16's loss scale needs up to 16 to fall from 2^16 to 1
 GB = 2**30  # memory figures are GiB, as torch and nvidia-smi count; the field's name for them is GB
-
-
-class Diverged(RunError):
-    """The loss is not a number any more."""
 
 
 class Logger:
@@ -46,9 +44,9 @@ class Logger:
         self.recomputed = recomputed_flops(flops, config)
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
         self.start = self.logged = start  # first iteration of this process; first one not yet in a row
-        self.skipped = torch.zeros((), device=world.device)  # updates skipped since the last row
         self.attended = torch.zeros((), device=world.device)  # StepResult's, summed since the last row
-        self.stuck = 0  # iterations without one update, up to the last row
+        self.verdicts = Verdicts(config, world, record, start)
+        self.at_rows: list[Callable[[int], None]] = []  # called with a row's iteration, after it. All ranks
         self.paused_seconds = 0.0
         self.saved_at = start  # iteration of the last JSON rewrite
         self.wandb = _start_wandb(config, record) if world.is_main and config.wandb_log else None
@@ -68,7 +66,7 @@ class Logger:
 
     def step(self, iteration: int, result: StepResult, learning_rate: float) -> None:
         """After every iteration; makes a row when one is due. All ranks."""
-        self.skipped += result.overflow
+        self.verdicts.add(result)
         self.attended += result.attended
         if self.bar is not None:
             self.bar.update()
@@ -77,33 +75,29 @@ class Logger:
 
     def _log(self, iteration: int, result: StepResult, learning_rate: float) -> None:
         means = mean_over_ranks(torch.stack([result.loss.float(), self.attended]), self.world)
-        device_values = [*means, result.grad_norm, self.skipped]
+        device_values = [*means, result.grad_norm]
         if result.grad_sum is not None:
             device_values.append(sum_over_ranks(result.grad_sum, self.world))
-        values = torch.stack([value.float() for value in device_values]).tolist()  # sync point
-        loss, attended, grad_norm, skipped, *grad_sum = values
+        of_this, verdicts = len(device_values), self.verdicts.tensors()
+        values = torch.stack([value.float() for value in [*device_values, *verdicts]]).tolist()  # sync point
+        loss, attended, grad_norm, *grad_sum = values[:of_this]
         seconds = self._lap()
         iterations, first = iteration + 1 - self.logged, self.logged
         self.logged = iteration + 1
-        self.skipped.zero_()
         self.attended.zero_()
-        self.stuck = self.stuck + iterations if skipped == iterations else 0
+        self.verdicts.read(values[of_this:])
+        skipped = self.verdicts.take_skipped()
         if self.record is not None:  # rank 0
             row = self._row(
                 iteration, loss, learning_rate, seconds / iterations, first, attended / iterations
             )
             row["gradients"] = self._gradients(grad_norm, grad_sum)
             if skipped:
-                row["skipped_updates"] = int(skipped)
+                row["skipped_updates"] = skipped
             self._write(row)
-        if self.stuck >= STUCK_ITERATIONS:
-            raise Diverged(f"no gradient was finite in the last {self.stuck} iterations; lower learning_rate")
-        if not math.isfinite(loss):
-            raise Diverged(
-                f"the loss of iteration {iteration} is {loss}; updates with a gradient that is not finite "
-                "were skipped. Resume from the last checkpoint with a lower learning_rate, "
-                "a longer warmup_iters or dtype='bfloat16'"
-            )
+        self.verdicts.end_if_due()
+        for action in self.at_rows:
+            action(iteration)
 
     def _row(
         self, iteration: int, loss: float, lr: float, seconds: float, first: int, attended: float
@@ -165,11 +159,7 @@ class Logger:
         if self.wandb:
             flat = {**row, **{f"mfu/{k}": v for k, v in (row["mfu"] or {}).items()}}
             self.wandb.log({k: v for k, v in flat.items() if isinstance(v, (int, float))}, step=row["iter"])
-        last = row["iter"] + 1 == self.config.max_iters
-        if (
-            last
-            or row["iter"] // self.config.log_save_interval != self.saved_at // self.config.log_save_interval
-        ):
+        if row["iter"] // self.config.log_save_interval != self.saved_at // self.config.log_save_interval:
             began = time.perf_counter()
             self.record.save()
             self.paused_seconds += time.perf_counter() - began  # it grows with the run; no iteration's time
@@ -186,8 +176,10 @@ class Logger:
 
     @contextlib.contextmanager
     def paused(self):
-        """Around evaluation and checkpoints: their time is nobody's iteration."""
+        """Around evaluation and checkpoints: their time is nobody's iteration. Raises Diverged before them if
+        an iteration since the last row ends the run. All ranks."""
         self._synchronize()  # so that training still in flight is not left out with them
+        self.verdicts.settle()
         began = time.perf_counter()
         yield
         self._synchronize()
@@ -211,10 +203,19 @@ class Logger:
                 {"eval/train_loss": losses["train"], "eval/val_loss": losses["val"]}, step=iteration
             )
 
-    def saved(self, iteration: int, val_loss: float | None, path: Path) -> None:
+    def saved(self, save: Save) -> None:
+        self.verdicts.saved_at = save.progress.iteration
         if self.record is not None:
-            self.record.add_checkpoint(iteration, val_loss, path)
+            began = time.perf_counter()
+            self.record.add_checkpoint(
+                save.progress.iteration,
+                save.progress.val_loss,
+                save.final,
+                blocked_seconds=save.blocked_seconds,
+                write_seconds=save.seconds,
+            )
             self.record.save()
+            self.paused_seconds += time.perf_counter() - began
 
     def close(self, status: str, best_val_loss: float | None) -> None:
         """Ends the bar and completes the record. Rank 0 writes. No communication: safe after a failure."""
@@ -228,7 +229,7 @@ class Logger:
             "final_loss": rows[-1]["loss"] if rows else None,
             "best_val_loss": best_val_loss,
             "warmup_iters_left_out": WARMUP_ITERS,
-            **summarize(rows),
+            **summarize(self.record.own_rows),
         }
         self.record.finish(status, summary)
         if self.wandb:
@@ -265,7 +266,7 @@ def _console_lines(row: dict, method: str, flops_per_token: int) -> list[str]:
             f"{memory['reserved_gb']:.2f} GB reserved"
         )
     if row.get("skipped_updates"):
-        lines.append(f"   Updates skipped because the gradient was not finite: {row['skipped_updates']}")
+        lines.append(f"   Updates skipped since the last row: {row['skipped_updates']}")
     return lines
 
 
@@ -277,5 +278,5 @@ def _start_wandb(config: TrainConfig, record: RunRecord):
     import wandb  # optional; training/config.py has checked that it is there
 
     name = config.wandb_run_name or record.content["run_name"]
-    wandb.init(project=config.wandb_project, name=name, config=config.to_dict())
+    wandb.init(project=redact(config.wandb_project), name=redact(name), config=config.to_dict())
     return wandb

@@ -2,8 +2,9 @@
 
     forward(x, y)          the loss of one micro-batch, on the training graph
     micro_step(last)       before a micro-step's forward; gradients travel during the last one's backward
-    reduce_gradients()     after the last backward: every shard.local.grad is the mean over the ranks
-    grad_norm()            global gradient norm, a device tensor equal on all ranks
+    reduce_gradients(loss) after the last backward: every shard.local.grad is the mean over the ranks
+    loss_and_norm()        the mean over the ranks of that loss, which may be rounded to reduce_dtype, and the
+                           global gradient norm: device tensors, equal on all ranks
     publish()              after the update: every rank's working weights are the new ones
     clear_gradients()
     as_global(shard, t)    a tensor shaped like shard.local as the whole it is part of, for checkpoints

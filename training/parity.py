@@ -73,13 +73,15 @@ class Snapshot:
 def compare(expected: list[StepResult], actual: list[StepResult], snapshot: Snapshot) -> tuple[bool, str]:
     """Whether the second way agrees with the first, whose end is kept in the snapshot; and in words."""
     found = {}  # what -> (relative difference, what is allowed)
-    for name, allowed in (("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE), ("overflow", 0.0)):
+    for name, allowed in (("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE), ("verdict", 0.0)):
         wanted, got = ([getattr(result, name).item() for result in way] for way in (expected, actual))
         found[name] = (
             max(_relative(_distance(g, w), abs(w)) for g, w in zip(got, wanted, strict=True)),
             allowed,
         )
     for kind, distance in snapshot.distances().items():
+        if kind == "window":  # the losses and norms that were compared just now
+            continue
         found[f"update of {kind}"] = _relative(distance, snapshot.change[kind]), UPDATE_TOLERANCE
     left = any(bucket.flat.any() for bucket in snapshot.state.strategy.buckets)
     found["gradients left over"] = math.inf if left else 0.0, 0.0
@@ -107,7 +109,8 @@ def _relative(distance: float, scale: float) -> float:
 
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Everything that an iteration changes in place, by name."""
-    return {**state.tensors(), **state.loss_scale.state()}
+    health = state.health.state() if state.health else {}
+    return {**state.tensors(), **state.loss_scale.state(), **health}
 
 
 def _generators(state: TrainState) -> dict[str, torch.Tensor]:

@@ -16,22 +16,26 @@ from training.distributed import World, all_gather, reduce_scatter
 from training.precision import DTYPES, refresh_weights
 from training.shards import Shard, norm
 
+LOSS_ROOM = 4  # floats: what travels stays a multiple of 16 bytes
+
 
 class Bucket:
     """The gradient sums of one part of the model, views of one fp32 tensor: matrices first, then vectors.
 
     They live as long as the run: the backward adds to them in place, communication takes them as they are.
+    Behind the gradients there is room for the iteration's loss, which so travels with the last bucket.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], world_size: int):
         ordered = sorted(parameters.items(), key=lambda item: item[1].ndim < 2)
         shapes = {n: _padded_shape(p, world_size) if p.ndim >= 2 else p.shape for n, p in ordered}
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=ordered[0][1].device)
-        parts = zip(shapes.items(), self.flat.split(sizes), strict=True)
+        self.flat = torch.zeros(sum(sizes) + LOSS_ROOM, dtype=torch.float32, device=ordered[0][1].device)
+        gradients, self.loss = self.flat[:-LOSS_ROOM], self.flat[-1]
+        parts = zip(shapes.items(), gradients.split(sizes), strict=True)
         self.views = {name: part.view(shape) for (name, shape), part in parts}
         self.matrices = [view for view in self.views.values() if view.ndim >= 2]
-        self.vectors = self.flat[sum(view.numel() for view in self.matrices) :]
+        self.vectors = gradients[sum(view.numel() for view in self.matrices) :]
 
 
 def _padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
@@ -139,7 +143,8 @@ class Replicated:
             return tensor.div_(self.world.size).to(self.reduce_dtype), dist.ReduceOp.SUM
         return tensor.to(self.reduce_dtype), dist.ReduceOp.AVG
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, loss: torch.Tensor) -> None:
+        self.buckets[-1].loss.copy_(loss)
         if self.world.size > 1:
             self._reduce(self.buckets[-1])
             for work, then in self.works:
@@ -150,8 +155,8 @@ class Replicated:
         if self.param_dtype != torch.float32:
             self._hand_over()
 
-    def grad_norm(self) -> torch.Tensor:
-        return norm([shard.local.grad for shard in self.shards])
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.buckets[-1].loss, norm([shard.local.grad for shard in self.shards])
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -215,11 +220,13 @@ class Zero1(Replicated):
         work = reduce_scatter(wire[span], wire, op=op, async_op=True)
         self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
 
-    def grad_norm(self) -> torch.Tensor:
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         squares = norm([shard.local.grad for shard in self.shards if shard.is_matrix]).square()
-        dist.all_reduce(squares)
+        both = torch.stack([self.buckets[-1].loss / self.world.size, squares])
+        dist.all_reduce(both)
+        loss, squares = both.unbind()
         vectors = [shard.local.grad for shard in self.shards if not shard.is_matrix]
-        return (squares + norm(vectors).square() if vectors else squares).sqrt()
+        return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -7,8 +7,6 @@ refused unless all of its sources name the same tokenizer.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -126,22 +124,9 @@ def _hashes(source: Source, split: str) -> Iterator[tuple[Path, str]]:
 # --- what the record says ---
 
 
-def fingerprint(sources: list[Source]) -> str:
-    """The same for the same training tokens in the same order at the same weights, wherever they lie."""
-    content = [
-        [str(source.weight), [_file_facts(source, i) for i in range(len(source.splits["train"].paths))]]
-        for source in sources
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _file_facts(source: Source, file: int) -> list:
-    files = source.splits["train"]
-    recorded = source.meta["files"].get(files.paths[file].name, {})
-    return [files.sizes[file] // files.dtype.itemsize, recorded.get("sha256")]
-
-
-def describe_sources(sources: list[Source], windows: dict[str, Split], samples: int) -> dict:
+def describe_sources(
+    sources: list[Source], windows: dict[str, Split], samples: int, fingerprint: str
+) -> dict:
     """The record's data entry, without file names, of which there can be thousands. samples: sequences that
     max_iters see."""
     parts = windows["train"].parts.values()
@@ -149,7 +134,7 @@ def describe_sources(sources: list[Source], windows: dict[str, Split], samples: 
         "tokens": {
             split: sum(source.splits[split].total for source in sources) for split in sources[0].splits
         },
-        "fingerprint": fingerprint(sources),
+        "fingerprint": fingerprint,
         "sources": [
             {
                 "name": source.name,

@@ -10,6 +10,7 @@ import torch
 
 from documents import Documents
 from training.config import TrainConfig
+from training.health import Health
 from training.precision import LossScale
 
 
@@ -17,16 +18,24 @@ class StepResult(NamedTuple):
     loss: torch.Tensor  # mean over this rank's tokens of the iteration
     grad_norm: torch.Tensor  # global, before clipping, unscaled; equal on all ranks
     grad_sum: torch.Tensor | None  # this rank's part of the gradient's sum, when asked for
-    overflow: torch.Tensor  # 1.0 if the gradient was not finite and the update was skipped
+    overflow: torch.Tensor  # 1.0 if the gradient was not finite
+    verdict: torch.Tensor  # 0, or why the update was skipped: bits of training/health.py; equal on all ranks
     attended: torch.Tensor  # length of the document that a token is in, mean over this rank's tokens
 
 
 def make_step(
-    strategy, optimizer, loss_scale: LossScale, config: TrainConfig, documents: Documents | None = None
+    strategy,
+    optimizer,
+    loss_scale: LossScale,
+    config: TrainConfig,
+    documents: Documents | None = None,
+    health: Health | None = None,
 ) -> Callable[..., StepResult]:
     """step(x, y, learning_rate, with_gradient_sum=False); x, y (A, B, T) hold A micro-steps of token ids, and
-    learning_rate is a number, or a tensor on the device where the step is captured (training/graphs.py)."""
+    learning_rate is a number, or a tensor on the device where the step is captured (training/graphs.py).
+    `health` is for whoever keeps its state beyond the step, as checkpoints do."""
     rate = torch.zeros((), device=loss_scale.scale.device)  # read by the update when it runs, not before
+    health = health or Health(config, rate.device)
     for group in optimizer.param_groups:
         group["lr"] = rate
     whole_window = torch.full_like(rate, config.block_size)
@@ -39,23 +48,25 @@ def make_step(
             loss = strategy.forward(x[i], y[i])
             (loss * (loss_scale.scale / micro_steps)).backward()
             losses.append(loss.detach())
-        strategy.reduce_gradients()
+        loss = torch.stack(losses).mean()
+        strategy.reduce_gradients(loss)
 
-        grad_norm = strategy.grad_norm() / loss_scale.scale
-        overflow = (~grad_norm.isfinite()).float()
+        mean_loss, norm = strategy.loss_and_norm()
+        grad_norm = norm / loss_scale.scale
+        verdict, overflow = health.judge(mean_loss, grad_norm)
         grad_sum = _gradient_sum(strategy.shards) / loss_scale.scale if with_gradient_sum else None
 
         # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1:
-        # clipping and unscaling cost no pass of their own, and a bad gradient never reaches the weights.
+        # clipping and unscaling cost no pass of their own, and a bad update never reaches the weights.
         optimizer.grad_scale = loss_scale.scale * _clip_divisor(grad_norm, config.grad_clip)
-        optimizer.found_inf = overflow
+        optimizer.found_inf = verdict.clamp(max=1)
         rate.fill_(learning_rate)
         optimizer.step()
         strategy.publish()
         strategy.clear_gradients()
         loss_scale.update(overflow)
         attended = documents.length_per_token(x) if documents else whole_window
-        return StepResult(torch.stack(losses).mean(), grad_norm, grad_sum, overflow, attended)
+        return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended)
 
     return step
 

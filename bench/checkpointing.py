@@ -1,0 +1,154 @@
+"""What a checkpoint costs the training: the time that the loop waits for it, and the iterations after it.
+
+    python -m bench.checkpointing config/full_qwen3_1.8b_optimal.py --dataset random --output out-bench/disk
+
+Runs train.py twice, with checkpoints that training waits for and with those written beside it, and reads the
+run records. Checkpoints go to the output folder, so its disk is what is measured; they are deleted after each
+run. A row is one iteration here. No row's time contains a save: "waits" comes on top, once a checkpoint. The
+iterations before the first save are the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+from bench.plan import check_overrides
+from bench.process import end_with_status, python_command, run_process
+from bench.throughput import dataset_chooser, new_folder
+from training.config import UserError
+from training.config_file import load_config
+
+WARMUP = 10  # iterations that no figure includes
+AFTER = 20  # iterations after a save that are looked at, and as many before the first
+SAVES = 2  # beside the last one, which no iteration follows
+MODES = {"training waits": False, "beside the training": True}  # async_checkpoint
+COLUMNS = (
+    ("checkpoints", "{mode}"),
+    ("GB", "{gigabytes:.2f}"),
+    ("ms/iter", "{before_ms:.1f}"),
+    ("waits, s", "{waits_s:.3f}"),
+    ("in iterations", "{waits_iterations:.2f}"),
+    ("written in, s", "{write_s:.2f}"),
+    (f"ms/iter, next {AFTER}", "{after_ms:.1f}"),
+    ("slower by", "{slower_percent:+.1f} %"),
+    ("GPU memory peak", "{memory}"),
+)
+
+
+def main(argv: list[str]) -> int:
+    arguments, overrides = parse(argv)
+    check_overrides(overrides)
+    folder = new_folder(arguments.output, f"checkpointing_{datetime.datetime.now():%Y%m%d_%H%M%S}")
+    results = []
+    for mode, asynchronous in MODES.items():
+        print(f"{mode}: started", flush=True)
+        result = run(mode, asynchronous, arguments, overrides, folder)
+        print(f"{mode}: {result.get('reason') or 'done'}", flush=True)
+        results.append(result)
+    content = {"command": shlex.join(["python", "-m", "bench.checkpointing", *argv]), "results": results}
+    (folder / "table.json").write_text(json.dumps(content, indent=1))
+    (folder / "table.md").write_text("\n".join(table(results)) + "\n")
+    print("\n" + "\n".join(table(results)) + f"\n\nSaved in {folder}", flush=True)
+    return 1 if any("reason" in result for result in results) else 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.checkpointing",
+        description=__doc__.splitlines()[0],
+        epilog="--key=value, any setting of train.py, goes to both runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="a config file")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs of this machine (1)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run (1800)")
+    parser.add_argument("--dataset", help="instead of the config's own; 'random' makes one of random tokens")
+    parser.add_argument("--output", help="a new folder, on the disk to be measured")
+    return parser.parse_known_args(argv)
+
+
+def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: Path) -> dict:
+    """The figures of one run, or the reason why there are none."""
+    out_dir = folder / "runs" / mode.replace(" ", "-")
+    out_dir.mkdir(parents=True)
+    argv = [arguments.config, *overrides, *flags(asynchronous), f"--out_dir={out_dir}"]
+    choose = dataset_chooser(arguments.dataset, folder)
+    if choose:
+        argv.append(f"--dataset={choose(load_config(argv, arguments.processes))}")
+    command = python_command(["train.py", *argv], arguments.processes)
+    ended = run_process(command, out_dir / "console.log", arguments.timeout, keep_cache=True)
+    if ended.reason:
+        return {"mode": mode, "reason": ended.reason}
+    checkpoints = out_dir / "checkpoints"
+    newest = checkpoints / (checkpoints / "latest").read_text().strip()
+    size = sum(path.stat().st_size for path in newest.iterdir())
+    shutil.rmtree(checkpoints)
+    path = max(out_dir.glob("run_*.json"), default=None)
+    if path is None:
+        raise UserError(f"no run record in {out_dir}")
+    return {"mode": mode, "gigabytes": size / 1e9, **figures(json.loads(path.read_text(encoding="utf-8")))}
+
+
+def flags(asynchronous: bool) -> list[str]:
+    interval = WARMUP + AFTER
+    fixed = {
+        "async_checkpoint": asynchronous,
+        "checkpoint_interval": interval,
+        "max_iters": interval + SAVES * interval,
+        "keep_last": 1,
+        "eval_interval": 0,
+        "log_interval": 1,
+        "gradient_log_interval": 0,
+        "log_save_interval": 10**6,
+    }
+    return [f"--{key}={value}" for key, value in fixed.items()]
+
+
+def figures(record: dict) -> dict:
+    """From a run record whose rows are single iterations."""
+    rows = {row["iter"]: row for row in record["training_iterations"]}
+    saves = record["checkpoints"][:SAVES]
+    first = saves[0]["iter"]
+    before = [rows[i]["time_ms"] for i in range(first - AFTER, first)]
+    after = [[rows[i]["time_ms"] for i in range(s["iter"], s["iter"] + AFTER)] for s in saves]
+    before_ms, after_ms = statistics.median(before), statistics.mean(map(statistics.mean, after))
+    waits = statistics.mean(save["blocked_seconds"] for save in saves)
+    peaks = [row["memory"] and row["memory"]["max_allocated_gb"] for row in rows.values()]
+    return {
+        "before_ms": before_ms,
+        "before_mean_ms": statistics.mean(before),
+        "waits_s": waits,
+        "waits_iterations": 1000 * waits / before_ms,
+        "write_s": statistics.mean(save["write_seconds"] for save in saves),
+        "after_ms": after_ms,
+        "slower_percent": 100 * (after_ms / statistics.mean(before) - 1),
+        "peak_before_gb": peaks[first - 1],
+        "peak_gb": peaks[-1],
+        "saves": saves,
+        "rows_ms": [row["time_ms"] for row in rows.values()],
+    }
+
+
+def table(results: list[dict]) -> list[str]:
+    """Markdown."""
+    lines = ["| " + " | ".join(name for name, _ in COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    for result in results:
+        if "reason" in result:
+            lines.append(f"| {result['mode']} | {result['reason']} |")
+            continue
+        before, peak = result["peak_before_gb"], result["peak_gb"]
+        memory = f"{peak / before:.3f} x {before:.1f} GiB" if before else "n/a"
+        cells = [cell.format(**result, memory=memory) for _, cell in COLUMNS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(end_with_status(main, sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""Takes secrets out of text before it is written or printed: logins in URLs, and the values of environment
+variables whose names say that they are secret. Nothing here writes the environment down; but a setting, or
+the message of an exception from another library, may contain one of its values.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+
+MARK = "***"
+LOGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#'\"]+@")  # user:password@, or a token@
+SECRET_NAME = re.compile(
+    r"(^|_)(KEY|API_?KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
+)
+
+
+def redact(text: str) -> str:
+    if "@" in text:
+        text = LOGIN.sub(rf"\1{MARK}@", text)
+    for name, value in _secrets():
+        if value in text:
+            text = text.replace(value, f"{MARK}{name}{MARK}")
+    return text
+
+
+def redact_all(value):
+    """The same content with every string redacted."""
+    if isinstance(value, dict):
+        return {key: redact_all(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_all(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+@functools.cache
+def _secrets() -> list[tuple[str, str]]:
+    """(name, value), the longest first: one may be part of another. Looked up once; a config file that sets
+    some has been executed before anything is written."""
+    found = [item for item in os.environ.items() if SECRET_NAME.search(item[0]) and _is_a_secret(item[1])]
+    return sorted(found, key=lambda item: -len(item[1]))
+
+
+def _is_a_secret(value: str) -> bool:
+    """Not a switch, a word or a path, which may occur in any text."""
+    return len(value) >= (12 if value.isalpha() else 8) and not os.path.exists(value)

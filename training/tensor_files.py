@@ -1,0 +1,197 @@
+"""Tensors in files: safetensors, that is the length of a header in 8 bytes, the header in JSON, raw bytes.
+
+Why not torch.distributed.checkpoint's own files: their .metadata is a pickle, and whoever can write a
+checkpoint can put code into it. Here are only numbers, each checked before it is used. torch's planners still
+decide which rank writes what, and which parts of which files a rank reads (resharding); the storage alone is
+this one. The header says where each part lies in its tensor, as torch's HuggingFaceStorageReader expects it:
+torch and every safetensors tool read these files, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+SUFFIX = ".safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OFFSETS = "DCP_SHARDING_INFO"  # torch's key in the header; {"version": 1.0} goes with it
+MAX_HEADER = 100 << 20  # bytes
+WRITE_CHUNK = 16 << 20  # bytes hashed and written at a time
+
+
+class Part(NamedTuple):
+    """A block of a tensor: where it begins in the whole, and its own shape."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# --- writing ---
+
+
+def write_parts(path: Path, parts: list[tuple[Part, torch.Tensor]]) -> dict:
+    """Writes and syncs a new file. Returns {sha256, bytes} of what was meant to be written, so that a disk
+    that kept something else is found out. Tensors on a GPU are copied to host memory one by one."""
+    parts = sorted(parts, key=lambda item: -item[0].dtype.itemsize)  # so that every number is aligned
+    sha256, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for chunk in _chunks(parts):
+            sha256.update(chunk)  # this and the write release the interpreter lock
+            size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"sha256": sha256.hexdigest(), "bytes": size}
+
+
+def _chunks(parts: list[tuple[Part, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+    yield _header([part for part, _ in parts])
+    for _, tensor in parts:
+        content = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(content), WRITE_CHUNK):
+            yield content[start : start + WRITE_CHUNK]
+
+
+def _header(parts: list[Part]) -> bytes:
+    entries, end = {}, 0
+    for part in parts:
+        begin, end = end, end + part.bytes
+        entries[part.name] = {"dtype": NAMES[part.dtype], "shape": part.shape, "data_offsets": [begin, end]}
+    assert len(entries) == len(parts), "a file holds one part of a tensor"
+    offsets = {part.name: {"saved_offsets": part.offsets} for part in parts}
+    about = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    header = json.dumps({"__metadata__": about, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+# --- reading ---
+
+
+class Place(NamedTuple):
+    """Where a part's bytes are."""
+
+    path: Path
+    start: int
+
+
+def read_header(path: Path) -> dict[Part, Place]:
+    """The parts in a file. Raises ValueError if the header is not one, or points outside the file."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, MAX_HEADER):
+                raise ValueError(f"a header of {length:,} bytes")
+            header = json.loads(file.read(length))
+        offsets = json.loads(header.pop("__metadata__")[OFFSETS])
+        parts = {}
+        for name, entry in header.items():
+            begin, end = _numbers(entry["data_offsets"])
+            where, shape = _numbers(offsets[name]["saved_offsets"]), _numbers(entry["shape"])
+            part = Part(name, where, shape, DTYPES[entry["dtype"]])
+            if len(where) != len(shape) or end - begin != part.bytes or 8 + length + end > size:
+                raise ValueError(f"{name} does not fit its place")
+            parts[part] = Place(path, 8 + length + begin)
+        return parts
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not a file of tensors: {type(error).__name__}: {error}") from None
+
+
+def _numbers(value: list) -> tuple[int, ...]:
+    if not all(type(number) is int and 0 <= number < 2**63 for number in value):
+        raise ValueError(f"{value!r} are not sizes")
+    return tuple(value)
+
+
+class TensorFiles(StorageReader):
+    """torch.distributed.checkpoint's view of some such files. Raises ValueError if a tensor is not whole."""
+
+    def __init__(self, paths: list[Path]):
+        self.places: dict[MetadataIndex, tuple[Part, Place]] = {}
+        tensors = defaultdict(list)
+        for path in paths:
+            for part, place in read_header(path).items():
+                tensors[part.name].append(part)
+                self.places[MetadataIndex(part.name, part.offsets)] = part, place
+        self.metadata = Metadata({name: _whole(name, parts) for name, parts in tensors.items()})
+
+    def read_metadata(self) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan, planner) -> Future[None]:
+        for item in plan.items:
+            part, place = self.places[item.storage_index]
+            tensor = _mapped(part, place)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def set_up_storage_reader(self, metadata, is_coordinator) -> None: ...
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+    def prepare_global_plan(self, plans):
+        return plans
+
+    def reset(self, checkpoint_id=None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return False
+
+
+def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
+    """What torch's planner wants to know of a tensor: its size, which its parts must fill, and the parts."""
+    ends = [tuple(map(sum, zip(part.offsets, part.shape, strict=True))) for part in parts]
+    if len({(len(part.shape), part.dtype) for part in parts}) > 1:
+        raise ValueError(f"the parts of {name} are not of one kind")
+    size = torch.Size([max(along) for along in zip(*ends, strict=True)])
+    if sum(math.prod(part.shape) for part in parts) != math.prod(size):
+        raise ValueError(f"the parts of {name} do not make {tuple(size)}")
+    chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in parts]
+    return TensorStorageMetadata(TensorProperties(dtype=parts[0].dtype), size, chunks)
+
+
+def _mapped(part: Part, place: Place) -> torch.Tensor:
+    """A part as the file has it, read where it is looked at."""
+    raw = np.memmap(place.path, np.uint8, "c", place.start, (part.bytes,))  # c: a copy if it is written to
+    return torch.from_numpy(raw).view(part.dtype).view(part.shape)
