@@ -192,7 +192,8 @@ def test_a_bad_iteration_leaves_every_bit_and_the_next_update_is_the_one_that_wa
     spoilt(parts, {4 * n + 1: fault for n, (fault, _) in enumerate(FAULTS)})  # every other iteration's second
     for _, reason in FAULTS:
         before = all_state(parts)
-        ((*_, verdict),) = train(parts, iterations=[0])
+        (result,) = train(parts, iterations=[0])
+        verdict = result[4]
         assert int(verdict) & reason == reason
         assert same(all_state(parts), before)
         undisturbed.loader.next()  # the same data later
@@ -211,7 +212,7 @@ def test_replays_judge_as_the_eager_step_does_and_a_spike_among_them_is_left_out
     results = train(parts, graphed(parts, fake), sums=())
     assert fake.captures == 1 and fake.step.choice["used"] == "CUDA Graph", fake.step.choice
     assert results == expected
-    assert [i for i, (*_, verdict) in enumerate(results) if verdict] == [20]
+    assert [i for i, result in enumerate(results) if result[4]] == [20]
     assert same(all_state(parts), all_state(eager))
 
 
@@ -568,7 +569,7 @@ def test_captured_iterations_skip_a_spike_as_the_eager_ones_do_without_waiting(d
         assert bad.verdict.item() == LOSS_SPIKE | NORM_SPIKE
         assert same(all_state(parts), before)
         results += train(parts, step, range(21, 26), sums=())
-        assert not any(verdict for *_, verdict in results)
+        assert not any(result[4] for result in results)  # verdicts
         runs.append((results, all_state(parts)))
     assert step.choice["used"] == "CUDA Graph", step.choice
     step.close()
