@@ -28,8 +28,8 @@ def make_config(out_dir: Path, **keys) -> TrainConfig:
 
 def make_state(config: TrainConfig, seed: int = 1, world: World = ALONE) -> TrainState:
     """Weights and moments that are all different, and none of them zero."""
-    model = model_builder.build_model(config.model_config()).init_weights("cpu", seed)
-    strategy = parallelize(model, config, ALONE)
+    model = model_builder.build_model(config.model_config()).init_weights(world.device, seed)
+    strategy = parallelize(model, config, replace(ALONE, device=world.device))
     optimizer = build_optimizer(strategy.shards, config)
     state = TrainState(strategy, optimizer, LossScale(False, world.device), world)
     change(state, seed)

@@ -3,8 +3,8 @@
     FAULT="what who where" fault_worker.py CONFIG [--key=value ...]
 
 what: a signal's name, 'raise', 'oom', 'exit0', 'hang' (for ever), 'illegal' (a memory access of the GPU),
-'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone);
-who: a rank, 'torchrun', or 'job' (the process in the file JOB_PID);
+'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'node' (SIGKILL, to its torchrun, too);
+who: a rank, 'any', 'torchrun', or 'job' (the process in the file JOB_PID);
 where: an iteration, 'evaluation', 'saving' or 'start'. Only in the first attempt.
 """
 
@@ -28,7 +28,7 @@ SLOW_SECONDS, SLOW_CYCLES = 0.05, 100_000_000  # at 2 GHz
 def happen(what: str, who: str) -> None:
     """On the rank that it is for; rank 0 signals others."""
     rank = launch_info()[0]
-    if rank != (int(who) if who.isdigit() else 0):
+    if rank != (int(who) if who.isdigit() else 0) and who != "any":
         return
     print(f"FAULT at {time.time()}", flush=True)
     if what == "raise":
@@ -37,6 +37,9 @@ def happen(what: str, who: str) -> None:
         raise torch.OutOfMemoryError("Tried to allocate too much")
     if what == "exit0":
         os._exit(0)
+    if what == "node":
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang":
         time.sleep(1000)
     if what == "illegal":

@@ -8,11 +8,13 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_parts import (
+    ALONE,
     change,
     copies,
     in_processes,
@@ -89,6 +91,24 @@ def test_the_loop_waits_for_the_copy_alone(config, monkeypatch):
     done = saver.finished(wait=None)
     assert done.blocked_seconds < 0.3 < done.seconds
     assert saver.finished() is None, "a save is reported once"
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_state_is_copied_to_page_locked_memory_before_it_changes(config, monkeypatch):
+    """And no GPU memory is taken for it."""
+    changed, write_files = threading.Event(), saver_module._write_files
+    monkeypatch.setattr(saver_module, "_write_files", lambda *args: changed.wait(10) and write_files(*args))
+    state = make_state(config, world=replace(ALONE, device=torch.device("cuda", 0)))
+    saver = make_saver(config, state)
+    saver.prepare()
+    assert all(copy.is_pinned() for copy in saver.staging.copies)
+    before, allocated = {name: t.cpu() for name, t in state.tensors().items()}, torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    saver.begin(Progress(1, 10))
+    assert torch.cuda.max_memory_allocated() == allocated
+    change(state, seed=2)
+    changed.set()
+    assert equal(before, checkpoint_tensors(saver.finished(wait=None).final))
 
 
 def test_host_memory_is_taken_once_and_is_one_copy_of_the_parts(config):
@@ -206,13 +226,12 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
 def test_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
     """Rank 0 fails and takes the folder away while rank 1 is about to write into it."""
     ranks = make_ranks(config, 2)
-    write_files, failed = saver_module._write_files, threading.Event()
+    write_files, both_here = saver_module._write_files, threading.Barrier(2, timeout=10)
 
     def fail_on_rank_0(save, rank, work):
+        both_here.wait()
         if rank == 0:
-            failed.set()
             fail()
-        failed.wait(10)
         ranks[0].thread.join()
         return write_files(save, rank, work)
 

@@ -2,17 +2,19 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults import prepare, run_with_fault
+from faults import ITERATIONS, prepare, run_command, run_with_fault
+from helpers import ROOT
 
 from training import start
 from training.config_file import load_config
 from training.distributed import World
 from training.peers import Peers
-from training.stragglers import IN_A_ROW, WINDOW, Judge
+from training.stragglers import Judge, OwnTime
 
 END_SECONDS = 30  # from a rank's end to the job's
 INTERVAL = 8
@@ -178,27 +180,30 @@ def test_a_single_process_that_hangs_ends_itself(config, folder):
 # --- 15: a rank is slow ---
 
 
+def judged(times) -> list[tuple[int, object]]:
+    """[(iteration, what rank 0 says)] of times[iteration][rank], which each rank measures for itself."""
+    cpu = torch.device("cpu")
+    clocks = [OwnTime(World(rank, rank, len(times[0]), cpu)) for rank in range(len(times[0]))]
+    judge, news = Judge(len(clocks)), []
+    for iteration, seconds in enumerate(times):
+        for clock, own in zip(clocks, seconds, strict=True):
+            clock.unread.append((0.0, [(0.5, 0.5)], own))
+        news += [(iteration, found) for found in judge.look([clock.seconds() for clock in clocks])]
+    return news
+
+
 def test_a_rank_that_needs_three_times_as_long_is_named_within_20_iterations():
-    judge, news = Judge(4), []
-    for iteration in range(60):
-        slow = 0.09 if 30 <= iteration else 0.03
-        news += [(iteration, found) for found in judge.look([0.03, 0.031, slow, 0.029])]
-    ((iteration, found),) = news
-    assert iteration == 30 + WINDOW // 2 - 1 + IN_A_ROW - 1 and found.rank == 2
-    assert iteration - 30 < 17, "three more pass until a time has been read, sent and received"
+    ((iteration, found),) = judged([[0.03, 0.031, 0.09 if i >= 30 else 0.03, 0.029] for i in range(60)])
+    assert found.rank == 2 and 0 < iteration - 30 < 17, "three more pass until a time is sent and received"
     assert "90 ms of own work an iteration; the median rank 30" in str(found)
 
 
 def test_noise_names_nobody_and_a_rank_that_recovers_is_cleared():
-    generator = torch.Generator().manual_seed(0)
-    judge = Judge(8)
-    for iteration in range(500):
-        times = 0.1 + 0.02 * torch.rand(8, generator=generator)
-        times[iteration % 8] *= 1 + 3 * (iteration % 5 == 0)  # now and then one takes four times as long
-        assert judge.look(times.tolist()) == []
-    news = [found for _ in range(40) for found in judge.look([0.1] * 7 + [0.2])]
-    news += [found for _ in range(40) for found in judge.look([0.1] * 8)]
-    assert [(found.rank, found.kind) for found in news] == [(7, "straggler"), (7, "no_straggler")]
+    times = 0.1 + 0.02 * torch.rand(500, 8, generator=torch.Generator().manual_seed(0))
+    times[range(0, 500, 5), [i % 8 for i in range(100)]] *= 4  # now and then one takes four times as long
+    assert judged(times.tolist()) == []
+    news = judged([[0.1] * 7 + [0.2]] * 40 + [[0.1] * 8] * 40)
+    assert [(found.rank, found.kind) for _, found in news] == [(7, "straggler"), (7, "no_straggler")]
 
 
 @pytest.mark.chaos
@@ -259,6 +264,28 @@ def test_fewer_processes_go_on_where_more_were_killed(config, folder):
     rows = {row["iter"]: row["loss"] for row in whole.record()["training_iterations"]}
     for row in ended.record()["training_iterations"]:
         assert row["loss"] == pytest.approx(rows[row["iter"]], rel=1e-5)
+
+
+@pytest.mark.chaos
+def test_a_node_that_is_lost_is_done_without(config, folder):
+    """Two torchruns of one process each; the config file keeps the sequences per iteration."""
+    elastic = folder / "elastic.py"
+    divide = "import os as _os\ngradient_accumulation_steps = 2 // int(_os.environ.get('WORLD_SIZE', 1))\n"
+    elastic.write_text(config.read_text() + divide + "dropout = 0.0\n")
+    nodes = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_id=elastic"]
+    port = 20000 + os.getpid() % 10000
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+    worker = ["tests/fault_worker.py", str(elastic), f"--out_dir={folder / 'elastic'}", "--init_from=auto"]
+    command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, *worker]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "node any 15"}
+    later = ["bash", "-c", 'sleep 2; exec "$@"', "later", *command]  # the first one holds torchrun's store
+    other = subprocess.Popen(later, cwd=ROOT, env=environment, start_new_session=True, **quiet)
+    ended = run_command(command, folder / "elastic", timeout=200)
+    other.wait()
+    assert ended.status == 0 and "Restart 1 by torchrun" in ended.output, ended.output[-3000:]
+    assert ended.steps[-1] == ITERATIONS
+    assert ended.record()["startup_info"]["hardware"]["num_gpus"] == 1
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,7 @@ def test_a_run_restarted_by_torchrun_goes_on(config, folder, uninterrupted):
 @pytest.mark.parametrize("flags", [[], ["--use_fsdp=True"]])
 def test_a_slow_gpu_is_named(config, folder, flags):
     out = folder / f"slow{''.join(flags)}"
-    ended = run_with_fault(
-        config, out, *flags, "--max_iters=80", "--eval_interval=0", "--log_interval=5", fault="slow_gpu 1 40"
-    )
+    ended = run_with_fault(config, out, *flags, "--max_iters=80", "--eval_interval=0", fault="slow_gpu 1 40")
     assert ended.status == 0, ended.output[-3000:]
     (event,) = ended.record()["events"]
     assert event["rank"] == 1 and 40 < event["iter"] <= 60, event

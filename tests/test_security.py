@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import pickle
 import re
@@ -26,6 +27,7 @@ from training.checkpoint_folder import MANIFEST, recorded_files
 from training.config import TrainConfig, UserError
 from training.dataset import dataset_folder, open_dataset
 from training.logger import Logger
+from training.record import start_logging
 
 SOURCES = [p for p in ROOT.glob("**/*.py") if not {"tests", "venv", ".venv"} & set(p.relative_to(ROOT).parts)]
 
@@ -287,6 +289,20 @@ def test_item_25_error_of_another_library_does_not_give_a_secret_away(
     assert not [secret for secret in (*SECRETS.values(), URL_PASSWORD) if secret in printed.out + printed.err]
     assert "401 from" in next((tmp_path / "out").glob("run_*.log")).read_text()
     assert hits(tmp_path / "out") == []
+
+
+def test_item_25_message_of_the_log_does_not_give_a_secret_away(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
+    redact._secrets.cache_clear()
+    log = logging.getLogger("nanomfu")
+    for name in ("handlers", "propagate", "level"):  # which start_logging sets
+        monkeypatch.setattr(log, name, [] if name == "handlers" else getattr(log, name))
+    start_logging(tmp_path / "run.log")
+    log.warning("%s refused %s", URL, os.environ["HF_TOKEN"])
+    log.handlers[-1].close()
+    redact._secrets.cache_clear()
+    expected = "https://***@host.example/team refused ***HF_TOKEN***\n"
+    assert (tmp_path / "run.log").read_text() == capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize("key", ["out_dir", "dataset"])

@@ -256,6 +256,7 @@ def test_a_checkpoint_with_bf16_tensors_loads_into_fp32_and_back(runs, folder, r
         folder / "run.py",
         f"--out_dir={there}",
         "--init_from=resume",
+        "--gradient_accumulation_steps=4",
         *VARIANTS[variant],
         "--eval_iters=3",
     ]

@@ -283,8 +283,8 @@ def _check_checkpoints(config: TrainConfig) -> None:
     for name in filter(None, (config.allow_changes or "").split(",")):
         if name not in GUARDED:
             near = difflib.get_close_matches(name, GUARDED, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(GUARDED)}"
-            raise UserError(f"allow_changes={config.allow_changes!r}: {name!r} needs no leave{hint}")
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"allow_changes: {name!r} is not one of {', '.join(GUARDED)}{hint}")
     if config.resume_from != "latest" and config.init_from != "resume":
         raise UserError(f"resume_from={config.resume_from!r} says where to go on; add --init_from=resume")
 

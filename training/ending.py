@@ -27,11 +27,13 @@ def end_with(error: BaseException) -> int:
     message = redact(message)
     rank, _, world_size = launch_info()
     is_own = not isinstance(error, OthersFailed)
-    if is_own:
-        tell_launcher(message)
     write_to_log_file(message)
+    if status == FAILED and is_own:
+        tell_launcher(message)
     if rank != 0 or not is_own:
         time.sleep(RANK_0_SPEAKS_FIRST)  # torchrun may end it meanwhile
+    if status == USER_ERROR:
+        tell_launcher(message)
     if rank == 0 or status != INTERRUPTED:
         with contextlib.suppress(OSError):  # it may be a file on a full disk
             print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ log = logging.getLogger("nanomfu")
 
 SLOW = 1.5  # times the median rank's own time
 SLOW_SECONDS = 0.02  # longer than that rank, at least; less is the noise of a busy operating system
-WINDOW = 12  # iterations; a rank is judged by their median
+RECENT = 10  # measured iterations; a rank tells the others their median
 IN_A_ROW = 8  # iterations in which it must look slow: it is named within 20
 WARMUP_ITERS = 5  # of this process: compilation
 UNREAD = 64  # iterations that a GPU may be behind
@@ -48,8 +48,7 @@ def watch_stragglers(
     next_batch, forward = loader.next, strategy.forward
 
     def timed_next():
-        if seconds := own.seconds():
-            watch.agreement.ask("own_seconds", seconds)
+        watch.agreement.ask("own_seconds", own.seconds())
         if world.is_main:
             for news in judge.look(watch.agreement.by_rank("own_seconds")):
                 log.warning(f"{watch.peers.name(news.rank)} {news}")
@@ -79,7 +78,8 @@ class OwnTime:
     def __init__(self, world: World):
         self.on_gpu = world.device.type == "cuda"
         self.marks: list | None = None  # of this iteration: begin, waits, end
-        self.unread = deque(maxlen=UNREAD)
+        self.unread = deque(maxlen=UNREAD)  # of iterations that a GPU may not have completed
+        self.recent = deque(maxlen=RECENT)  # seconds
         self.iterations = 0
 
     def begin(self) -> None:
@@ -100,13 +100,12 @@ class OwnTime:
         if self.marks:
             self.marks[1][-1][1] = self._now()
 
-    def seconds(self) -> float | None:
-        """The median of the iterations that have been completed since the last call; None without any."""
-        done = []
+    def seconds(self) -> float:
+        """The median of the iterations that were completed last; 0 before there are enough."""
         while self.unread and (not self.on_gpu or self.unread[0][2].query()):
             begin, waits, end = self.unread.popleft()
-            done.append(self._between(begin, end) - sum(self._between(*wait) for wait in waits))
-        return statistics.median(done) if done else None
+            self.recent.append(self._between(begin, end) - sum(self._between(*wait) for wait in waits))
+        return statistics.median(self.recent) if len(self.recent) == RECENT else 0.0
 
     def _now(self):
         if not self.on_gpu:
@@ -142,24 +141,19 @@ class News:
 
 
 class Judge:
-    """Who is slow, from the own times of all ranks, iteration by iteration."""
+    """Who is slow, from the medians of all ranks, iteration by iteration."""
 
     def __init__(self, ranks: int):
-        self.recent = deque(maxlen=WINDOW)
         self.slow_for = [0] * ranks  # iterations in a row
         self.named: set[int] = set()
 
     def look(self, seconds: list[float]) -> list[News]:
-        """Of ranks that have become slow, or are not any more. A zero is no measurement."""
+        """Of ranks that have become slow, or are not any more. A zero says nothing yet."""
         if not all(seconds):
             return []
-        self.recent.append(seconds)
-        if len(self.recent) < WINDOW:
-            return []
-        medians = [statistics.median(rank) for rank in zip(*self.recent, strict=True)]
-        usual = statistics.median_low(medians)
+        usual = statistics.median_low(seconds)
         news = []
-        for rank, own in enumerate(medians):
+        for rank, own in enumerate(seconds):
             is_slow = own > SLOW * usual and own - usual > SLOW_SECONDS
             self.slow_for[rank] = self.slow_for[rank] + 1 if is_slow else 0
             if self.slow_for[rank] == IN_A_ROW:
