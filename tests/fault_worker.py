@@ -53,7 +53,7 @@ def install(what: str, who: str, where: str) -> None:
     if where == "evaluation":
         before(evaluate, "eval_batches", lambda: happen(what, who))
     elif where == "start":
-        before(train, "open_dataset", lambda: happen(what, who))
+        before(train, "open_sources", lambda: happen(what, who))
     elif where == "saving":  # the files take a while, and the fault comes in between
         before(saver, "_write_files", lambda: time.sleep(1))
         after(saver.Saver, "begin", lambda: happen(what, who))

@@ -1,0 +1,122 @@
+"""Acceptance item 5: training is killed with SIGKILL at random moments, start-up, steps, saves, renames and
+deletions alike, and each time started again by the same command. It ends as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults import Ended, prepare, processes_of, wait_for_end
+from helpers import ROOT
+
+ITERATIONS, INTERVAL = 200, 8  # of a run; between its checkpoints
+STRATEGIES = {
+    "one": (1, []),
+    "ddp": (2, []),
+    "zero1": (2, ["--use_zero1=True"]),
+    "fsdp": (2, ["--use_fsdp=True"]),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chaos")
+    return prepare(folder, max_iters=ITERATIONS, checkpoint_interval=INTERVAL, eval_interval=40)
+
+
+def start(config: Path, out: Path, name: str) -> subprocess.Popen:
+    """The command that a user would type again."""
+    processes, flags = STRATEGIES[name]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    with open(out.with_name(f"{out.name}.console"), "a") as console:
+        return subprocess.Popen(
+            [*([sys.executable, *torchrun] if processes > 1 else [sys.executable]), "train.py", config]
+            + [f"--out_dir={out}", "--init_from=auto", *flags],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> None:
+    """Launcher and ranks, in any order."""
+    pids = processes_of(out)
+    rng.shuffle(pids)
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.wait()
+    assert not wait_for_end(out)
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Of each iteration, from the newest record and its journal."""
+    found = {}
+    for path in sorted(out.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns):
+        found |= {row["iter"]: row["loss"] for row in json.loads(path.read_text())["training_iterations"]}
+    for path in out.glob("run_*.jsonl"):
+        for line in filter(None, path.read_text().split("\n")[:-1]):
+            entry = json.loads(line)
+            if entry["section"] == "training_iterations":
+                found[entry["entry"]["iter"]] = entry["entry"]["loss"]
+    return found
+
+
+def train_through(config: Path, out: Path, name: str, kills: int, seconds: float, rng: random.Random) -> int:
+    """Until the run is complete; how often it was killed, `kills` times at most."""
+    made = 0
+    while True:
+        process = start(config, out, name)
+        try:
+            status = process.wait(rng.uniform(0.3, 1.0) * seconds if made < kills else 20 * seconds)
+        except subprocess.TimeoutExpired:
+            kill(process, out, rng)
+            made += 1
+            done, saved = max(losses(out), default=-1) + 1, max(Ended(0, 0.0, "", out).steps, default=0)
+            # the last checkpoint may have been on its way, beside an interval of training at most
+            assert done - saved <= 2 * INTERVAL, f"{done} iterations were made, {saved} are saved"
+            continue
+        console = out.with_name(f"{out.name}.console").read_text()
+        assert status == 0, console[-3000:]
+        return made
+
+
+def survive(config: Path, folder: Path, name: str, kills: int, seed: int) -> None:
+    began = time.monotonic()
+    whole = folder / "whole"
+    assert train_through(config, whole, name, 0, 60, random.Random(0)) == 0
+    seconds = time.monotonic() - began
+    expected, digest = losses(whole), Ended(0, 0.0, "", whole).digest()
+    assert len(expected) == ITERATIONS
+    rng, made, runs = random.Random(seed), 0, 0
+    while made < kills:
+        out = folder / f"killed-{runs}"
+        made += train_through(config, out, name, kills - made, seconds, rng)
+        runs += 1
+        assert Ended(0, 0.0, "", out).digest() == digest, f"seed {seed}, run {runs}"
+        assert losses(out) == expected
+        names = {path.name for path in (out / "checkpoints").iterdir()}
+        assert all(
+            name in ("latest", "best") or name.startswith("step-") and "." not in name for name in names
+        ), names
+    print(f"\n{name}: {made} kills in {runs} runs of {ITERATIONS} iterations, all bit-equal")
+
+
+def test_item_5_a_run_that_is_killed_ends_as_if_it_had_not_been(config, tmp_path):
+    survive(config, tmp_path, "one", kills=3, seed=1)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("name", "kills"), [("one", 80), ("ddp", 40), ("zero1", 40), ("fsdp", 40)])
+def test_item_5_two_hundred_kills(config, tmp_path, name, kills):
+    survive(config, tmp_path, name, kills, seed=5)
