@@ -36,3 +36,14 @@ def run():
     log.setLevel(level)
     gc.unfreeze()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory):
+    """A tiny run of two processes to which nothing happens, for the tests in which something does."""
+    from faults import prepare, run_with_fault
+
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = run_with_fault(prepare(folder), folder / "out")
+    assert done.status == 0, done.output[-3000:]
+    return done

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from helpers import ROOT, TINY, checkpoint_tensors, make_dataset, write_config
 
-ITERATIONS = 24
+ITERATIONS, INTERVAL = 24, 8  # of a run; between its evaluations and checkpoints
 ORPHAN_SECONDS = 8  # a data worker looks every 5 s whether its process is still there
 
 
@@ -47,7 +47,8 @@ class Ended:
 def prepare(folder: Path, **keys) -> Path:
     """A config file with `keys` over a tiny run's."""
     make_dataset(folder / "tokens")
-    settings = {**TINY, "max_iters": ITERATIONS, "dropout": 0.1, "dataset": folder / "tokens", **keys}
+    run = {"max_iters": ITERATIONS, "eval_interval": INTERVAL, "dropout": 0.1, "dataset": folder / "tokens"}
+    settings = {**TINY, **run, **keys}
     return write_config(folder / "run.py", **settings)
 
 

@@ -1,13 +1,16 @@
 """Ranks that die (acceptance item 13), hang (14) or are slow (15); torchrun's restarts (16)."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults import ITERATIONS, prepare, run_command, run_with_fault
+from faults import INTERVAL, ITERATIONS, prepare, processes_of, run_command, run_with_fault
 from helpers import ROOT
 
 from training import start
@@ -17,7 +20,6 @@ from training.peers import Peers
 from training.stragglers import Judge, OwnTime
 
 END_SECONDS = 30  # from a rank's end to the job's
-INTERVAL = 8
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder):
-    return prepare(folder, eval_interval=INTERVAL)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(config, folder):
-    done = run_with_fault(config, folder / "uninterrupted")
-    assert done.status == 0, done.output[-3000:]
-    return done
+    return prepare(folder)
 
 
 def root_cause(output: str) -> str:
@@ -64,7 +59,7 @@ def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what, rank, flag
     out = folder / f"{what}-{rank}-{len(flags) and flags[0][6:10]}-{where}"
     ended = run_with_fault(config, out, *flags, fault=f"{what} {rank} {where}")
     assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
-    assert ended.steps == ([INTERVAL] if where == "10" else [])
+    assert ended.steps in ([], [INTERVAL]), "a checkpoint that was being written may have been completed"
     cause = root_cause(ended.output)
     if what in ("raise", "oom"):
         assert f"rank      : {rank}" in cause
@@ -106,12 +101,27 @@ def test_a_stopped_rank_is_named(config, folder, rank):
 @pytest.mark.chaos
 def test_a_pause_of_all_ranks_is_no_hang(config, folder):
     """A suspended machine, or Slurm's gang scheduling."""
-    script = "pkill -STOP -f {0}; sleep 8; pkill -CONT -f {0}"
     out = folder / "paused"
-    stopper = subprocess.Popen(["bash", "-c", f"sleep 8; {script.format(out)}"])
-    ended = run_with_fault(config, out, *SOON, "--max_iters=1500", "--eval_interval=0")
-    stopper.wait()
+
+    def pause():
+        wait_until(lambda: list(out.glob("run_*.json")))
+        for number, seconds in ((signal.SIGSTOP, 8), (signal.SIGCONT, 0)):
+            for pid in processes_of(out):
+                os.kill(pid, number)
+            time.sleep(seconds)
+
+    pauser = threading.Thread(target=pause)
+    pauser.start()
+    ended = run_with_fault(config, out, *SOON, "--max_iters=800", "--eval_interval=0")
+    pauser.join()
     assert ended.status == 0, ended.output[-3000:]
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -172,6 +182,7 @@ def test_a_process_that_has_ended_is_gone_and_one_that_lives_is_not(peers):
     assert first.gone() == [1]
 
 
+@pytest.mark.chaos
 def test_a_single_process_that_hangs_ends_itself(config, folder):
     ended = run_with_fault(config, folder / "alone", *SOON, fault="hang 0 15", processes=1)
     assert ended.status == 1 and "no progress for 3 s (timeout_minutes): in iteration 15" in ended.output

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder):
-    return prepare(folder, device="cuda", dtype="bfloat16", eval_interval=8)
+    return prepare(folder, device="cuda", dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")

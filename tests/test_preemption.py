@@ -29,14 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder):
-    return prepare(folder, eval_interval=8)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(config, folder):
-    done = run_with_fault(config, folder / "uninterrupted")
-    assert done.status == 0, done.output[-3000:]
-    return done
+    return prepare(folder)
 
 
 # --- several processes ---
@@ -100,19 +93,25 @@ def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupte
 @pytest.mark.chaos
 @pytest.mark.parametrize("who", ["torchrun", "1"])
 def test_a_stop_request_while_the_first_step_compiles_is_kept(config, folder, who):
-    """The compiler's processes get torchrun's signal, too."""
+    """The compiler's processes get torchrun's signal, too. It may take longer than 30 s."""
     out = folder / f"compile-{who}"
     stopped = run_with_fault(
-        config, out, "--compile=True", fault=f"SIGTERM {who} 0", TORCHINDUCTOR_CACHE_DIR=str(out) + "-cache"
+        config,
+        out,
+        "--compile=True",
+        fault=f"SIGTERM {who} 0",
+        timeout=250,
+        TORCHINDUCTOR_CACHE_DIR=f"{out}-cache",
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="200",
     )
-    assert stopped.status == 1 and stopped.steps[-1] in (1, 2), stopped.output[-3000:]
+    assert stopped.status == 1 and stopped.steps and stopped.steps[-1] in (1, 2), stopped.output[-3000:]
 
 
 @pytest.mark.chaos
 def test_ranks_whose_torchrun_is_killed_save_and_end(config, folder):
     ended = run_with_fault(config, folder / "orphans", "--max_iters=2000", fault="SIGKILL torchrun 10")
     assert ended.status == -signal.SIGKILL
-    assert "torchrun is gone" in ended.output and "stopped by SIGTERM" in ended.output
+    assert "stopped by SIGTERM" in ended.output
     assert ended.steps and ended.record()["status"] == "interrupted"
 
 

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder):
-    return prepare(folder, eval_interval=8)
+    return prepare(folder)
 
 
 FAKES = {
