@@ -1,11 +1,12 @@
 # make train   set up, train a small model on the CPU, leave a record, a log, a checkpoint and a plot
 # make test    set up, run the linter and the tests
+# make chaos   set up, run the tests that take minutes: hundreds of kills, faults of every kind
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out-quickstart
 BIN := $(VENV)/bin
 
-.PHONY: train test lint clean
+.PHONY: train test chaos lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
@@ -13,7 +14,10 @@ train: $(VENV)/.installed
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m chaos
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
