@@ -234,7 +234,8 @@ def prepare(
         if missing and workers:
             check_room(missing, folder, tokenizer, itemsize, store.size)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
-            fast = size > FAST_BYTES and tokenizer.use_fast_encoder()
+            needed = size if max_tokens is None else min(size, 4 * max_tokens)
+            fast = needed > FAST_BYTES and tokenizer.use_fast_encoder()
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             run_units(missing, folder, name, settings, min(workers, len(missing)), max_bad, store, fast)
         with open(folder / ".part-finish.lock", "w") as finishing:

@@ -369,9 +369,7 @@ class FileTokenizer:
             fast = FastEncoder(self.tokenizer)
             if verify:
                 fast.verify(self.tokenizer)
-                print(
-                    "ids are made by tiktoken's loop, which was found to give those of the tokenizer's file"
-                )
+                print("ids are made by tiktoken's loop; the tokenizers library was found to make the same")
         except Unsuitable as reason:
             print(f"ids are made by the tokenizers library; the faster way is not certain, as {reason}")
             return False

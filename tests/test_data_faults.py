@@ -17,6 +17,7 @@ from training.dataset import open_dataset
 from training.distributed import World
 from training.fingerprint import agree_on_data, data_differences, data_fingerprint
 from training.logger import Logger
+from training.sources import open_sources
 
 SHARDS = 3
 
@@ -285,9 +286,9 @@ def test_item_20_machines_with_different_copies_are_found(folder, monkeypatch):
     monkeypatch.setattr(
         fingerprint, "gather_objects", lambda mine, world: [{**saved, "eot_id": 4}, None, other]
     )
-    splits, meta = open_dataset(config(folder), scan=True)
+    sources = open_sources(config(folder), scan=True)
     with pytest.raises(UserError, match="that of rank 2 has eot_id 5 instead of 4"):
-        agree_on_data(meta, splits, World(2, 0, 4, torch.device("cpu"), 2))
+        agree_on_data(sources, World(2, 0, 4, torch.device("cpu"), 2))
 
 
 def test_item_20_resume_with_other_data_is_refused_before_a_step_unless_it_is_allowed(

@@ -259,7 +259,8 @@ def copy_repository(folder):
     for name in ("training", "mfu_versions", "config"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "data").mkdir()
-    shutil.copy(ROOT / "data" / "tokens.py", folder / "data")
+    for path in (ROOT / "data").glob("*.py"):
+        shutil.copy(path, folder / "data")
     return folder
 
 
@@ -360,7 +361,7 @@ def logged_row(num_gpus, seconds, config, flops, peak=B200):
     """The row that a run on num_gpus logs for an iteration of `seconds`."""
     world = World(rank=0, local_rank=0, size=num_gpus, device=torch.device("cpu"))
     logger = Logger(config, world, None, flops, peak, facts={}, start=0)
-    return logger._row(10, 2.0, 1e-4, seconds, first=10)
+    return logger._row(10, 2.0, 1e-4, seconds, first=10, attended=S)
 
 
 def test_the_same_speed_per_gpu_is_the_same_mfu_on_any_number_of_gpus():
