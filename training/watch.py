@@ -272,7 +272,7 @@ def _write_collectives(path: Path) -> None:
     """NCCL's flight recorder, also where NCCL itself has not noticed a timeout."""
     if not torch.cuda.is_available():
         return
-    from torch._C._distributed_c10d import _dump_nccl_trace
+    from torch._C import _distributed_c10d as c10d
 
-    trace = _dump_nccl_trace()
-    path.write_bytes(trace)
+    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    path.write_bytes(dump())
