@@ -35,11 +35,11 @@ class Ended:
         paths = sorted(self.out.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns)
         return json.loads(paths[-1].read_text())
 
-    def digest(self) -> str:
-        """sha256 of every tensor of the newest checkpoint: weights, moments, generators."""
+    def digest(self, step: int | None = None) -> str:
+        """sha256 of every tensor of a checkpoint, the newest: weights, moments, generators."""
         sha256 = hashlib.sha256()
-        newest = self.out / "checkpoints" / f"step-{self.steps[-1]:08d}"
-        for name, tensor in sorted(checkpoint_tensors(newest).items()):
+        folder = self.out / "checkpoints" / f"step-{step or self.steps[-1]:08d}"
+        for name, tensor in sorted(checkpoint_tensors(folder).items()):
             sha256.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return sha256.hexdigest()
 

@@ -58,7 +58,7 @@ FILES = ("tensors-00000-0.safetensors", "state.json", "manifest.json")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_flipped_bit_is_found_and_its_file_named(folder, name):
+def test_item_8_any_flipped_bit_is_found_and_its_file_named(folder, name):
     """100 random places of each kind of file. A bit of white space in the manifest, which is not hashed, may
     change; then it still says the same."""
     content, expected = (folder / name).read_bytes(), recorded_files(folder)
@@ -78,7 +78,7 @@ def test_any_flipped_bit_is_found_and_its_file_named(folder, name):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("share", [0, 0.5, 0.99, None])
-def test_a_truncated_or_missing_file_is_found_and_named(folder, name, share):
+def test_item_8_a_truncated_or_missing_file_is_found_and_named(folder, name, share):
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: int((share or 0) * len(content))])
     if share is None:
@@ -96,7 +96,7 @@ def test_a_truncated_or_missing_file_is_found_and_named(folder, name, share):
         '{"files": {"state.json": 7}}',
     ],
 )
-def test_a_manifest_that_is_none_is_named(folder, manifest):
+def test_item_8_a_manifest_that_is_none_is_named(folder, manifest):
     (folder / "manifest.json").write_text(manifest)
     assert "manifest.json" in damage_of_share(folder)[0]
 
@@ -170,7 +170,7 @@ def refused(folder: Path) -> str:
     return str(error.value)
 
 
-def test_malicious_metadata_is_refused(old, tmp_path):
+def test_item_24_malicious_metadata_is_refused(old, tmp_path):
     canary = tmp_path / "canary"
     (old / ".metadata").write_bytes(pickle.dumps(Malice(canary)))
     assert "posix.mkdir has no place in a checkpoint" in refused(old)
@@ -180,7 +180,7 @@ def test_malicious_metadata_is_refused(old, tmp_path):
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_malice_inside_of_good_metadata_is_refused(old, tmp_path, protocol):
+def test_item_24_malice_inside_of_good_metadata_is_refused(old, tmp_path, protocol):
     metadata = format_1._Unpickler(open(old / ".metadata", "rb")).load()
     metadata.planner_data = Malice(tmp_path / "canary")
     (old / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
@@ -188,7 +188,7 @@ def test_malice_inside_of_good_metadata_is_refused(old, tmp_path, protocol):
     assert not (tmp_path / "canary").exists()
 
 
-def test_an_object_in_the_place_of_a_tensor_is_refused(old, tmp_path):
+def test_item_24_an_object_in_the_place_of_a_tensor_is_refused(old, tmp_path):
     """torch unpickles BYTE_IO objects without a restriction."""
     metadata = format_1._Unpickler(open(old / ".metadata", "rb")).load()
     name = "model.embed.weight"
@@ -202,7 +202,7 @@ def test_an_object_in_the_place_of_a_tensor_is_refused(old, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
-def test_code_in_the_place_of_a_tensor_is_refused(old, tmp_path):
+def test_item_24_code_in_the_place_of_a_tensor_is_refused(old, tmp_path):
     for path in old.glob("*.distcp"):
         torch.save(Malice(tmp_path / "canary"), path)
     assert "verifies but cannot be loaded" in refused(old)
@@ -210,7 +210,7 @@ def test_code_in_the_place_of_a_tensor_is_refused(old, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "unlisted"])
-def test_metadata_cannot_name_a_file_outside_of_the_checkpoint(old, name):
+def test_item_24_metadata_cannot_name_a_file_outside_of_the_checkpoint(old, name):
     metadata = format_1._Unpickler(open(old / ".metadata", "rb")).load()
     next(iter(metadata.storage_data.values())).relative_path = name
     (old / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -242,7 +242,7 @@ def header(**changes) -> dict:
     ],
     ids=repr,
 )
-def test_a_header_that_is_none_is_refused(folder, content):
+def test_item_24_a_header_that_is_none_is_refused(folder, content):
     if not isinstance(content, bytes):
         text = json.dumps(content).encode()
         content = len(text).to_bytes(8, "little") + text + bytes(8)
@@ -250,7 +250,7 @@ def test_a_header_that_is_none_is_refused(folder, content):
     assert "tensors-00000-0.safetensors is not a file of tensors" in refused(folder)
 
 
-def test_files_that_the_manifest_does_not_list_are_not_read(folder):
+def test_item_24_files_that_the_manifest_does_not_list_are_not_read(folder):
     expected = checkpoint_tensors(folder)
     shutil.copy(folder / "tensors-00000-0.safetensors", folder / "tensors-00009-0.safetensors")
     config = make_config(folder.parent / "out")
@@ -263,7 +263,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(folder):
 
 
 @pytest.mark.parametrize("version", GOLDEN)
-def test_a_checkpoint_of_every_format_loads_bit_for_bit(version):
+def test_item_28_a_checkpoint_of_every_format_loads_bit_for_bit(version):
     folder = ROOT / f"tests/golden/format-{version}/step-00000003"
     assert damage_of_share(folder) == []
     saved = read_state(folder)
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_every_format_loads_bit_for_bit(version):
     assert sha256.hexdigest() == GOLDEN[version]
 
 
-def test_a_format_of_the_future_is_named(folder):
+def test_item_28_a_format_of_the_future_is_named(folder):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 9}))
     assert "has checkpoint format 9; this version of nanoMFU reads 1 and 2" in refused(folder)

@@ -66,7 +66,7 @@ def test_pointers_are_not_trusted(out_dir):
         find_checkpoint(out_dir, "../elsewhere")
 
 
-def test_a_damaged_one_is_set_aside_named_and_the_next_older_used(out_dir, caplog):
+def test_item_8_a_damaged_one_is_set_aside_named_and_the_next_older_used(out_dir, caplog):
     path = break_file(out_dir, 3)
     found = resume(out_dir)
     assert found.checkpoint.name == "step-00000002"
@@ -93,14 +93,14 @@ def test_an_evaluation_renames_nothing(out_dir):
     assert resume(out_dir, eval_only=True).checkpoint.name == "step-00000002" and path.exists()
 
 
-def test_a_folder_without_a_manifest_is_a_damaged_one(out_dir):
+def test_item_8_a_folder_without_a_manifest_is_a_damaged_one(out_dir):
     (out_dir / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     (out_dir / "checkpoints" / "step-00000009").mkdir()
     found = resume(out_dir)
     assert found.checkpoint.name == "step-00000002" and len(found.set_aside) == 2
 
 
-def test_without_one_that_can_be_trusted_nothing_starts_and_nothing_is_renamed(out_dir):
+def test_item_8_without_one_that_can_be_trusted_nothing_starts_and_nothing_is_renamed(out_dir):
     paths = [break_file(out_dir, step) for step in (1, 2, 3)]
     for _ in range(2):  # the second time, too
         with pytest.raises(UserError, match="none of the checkpoints can be trusted") as error:
@@ -174,7 +174,7 @@ RESUME = ("--init_from=resume", "--max_iters=6")
         ("--block_size=16", "block_size: checkpoint 32, configuration 16"),
     ],
 )
-def test_a_changed_setting_is_refused_by_its_name(begun_once, flag, wanted):
+def test_item_20_a_changed_setting_is_refused_by_its_name(begun_once, flag, wanted):
     config = load_config([str(begun_once / "run.py"), *RESUME, flag])
     splits, meta = open_dataset(config, scan=False)
     with pytest.raises(UserError, match=re.escape(wanted)) as error:
@@ -183,7 +183,7 @@ def test_a_changed_setting_is_refused_by_its_name(begun_once, flag, wanted):
     assert f"--allow_changes={name}" in str(error.value) or name == "block_size"
 
 
-def test_every_change_is_named_at_once_and_the_flag_allows_them(run, begun, capfd):
+def test_item_20_every_change_is_named_at_once_and_the_flag_allows_them(run, begun, capfd):
     changes = ["--seed=7", "--weight_decay=0.2"]
     assert run(begun / "run.py", *RESUME, *changes) == 2
     message = capfd.readouterr().err
@@ -198,7 +198,7 @@ def test_every_change_is_named_at_once_and_the_flag_allows_them(run, begun, capf
     assert record["startup_info"]["changed_since_checkpoint"]["weight_decay"] == [0.1, 0.2]
 
 
-def test_more_iterations_another_log_interval_or_another_place_are_no_change(run, begun):
+def test_item_22_more_iterations_another_log_interval_or_another_place_are_no_change(run, begun):
     shutil.copytree(begun / "tokens", begun / "moved")
     assert run(begun / "run.py", *RESUME, "--log_interval=2", f"--dataset={begun / 'moved'}") == 0
     rates = [row["lr"] for row in last_run(begun / "out")["training_iterations"] if row["iter"] >= 4]
@@ -206,7 +206,7 @@ def test_more_iterations_another_log_interval_or_another_place_are_no_change(run
     assert rates == [learning_rate(iteration, config) for iteration in (4, 5)]
 
 
-def test_other_data_under_the_same_name_is_refused(run, begun, capfd):
+def test_item_20_other_data_under_the_same_name_is_refused(run, begun, capfd):
     make_dataset(begun / "tokens", seed=1)
     assert run(begun / "run.py", *RESUME) == 2
     message = capfd.readouterr().err
@@ -216,7 +216,7 @@ def test_other_data_under_the_same_name_is_refused(run, begun, capfd):
     assert run(begun / "run.py", *RESUME, "--allow_changes=dataset") == 0
 
 
-def test_another_number_of_processes_is_refused_unless_an_iteration_keeps_its_samples(out_dir):
+def test_item_20_another_number_of_processes_is_refused_unless_an_iteration_keeps_its_samples(out_dir):
     checkpoint = out_dir / "checkpoints" / "step-00000003"
     saved = read_state(checkpoint)
     changed = "processes: checkpoint 1, now 2; an iteration had 4 samples, now 8"
@@ -234,7 +234,7 @@ def test_leave_for_what_needs_none_is_a_typo(run, begun, capfd):
 # --- bit for bit [2, 4] ---
 
 
-def test_three_resumes_in_one_run_change_no_bit(run, tmp_path):
+def test_item_2_three_resumes_in_one_run_change_no_bit(run, tmp_path):
     """At 7, at 8 and at 25, with dropout and accumulation; 125 windows are an epoch, an iteration takes 8, so
     7 and 8 are within the first epoch, and the second begins between 8 and 25."""
     folder = prepare(tmp_path)

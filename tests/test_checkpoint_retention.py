@@ -40,7 +40,7 @@ def steps(root: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
-def test_the_newest_valid_ones_and_the_best_stay(root, keep):
+def test_item_11_the_newest_valid_ones_and_the_best_stay(root, keep):
     """After each save there are `keep` that verify, as soon as there have been so many."""
     keeper = Retention(keep, keep_all=False)
     losses = {3: 1.0}  # the best
@@ -63,7 +63,7 @@ def test_the_newest_valid_ones_and_the_best_stay(root, keep):
     assert (root / "latest").read_text() == "step-00000012\n"
 
 
-def test_a_best_one_that_is_damaged_gives_way_to_the_next(root, caplog):
+def test_item_11_a_best_one_that_is_damaged_gives_way_to_the_next(root, caplog):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
         make(root, step, loss)
     flip(root / "step-00000002")
@@ -73,7 +73,7 @@ def test_a_best_one_that_is_damaged_gives_way_to_the_next(root, caplog):
     assert "step-00000002 is damaged and does not count: state.json does not match its sha256" in caplog.text
 
 
-def test_damage_that_comes_later_is_seen_before_the_next_deletion(root):
+def test_item_11_damage_that_comes_later_is_seen_before_the_next_deletion(root):
     keeper = Retention(2, keep_all=False)
     for step in (1, 2):
         keeper.trust(make(root, step))
@@ -100,7 +100,7 @@ def test_all_stay_if_asked_for(root):
     assert steps(root) == [1, 2, 3]
 
 
-def test_what_cannot_be_deleted_is_a_warning_and_the_others_go(root, monkeypatch, caplog):
+def test_item_11_what_cannot_be_deleted_is_a_warning_and_the_others_go(root, monkeypatch, caplog):
     for step in (1, 2, 3, 4):
         make(root, step)
     rename = os.rename
@@ -116,7 +116,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_others_go(root, monkeypatch
     assert "could not delete" in caplog.text and "step-00000001" in caplog.text
 
 
-def test_no_link_is_followed_and_nothing_outside_is_touched(root, tmp_path):
+def test_item_11_no_link_is_followed_and_nothing_outside_is_touched(root, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     elsewhere = make(outside, 1)
@@ -135,7 +135,7 @@ def test_no_link_is_followed_and_nothing_outside_is_touched(root, tmp_path):
     assert (root / "step-00000001").is_symlink()
 
 
-def test_remains_of_killed_saves_and_deletions_go_and_nothing_else(root):
+def test_item_11_remains_of_killed_saves_and_deletions_go_and_nothing_else(root):
     for name in (
         "step-00000001.tmp-a-0",
         "step-00000002.tmp-delete-b",

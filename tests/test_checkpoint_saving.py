@@ -65,7 +65,9 @@ def equal(ours: dict, theirs: dict) -> bool:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_is_written_is_the_state_when_the_save_began(config, tmp_path, monkeypatch, asynchronous):
+def test_item_10_what_is_written_is_the_state_when_the_save_began(
+    config, tmp_path, monkeypatch, asynchronous
+):
     config = make_config(tmp_path / "out", async_checkpoint=asynchronous)
     state = make_state(config)
     before, changed = copies(state), threading.Event()
@@ -178,7 +180,7 @@ CASES += [(phase, "before", 1) for phase in OF_EVERY_RANK] + [("_write_files", "
 
 
 @pytest.mark.parametrize(("phase", "where", "rank"), CASES)
-def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config, root, phase, where, rank):
+def test_item_6_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config, root, phase, where, rank):
     savers = make_ranks(config, 2)
     first = copies(savers[0].state)
     assert in_processes(savers, 1) == [0, 0]
@@ -211,7 +213,7 @@ def fail(*args):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase):
+def test_item_9_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase):
     saver = make_saver(config, make_state(config))
     save(saver, 1)
     monkeypatch.setattr(saver_module, phase, fail)
@@ -223,7 +225,7 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
 
 
-def test_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
+def test_item_9_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
     """Rank 0 fails and takes the folder away while rank 1 is about to write into it."""
     ranks = make_ranks(config, 2)
     write_files, both_here = saver_module._write_files, threading.Barrier(2, timeout=10)
@@ -245,7 +247,7 @@ def test_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
     assert list(root.iterdir()) == []
 
 
-def test_a_file_that_does_not_read_back_is_an_error(config, root, monkeypatch):
+def test_item_9_a_file_that_does_not_read_back_is_an_error(config, root, monkeypatch):
     write_parts = saver_module.write_parts
 
     def lossy(path, parts):
@@ -265,13 +267,13 @@ def free_bytes(monkeypatch, size: float):
     monkeypatch.setattr(saver_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
 
 
-def test_a_disk_without_room_is_named_before_the_first_step(config, monkeypatch):
+def test_item_7_a_disk_without_room_is_named_before_the_first_step(config, monkeypatch):
     free_bytes(monkeypatch, 1e3)
     with pytest.raises(UserError, match="no checkpoint could be saved: .* needed .*1e-06 GB are free"):
         make_saver(config, make_state(config)).prepare()
 
 
-def test_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, root, monkeypatch):
+def test_item_7_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, root, monkeypatch):
     saver = make_saver(config, make_state(config))
     save(saver, 1)
     free_bytes(monkeypatch, 1.19 * saver.bytes)
@@ -282,7 +284,7 @@ def test_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, 
     assert damage_of_share(root / "step-00000001") == []
 
 
-def test_a_checkpoint_of_that_name_is_never_overwritten(config, root):
+def test_item_6_a_checkpoint_of_that_name_is_never_overwritten(config, root):
     saver = make_saver(config, make_state(config))
     kept = (save(saver, 1) / "manifest.json").read_bytes()
     change(saver.state, seed=2)
@@ -303,7 +305,9 @@ def run_config(tmp_path):
 
 
 @pytest.mark.parametrize(("at", "rows"), [(4, 5), (8, 8)], ids=["in the middle", "the last one"])
-def test_a_failed_save_ends_the_run_within_an_iteration(run, run_config, root, monkeypatch, capfd, at, rows):
+def test_item_9_a_failed_save_ends_the_run_within_an_iteration(
+    run, run_config, root, monkeypatch, capfd, at, rows
+):
     commit, begin = saver_module._commit, saver_module.Saver.begin
 
     def fail_once(save, *args):
@@ -354,7 +358,7 @@ def test_checkpoints_come_every_so_many_seconds(run, run_config, root, monkeypat
     assert steps == [4, 9, 14, 16]  # asked for after 4 s, and saved an iteration later
 
 
-def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_config, root):
+def test_item_7_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_config, root):
     """A limit on the size of files stands in for the disk: the checkpoint's are above it."""
     assert run_train(run_config, "--max_iters=2", processes=2).returncode == 0
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -114,7 +114,7 @@ def load_all(folder: Path, saved: list[Path], processes: int, *flags: str) -> in
     return int(re.search(r"loaded (\d+) pairs", done.stdout)[1])
 
 
-def test_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_for_bit(runs, folder):
+def test_item_3_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_for_bit(runs, folder):
     """3 strategies at 1, 2 and 4 processes, both ways; and FSDP's hybrid sharding, where it can be loaded."""
     kept = "checkpoints/step-00000005"
     several = [folder / f"{name}-{count}" / kept for name, count in PARALLEL]
@@ -129,7 +129,7 @@ def test_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_for_bit(
     ("name", "processes", "flags"),
     [("single", 1, []), *((name, 2, STRATEGIES[name]) for name in STRATEGIES)],
 )
-def test_resume_is_bit_exact(folder, name, processes, flags):
+def test_item_1_resume_is_bit_exact(folder, name, processes, flags):
     flags = [
         *flags,
         "--dropout=0.1",
@@ -162,7 +162,7 @@ def test_resume_is_bit_exact(folder, name, processes, flags):
     assert states[0] == states[1] == 40 * 2 * 4 * processes
 
 
-def test_a_run_goes_on_with_another_number_of_processes(runs, folder, run):
+def test_item_4_a_run_goes_on_with_another_number_of_processes(runs, folder, run):
     """Saved by four, continued by one with the same samples in each iteration: 20 losses agree."""
     flags = ["--gradient_accumulation_steps=4", "--max_iters=25", "--eval_interval=0"]
     assert run(folder / "run.py", f"--out_dir={folder / 'unchanged'}", *flags) == 0

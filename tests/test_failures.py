@@ -40,7 +40,7 @@ def root_cause(output: str) -> str:
 # --- 13: a rank dies ---
 
 
-def test_an_exception_of_one_rank_ends_the_job_with_its_traceback(config, folder):
+def test_item_13_an_exception_of_one_rank_ends_the_job_with_its_traceback(config, folder):
     ended = run_with_fault(config, folder / "raise", fault="raise 1 10")
     assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
     cause = root_cause(ended.output)
@@ -55,7 +55,7 @@ def test_an_exception_of_one_rank_ends_the_job_with_its_traceback(config, folder
 @pytest.mark.parametrize("flags", [[], ["--use_fsdp=True"], ["--use_dataloader=True"]])
 @pytest.mark.parametrize("what", ["raise", "oom", "exit0", "SIGKILL"])
 @pytest.mark.parametrize("where", ["10", "evaluation", "saving"])
-def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what, rank, flags, where):
+def test_item_13_a_rank_that_dies_takes_the_job_with_it(config, folder, what, rank, flags, where):
     out = folder / f"{what}-{rank}-{len(flags) and flags[0][6:10]}-{where}"
     ended = run_with_fault(config, out, *flags, fault=f"{what} {rank} {where}")
     assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what, rank, flag
 SOON = ("--timeout_minutes=0.05", "--start_timeout_minutes=0.15")
 
 
-def test_a_rank_that_hangs_is_named_with_its_iteration(config, folder):
+def test_item_14_a_rank_that_hangs_is_named_with_its_iteration(config, folder):
     """Its process is alive; its main thread waits for something else than the others."""
     ended = run_with_fault(config, folder / "hang", *SOON, fault="hang 1 15")
     assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_is_named_with_its_iteration(config, folder):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_stopped_rank_is_named(config, folder, rank):
+def test_item_14_a_stopped_rank_is_named(config, folder, rank):
     ended = run_with_fault(config, folder / f"stopped-{rank}", *SOON, fault=f"SIGSTOP {rank} 15")
     assert ended.status == 1 and ended.seconds < 60, ended.output[-3000:]  # torchrun waits for 30 s
     assert "is silent, last seen in iteration" in ended.output and f"rank {rank} (" in root_cause(
@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_named(config, folder, rank):
 
 
 @pytest.mark.chaos
-def test_a_pause_of_all_ranks_is_no_hang(config, folder):
+def test_item_14_a_pause_of_all_ranks_is_no_hang(config, folder):
     """A suspended machine, or Slurm's gang scheduling."""
     out = folder / "paused"
 
@@ -147,7 +147,7 @@ def peers(monkeypatch):
     return make
 
 
-def test_the_report_of_a_hang_names_the_silent_first_and_then_who_is_behind(peers):
+def test_item_14_the_report_of_a_hang_names_the_silent_first_and_then_who_is_behind(peers):
     first, second, third, fourth = peers(4)
     for peer, iteration, phase in ((first, 9, "training"), (second, 8, "evaluation"), (third, 9, "training")):
         peer.publish(5, iteration, phase)
@@ -183,7 +183,7 @@ def test_a_process_that_has_ended_is_gone_and_one_that_lives_is_not(peers):
 
 
 @pytest.mark.chaos
-def test_a_single_process_that_hangs_ends_itself(config, folder):
+def test_item_14_a_single_process_that_hangs_ends_itself(config, folder):
     ended = run_with_fault(config, folder / "alone", *SOON, fault="hang 0 15", processes=1)
     assert ended.status == 1 and "no progress for 3 s (timeout_minutes): in iteration 15" in ended.output
 
@@ -203,13 +203,13 @@ def judged(times) -> list[tuple[int, object]]:
     return news
 
 
-def test_a_rank_that_needs_three_times_as_long_is_named_within_20_iterations():
+def test_item_15_a_rank_that_needs_three_times_as_long_is_named_within_20_iterations():
     ((iteration, found),) = judged([[0.03, 0.031, 0.09 if i >= 30 else 0.03, 0.029] for i in range(60)])
     assert found.rank == 2 and 0 < iteration - 30 < 17, "three more pass until a time is sent and received"
     assert "90 ms of own work an iteration; the median rank 30" in str(found)
 
 
-def test_noise_names_nobody_and_a_rank_that_recovers_is_cleared():
+def test_item_15_noise_names_nobody_and_a_rank_that_recovers_is_cleared():
     times = 0.1 + 0.02 * torch.rand(500, 8, generator=torch.Generator().manual_seed(0))
     times[range(0, 500, 5), [i % 8 for i in range(100)]] *= 4  # now and then one takes four times as long
     assert judged(times.tolist()) == []
@@ -219,7 +219,7 @@ def test_noise_names_nobody_and_a_rank_that_recovers_is_cleared():
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("flags", [[], ["--use_zero1=True"], ["--use_fsdp=True"]])
-def test_a_slow_rank_is_named_in_the_log(config, folder, flags):
+def test_item_15_a_slow_rank_is_named_in_the_log(config, folder, flags):
     out = folder / f"slow{''.join(flags)}"
     flags = [*flags, "--max_iters=80", "--eval_interval=0"]
     ended = run_with_fault(config, out, *flags, fault="slow 1 40")
@@ -232,7 +232,7 @@ def test_a_slow_rank_is_named_in_the_log(config, folder, flags):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("flags", [[], ["--use_fsdp=True"]])
-def test_500_clean_iterations_name_nobody(config, folder, flags):
+def test_item_15_500_clean_iterations_name_nobody(config, folder, flags):
     out = folder / f"clean{''.join(flags)}"
     ended = run_with_fault(config, out, *flags, "--max_iters=550", "--eval_interval=0", timeout=200)
     assert ended.status == 0 and "straggler" not in ended.output
@@ -241,7 +241,9 @@ def test_500_clean_iterations_name_nobody(config, folder, flags):
 # --- 16: restarts ---
 
 
-def test_a_run_restarted_by_torchrun_goes_on_from_its_newest_checkpoint(config, folder, uninterrupted):
+def test_item_16_a_run_restarted_by_torchrun_goes_on_from_its_newest_checkpoint(
+    config, folder, uninterrupted
+):
     out = folder / "restart"
     ended = run_with_fault(config, out, fault="SIGKILL 1 15", torchrun=("--max-restarts=3",))
     assert ended.status == 0, ended.output[-3000:]
@@ -251,7 +253,9 @@ def test_a_run_restarted_by_torchrun_goes_on_from_its_newest_checkpoint(config, 
 
 
 @pytest.mark.chaos
-def test_a_restart_before_the_first_checkpoint_leaves_an_earlier_runs_alone(config, folder, uninterrupted):
+def test_item_16_a_restart_before_the_first_checkpoint_leaves_an_earlier_runs_alone(
+    config, folder, uninterrupted
+):
     """--init_from=scratch in an out_dir that has checkpoints of another run."""
     out = folder / "restart-early"
     run_with_fault(config, out, "--seed=7")
@@ -262,7 +266,7 @@ def test_a_restart_before_the_first_checkpoint_leaves_an_earlier_runs_alone(conf
 
 
 @pytest.mark.chaos
-def test_fewer_processes_go_on_where_more_were_killed(config, folder):
+def test_item_16_fewer_processes_go_on_where_more_were_killed(config, folder):
     """4 processes, then 2: the same samples in each iteration."""
     out = folder / "fewer"
     flags = ("--init_from=auto", "--dropout=0.0")
@@ -278,7 +282,7 @@ def test_fewer_processes_go_on_where_more_were_killed(config, folder):
 
 
 @pytest.mark.chaos
-def test_a_node_that_is_lost_is_done_without(config, folder):
+def test_item_16_a_node_that_is_lost_is_done_without(config, folder):
     """Two torchruns of one process each; the config file keeps the sequences per iteration."""
     elastic = folder / "elastic.py"
     divide = "import os as _os\ngradient_accumulation_steps = 2 // int(_os.environ.get('WORLD_SIZE', 1))\n"
@@ -313,7 +317,9 @@ def test_auto_begins_from_scratch_only_where_nothing_was_saved(config, tmp_path,
     assert settled.init_from == ("resume" if is_checkpoint else "scratch")
 
 
-def test_a_restart_tells_its_own_checkpoints_from_those_that_were_there(config, tmp_path, monkeypatch):
+def test_item_16_a_restart_tells_its_own_checkpoints_from_those_that_were_there(
+    config, tmp_path, monkeypatch
+):
     world, root = World(0, 0, 1, torch.device("cpu")), tmp_path / "checkpoints"
     (root / "step-00000100").mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

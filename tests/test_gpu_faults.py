@@ -33,7 +33,7 @@ def uninterrupted(config, folder):
 
 
 @pytest.mark.parametrize("what", ["SIGKILL", "illegal", "raise", "exit0"])
-def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what):
+def test_item_13_a_rank_that_dies_takes_the_job_with_it(config, folder, what):
     ended = run_with_fault(config, folder / what, fault=f"{what} 1 10")
     assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
     print(f"{what}: over after {ended.seconds:.1f} s")
@@ -42,7 +42,7 @@ def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what):
         assert "rank      : 1" in cause, cause
 
 
-def test_a_hang_leaves_a_flight_recorder_of_every_live_rank(config, folder):
+def test_item_14_a_hang_leaves_a_flight_recorder_of_every_live_rank(config, folder):
     soon = ("--timeout_minutes=0.1", "--start_timeout_minutes=0.5")
     ended = run_with_fault(config, folder / "hang", *soon, fault="hang 1 15")
     assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
@@ -53,7 +53,7 @@ def test_a_hang_leaves_a_flight_recorder_of_every_live_rank(config, folder):
         assert any("all_reduce" in entry["profiling_name"] for entry in entries)
 
 
-def test_sigterm_saves_and_a_resume_ends_bit_equal(config, folder, uninterrupted):
+def test_item_12_sigterm_saves_and_a_resume_ends_bit_equal(config, folder, uninterrupted):
     out = folder / "stopped"
     stopped = run_with_fault(config, out, fault="SIGTERM torchrun 10")
     assert stopped.status == 1 and stopped.steps[-1] <= 13, stopped.output[-3000:]
@@ -63,7 +63,7 @@ def test_sigterm_saves_and_a_resume_ends_bit_equal(config, folder, uninterrupted
     assert resumed.digest() == uninterrupted.digest()
 
 
-def test_a_run_restarted_by_torchrun_goes_on(config, folder, uninterrupted):
+def test_item_16_a_run_restarted_by_torchrun_goes_on(config, folder, uninterrupted):
     ended = run_with_fault(config, folder / "restart", fault="SIGKILL 1 15", torchrun=("--max-restarts=3",))
     assert ended.status == 0 and "Restart 1 by torchrun" in ended.output, ended.output[-3000:]
     print(f"restart: done {ended.seconds:.1f} s after the kill")
@@ -71,7 +71,7 @@ def test_a_run_restarted_by_torchrun_goes_on(config, folder, uninterrupted):
 
 
 @pytest.mark.parametrize("flags", [[], ["--use_fsdp=True"]])
-def test_a_slow_gpu_is_named(config, folder, flags):
+def test_item_15_a_slow_gpu_is_named(config, folder, flags):
     out = folder / f"slow{''.join(flags)}"
     ended = run_with_fault(config, out, *flags, "--max_iters=80", "--eval_interval=0", fault="slow_gpu 1 40")
     assert ended.status == 0, ended.output[-3000:]

@@ -56,7 +56,7 @@ def one_thread():
 
 @pytest.mark.parametrize("keys", [{}, SPIKES])
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_not_finite_is_refused_with_the_reason(keys, bad):
+def test_item_17_what_is_not_finite_is_refused_with_the_reason(keys, bad):
     health = Health(TrainConfig(**keys), CPU)
     assert judge(health, 3.0, 1.0) == 0
     assert judge(health, bad, 1.0) & 3 == LOSS
@@ -76,7 +76,7 @@ def test_what_is_not_finite_is_refused_by_a_full_window_too_and_does_not_enter_i
     assert health.accepted == before[1] + 1
 
 
-def test_ten_sigmas_are_a_spike_and_ordinary_noise_is_none():
+def test_item_17_ten_sigmas_are_a_spike_and_ordinary_noise_is_none():
     assert judge(watching(), 3 + 10 * 0.1, 1.0) == LOSS_SPIKE
     assert judge(watching(), 3.0, 1 + 10 * 0.2) == NORM_SPIKE
     assert judge(watching(), 4.0, 3.0) == LOSS_SPIKE | NORM_SPIKE
@@ -119,7 +119,7 @@ def test_a_loss_that_never_varies_has_no_spikes_of_rounding():
     assert judge(health, 2.0 * 1.01, 1.0) == LOSS_SPIKE
 
 
-def test_a_loss_that_falls_as_in_training_raises_no_alarm_and_a_spike_in_it_does():
+def test_item_17_a_loss_that_falls_as_in_training_raises_no_alarm_and_a_spike_in_it_does():
     """10.8 towards 2.5 with noise, norms with a heavy tail: 4000 iterations, a window of the default size."""
     health = Health(TrainConfig(skip_spikes=6.0), CPU)
     generator = torch.Generator().manual_seed(1)
@@ -184,7 +184,7 @@ FAULTS = [
     [{}, {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"}],
     ids=["fp32", "bf16"],
 )
-def test_a_bad_iteration_leaves_every_bit_and_the_next_update_is_the_one_that_was_due(dataset, keys):
+def test_item_17_a_bad_iteration_leaves_every_bit_and_the_next_update_is_the_one_that_was_due(dataset, keys):
     keys = {**keys, **SPIKES, "gradient_accumulation_steps": 2}
     parts, undisturbed = build(dataset, **keys), build(dataset, **keys)
     for each in (parts, undisturbed):
@@ -363,7 +363,9 @@ def checkpoints(tmp_path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
 
 
-def test_by_default_a_run_stops_before_it_saves_and_names_the_iteration(run, config, inject, tmp_path, capfd):
+def test_item_17_by_default_a_run_stops_before_it_saves_and_names_the_iteration(
+    run, config, inject, tmp_path, capfd
+):
     inject(13)
     assert run(config, "--checkpoint_interval=8") == 1
     error = capfd.readouterr().err
@@ -376,7 +378,7 @@ def test_by_default_a_run_stops_before_it_saves_and_names_the_iteration(run, con
     assert record["status"] == "failed"
 
 
-def test_skip_leaves_the_update_out_and_the_run_completes(run, config, inject, tmp_path):
+def test_item_17_skip_leaves_the_update_out_and_the_run_completes(run, config, inject, tmp_path):
     inject(13)
     assert run(config, "--on_nonfinite=skip") == 0
     record = last_run(tmp_path / "out")
@@ -388,7 +390,7 @@ def test_skip_leaves_the_update_out_and_the_run_completes(run, config, inject, t
     assert checkpoints(tmp_path) == ["step-00000024"]
 
 
-def test_a_resumed_run_judges_spikes_by_the_window_of_the_run_before(run, config, inject, tmp_path):
+def test_item_17_a_resumed_run_judges_spikes_by_the_window_of_the_run_before(run, config, inject, tmp_path):
     """Without it, the window would not be full by then."""
     flags = ["--skip_spikes=6", f"--spike_window={N}", "--max_iters=24", "--learning_rate=1e-3"]
     assert run(config, *flags, "--checkpoint_interval=18", "--keep_all_checkpoints=True") == 0
@@ -429,7 +431,7 @@ STRATEGIES = ["ddp", "ddp in bf16", "zero1", "fsdp", "hybrid"]
     ("fault", "bits"),
     [("nan loss", LOSS), ("infinite loss", LOSS), ("nan gradient", NORM), ("spike", LOSS_SPIKE | NORM_SPIKE)],
 )
-def test_what_is_bad_on_one_rank_is_left_out_by_all(two, strategy, fault, bits):
+def test_item_17_what_is_bad_on_one_rank_is_left_out_by_all(two, strategy, fault, bits):
     """Item 17: one verdict; weights, moments, steps and window keep every bit, on both ranks."""
     found = two[strategy]["faults"][fault]
     first, second = map(int, found["verdicts"])
@@ -454,7 +456,7 @@ def test_good_iterations_before_and_after_are_made(two, strategy):
     assert two[strategy]["then"] == 0 and two[strategy]["goes on"]
 
 
-def test_every_rank_ends_the_run_and_names_the_one_with_the_bad_loss(two):
+def test_item_17_every_rank_ends_the_run_and_names_the_one_with_the_bad_loss(two):
     first, second = two["run"]
     assert first == second
     assert first.startswith("the loss of iteration 1 is nan on rank 1; its update was made on no rank.")
@@ -464,7 +466,7 @@ def test_every_rank_ends_the_run_and_names_the_one_with_the_bad_loss(two):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_bit_on_one_rank_is_found_at_the_next_check(two, strategy):
+def test_item_18_one_bit_on_one_rank_is_found_at_the_next_check(two, strategy):
     """Item 18. Of an update that was made by 2 ranks nobody knows which is right, so both are named."""
     found = two[strategy]["drift"]
     if strategy == "fsdp":  # no two ranks hold the same
@@ -476,7 +478,7 @@ def test_one_bit_on_one_rank_is_found_at_the_next_check(two, strategy):
     assert "last equal at iteration 10: resume from a checkpoint" in first
 
 
-def test_the_odd_one_out_is_named_where_most_agree():
+def test_item_18_the_odd_one_out_is_named_where_most_agree():
     assert drift._odd_ones([0, 1, 2, 3], [7, 7, 8, 7]) == [2]
     assert drift._odd_ones([1, 3, 5], [0, 7, 0, 7, 0, 9]) == [5]
     assert drift._odd_ones([0, 1, 2, 3], [7, 8, 8, 7]) == [0, 1, 2, 3]
@@ -486,7 +488,7 @@ def test_the_odd_one_out_is_named_where_most_agree():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_sum_of_bits_sees_one_bit_and_no_order(dtype, device, monkeypatch):
+def test_item_18_the_sum_of_bits_sees_one_bit_and_no_order(dtype, device, monkeypatch):
     monkeypatch.setattr(drift, "PART", 100)
     tensor = torch.randn(37, 11, device=device).to(dtype)
     bits = drift._bits(tensor)
@@ -546,7 +548,7 @@ ON_GPU = {"device": "cuda", "dtype": "bfloat16", "n_embd": 128, "d_ff": 256, "bl
 
 
 @pytest.mark.gpu
-def test_captured_iterations_skip_a_spike_as_the_eager_ones_do_without_waiting(dataset):
+def test_item_17_captured_iterations_skip_a_spike_as_the_eager_ones_do_without_waiting(dataset):
     from test_graphs import captured
 
     keys = {**ON_GPU, "num_key_value_heads": 4}

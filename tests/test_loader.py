@@ -107,14 +107,14 @@ def test_windows_do_not_overlap_but_for_the_last_target(windows):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_window_comes_exactly_once_an_epoch(windows, size):
+def test_item_19_every_window_comes_exactly_once_an_epoch(windows, size):
     epochs = global_order(windows, size, iterations=25)  # 25 iterations of 8 samples are two epochs of 100
     for epoch in (epochs[:100], epochs[100:]):
         assert sorted(epoch) == list(range(100))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_world_size_changes_neither_the_samples_nor_their_order(windows, size):
+def test_item_4_world_size_changes_neither_the_samples_nor_their_order(windows, size):
     assert global_order(windows, size, iterations=30) == global_order(windows, 1, iterations=30)
 
 
@@ -179,7 +179,7 @@ def test_resume_continues_exactly_where_the_run_stopped(windows):
 
 
 @pytest.mark.parametrize("stopped", [3, 12, 13])
-def test_resume_at_another_world_size_sees_the_samples_that_were_left(windows, stopped):
+def test_item_4_resume_at_another_world_size_sees_the_samples_that_were_left(windows, stopped):
     whole = global_order(windows, 1, iterations=16)
     before = global_order(windows, 4, iterations=stopped)
     after = global_order(windows, 2, position=stopped * GLOBAL_BATCH, iterations=16 - stopped)
@@ -310,7 +310,7 @@ def assert_two_epochs(x, windows):
 @pytest.mark.parametrize(
     "plan", [[(1, 25)], [(2, 25)], [(4, 25)], [(4, 9), (1, 4), (2, 12)], [(1, 12), (4, 1), (2, 1), (4, 11)]]
 )
-def test_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(numbered, plan):
+def test_item_19_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(numbered, plan):
     """plan: [(ranks, iterations)], resumed after each."""
     samples, position = [], 0
     for size, iterations in plan:
@@ -326,7 +326,7 @@ def test_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(nu
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3, 4])
-def test_two_epochs_through_workers_have_every_token_once_each(numbered, workers):
+def test_item_19_two_epochs_through_workers_have_every_token_once_each(numbered, workers):
     keys = {"use_dataloader": True, "dataloader_num_workers": workers}
     rows, position = [], 0
     for size, iterations in ((1, 11), (2, 14)):  # stopped, and resumed on two ranks

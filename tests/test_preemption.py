@@ -35,7 +35,7 @@ def config(folder):
 # --- several processes ---
 
 
-def test_sigterm_to_torchrun_saves_and_a_resume_ends_bit_equal(config, folder, uninterrupted):
+def test_item_12_sigterm_to_torchrun_saves_and_a_resume_ends_bit_equal(config, folder, uninterrupted):
     """With data workers, which the signal reaches as well."""
     out = folder / "torchrun"
     stopped = run_with_fault(config, out, "--use_dataloader=True", fault="SIGTERM torchrun 10")
@@ -49,7 +49,7 @@ def test_sigterm_to_torchrun_saves_and_a_resume_ends_bit_equal(config, folder, u
     assert resumed.digest() == uninterrupted.digest()
 
 
-def test_sigusr1_to_one_rank_during_an_evaluation_stops_all_ranks(config, folder):
+def test_item_12_sigusr1_to_one_rank_during_an_evaluation_stops_all_ranks(config, folder):
     stopped = run_with_fault(config, folder / "evaluation", "--eval_iters=50", fault="SIGUSR1 1 evaluation")
     assert stopped.status == 1 and stopped.steps == [8], stopped.output[-3000:]
     assert "exitcode  : 138" in stopped.output
@@ -73,7 +73,9 @@ CASES = [
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(("name", "who", "where", "flags"), CASES)
-def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupted, name, who, where, flags):
+def test_item_12_a_stop_request_at_any_moment_loses_nothing(
+    config, folder, uninterrupted, name, who, where, flags
+):
     out = folder / f"{name}-{who}-{where}"
     torchrun = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",)
     stopped = run_with_fault(config, out, *flags, fault=f"{name} {who} {where}", torchrun=torchrun)
@@ -92,7 +94,7 @@ def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupte
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("who", ["torchrun", "1"])
-def test_a_stop_request_while_the_first_step_compiles_is_kept(config, folder, who):
+def test_item_12_a_stop_request_while_the_first_step_compiles_is_kept(config, folder, who):
     """The compiler's processes get torchrun's signal, too. It may take longer than 30 s."""
     out = folder / f"compile-{who}"
     stopped = run_with_fault(
@@ -108,7 +110,7 @@ def test_a_stop_request_while_the_first_step_compiles_is_kept(config, folder, wh
 
 
 @pytest.mark.chaos
-def test_ranks_whose_torchrun_is_killed_save_and_end(config, folder):
+def test_item_12_ranks_whose_torchrun_is_killed_save_and_end(config, folder):
     ended = run_with_fault(config, folder / "orphans", "--max_iters=2000", fault="SIGKILL torchrun 10")
     assert ended.status == -signal.SIGKILL
     assert "stopped by SIGTERM" in ended.output
@@ -119,7 +121,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(config, folder):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
-def test_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, name):
+def test_item_12_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, name):
     number = getattr(signal, name)
     after_iteration(monkeypatch, 3, lambda: os.kill(os.getpid(), number))
     before = [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])]
@@ -128,7 +130,7 @@ def test_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, n
     assert [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])] == before
 
 
-def test_a_stop_request_during_a_save_does_not_save_twice(run, config, tmp_path, monkeypatch):
+def test_item_12_a_stop_request_during_a_save_does_not_save_twice(run, config, tmp_path, monkeypatch):
     begin = milestones.Saver.begin
 
     def begin_and_be_stopped(saver, *arguments):
@@ -141,7 +143,9 @@ def test_a_stop_request_during_a_save_does_not_save_twice(run, config, tmp_path,
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000008"]
 
 
-def test_an_evaluation_that_was_given_up_is_made_after_the_resume(run, config, tmp_path, monkeypatch, capfd):
+def test_item_12_an_evaluation_that_was_given_up_is_made_after_the_resume(
+    run, config, tmp_path, monkeypatch, capfd
+):
     with monkeypatch.context() as patch:
         stop_in_evaluation(patch)
         assert run(config, f"--out_dir={tmp_path}") == 143
@@ -151,7 +155,9 @@ def test_an_evaluation_that_was_given_up_is_made_after_the_resume(run, config, t
     assert evaluations == ["8", "16", "24"]
 
 
-def test_a_stop_during_the_last_evaluation_saves_the_last_iteration(run, config, tmp_path, monkeypatch):
+def test_item_12_a_stop_during_the_last_evaluation_saves_the_last_iteration(
+    run, config, tmp_path, monkeypatch
+):
     stop_in_evaluation(monkeypatch)
     assert run(config, f"--out_dir={tmp_path}", f"--eval_interval={ITERATIONS}") == 143
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == [f"step-{ITERATIONS:08d}"]
@@ -164,7 +170,7 @@ def test_a_run_that_saves_nothing_ends_all_the_same(run, config, tmp_path, monke
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
-def test_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
+def test_item_12_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
     out = folder / "impatient"
     process = subprocess.Popen(
         [sys.executable, "tests/fault_worker.py", str(config), f"--out_dir={out}"],

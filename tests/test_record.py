@@ -515,7 +515,7 @@ def test_ctrl_c_leaves_an_interrupted_record_and_exit_status_130(config, tmp_pat
     assert content["status"] == "interrupted" and len(content["training_iterations"]) >= 2
 
 
-def test_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
+def test_item_23_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
     process = start_train(config, *ENDLESS, "--log_save_interval=1")
     reads, rows = 0, -1
     try:
