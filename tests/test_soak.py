@@ -28,7 +28,14 @@ FOREVER = 10**6
 
 
 def config_file(folder: Path) -> Path:
-    model = {"n_layer": 4, "n_embd": 128, "d_ff": 256, "block_size": 64, "dataloader_num_workers": 1}
+    model = {
+        "n_layer": 4,
+        "n_embd": 128,
+        "d_ff": 256,
+        "block_size": 64,
+        "use_dataloader": True,
+        "dataloader_num_workers": 1,
+    }
     ends_never = {"max_iters": FOREVER, "lr_decay_iters": FOREVER, "eval_interval": 5 * INTERVAL}
     kept = {"checkpoint_interval": INTERVAL, "keep_last": 2, "log_interval": 10}
     return prepare(folder, **model, **ends_never, **kept)
