@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,40 @@ def start_train(*args: object, processes: int = 1, **env: str) -> subprocess.Pop
         text=True,
         start_new_session=True,
     )
+
+
+def run_in_one_launch(folder: Path, commands: list[list], processes: int = 1, timeout: float = 240) -> None:
+    """train.py with each argument list, by the same processes, one after another."""
+    path = folder / f"commands-{uuid.uuid4().hex[:8]}.json"
+    path.write_text(json.dumps([[str(argument) for argument in command] for command in commands]))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launch([[*(launcher if processes > 1 else []), "tests/runs_worker.py", path]], timeout)
+
+
+def launch(commands: list[list], timeout: float = 240) -> list[str]:
+    """Python with each argument list, side by side; what they printed. Kills all if one takes too long."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    for process, (_, stderr) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, stderr[-3000:]
+    return [stdout for stdout, _ in outputs]
 
 
 def run_train(

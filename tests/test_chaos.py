@@ -19,6 +19,7 @@ from helpers import ROOT
 
 ITERATIONS, INTERVAL = 200, 8  # of a run; between its checkpoints
 AT_ONCE = 2  # iterations within which a save has begun to leave its trace
+A_SAVE_COMES, A_SAVE_TAKES = 5.0, 0.03  # seconds
 STRATEGIES = {
     "one": (1, []),
     "ddp": (2, []),
@@ -50,8 +51,8 @@ def start(config: Path, out: Path, name: str, *more: str) -> subprocess.Popen:
         )
 
 
-def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> str:
-    """Launcher and ranks, in any order; what the run was doing."""
+def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> None:
+    """Launcher and ranks, in any order."""
     pids = processes_of(out)
     rng.shuffle(pids)
     for pid in pids:
@@ -61,8 +62,11 @@ def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> str:
             pass
     process.wait()
     assert not wait_for_end(out)
-    remains = "".join(path.name for path in (out / "checkpoints").glob("*.tmp*"))
-    return "deletions" if ".tmp-delete" in remains else "saves" if remains else "others"
+
+
+def remains(out: Path) -> set[str]:
+    """Of saves, deletions and pointers on their way."""
+    return {path.name for path in (out / "checkpoints").glob("*.tmp*")}
 
 
 def losses(out: Path) -> dict[int, float]:
@@ -78,23 +82,40 @@ def losses(out: Path) -> dict[int, float]:
     return found
 
 
+def wait_for_moment(process: subprocess.Popen, out: Path, seconds: float, rng: random.Random) -> bool:
+    """Until a random one, every second time in or after a save; whether the run still goes on."""
+    try:
+        before = remains(out)
+        process.wait(rng.uniform(0.3, 1.0) * seconds)
+    except subprocess.TimeoutExpired:
+        if rng.random() < 0.5:
+            until = time.monotonic() + A_SAVE_COMES
+            while remains(out) <= before and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, A_SAVE_TAKES))
+    return process.poll() is None
+
+
 def train_through(
     config: Path, out: Path, name: str, kills: int, seconds: float, rng: random.Random
 ) -> Counter:
     """Until the run is complete; what it was doing when it was killed, `kills` times at most."""
     made = Counter()
     while True:
-        process = start(config, out, name)
-        try:
-            status = process.wait(rng.uniform(0.3, 1.0) * seconds if made.total() < kills else 20 * seconds)
-        except subprocess.TimeoutExpired:
-            doing = kill(process, out, rng)
+        before, process = remains(out), start(config, out, name)
+        if made.total() < kills and wait_for_moment(process, out, seconds, rng):
+            kill(process, out, rng)
+            new = remains(out) - before
+            doing = (
+                "deletions" if any(".tmp-delete" in name for name in new) else "saves" if new else "others"
+            )
             made[doing] += 1
             done, saved = max(losses(out), default=-1) + 1, max(Ended(0, 0.0, "", out).steps, default=0)
             # training is up to an interval ahead of a checkpoint that is still being written
             lost = INTERVAL + (INTERVAL if doing == "saves" else AT_ONCE)
             assert done - saved <= lost, f"{done} iterations were made, {saved} are saved, among {doing}"
             continue
+        status = process.wait(20 * seconds)
         console = out.with_name(f"{out.name}.console").read_text()
         assert status == 0, console[-3000:]
         return made

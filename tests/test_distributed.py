@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from helpers import (
+    ROOT,
+    TINY,
+    checkpoint_tensors,
+    last_run,
+    make_dataset,
+    run_in_one_launch,
+    run_train,
+    write_config,
+)
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 PARALLEL = [(name, processes) for processes in (2, 4) for name in STRATEGIES]
@@ -45,12 +54,17 @@ def train(folder: Path, out: str, *flags: object, processes: int = 1) -> dict:
 @pytest.fixture(scope="module")
 def runs(folder):
     """The same 8 sequences per iteration, cut in every way: (strategy, processes) -> run record."""
-    records = {("single", 1): train(folder, "single-1", "--gradient_accumulation_steps=4")}
-    for name, processes in PARALLEL:
+    for processes, names in {1: ["single"], 2: STRATEGIES, 4: STRATEGIES}.items():
         accumulation = f"--gradient_accumulation_steps={4 // processes}"
-        out = f"{name}-{processes}"
-        records[name, processes] = train(folder, out, accumulation, *STRATEGIES[name], processes=processes)
-    return records
+        outs = {name: f"--out_dir={folder / f'{name}-{processes}'}" for name in names}
+        commands = [
+            [folder / "run.py", out, accumulation, *STRATEGIES.get(name, [])] for name, out in outs.items()
+        ]
+        run_in_one_launch(folder, commands, processes)
+    return {
+        (name, processes): last_run(folder / f"{name}-{processes}")
+        for name, processes in [("single", 1), *PARALLEL]
+    }
 
 
 def losses(record: dict) -> list[float]:
@@ -125,25 +139,25 @@ def test_item_3_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_f
         assert load_all(folder, [*one, *sharded, *several], processes) == 9 * 4
 
 
-@pytest.mark.parametrize(
-    ("name", "processes", "flags"),
-    [("single", 1, []), *((name, 2, STRATEGIES[name]) for name in STRATEGIES)],
-)
-def test_item_1_resume_is_bit_exact(folder, name, processes, flags):
-    flags = [
-        *flags,
-        "--dropout=0.1",
-        "--gradient_accumulation_steps=4",
-        "--max_iters=40",
-        "--eval_interval=20",
-    ]
-    whole = train(folder, f"whole-{name}", *flags, processes=processes)
+@pytest.fixture(scope="module")
+def resumed(folder):
+    """Runs of 40 iterations, and copies of them that other processes took up after 20."""
+    flags = ["--dropout=0.1", "--gradient_accumulation_steps=4", "--max_iters=40", "--eval_interval=20"]
+    for processes, strategies in {1: {"single": []}, 2: STRATEGIES}.items():
+        commands = {name: [folder / "run.py", *flags, *more] for name, more in strategies.items()}
+        wholes = [[*c, f"--out_dir={folder / f'whole-{name}'}"] for name, c in commands.items()]
+        run_in_one_launch(folder, wholes, processes)
+        for name in commands:
+            kept = "checkpoints/step-00000020"
+            shutil.copytree(folder / f"whole-{name}" / kept, folder / f"resumed-{name}" / kept)
+        parts = [[*c, f"--out_dir={folder / f'resumed-{name}'}"] for name, c in commands.items()]
+        run_in_one_launch(folder, [[*part, "--init_from=resume"] for part in parts], processes)
 
+
+@pytest.mark.parametrize(("name", "processes"), [("single", 1), *((name, 2) for name in STRATEGIES)])
+def test_item_1_resume_is_bit_exact(resumed, folder, name, processes):
     resumed_dir = folder / f"resumed-{name}"
-    kept = "checkpoints/step-00000020"
-    shutil.copytree(folder / f"whole-{name}" / kept, resumed_dir / kept)
-    record = train(folder, resumed_dir.name, *flags, "--init_from=resume", processes=processes)
-
+    whole, record = last_run(folder / f"whole-{name}"), last_run(resumed_dir)
     assert record["startup_info"]["resumed_from"].endswith("step-00000020")
     assert [row["iter"] for row in record["training_iterations"]] == list(range(20, 40))
     assert losses(record) == losses(whole)[20:]

@@ -10,7 +10,7 @@ from documents import Documents, dense_mask, document_starts, positions
 from model import Block, manual_attention, rotary_angles
 from model_builder import build_model, count_flops
 from model_config import model_config
-from tests.helpers import TINY, last_run, make_dataset, run_train, write_config
+from tests.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
 from training.attention import choose_attention
 from training.loader import epoch_offset
 from training.metrics import document_flops
@@ -182,8 +182,12 @@ def shape_of_tiny() -> dict:
 def test_two_processes_train_as_one(folder):
     flags = ["--doc_masking=True", "--eval_interval=4", "--eval_at_start=True"]
     one = train(folder, "one", *flags, "--gradient_accumulation_steps=2")
-    for name, more in (("ddp", []), ("fsdp", ["--use_fsdp=True"])):
-        two = train(folder, name, *flags, *more, processes=2)
+    strategies = {"ddp": [], "fsdp": ["--use_fsdp=True"]}
+    commands = [
+        [folder / "run.py", f"--out_dir={folder / name}", *flags, *f] for name, f in strategies.items()
+    ]
+    run_in_one_launch(folder, commands, processes=2)
+    for two in (last_run(folder / name) for name in strategies):
         for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             if mine["mfu"]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, last_run, make_dataset, run_train, write_config
+from helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
 
 import float8
 import ops
@@ -137,47 +137,44 @@ def folder(tmp_path_factory):
     return folder
 
 
-def losses(folder, name, processes=1, **keys):
-    out_dir = folder / name
-    config = write_config(folder / f"{name}.py", **{**FP8, "dataset": folder / "data", **keys})
-    done = run_train(config, f"--out_dir={out_dir}", processes=processes, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [row["loss"] for row in last_run(out_dir)["training_iterations"]]
+def losses(folder, runs: dict[str, dict], processes=1) -> list[list[float]]:
+    """Of runs in folders of these names with these keys, by the same processes one after another."""
+    commands = []
+    for name, keys in runs.items():
+        path = folder / f"{name.replace(' ', '-')}.py"
+        config = write_config(path, **{**FP8, "dataset": folder / "data", **keys})
+        commands.append([config, f"--out_dir={folder / name.split()[0]}"])
+    run_in_one_launch(folder, commands, processes)
+    records = [last_run(folder / name.split()[0]) for name in runs]
+    return [[row["loss"] for row in record["training_iterations"]] for record in records]
 
 
 def test_fp8_trains_on_a_cpu_and_follows_bf16(folder):
     keys = {"max_iters": 60, "log_interval": 20}
-    fp8 = losses(folder, "follow_fp8", **keys)
-    head = losses(folder, "follow_head", low_precision_scope="layers_and_head", **keys)
-    bf16 = losses(folder, "follow_bf16", low_precision="none", **keys)
+    with_head = {"low_precision_scope": "layers_and_head"}
+    runs = {"layers": keys, "head": keys | with_head, "bf16": keys | {"low_precision": "none"}}
+    fp8, head, bf16 = losses(folder, runs)
     assert bf16[-1] < 0.8 * bf16[0]
     assert fp8[0] != bf16[0]  # it did compute in another precision
     assert fp8[-1] == pytest.approx(bf16[-1], rel=0.03)
     assert head[-1] == pytest.approx(bf16[-1], rel=0.03)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"], ids=lambda strategy: f"{strategy}-2")
-def test_every_strategy_trains_in_fp8_like_one_process(folder, strategy):
+def test_every_strategy_trains_in_fp8_like_one_process(folder):
     """Not bit-equal: each process scales its own activations by their own maximum."""
-    keys = {
-        "ddp": {},
-        "zero1": {"use_zero1": True},
-        "fsdp": {"use_fsdp": True, "reshard_after_forward": True},
-    }[strategy]
-    one = losses(folder, "one", batch_size=2, gradient_accumulation_steps=4)
-    several = losses(
-        folder, strategy, processes=2, batch_size=2, gradient_accumulation_steps=2, eval_interval=3, **keys
-    )
-    assert several == pytest.approx(one, rel=0.01)
+    (one,) = losses(folder, {"one": {"batch_size": 2, "gradient_accumulation_steps": 4}})
+    keys = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_interval": 3}
+    fsdp = {"use_fsdp": True, "reshard_after_forward": True}
+    for several in losses(folder, {"ddp": keys, "zero1": keys | {"use_zero1": True}, "fsdp": keys | fsdp}, 2):
+        assert several == pytest.approx(one, rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_an_fp8_run_resumes_bit_equal(folder, strategy):
-    keys = {} if strategy == "single" else {f"use_{strategy}": True}
-    processes = 1 if strategy == "single" else 2
-    whole = losses(folder, f"whole_{strategy}", processes, **keys)
-    losses(folder, f"part_{strategy}", processes, max_iters=3, **keys)
-    resumed = losses(folder, f"part_{strategy}", processes, init_from="resume", **keys)
+@pytest.mark.parametrize(("keys", "processes"), [({}, 1), ({"use_fsdp": True}, 2)])
+def test_an_fp8_run_resumes_bit_equal(folder, keys, processes):
+    part = f"part-{processes}"
+    runs = {f"whole-{processes}": keys, f"{part} begun": keys | {"max_iters": 3}}
+    runs[f"{part} resumed"] = keys | {"init_from": "resume"}
+    whole, _, resumed = losses(folder, runs, processes)
     assert resumed == whole  # its record begins with the first part's rows
 
 

@@ -2,18 +2,21 @@
 recomputed, not what is learned. Under torchrun with 2 gloo processes, and with 4 as two machines of two."""
 
 import gc
-import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, TINY, checkpoint_tensors, last_run, make_dataset, write_config
+from helpers import (
+    TINY,
+    checkpoint_tensors,
+    last_run,
+    launch,
+    make_dataset,
+    run_in_one_launch,
+    write_config,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
@@ -104,40 +107,11 @@ def runs(folder):
             *flags,
         ]
     for processes, of_processes in commands.items():
-        path = folder / f"commands-{processes}.json"
-        path.write_text(json.dumps(list(of_processes.values())))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        launch([[*(launcher if processes > 1 else []), "tests/strategy_worker.py", path]])
+        run_in_one_launch(folder, list(of_processes.values()), processes)
     return {
         (strategy, name): last_run(out_dir(folder, strategy, where))
         for (strategy, name), (where, _) in variants.items()
     }
-
-
-def launch(commands: list[list], timeout: float = 240) -> list[str]:
-    """Python with each argument list, side by side; what they printed. Kills all if one takes too long."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for command in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    for process, (_, stderr) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, stderr[-3000:]
-    return [stdout for stdout, _ in outputs]
 
 
 def two_machines(*arguments: object) -> list[str]:

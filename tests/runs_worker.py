@@ -1,13 +1,15 @@
-"""Run by test_strategies.py, alone or under torchrun: train.py's main for several command lines, one after
-another in one process group, because starting processes takes longer than a tiny run.
+"""Run by helpers.run_in_one_launch, alone or under torchrun: train.py's main for several command lines, one
+after another in one process group, because starting processes takes longer than a tiny run.
 
-    strategy_worker.py COMMANDS.json    a list of argument lists
+    runs_worker.py COMMANDS.json    a list of argument lists
 """
 
+import functools
 import gc
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,9 +25,13 @@ def main(path: str) -> None:
     world = init_world(load_config(commands[0], launch_info()[2]))
     train.init_world = lambda config: world
     train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
-    for command in commands:
+    # what every run would do again, and takes longer than its iterations
+    train.count_flops = functools.cache(train.count_flops)
+    train.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
+    for n, command in enumerate(commands):
         train.main(command)
-        gc.unfreeze()
+        if n % 8 == 0:
+            gc.collect()
     end_process(world)
 
 
