@@ -134,11 +134,7 @@ def peers(monkeypatch):
         made = []
         for rank in range(size):
             peer = object.__new__(Peers)
-            peer.world, peer.store, peer.lost_since = (
-                World(rank, rank, size, torch.device("cpu")),
-                store,
-                None,
-            )
+            peer.world, peer.store = World(rank, rank, size, torch.device("cpu")), store
             peer.processes = [("node", 100 + r) for r in range(size)]
             peer.neighbours = {}
             made.append(peer)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from training.distributed import World, gather_objects
 
 SECOND_LOOK = 3  # seconds; who has written nothing between two looks is silent
-STORE_SECONDS = 5.0  # that torchrun's store may be unreachable before it counts as gone
 NEVER_SEEN = (0, -1, "not started")
 PHASES = ("batch", "forward", "backward")  # of an iteration, in their order
 NAMED = 8  # ranks in one message
@@ -35,7 +34,6 @@ class Peers:
         }
         # a connection of its own: the main thread may wait in the default one, which lets nobody else in
         self.store = dist.distributed_c10d._get_default_store().clone() if world.size > 1 else None
-        self.lost_since: float | None = None  # when the store stopped answering
 
     def name(self, rank: int) -> str:
         host, pid = self.processes[rank]
@@ -60,9 +58,6 @@ class Peers:
     def reason_to_end(self) -> str | None:
         reason = self._get("over")
         return reason and reason.decode()
-
-    def store_is_gone(self) -> bool:
-        return self.lost_since is not None and time.monotonic() - self.lost_since > STORE_SECONDS
 
     def who_is_behind(self, ticks: int, iteration: int, phase: str) -> str:
         """Whom the others wait for. Takes as publish() does how far this rank is, and goes on publishing."""
@@ -104,16 +99,13 @@ class Peers:
         return self._try(lambda store: store.get(key) if store.check([key]) else None)
 
     def _try(self, action):
-        """What the store answers; None if it does not, which is noted."""
+        """What the store answers; None if it does not."""
         if self.store is None:
             return None
         try:
-            answer = action(self.store)
+            return action(self.store)
         except Exception:  # DistNetworkError, RuntimeError: whatever a broken connection raises
-            self.lost_since = self.lost_since or time.monotonic()
             return None
-        self.lost_since = None
-        return answer
 
 
 def _least_first(group: tuple) -> tuple:
