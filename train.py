@@ -175,8 +175,10 @@ def launch(config: TrainConfig, watch: Watch, lock: RunLock) -> int:
 
     # 7) loop
     logger = Logger(config, world, record, flops, peak, row_facts(info), start=progress.iteration)
-    logger.at_rows.append(DriftCheck(state, config, logger))
     milestones = Milestones(config, model_config, state, windows, loader, logger, progress, watch, facts)
+    drift = DriftCheck(state, config, logger)
+    logger.at_rows.append(drift.row)
+    milestones.before_saving.append(drift.compare)
     if config.use_cuda_graphs:
         step = GraphedStep(step, state, CudaGraphs(optimizer), logger.paused, progress.iteration)
         info["cuda_graphs"] = step.choice  # filled in as the run finds out

@@ -109,15 +109,15 @@ class Run:
         """What is found after rank 1 has changed one weight that others hold, too."""
         check = DriftCheck(self.state, self.config, SimpleNamespace(start=0, paused=contextlib.nullcontext))
         check.interval = 10
-        check(9)
+        check.row(9)
         held = [shard for shard in self.strategy.shards if shard.replicas > 1]
         if self.world.rank == 1 and held:
             weight = held[-1].local.data.view(-1)
             weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
         check.logger.record = None
         try:
-            check(15)  # not due
-            check(21)
+            check.row(15)  # not due
+            check.row(21)
             message = None
         except Drifted as error:
             message = str(error)

@@ -511,9 +511,20 @@ def test_checks_are_made_at_the_first_row_after_they_are_due(monkeypatch, interv
     found = []
     for iteration in range(rows - 1, 33, rows):
         before = len(made)
-        check(iteration)
+        check.row(iteration)
         found += [iteration] if len(made) > before else []
     assert found[:3] == checks
+
+
+def test_item_18_replicas_that_differ_are_never_saved(run, config, monkeypatch, tmp_path, capfd):
+    """The comparison is due at iteration 1,000; the bit changes between the saves at 8 and 16."""
+    answers = iter([([], []), ([1], ["head.weight"])])
+    monkeypatch.setattr(drift, "differences", lambda state: next(answers))
+    assert run(config, "--checkpoint_interval=8", "--drift_check_interval=1000") == 1
+    error = capfd.readouterr().err
+    assert "after iteration 15 rank 1 holds different bits of head.weight" in error
+    assert "last equal at iteration 8" in error
+    assert checkpoints(tmp_path) == ["step-00000008"]
 
 
 class _no_pause:

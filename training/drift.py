@@ -28,16 +28,22 @@ class Drifted(RunError):
 
 
 class DriftCheck:
-    """Compares at log rows, where the device is waited for anyway; the time is no iteration's. All ranks."""
+    """Compares at log rows, where the device is waited for anyway, and before a checkpoint is saved, which
+    takes its parts from all ranks; the time is no iteration's. All ranks."""
 
     def __init__(self, state: TrainState, config: TrainConfig, logger: Logger):
         self.state, self.interval, self.logger = state, config.drift_check_interval, logger
         self.agreed = logger.start  # updates after which the replicas were equal, or loaded
 
-    def __call__(self, iteration: int) -> None:
-        """After the update of `iteration`. Raises Drifted on all ranks."""
+    def row(self, iteration: int) -> None:
+        """After the update of `iteration`, if that is due. Raises Drifted on all ranks."""
         done = iteration + 1
-        if not self.interval or done // self.interval == self.agreed // self.interval:
+        if self.interval and done // self.interval != self.agreed // self.interval:
+            self.compare(done)
+
+    def compare(self, done: int) -> None:
+        """After so many updates. Raises Drifted on all ranks."""
+        if not self.interval or done == self.agreed:
             return
         with self.logger.paused():
             ranks, tensors = differences(self.state)
@@ -46,11 +52,11 @@ class DriftCheck:
             return
         more = f" and {len(tensors) - NAMED} more" if len(tensors) > NAMED else ""
         what = (
-            f"the replicas have drifted apart: after iteration {iteration} rank {', '.join(map(str, ranks))} "
+            f"the replicas have drifted apart: after iteration {done - 1} rank {', '.join(map(str, ranks))} "
             f"{'holds' if len(ranks) == 1 else 'hold'} different bits of {', '.join(tensors[:NAMED])}{more}"
         )
         if self.logger.record is not None:
-            self.logger.record.add_event(iteration, "drift", ranks=ranks, tensors=tensors, message=what)
+            self.logger.record.add_event(done - 1, "drift", ranks=ranks, tensors=tensors, message=what)
         raise Drifted(
             f"{what}. A GPU or its memory is the likely cause: test that machine. The replicas were last "
             f"equal at iteration {self.agreed:,}: resume from a checkpoint that is not newer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from model_config import ModelConfig
@@ -45,6 +46,7 @@ class Milestones:
         self.last_checkpoint: Path | None = None  # the last that is complete
         self.every_iterations, self.every_seconds = checkpoint_interval(config)
         self.saved_at, self.saved_time = self.start, time.monotonic()  # when the last one was begun
+        self.before_saving: list[Callable[[int], None]] = []  # called with the updates made. All ranks
         self.saver = Saver(config, model_config, state, facts, self.start)
         may_save = config.always_save_checkpoint or config.eval_interval or config.checkpoint_interval
         if may_save and self.start < config.max_iters and not config.eval_only:
@@ -110,6 +112,8 @@ class Milestones:
 
     def save(self, iteration: int, val_loss: float | None, best: bool) -> None:
         """Begins a checkpoint; when it is complete, reach() hears of it."""
+        for action in self.before_saving:
+            action(iteration)
         progress = Progress(iteration, self.loader.position, self.best_val_loss, val_loss)
         with self.logger.paused(), self.watch.during("checkpoint"):
             began = time.monotonic()
