@@ -55,11 +55,11 @@ def train(folder: Path, out: str, *flags: object, processes: int = 1) -> dict:
 def runs(folder):
     """The same 8 sequences per iteration, cut in every way: (strategy, processes) -> run record."""
     for processes, names in {1: ["single"], 2: STRATEGIES, 4: STRATEGIES}.items():
-        accumulation = f"--gradient_accumulation_steps={4 // processes}"
-        outs = {name: f"--out_dir={folder / f'{name}-{processes}'}" for name in names}
-        commands = [
-            [folder / "run.py", out, accumulation, *STRATEGIES.get(name, [])] for name, out in outs.items()
-        ]
+        flags = {f"{name}-{processes}": STRATEGIES.get(name, []) for name in names}
+        if processes == 2:
+            flags |= {f"float16-{name}": ["--dtype=float16", *STRATEGIES[name]] for name in names}
+        same = [folder / "run.py", f"--gradient_accumulation_steps={4 // processes}"]
+        commands = [[*same, f"--out_dir={folder / out}", *more] for out, more in flags.items()]
         run_in_one_launch(folder, commands, processes)
     return {
         (name, processes): last_run(folder / f"{name}-{processes}")
@@ -187,7 +187,7 @@ def test_item_4_a_run_goes_on_with_another_number_of_processes(runs, folder, run
     assert len(ours) == 20 and ours == pytest.approx(theirs[5:], rel=1e-5)
 
 
-def test_dropout_differs_between_ranks_and_is_in_the_loss(folder):
+def test_dropout_differs_between_ranks_and_is_in_the_loss(resumed, folder):
     """Guards the test above: with dropout off it would pass without restoring a generator."""
     with_dropout = last_run(folder / "whole-single")
     without = train(folder, "no-dropout", "--gradient_accumulation_steps=4", "--max_iters=1")
@@ -207,8 +207,7 @@ def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_float16_with_loss_scaling_follows_fp32_in_every_strategy(runs, folder, name):
     """The scale starts at 2^16 and the sharded ranks must agree on it."""
-    flags = ["--dtype=float16", "--gradient_accumulation_steps=2", *STRATEGIES[name]]
-    record = train(folder, f"float16-{name}", *flags, processes=2)
+    record = last_run(folder / f"float16-{name}")
     assert record["config"]["dtype"] == "float16"
     assert not any(row.get("skipped_updates") for row in record["training_iterations"])
     assert losses(record) == pytest.approx(losses(runs["single", 1]), rel=2e-3)
