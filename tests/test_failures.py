@@ -171,11 +171,17 @@ def test_the_first_reason_to_end_is_everyones(peers):
 
 
 def test_a_process_that_has_ended_is_gone_and_one_that_lives_is_not(peers):
-    ended = subprocess.Popen(["true"])
+    """Also before torchrun has asked how it ended."""
+    ended, unasked = (subprocess.Popen(["true"], stdout=subprocess.PIPE) for _ in range(2))
     ended.wait()
-    first, *_ = peers(3)
-    first.neighbours = {1: ended.pid, 2: os.getpid()}
-    assert first.gone() == [1]
+    unasked.stdout.read()  # ends as the process does
+    first, *_ = peers(4)
+    first.neighbours = {1: ended.pid, 2: os.getpid(), 3: unasked.pid}
+    until = time.monotonic() + 5
+    while first.gone() != [1, 3] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert first.gone() == [1, 3]
+    unasked.wait()
 
 
 @pytest.mark.chaos

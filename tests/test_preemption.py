@@ -83,6 +83,9 @@ def test_item_12_a_stop_request_at_any_moment_loses_nothing(
     if where == "start":
         assert stopped.steps == []
         return
+    if where == "0" and not stopped.steps:  # a rank had not come to its first iteration yet
+        assert "before the first iteration: there is nothing to save" in stopped.output
+        return
     began = {"evaluation": 8, "saving": 8}.get(where) or int(where)
     assert began <= stopped.steps[-1] <= began + 2
 

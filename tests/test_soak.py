@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,20 +80,19 @@ class Growth:
 
 
 def ratios(early: list[dict], late: list[dict]) -> dict[str, tuple[float, float]]:
-    """role -> memory, the median, and open files, the fewest (a save opens some for a moment), of the late
-    samples over those of the early ones."""
-    roles = set.intersection(*({role for s in part for role in s} for part in (early, late)))
+    """role -> memory, the median, and open files, the usual number (a save opens some for a moment), of the
+    late samples over those of the early ones."""
 
-    def growth(role: str) -> tuple[float, float]:
-        memory, files = (
-            [[s[role][what] for s in part if role in s] for part in (early, late)] for what in (0, 1)
+    def growth(role: str, what: int, middle: Callable) -> float:
+        before, after = (
+            middle([sample[role][what] for sample in part if role in sample]) for part in (early, late)
         )
-        return (
-            round(statistics.median(memory[1]) / statistics.median(memory[0]), 4),
-            round(min(files[1]) / min(files[0]), 4),
-        )
+        return round(after / before, 4)
 
-    return {role: growth(role) for role in sorted(roles)}
+    roles = set.intersection(*({role for sample in part for role in sample} for part in (early, late)))
+    return {
+        role: (growth(role, 0, statistics.median), growth(role, 1, statistics.mode)) for role in sorted(roles)
+    }
 
 
 def shared_memory() -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -121,4 +122,12 @@ def _exists(pid: int) -> bool:
         return False
     except PermissionError:
         pass
-    return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether it has ended, and torchrun has not asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # it has just gone, or this is not Linux
+        return False

@@ -202,6 +202,9 @@ class Watch:
         name = signal.Signals(number).name
         if self.first is None:
             log.info(f"{name} before the first iteration: there is nothing to save")
+            if self.peers:  # another rank may be an instant ahead, in its first iteration
+                reason = f"rank {self.peers.world.rank} got {name} before its first iteration"
+                within(LAST_WORDS, self.peers.end_all, f"{reason}: there is nothing to save")
             self._last("interrupted")
             leave_now(128 + number)
         again = self.stop_asked_at and time.monotonic() - self.stop_asked_at > AGAIN
