@@ -197,8 +197,10 @@ def test_two_processes_train_as_one(folder):
 
 
 def test_compiled_blocks_give_the_same_losses(folder):
-    plain = train(folder, "plain", "--doc_masking=True", "--max_iters=3")
-    compiled = train(folder, "compiled", "--doc_masking=True", "--max_iters=3", "--compile=True")
+    flags = [folder / "run.py", "--doc_masking=True", "--max_iters=3"]
+    outs = [f"--out_dir={folder / name}" for name in ("plain", "compiled")]
+    run_in_one_launch(folder, [[*flags, outs[0]], [*flags, outs[1], "--compile=True"]])
+    plain, compiled = (last_run(folder / name) for name in ("plain", "compiled"))
     for mine, theirs in zip(plain["training_iterations"], compiled["training_iterations"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
