@@ -29,7 +29,11 @@ from training.dataset import dataset_folder, open_dataset
 from training.logger import Logger
 from training.record import start_logging
 
-SOURCES = [p for p in ROOT.glob("**/*.py") if not {"tests", "venv", ".venv"} & set(p.relative_to(ROOT).parts)]
+SOURCES = [  # not what is hidden, such as .venv
+    path
+    for path in ROOT.glob("**/*.py")
+    if not any(part in ("tests", "venv") or part.startswith(".") for part in path.relative_to(ROOT).parts)
+]
 
 
 @pytest.fixture
