@@ -133,7 +133,7 @@ def test_item_29_an_hour_of_kills(tmp_path):
     calm_growth = ratios(samples[:third], samples[-third:], statistics.mode)  # a save opens some for a moment
     attempts = [samples for log in killed_logs if (samples := log.settled())]
     third = len(attempts) // 3
-    # an evaluation opens two for good, which not every attempt comes to, so the most count
+    # two more are opened once, in some attempts early, in some not at all: the most count
     killed_growth = ratios(sum(attempts[:third], []), sum(attempts[-third:], []), max)
     print(
         f"\nSOAK {MINUTES:g} minutes: {len(killed_logs) - 1} kills, compared at iteration {same} and in "
