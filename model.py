@@ -16,12 +16,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from documents import Documents
-from float8 import Float8
-from float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
-from loss import LinearCrossEntropy
 from model_config import ModelConfig
-from ops import (
+from ops.cross_entropy import LinearCrossEntropy
+from ops.documents import Documents
+from ops.float8 import Float8
+from ops.float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
+from ops.heads import (
     EmbeddingFunction,
     LinearFunction,
     add_rms_norm,
@@ -63,7 +63,7 @@ class Linear(nn.Linear):
     """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
 
     weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None. float8, if training/precision.py sets it, is the weight in fp8, and the
+    to; weight.grad then stays None. float8, if training/optimization/precision.py sets it, is the weight in fp8, and the
     matmuls are fp8.
     """
 
@@ -83,7 +83,7 @@ class Linear(nn.Linear):
 
     @property
     def float8_arguments(self):
-        """As float8_layers.py takes a weight: the parameter, the sum of its gradient, its fp8 form."""
+        """As ops/float8_layers.py takes a weight: the parameter, the sum of its gradient, its fp8 form."""
         return self.weight, self.weight_grad, *self.float8
 
 
@@ -243,7 +243,7 @@ class Transformer(nn.Module):
     """Decoder-only transformer. forward(ids (B, T), targets (B, T)) is the mean loss, a scalar in fp32;
     without targets, the logits (B, T, V).
 
-    documents, if set, keeps the documents of a window from seeing each other (documents.py).
+    documents, if set, keeps the documents of a window from seeing each other (ops/documents.py).
     Build it on meta, then call init_weights(): see model_builder.build_model.
     """
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import model_builder
-from data.tokens import DataError, load_tokenizer
+from data.pipeline.tokens import DataError, load_tokenizer
 from model_config import ModelConfig
-from training.checkpoint import load_weights
-from training.checkpoint_folder import find_checkpoint, read_state, verify_checkpoint
-from training.config import TrainConfig, UserError
-from training.dataset import dataset_folder, parse_dataset
-from training.distributed import World
+from training.batches.dataset import dataset_folder, parse_dataset
+from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
+from training.checkpoints.train_state import load_weights
+from training.configuration.keys import TrainConfig, UserError
+from training.process.world import World
 
 
 def main(argv: list[str]) -> None:

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py --batch_size=22
 
 Read it from top to bottom: configuration, devices, model, compile and parallelize, optimizer, resume, report,
-loop, finish. training/config.py documents every setting.
+loop, finish. training/configuration/keys.py documents every setting.
 """
 
 from __future__ import annotations
@@ -25,18 +25,37 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 import torch
 
 import model_builder
-from documents import Documents
 from model import manual_attention
 from model_config import ModelConfig
-from training.attention import choose_attention
-from training.capability import capability, require_low_precision
-from training.capture import CudaGraphs
-from training.checkpoint import Progress, TrainState, load_checkpoint
-from training.checkpoint_folder import find_checkpoint
-from training.compile import compile_and_checkpoint
-from training.config import TrainConfig
-from training.config_file import load_config
-from training.distributed import (
+from ops.documents import Documents
+from training.batches.fingerprint import agree_on_data
+from training.batches.loader import Loader, hash_seed
+from training.batches.packing import end_of_text_id
+from training.batches.sources import describe_sources, make_windows, open_sources
+from training.checkpoints.folder import find_checkpoint
+from training.checkpoints.resume import find_resume
+from training.checkpoints.start import settle_start
+from training.checkpoints.train_state import Progress, TrainState, load_checkpoint
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.cuda_graphs.capture import CudaGraphs
+from training.cuda_graphs.graphed_step import GraphedStep
+from training.evaluate_and_save import Milestones
+from training.faults.replica_check import DriftCheck
+from training.faults.stragglers import watch_stragglers
+from training.faults.watchdog import Stopped, Watch
+from training.hardware.attention_kernels import choose_attention
+from training.hardware.capability import capability, require_low_precision
+from training.hardware.peaks import Peak, describe_hardware, resolve_peak
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer, describe_optimizer
+from training.optimization.precision import DTYPES, LossScale, use_low_precision
+from training.optimization.schedule import learning_rate
+from training.optimization.step import make_step
+from training.optimization.update_guard import Health
+from training.process.exit_status import end_with
+from training.process.run_lock import RunLock
+from training.process.world import (
     World,
     check_device,
     end_process,
@@ -47,32 +66,13 @@ from training.distributed import (
     leave_now,
     tell_launcher,
 )
-from training.drift import DriftCheck
-from training.ending import end_with
-from training.fingerprint import agree_on_data
-from training.graphs import GraphedStep
-from training.hardware import Peak, describe_hardware, resolve_peak
-from training.health import Health
-from training.history import find_history
-from training.loader import Loader, hash_seed
-from training.logger import Logger
-from training.metrics import audit_flops
-from training.milestones import Milestones
-from training.optimizer import build_optimizer, describe_optimizer
-from training.packing import end_of_text_id
-from training.parallel import parallelize
-from training.precision import DTYPES, LossScale, use_low_precision
-from training.record import RunRecord, check_writable, new_run_path, start_logging
-from training.report import accumulation_steps, report_lines, startup_info
-from training.resume import find_resume
-from training.run_lock import RunLock
-from training.schedule import learning_rate
-from training.shards import Shard
-from training.sources import describe_sources, make_windows, open_sources
-from training.start import settle_start
-from training.step import make_step
-from training.stragglers import watch_stragglers
-from training.watch import Stopped, Watch
+from training.records.attempts import find_history
+from training.records.report import accumulation_steps, report_lines, startup_info
+from training.records.rows import Logger
+from training.records.run_record import RunRecord, check_writable, new_run_path, start_logging
+from training.records.utilization import audit_flops
+from training.strategies.parallelize import parallelize
+from training.strategies.strategy import Shard
 
 log = logging.getLogger("nanomfu")
 

@@ -15,8 +15,8 @@ import torch
 
 from model import manual_attention
 from model_config import ModelConfig
-from training.attention import choose_attention
-from training.config import TrainConfig
+from training.configuration.keys import TrainConfig
+from training.hardware.attention_kernels import choose_attention
 
 # seconds of warm-up, seconds of a sample, samples, bytes that the copy reads
 TIMING = {"cuda": (1.0, 0.05, 15, 2**30), "cpu": (0.02, 0.005, 5, 2**24)}

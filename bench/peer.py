@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.peer_model import build, check_parameters, import_transformers
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
-from training.config import TrainConfig, UserError
-from training.config_file import load_config
-from training.dataset import open_dataset
-from training.distributed import World, check_device, end_process, init_world, launch_info
-from training.hardware import resolve_peak
-from training.loader import Loader, Windows
-from training.metrics import utilization
-from training.schedule import learning_rate
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader, Windows
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig, UserError
+from training.hardware.peaks import resolve_peak
+from training.optimization.schedule import learning_rate
+from training.process.world import World, check_device, end_process, init_world, launch_info
+from training.records.utilization import utilization
 
 GB = 2**30
 
@@ -94,7 +94,7 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World):
 
 
 def train(config: TrainConfig, world: World, step, loader: Loader) -> list[dict]:
-    """Rows: of the first iteration, then of every log_interval iterations, as in training/logger.py."""
+    """Rows: of the first iteration, then of every log_interval iterations, as in training/records/rows.py."""
     rows, first, began = [], 0, time.perf_counter()
     for iteration in range(config.max_iters):
         loss = step(*loader.next(), learning_rate(iteration, config))

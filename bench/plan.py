@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.suites import ALL_GPUS, Variant
-from training.config import ALIASES, KEYS, TrainConfig, UserError
-from training.config_file import load_config
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import ALIASES, KEYS, TrainConfig, UserError
 
 MIN_ROWS = 4  # of a run, so that it has a spread
 

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.config import ROOT, UserError
-from training.distributed import launch_info, leave_now
+from training.configuration.keys import ROOT, UserError
+from training.process.world import launch_info, leave_now
 
 STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them
 REASON_LENGTH = 300  # characters; the log has the rest

@@ -1,4 +1,4 @@
-"""One measurement of making token ids: by a tokenizer's library, by data/preparation.py, by datasets.map.
+"""One measurement of making token ids: by a tokenizer's library, by data/pipeline/preparation.py, by datasets.map.
 
 Each gives the same documents the same work, on one core unless it says otherwise. The trap: a worker process
 takes seconds to start, a tokenizer to load, and a small sample would measure only that. So time is counted
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from data.documents import BadRecord, read_records
-from data.end_of_text import find_eot
-from data.tokens import DataError, FileTokenizer, open_tokenizer
-from data.units import PIECE_CHARS, Settings, Unit
-from data.workers import run_units
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.tokens import DataError, FileTokenizer, open_tokenizer
+from data.pipeline.units import PIECE_CHARS, Settings, Unit
+from data.pipeline.workers import run_units
+from data.tokenizers.end_of_text import find_eot
 
 BATCH_DOCUMENTS = 1000  # datasets.map's default
 UNITS_PER_WORKER = 2

@@ -1,4 +1,4 @@
-"""How fast text becomes token ids: data/preparation.py beside the tokenizer's own library and datasets.map.
+"""How fast text becomes token ids: data/pipeline/preparation.py beside the tokenizer's own library and datasets.map.
 
     python -m bench.tokenize --input slimpajama --tokenizer gpt2 llama2_tokenizer llama3_tokenizer \\
         qwen3_tokenizer --workers 8
@@ -28,8 +28,8 @@ from pathlib import Path
 
 from bench.results import spread
 from bench.tokenization import Peers, Rate, measure_preparation, read_sample
-from data.documents import find_files
-from data.tokens import DataError, open_tokenizer
+from data.pipeline.documents import find_files
+from data.pipeline.tokens import DataError, open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.
 
@@ -53,7 +53,7 @@ TEXT_COLUMNS = ("tokenizer", "what", "tokens/s (p10 to p90)")
 MISSING_PEER = "datasets.map was not measured: the datasets package is missing (pip install datasets)."
 LEGEND = (
     "Medians of {repeats} repeats. library: its batch call on one thread, ids as lists, nothing read or\n"
-    "written. N workers: data/preparation.py from .jsonl.zst to token files, while at work; ids by the same\n"
+    "written. N workers: data/pipeline/preparation.py from .jsonl.zst to token files, while at work; ids by the same\n"
     "library or, where the encoder is fast, by tiktoken's loop. datasets.map: batched, one process, the\n"
     "library's call, into an Arrow file. By CPU time: tokens for each second of a core, which counts no\n"
     "waiting for other programs."
@@ -138,8 +138,8 @@ def open_result(path: str) -> dict:
 
 
 def describe(argv: list[str], started, documents: int, size: int, arguments: argparse.Namespace) -> dict:
-    from training.hardware import describe_hardware
-    from training.report import git_state
+    from training.hardware.peaks import describe_hardware
+    from training.records.report import git_state
 
     software = describe_hardware("cpu")
     for package in ("tokenizers", "tiktoken", "datasets"):

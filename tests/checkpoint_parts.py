@@ -9,14 +9,14 @@ import torch
 from helpers import TINY
 
 import model_builder
-from training.checkpoint import Progress, TrainState
-from training.config import TrainConfig
-from training.distributed import World
-from training.optimizer import build_optimizer
-from training.parallel import parallelize
-from training.precision import LossScale
-from training.saver import Saver
-from training.staging import Staging, plan_parts
+from training.checkpoints.saver import Saver
+from training.checkpoints.staging import Staging, plan_parts
+from training.checkpoints.train_state import Progress, TrainState
+from training.configuration.keys import TrainConfig
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale
+from training.process.world import World
+from training.strategies.parallelize import parallelize
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 SMALL = {**TINY, "n_layer": 1, "n_embd": 8, "n_head": 2, "num_key_value_heads": 1, "d_ff": 16}

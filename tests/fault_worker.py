@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import train
-from training import evaluate, saver
-from training.distributed import launch_info, leave_now, restart_count
+from training import evaluation as evaluate
+from training.checkpoints import saver
+from training.process.world import launch_info, leave_now, restart_count
 
 SLOW_SECONDS, SLOW_CYCLES = 0.05, 100_000_000  # at 2 GHz
 

@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 
 import model_builder
 import train
-from training.checkpoint import TrainState
-from training.config_file import load_config
-from training.distributed import World, end_process, gather_objects, init_world
-from training.drift import DriftCheck, Drifted, differences
-from training.health import Health
-from training.optimizer import build_optimizer
-from training.parallel import parallelize
-from training.precision import DTYPES, LossScale
-from training.step import make_step
-from training.verdicts import Diverged
+from training.checkpoints.train_state import TrainState
+from training.configuration.files_and_flags import load_config
+from training.faults.anomalies import Diverged
+from training.faults.replica_check import DriftCheck, Drifted, differences
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import DTYPES, LossScale
+from training.optimization.step import make_step
+from training.optimization.update_guard import Health
+from training.process.world import World, end_process, gather_objects, init_world
+from training.strategies.parallelize import parallelize
 
 STRATEGIES = {
     "ddp": [],

@@ -19,14 +19,14 @@ from helpers import checkpoint_tensors
 from torch.distributed.tensor import DTensor
 
 import model_builder
-from training.checkpoint import TrainState, load_checkpoint
-from training.config_file import load_config
-from training.distributed import end_process, init_world, launch_info
-from training.fsdp import Fsdp
-from training.optimizer import build_optimizer
-from training.precision import LossScale
-from training.replicated import Replicated, Zero1
-from training.saver import Saver
+from training.checkpoints.saver import Saver
+from training.checkpoints.train_state import TrainState, load_checkpoint
+from training.configuration.files_and_flags import load_config
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale
+from training.process.world import end_process, init_world, launch_info
+from training.strategies.fsdp import Fsdp
+from training.strategies.replicated import Replicated, Zero1
 
 STRATEGIES = {
     "ddp": ([], Replicated),

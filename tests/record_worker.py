@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training import record  # noqa: E402
-from training.history import find_history  # noqa: E402
+from training.records import run_record as record  # noqa: E402
+from training.records.attempts import find_history  # noqa: E402
 
 record.SAVING_SHARE = 1e9  # rewrites the JSON after every fifth row, so that many kills hit a rewrite
 

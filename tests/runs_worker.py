@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch.distributed as dist
 
 import train
-from training.config_file import load_config
-from training.distributed import end_process, init_world, launch_info
+from training.configuration.files_and_flags import load_config
+from training.process.world import end_process, init_world, launch_info
 
 
 def main(path: str) -> None:

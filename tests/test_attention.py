@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from model import Block, manual_attention, rotary_angles
 from model_builder import build_model
 from model_config import model_config
-from training import attention
-from training.attention import choose_attention
-from training.capability import CUDNN, TORCH, capability, lookup
+from training.hardware import attention_kernels as attention
+from training.hardware.attention_kernels import choose_attention
+from training.hardware.capability import CUDNN, TORCH, capability, lookup
 
 CPU = torch.device("cpu")
 KV_HEADS = {"MHA": None, "GQA": 2}  # of 4 query heads

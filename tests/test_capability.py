@@ -8,8 +8,16 @@ import pytest
 import torch
 from helpers import ROOT
 
-from training.capability import CPU, CUDNN, TABLE, TORCH, capability, lookup, require_low_precision
-from training.config import CHOICES, UserError
+from training.configuration.keys import CHOICES, UserError
+from training.hardware.capability import (
+    CPU,
+    CUDNN,
+    TABLE,
+    TORCH,
+    capability,
+    lookup,
+    require_low_precision,
+)
 
 # what each must have: cuDNN attention by name, backends with packages, bf16, fp8, mxfp8 and nvfp4
 EXPECTED = {

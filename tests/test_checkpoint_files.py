@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import model_builder
 from model_config import ModelConfig
-from training import checkpoint_format_1 as format_1
-from training.checkpoint import load_checkpoint, load_weights
-from training.checkpoint_folder import damage_of_share, digest, read_state, recorded_files
-from training.config import UserError
-from training.tensor_files import Part, TensorFiles, read_header, write_parts
+from training.checkpoints import format_1
+from training.checkpoints.folder import damage_of_share, digest, read_state, recorded_files
+from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
+from training.checkpoints.train_state import load_checkpoint, load_weights
+from training.configuration.keys import UserError
 
 # format -> sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by
 # ZeRO-1 on two ranks, after 3 iterations of a model of this shape

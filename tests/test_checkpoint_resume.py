@@ -11,13 +11,13 @@ import torch
 from checkpoint_parts import ALONE, make_config, make_saver, make_state, save
 from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 
-from training.checkpoint_folder import find_checkpoint, read_state, step_folders
-from training.config import UserError
-from training.config_file import load_config
-from training.dataset import open_dataset
-from training.fingerprint import data_fingerprint
-from training.resume import find_resume, refuse_changes
-from training.schedule import learning_rate
+from training.batches.dataset import open_dataset
+from training.batches.fingerprint import data_fingerprint
+from training.checkpoints.folder import find_checkpoint, read_state, step_folders
+from training.checkpoints.resume import find_resume, refuse_changes
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import UserError
+from training.optimization.schedule import learning_rate
 
 # --- which one ---
 
@@ -79,7 +79,7 @@ def test_item_8_a_damaged_one_is_set_aside_named_and_the_next_older_used(out_dir
 
 def test_what_only_another_rank_finds_damaged_is_not_set_aside(out_dir, monkeypatch):
     """Its machine may not see the disk, or not yet."""
-    monkeypatch.setattr("training.resume.damage", lambda folder, world: ["state.json is missing"])
+    monkeypatch.setattr("training.checkpoints.resume.damage", lambda folder, world: ["state.json is missing"])
     with pytest.raises(
         UserError, match="rank 0 finds .*step-00000003 whole, another rank does not: state.json"
     ):

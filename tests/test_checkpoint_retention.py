@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from training import retention
-from training.checkpoint_folder import damage_of_share, digest, step_folders
-from training.retention import Retention, delete, delete_remains, set_aside
+from training.checkpoints import retention
+from training.checkpoints.folder import damage_of_share, digest, step_folders
+from training.checkpoints.retention import Retention, delete, delete_remains, set_aside
 
 
 @pytest.fixture

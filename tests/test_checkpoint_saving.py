@@ -26,11 +26,11 @@ from checkpoint_parts import (
 )
 from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 
-from training import saver as saver_module
-from training.checkpoint import Progress, load_checkpoint
-from training.checkpoint_folder import complete_checkpoints, damage_of_share
-from training.config import RunError, UserError
-from training.watch import Watch
+from training.checkpoints import saver as saver_module
+from training.checkpoints.folder import complete_checkpoints, damage_of_share
+from training.checkpoints.train_state import Progress, load_checkpoint
+from training.configuration.keys import RunError, UserError
+from training.faults.watchdog import Watch
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +329,9 @@ def test_item_9_a_failed_save_ends_the_run_within_an_iteration(
 
 def test_a_run_that_fails_waits_for_the_checkpoint_under_way(run, run_config, root, monkeypatch):
     slow_down_commits(monkeypatch)
-    monkeypatch.setattr("training.logger.Logger.step", lambda self, iteration, *args: 1 / (3 - iteration))
+    monkeypatch.setattr(
+        "training.records.rows.Logger.step", lambda self, iteration, *args: 1 / (3 - iteration)
+    )
     assert run(run_config, "--checkpoint_interval=3", "--eval_interval=0") == 1
     assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000003"]
     assert [saved["iter"] for saved in last_run(root.parent)["checkpoints"]] == [3]
@@ -350,7 +352,7 @@ def test_checkpoints_come_every_so_many_seconds(run, run_config, root, monkeypat
         clock.now += iteration is not None
         check(self, iteration, at_once)
 
-    monkeypatch.setattr("training.milestones.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("training.evaluate_and_save.time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(Watch, "check", tick)
     flags = ["--checkpoint_interval=4s", "--eval_interval=0", "--max_iters=16", "--keep_last=9"]
     assert run(run_config, *flags) == 0

@@ -5,8 +5,8 @@ import os
 import pytest
 from helpers import ROOT, TINY, write_config
 
-from training.config import KEYS, UserError
-from training.config_file import load_config
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import KEYS, UserError
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 
@@ -160,7 +160,7 @@ def test_typo_in_a_flag_names_flag_and_nearest_key(load):
 
 
 def test_name_near_no_key_says_where_keys_are_documented(load):
-    assert "training/config.py" in refusal(load, "--zzz=1")
+    assert "training/configuration/keys.py" in refusal(load, "--zzz=1")
 
 
 @pytest.mark.parametrize("flag", ["--compile", "-compile=True", "--", "-h"])

@@ -10,14 +10,14 @@ import pytest
 import torch
 from helpers import TINY, last_run, make_dataset, write_config
 
-from data.tokens import DataError, TokenWriter
-from training import fingerprint
-from training.config import TrainConfig, UserError
-from training.dataset import open_dataset
-from training.distributed import World
-from training.fingerprint import agree_on_data, data_differences, data_fingerprint
-from training.logger import Logger
-from training.sources import open_sources
+from data.pipeline.tokens import DataError, TokenWriter
+from training.batches import fingerprint
+from training.batches.dataset import open_dataset
+from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint
+from training.batches.sources import open_sources
+from training.configuration.keys import TrainConfig, UserError
+from training.process.world import World
+from training.records.rows import Logger
 
 SHARDS = 3
 

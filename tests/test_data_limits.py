@@ -12,12 +12,12 @@ from helpers import ROOT
 from test_data_prepare import shared, small_bpe, write_jsonl
 from test_data_scale import make, tokens_and_meta, write_corpus
 
-from data import units
-from data.documents import BadRecord, read_records
-from data.parquet import largest_page
-from data.preparation import plan_units
-from data.tokens import DataError, EncodeError, FileTokenizer, open_tokenizer
-from data.units import Settings, Unit
+from data.pipeline import units
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.parquet import largest_page
+from data.pipeline.preparation import plan_units
+from data.pipeline.tokens import DataError, EncodeError, FileTokenizer, open_tokenizer
+from data.pipeline.units import Settings, Unit
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     (tmp_path / "large.txt").write_text("some words " * 1_000_000)  # 11 MB in one line
     script = """
 from pathlib import Path
-from data import units
-from data.tokens import FileTokenizer
+from data.pipeline import units
+from data.pipeline.tokens import FileTokenizer
 units.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
 tokenizer.use_fast_encoder(verify=False)
@@ -125,7 +125,7 @@ def test_a_huge_row_group_takes_no_memory_of_its_size(tmp_path):
     parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "large.parquet", **options)
     script = """
 from pathlib import Path
-from data.documents import read_records
+from data.pipeline.documents import read_records
 def work(path):
     for _ in read_records(Path(path)):
         pass
@@ -187,7 +187,9 @@ def test_a_disk_that_is_much_too_small_is_refused_before_work_starts(tmp_path, b
     usage = shutil.disk_usage(tmp_path)
 
     def disk_with(free: float):
-        monkeypatch.setattr("data.room.shutil.disk_usage", lambda path: usage._replace(free=int(free)))
+        monkeypatch.setattr(
+            "data.pipeline.disk_space.shutil.disk_usage", lambda path: usage._replace(free=int(free))
+        )
 
     disk_with(needed / 2.2)
     with pytest.raises(DataError, match="will take about .* GB free; make room"):
@@ -211,7 +213,7 @@ def test_a_parquet_page_that_would_not_fit_in_memory_is_refused(tmp_path, monkey
         parquet.write_table(pyarrow.table({"meta": rows, "text": rows}), path, row_group_size=450, **options)
         largest = largest_page(path, parquet.read_metadata(path))
         assert 250_000 < largest < 1_000_000  # all of the text column is about 800 kB
-    monkeypatch.setattr("data.parquet.PAGE_BYTES", largest - 1)
+    monkeypatch.setattr("data.pipeline.parquet.PAGE_BYTES", largest - 1)
     with pytest.raises(DataError, match="has a page of .* write it again"):
         list(read_records(path))
 
@@ -220,7 +222,7 @@ def test_one_bad_row_of_a_parquet_file_is_one_bad_record(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    monkeypatch.setattr("data.documents.LINE_BYTES", 1000)
+    monkeypatch.setattr("data.pipeline.documents.LINE_BYTES", 1000)
     path = tmp_path / "a.parquet"
     values = pyarrow.array([b"a", b"\xff", b"x" * 2000, b"d"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": values.dictionary_encode()}), path)
@@ -237,7 +239,7 @@ def test_a_disk_that_fails_to_read_is_no_bad_record(tmp_path, monkeypatch):
         def readline(self, size):
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("data.documents.open_lines", lambda raw, path: Broken())
+    monkeypatch.setattr("data.pipeline.documents.open_lines", lambda raw, path: Broken())
     with pytest.raises(OSError, match="Input/output"):
         list(read_records(write_jsonl(tmp_path / "a.jsonl", ["a"])))
 

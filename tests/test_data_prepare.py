@@ -1,4 +1,4 @@
-"""What data/*/prepare.py and data/tokens.py promise about the files they write."""
+"""What data/*/prepare.py and data/pipeline/tokens.py promise about the files they write."""
 
 import gzip
 import hashlib
@@ -17,12 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
-from data.documents import BadRecord, find_files, read_records  # noqa: E402
-from data.end_of_text import find_eot  # noqa: E402
-from data.inspect import check_files  # noqa: E402
-from data.preparation import prepare  # noqa: E402
-from data.quickstart import prepare as quickstart  # noqa: E402
-from data.tokens import (  # noqa: E402
+from data.inspect.__main__ import check_files  # noqa: E402
+from data.pipeline.documents import BadRecord, find_files, read_records  # noqa: E402
+from data.pipeline.preparation import prepare  # noqa: E402
+from data.pipeline.tokens import (  # noqa: E402
     CharTokenizer,
     DataError,
     FileTokenizer,
@@ -31,7 +29,9 @@ from data.tokens import (  # noqa: E402
     read_meta,
     write_dataset,
 )
-from data.units import Settings, tokenize  # noqa: E402
+from data.pipeline.units import Settings, tokenize  # noqa: E402
+from data.quickstart import prepare as quickstart  # noqa: E402
+from data.tokenizers.end_of_text import find_eot  # noqa: E402
 
 CHAR = CharTokenizer("ab")
 ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
@@ -168,7 +168,7 @@ def test_a_killed_write_leaves_the_old_dataset_or_none(tmp_path, old):
     before = snapshot(tmp_path)
     script = (
         "import os, signal, sys\n"
-        "from data.tokens import CharTokenizer, write_dataset\n"
+        "from data.pipeline.tokens import CharTokenizer, write_dataset\n"
         "def chunks():\n"
         "    yield [1] * 100_000\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -192,7 +192,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
             raise OSError("killed here")
         os.rename(source, destination)
 
-    monkeypatch.setattr("data.tokens.os.replace", replace)
+    monkeypatch.setattr("data.pipeline.tokens.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
     with pytest.raises(DataError, match="no complete dataset"):
@@ -355,8 +355,8 @@ def test_the_last_document_of_a_file_of_several_moves_alone(tmp_path, shard_toke
 @pytest.mark.parametrize("coin", [0.0, 1.0])
 @pytest.mark.parametrize("shard_tokens", [1 << 28, 13])
 def test_a_single_document_is_cut_in_two(tmp_path, coin, shard_tokens, monkeypatch):
-    monkeypatch.setattr("data.units.is_validation", lambda *place: coin == 1.0)
-    monkeypatch.setattr("data.preparation.run_units", run_units_here)
+    monkeypatch.setattr("data.pipeline.units.is_validation", lambda *place: coin == 1.0)
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
     train, val = write_text_dataset(tmp_path, ["0123456789" * 10], 0.1, shard_tokens)
     assert (train, val) == ("0123456789" * 9, "0123456789<|endoftext|>")
 
@@ -381,7 +381,7 @@ def test_a_stop_while_a_document_moves_to_an_empty_split_loses_nothing(tmp_path,
             raise OSError("stopped here")
         replace(source, destination)
 
-    monkeypatch.setattr("data.empty_split.os.replace", stop)
+    monkeypatch.setattr("data.pipeline.empty_split.os.replace", stop)
     with pytest.raises(OSError, match="stopped here"):
         prepare(*arguments)
     monkeypatch.undo()

@@ -18,15 +18,15 @@ import pytest
 from helpers import ROOT, TINY, last_run, run_train, write_config
 from test_data_prepare import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
 
-from data import units
-from data.documents import BadRecord, read_records
-from data.families import FAMILIES, open_family
-from data.preparation import prepare, split_of
-from data.tokenizer_model import LLAMA3_PATTERN, NORMAL, _fields
-from data.tokens import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
-from data.units import Settings, encode_document
-from training.config import TrainConfig, UserError
-from training.dataset import open_dataset
+from data.pipeline import units
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.preparation import prepare, split_of
+from data.pipeline.tokens import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
+from data.pipeline.units import Settings, encode_document
+from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
+from training.batches.dataset import open_dataset
+from training.configuration.keys import TrainConfig, UserError
 
 NAMES = {"gpt2": "gpt2", "llama": "llama2", "llama3": "llama3", "qwen3": "qwen3"}  # family -> shared folder
 HARD = [  # emoji, CRLF, text that NFC would change, digits, spaces, special tokens' names
@@ -299,7 +299,7 @@ def test_a_truncated_archive_gives_its_good_documents_and_a_bad_record(tmp_path,
 
 
 def test_a_line_longer_than_a_buffer_is_a_bad_record_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.documents.LINE_BYTES", 1000)
+    monkeypatch.setattr("data.pipeline.documents.LINE_BYTES", 1000)
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "x" * 5000, "b"])
     records = [record for _, record in read_records(path)]
     assert records[0] == ["a"] and records[2:] == [["b"]]
@@ -307,7 +307,7 @@ def test_a_line_longer_than_a_buffer_is_a_bad_record_and_the_next_is_read(tmp_pa
 
 
 def test_a_text_file_is_read_in_chunks(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr("data.documents.CHUNK_CHARS", 7)
+    monkeypatch.setattr("data.pipeline.documents.CHUNK_CHARS", 7)
     path = tmp_path / "a.txt"
     path.write_bytes(("\ufeff" + "a\r\n\r\nb c\rd\r\n" * 9).encode())
     [(_, chunks)] = read_records(path)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from helpers import ROOT, TINY, make_dataset
 
-from data import verified
-from data.inspect import check_files
-from data.tokens import CharTokenizer, read_meta
-from data.units import Settings, Unit, tokenize
-from training.config import RunError, TrainConfig, UserError
-from training.dataset import dataset_folder, open_dataset
-from training.distributed import World
-from training.loader import IterationBatches, Windows
-from training.sources import open_sources
+from data.inspect.__main__ import check_files
+from data.pipeline import verified
+from data.pipeline.tokens import CharTokenizer, read_meta
+from data.pipeline.units import Settings, Unit, tokenize
+from training.batches.dataset import dataset_folder, open_dataset
+from training.batches.loader import IterationBatches, Windows
+from training.batches.sources import open_sources
+from training.configuration.keys import RunError, TrainConfig, UserError
+from training.process.world import World
 
 VOCABULARY = TINY["vocab_size"]
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from documents import Documents, dense_mask, document_starts, positions
 from model import Block, manual_attention, rotary_angles
 from model_builder import build_model, count_flops
 from model_config import model_config
+from ops.documents import Documents, dense_mask, document_starts, positions
 from tests.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
-from training.attention import choose_attention
-from training.loader import epoch_offset
-from training.metrics import document_flops
+from training.batches.loader import epoch_offset
+from training.hardware.attention_kernels import choose_attention
+from training.records.utilization import document_flops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 EOT, T = 3, 48

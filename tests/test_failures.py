@@ -13,11 +13,11 @@ import torch.distributed as dist
 from faults import INTERVAL, ITERATIONS, prepare, processes_of, run_command, run_with_fault
 from helpers import ROOT
 
-from training import start
-from training.config_file import load_config
-from training.distributed import World
-from training.peers import Peers
-from training.stragglers import Judge, OwnTime
+from training.checkpoints import start
+from training.configuration.files_and_flags import load_config
+from training.faults.liveness import Peers
+from training.faults.stragglers import Judge, OwnTime
+from training.process.world import World
 
 END_SECONDS = 30  # from a rank's end to the job's
 
@@ -128,7 +128,7 @@ def wait_until(condition, seconds: float = 60) -> None:
 def peers(monkeypatch):
     """peers(size): what each of `size` ranks sees, over one store."""
     store = dist.HashStore()
-    monkeypatch.setattr("training.peers.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("training.faults.liveness.time.sleep", lambda seconds: None)
 
     def make(size: int) -> list[Peers]:
         made = []

@@ -1,4 +1,4 @@
-"""data/fast_encoder.py: the ids of the tokenizers library, or a refusal."""
+"""data/tokenizers/fast_encoder.py: the ids of the tokenizers library, or a refusal."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,12 @@ from test_data_scale import HARD, make, tokens_and_meta
 pytest.importorskip("tiktoken")
 from tokenizers import Tokenizer  # noqa: E402
 
-from data import fast_encoder, preparation  # noqa: E402
-from data.fast_encoder import FastEncoder, Unsuitable, verify_words, word_pattern  # noqa: E402
-from data.tokenizer_merges import QWEN_PATTERN  # noqa: E402
-from data.tokenizer_model import LLAMA3_PATTERN  # noqa: E402
-from data.tokens import FileTokenizer, open_tokenizer  # noqa: E402
+from data.pipeline import preparation  # noqa: E402
+from data.pipeline.tokens import FileTokenizer, open_tokenizer  # noqa: E402
+from data.tokenizers import fast_encoder  # noqa: E402
+from data.tokenizers.fast_encoder import FastEncoder, Unsuitable, verify_words, word_pattern  # noqa: E402
+from data.tokenizers.merges import QWEN_PATTERN  # noqa: E402
+from data.tokenizers.model_file import LLAMA3_PATTERN  # noqa: E402
 
 FILES = ["hf/gpt2", "hf/llama2", "llama3/tokenizer.model", "hf/qwen3"]
 ODD = [

@@ -8,16 +8,16 @@ from helpers import TINY, last_run, make_dataset, run_train, write_config
 
 import model_builder
 from model import manual_attention
-from training.attention import choose_attention
-from training.compile import compile_and_checkpoint
-from training.config_file import load_config
-from training.dataset import open_dataset
-from training.distributed import World
-from training.loader import Loader, Windows
-from training.optimizer import build_optimizer
-from training.parallel import parallelize
-from training.precision import DTYPES, LossScale
-from training.step import make_step
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader, Windows
+from training.configuration.files_and_flags import load_config
+from training.hardware.attention_kernels import choose_attention
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import DTYPES, LossScale
+from training.optimization.step import make_step
+from training.process.world import World
+from training.strategies.parallelize import parallelize
 
 pytestmark = pytest.mark.gpu
 

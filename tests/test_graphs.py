@@ -13,22 +13,22 @@ from helpers import TINY, last_run, make_dataset, run_train, write_config
 
 import model_builder
 from model import manual_attention
-from training import graphs as graphs_module
-from training.capture import CudaGraphs
-from training.checkpoint import TrainState
-from training.compile import compile_and_checkpoint
-from training.config import TrainConfig
-from training.dataset import open_dataset
-from training.distributed import World
-from training.evaluate import evaluate
-from training.graphs import REFERENCES, WARMUP_ITERS, GraphedStep
-from training.health import Health
-from training.loader import Loader, Windows
-from training.optimizer import build_optimizer
-from training.parallel import parallelize
-from training.parity import UPDATE_TOLERANCE, Snapshot
-from training.precision import DTYPES, LossScale, use_low_precision
-from training.step import make_step
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader, Windows
+from training.checkpoints.train_state import TrainState
+from training.configuration.keys import TrainConfig
+from training.cuda_graphs import graphed_step as graphs_module
+from training.cuda_graphs.capture import CudaGraphs
+from training.cuda_graphs.graphed_step import REFERENCES, WARMUP_ITERS, GraphedStep
+from training.cuda_graphs.parity import UPDATE_TOLERANCE, Snapshot
+from training.evaluation import evaluate
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import DTYPES, LossScale, use_low_precision
+from training.optimization.step import make_step
+from training.optimization.update_guard import Health
+from training.process.world import World
+from training.strategies.parallelize import parallelize
 
 ITERATIONS = 24
 SUMS = (0, 4, 16, 20)  # iterations whose gradients are summed
@@ -300,11 +300,11 @@ def test_a_capture_that_stops_agreeing_when_the_sum_is_added_ends_all_replays(da
 
 
 def test_a_step_that_waits_is_not_captured(dataset):
-    parts, fake = build(dataset), Fake(waits=["training/step.py:31"])
+    parts, fake = build(dataset), Fake(waits=["training/optimization/step.py:31"])
     step = graphed(parts, fake)
     train(parts, step, range(12))
     assert fake.captures == 0
-    assert step.choice["reason"] == "the step waits for the GPU at training/step.py:31"
+    assert step.choice["reason"] == "the step waits for the GPU at training/optimization/step.py:31"
 
 
 def test_one_rank_that_cannot_keeps_all_from_it(dataset, monkeypatch):

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from training import hardware
-from training.capability import TABLE, lookup
-from training.config import UserError
-from training.hardware import GPUS, describe_hardware, measure_peak, resolve_peak, table_peak
+from training.configuration.keys import UserError
+from training.hardware import peaks as hardware
+from training.hardware.capability import TABLE, lookup
+from training.hardware.peaks import GPUS, describe_hardware, measure_peak, resolve_peak, table_peak
 
 BF16_AND_FP8_TFLOPS = {  # DESIGN.md's bf16 figures and the fp8 ones beside them, by real device name
     "NVIDIA B200": (2250, 4500),

@@ -13,14 +13,14 @@ from helpers import ROOT, TINY, last_run, make_dataset, write_config
 from test_graphs import Fake, build, graphed, rate, same, train, weights
 
 import model
-from training import drift
-from training.config import TrainConfig, UserError
-from training.config_file import load_config
-from training.distributed import World
-from training.health import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, Health
-from training.parity import Snapshot
-from training.step import StepResult
-from training.verdicts import AT_THE_LATEST, STUCK_ITERATIONS, Diverged, Verdicts
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig, UserError
+from training.cuda_graphs.parity import Snapshot
+from training.faults import replica_check as drift
+from training.faults.anomalies import AT_THE_LATEST, STUCK_ITERATIONS, Diverged, Verdicts
+from training.optimization.step import StepResult
+from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, Health
+from training.process.world import World
 
 CPU = torch.device("cpu")
 BAD = (math.nan, math.inf, -math.inf)

@@ -16,9 +16,9 @@ import time
 import pytest
 from helpers import ROOT, TINY, last_run, make_dataset, write_config
 
-from training import record as record_module
-from training.history import find_history, journal_path
-from training.record import RunRecord, start_logging
+from training.records import run_record as record_module
+from training.records.attempts import find_history, journal_path
+from training.records.run_record import RunRecord, start_logging
 
 KILLS = 100
 

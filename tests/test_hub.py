@@ -1,4 +1,4 @@
-"""What data/hub.py promises of downloads, against a hub of our own on this machine: as much of the hub's
+"""What data/pipeline/hub.py promises of downloads, against a hub of our own on this machine: as much of the hub's
 protocol as the client library speaks, and connections that stop in the middle."""
 
 import errno
@@ -17,9 +17,9 @@ import pytest
 from helpers import ROOT
 from test_data_prepare import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
 
-from data.families import FAMILIES, open_family, open_named
-from data.hub import Hub, open_hub
-from data.tokens import DataError
+from data.pipeline.hub import Hub, open_hub
+from data.pipeline.tokens import DataError
+from data.tokenizers.families import FAMILIES, open_family, open_named
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 COMMIT = "c0ffee" + "0" * 34
@@ -208,7 +208,7 @@ def files(tmp_path, monkeypatch):
         (Path(local_dir) / name).write_text(act)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("data.hub.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("data.pipeline.hub.time.sleep", lambda seconds: None)
     return Hub("o/n", COMMIT, listing, tmp_path / "text", keep=True), acts
 
 
@@ -245,9 +245,9 @@ def test_a_hub_that_cannot_be_reached_stops_the_run_and_a_full_disk_at_once(file
 
 
 def test_a_listing_is_kept_and_one_of_another_data_set_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.hub._ask", lambda repository: (COMMIT, {"a.jsonl": (5, None)}))
+    monkeypatch.setattr("data.pipeline.hub._ask", lambda repository: (COMMIT, {"a.jsonl": (5, None)}))
     first = open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True)
-    monkeypatch.setattr("data.hub._ask", None)
+    monkeypatch.setattr("data.pipeline.hub._ask", None)
     assert open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True) == first
     with pytest.raises(DataError, match="is of o/n, not of o/other"):
         open_hub("o/other", tmp_path / "text", tmp_path / "hub.json", keep=True)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from helpers import TINY, make_dataset
 
-from training import evaluate as evaluate_module
-from training.config import TrainConfig
-from training.dataset import open_dataset
-from training.distributed import World
-from training.evaluate import eval_batches, evaluate
-from training.loader import IterationBatches, Loader, Windows, epoch_offset, permute
+from training import evaluation as evaluate_module
+from training.batches.dataset import open_dataset
+from training.batches.loader import IterationBatches, Loader, Windows, epoch_offset, permute
+from training.configuration.keys import TrainConfig
+from training.evaluation import eval_batches, evaluate
+from training.process.world import World
 
 T = TINY["block_size"]
 CONFIG = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 4})

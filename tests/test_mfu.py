@@ -18,13 +18,13 @@ from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from model_config import model_config
-from training.compile import compile_and_checkpoint
-from training.config import TrainConfig
-from training.config_file import load_config
-from training.distributed import World
-from training.hardware import Peak, table_peak
-from training.logger import Logger, _console_lines
-from training.metrics import audit_flops, recomputed_flops, summarize, utilization
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.hardware.peaks import Peak, table_peak
+from training.optimization.compile import compile_and_checkpoint
+from training.process.world import World
+from training.records.rows import Logger, _console_lines
+from training.records.utilization import audit_flops, recomputed_flops, summarize, utilization
 
 FORMULAS = {"v1": v1, "v2": v2, "v3": v3}
 S = 2048

@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers import TINY, last_run, make_dataset, write_config
 
-from training.config import TrainConfig, UserError
-from training.config_file import load_config
-from training.dataset import parse_dataset
-from training.distributed import World
-from training.evaluate import eval_batches, evaluate
-from training.fingerprint import data_differences, run_fingerprint
-from training.loader import IterationBatches, Loader, Windows
-from training.mixture import BLOCK, Mixture
-from training.sources import describe_sources, make_windows, open_sources
+from training.batches.dataset import parse_dataset
+from training.batches.fingerprint import data_differences, run_fingerprint
+from training.batches.loader import IterationBatches, Loader, Windows
+from training.batches.mixture import BLOCK, Mixture
+from training.batches.sources import describe_sources, make_windows, open_sources
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig, UserError
+from training.evaluation import eval_batches, evaluate
+from training.process.world import World
 
 T = TINY["block_size"]
 SEED = 1337

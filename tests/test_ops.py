@@ -1,13 +1,13 @@
-"""The operations of ops.py: plain forms against autograd on the CPU, kernels against plain forms on a GPU."""
+"""The operations of ops/heads.py: plain forms against autograd on the CPU, kernels against plain forms on a GPU."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import ops
-from loss import LinearCrossEntropy, cross_entropy
 from model import RMSNorm, rotary_angles
 from model_config import model_config
+from ops import heads as ops
+from ops.cross_entropy import LinearCrossEntropy, cross_entropy
 
 N, C, V = 24, 16, 50
 CONFIG = model_config("qwen3", n_layer=1, n_head=2, n_embd=32, vocab_size=64, block_size=64)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import TINY, write_config
 
-from training import optimizer as optimizer_module
-from training.config import TrainConfig, UserError
-from training.config_file import load_config
-from training.optimizer import MixedAdamW, build_optimizer
-from training.shards import Shard
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig, UserError
+from training.optimization import optimizer as optimizer_module
+from training.optimization.optimizer import MixedAdamW, build_optimizer
+from training.strategies.strategy import Shard
 
 SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row
 STEPS = 20
@@ -38,7 +38,7 @@ def give_gradients(made: list[Shard], step: int) -> None:
 
 
 def update(optimizer, rate=1e-2, scale=4.0, overflow=0.0) -> None:
-    """As training/step.py calls it."""
+    """As training/optimization/step.py calls it."""
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(overflow)
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -7,12 +7,12 @@ import torch
 from helpers import last_run, make_dataset, run_train, write_config
 
 import model_builder
-from training.attention import _sdpa_default
-from training.config_file import load_config
-from training.dataset import open_dataset
-from training.distributed import World
-from training.loader import Loader, Windows
-from training.schedule import learning_rate
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader, Windows
+from training.configuration.files_and_flags import load_config
+from training.hardware.attention_kernels import _sdpa_default
+from training.optimization.schedule import learning_rate
+from training.process.world import World
 
 pytestmark = pytest.mark.gpu
 

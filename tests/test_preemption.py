@@ -12,11 +12,11 @@ import torch
 from faults import ITERATIONS, prepare, run_with_fault
 from helpers import ROOT
 
-from training import milestones
-from training.agreement import Agreement
-from training.config_file import load_config
-from training.distributed import World
-from training.logger import Logger
+from training import evaluate_and_save as milestones
+from training.configuration.files_and_flags import load_config
+from training.faults.consensus import Agreement
+from training.process.world import World
+from training.records.rows import Logger
 
 GRACE_SECONDS = 30  # torchrun's
 ARRIVAL_SECONDS = 0.3  # until a signal has reached the thread that waits for it

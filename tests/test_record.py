@@ -14,9 +14,9 @@ import torch
 from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
 import model
-from training import milestones
-from training.logger import Logger
-from training.saver import Saver
+from training import evaluate_and_save as milestones
+from training.checkpoints.saver import Saver
+from training.records.rows import Logger
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 SECTIONS = ("MODEL ARCHITECTURE", "TRAINING CONFIGURATION", "HARDWARE", "THEORETICAL PERFORMANCE")

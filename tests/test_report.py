@@ -4,9 +4,9 @@ import pytest
 from helpers import ROOT, TINY, write_config
 
 import model_builder
-from training.config_file import load_config
-from training.hardware import Peak
-from training.report import estimate_memory, report_lines, startup_info
+from training.configuration.files_and_flags import load_config
+from training.hardware.peaks import Peak
+from training.records.report import estimate_memory, report_lines, startup_info
 
 FULL = sorted(ROOT.glob("config/full_*.py"))
 NO_PEAK = Peak(None, "none", "no peak")

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, TINY, make_dataset, write_config
 
 import sample
-from training.config import UserError
+from training.configuration.keys import UserError
 
 
 @pytest.fixture

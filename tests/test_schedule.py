@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from training.config import TrainConfig
-from training.schedule import SCHEDULES, learning_rate
+from training.configuration.keys import TrainConfig
+from training.optimization.schedule import SCHEDULES, learning_rate
 
 PEAK, FLOOR, WARMUP, END = 1e-2, 1e-3, 10, 110
 DECAYS = ("cosine", "linear", "wsd")

@@ -21,13 +21,14 @@ import pytest
 import torch
 from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
-from data.tokens import DataError, load_tokenizer
-from training import redact, run_lock
-from training.checkpoint_folder import MANIFEST, recorded_files
-from training.config import TrainConfig, UserError
-from training.dataset import dataset_folder, open_dataset
-from training.logger import Logger
-from training.record import start_logging
+from data.pipeline.tokens import DataError, load_tokenizer
+from training.batches.dataset import dataset_folder, open_dataset
+from training.checkpoints.folder import MANIFEST, recorded_files
+from training.configuration.keys import TrainConfig, UserError
+from training.process import redaction as redact
+from training.process import run_lock
+from training.records.rows import Logger
+from training.records.run_record import start_logging
 
 SOURCES = [  # not what is hidden, such as .venv
     path
@@ -66,9 +67,9 @@ class Canary:
 
 # what a source file may not name -> the one that may, and why
 ALLOWED = {
-    "exec": "training/config_file.py",  # the config file, which the user runs
-    "pickle.dumps": "data/tokens.py",  # meta.pkl, written for other programs
-    "pickle.Unpickler": "training/checkpoint_format_1.py",  # for a list of classes that do nothing
+    "exec": "training/configuration/files_and_flags.py",  # the config file, which the user runs
+    "pickle.dumps": "data/pipeline/tokens.py",  # meta.pkl, written for other programs
+    "pickle.Unpickler": "training/checkpoints/format_1.py",  # for a list of classes that do nothing
 }
 FORBIDDEN = re.compile(
     r"eval|exec|__import__|os\.(system|popen)|marshal\.loads?|shelve\.open|yaml\.\w*load\w*|joblib\.load"
@@ -152,7 +153,7 @@ def test_item_24_config_file_is_code_which_the_guide_and_the_program_say(run, co
     config.write_text(config.read_text() + f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
     assert run(config, "--dry_run=True") == 0
     assert (tmp_path / "canary").is_dir(), "by design: whoever gives a config file to train.py runs it"
-    for document in ("TRAINING_GUIDE.md", "training/config_file.py"):
+    for document in ("TRAINING_GUIDE.md", "training/configuration/files_and_flags.py"):
         text = " ".join((ROOT / document).read_text().split())
         assert "run only files that you would run yourself" in text, document
 

@@ -21,16 +21,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
 from model_config import ModelConfig
-from training import replicated
-from training.checkpoint import load_weights
-from training.checkpoint_folder import find_checkpoint, read_state
-from training.compile import compile_and_checkpoint
-from training.config import UserError
-from training.config_file import load_config
-from training.distributed import World
-from training.optimizer import build_optimizer
-from training.parallel import parallelize
-from training.precision import DTYPES
+from training.checkpoints.folder import find_checkpoint, read_state
+from training.checkpoints.train_state import load_weights
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import UserError
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import DTYPES
+from training.process.world import World
+from training.strategies import replicated
+from training.strategies.parallelize import parallelize
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 ALL = ["single", *STRATEGIES]

@@ -8,8 +8,8 @@ from test_data_prepare import small_bpe, write_jsonl
 
 from bench import tokenize
 from bench.tokenization import read_sample
-from data import fast_encoder
-from data.tokens import DataError
+from data.pipeline.tokens import DataError
+from data.tokenizers import fast_encoder
 
 
 def rates(*tokens_per_sec: float, cpu: float = 1.0) -> list[dict]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from test_data_prepare import shared, small_bpe
 
-from data.end_of_text import find_eot
-from data.families import FAMILIES, open_family
-from data.tokenizer_merges import QWEN_PATTERN
-from data.tokenizer_model import byte_letters
-from data.tokens import DataError, open_tokenizer
+from data.pipeline.tokens import DataError, open_tokenizer
+from data.tokenizers.end_of_text import find_eot
+from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.merges import QWEN_PATTERN
+from data.tokenizers.model_file import byte_letters
 
 TEXTS = [
     "hello world",

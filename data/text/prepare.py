@@ -14,11 +14,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
-from data.documents import find_files  # noqa: E402
-from data.end_of_text import EOT_NAMES, find_eot  # noqa: E402
-from data.families import open_named  # noqa: E402
-from data.tokens import run  # noqa: E402
+from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
+from data.pipeline.documents import find_files  # noqa: E402
+from data.pipeline.tokens import run  # noqa: E402
+from data.tokenizers.end_of_text import EOT_NAMES, find_eot  # noqa: E402
+from data.tokenizers.families import open_named  # noqa: E402
 
 # The config whose model has this tokenizer's vocabulary, for the command printed at the end.
 CONFIGS = {

@@ -1,0 +1,79 @@
+"""What is in a dataset: counts, and samples of its text from random places.
+
+    python -m data.inspect quickstart
+
+Refuses a folder whose files are not those that its meta.json describes: names and sizes always, hashes and
+the largest id with --hash, which reads everything, and a run need not read it again. Samples begin anywhere,
+so the first word may be half of one.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from data.pipeline.tokens import DATA_DIR, SPLITS, DataError, count_tokens, load_tokenizer, read_meta, run
+from data.pipeline.verified import entry, read_whole, remember
+
+
+def check_files(folder: Path, meta: dict, hashes: bool):
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    there = {path.name for split in SPLITS for path in folder.glob(f"{split}*.bin")}
+    for name in sorted(there ^ set(meta["files"])):
+        raise DataError(f"{folder / name} is {'not in meta.json' if name in there else 'missing'}")
+    for name, written in meta["files"].items():
+        path, size = folder / name, written["tokens"] * dtype.itemsize
+        if path.stat().st_size != size:
+            raise DataError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
+    if not hashes:
+        return
+    entries = {name: entry(folder / name, meta["dtype"], written) for name, written in meta["files"].items()}
+    for path, sha256, max_id in read_whole([folder / name for name in meta["files"]], dtype):
+        written = meta["files"][path.name]
+        if (sha256, max_id) != (written["sha256"], written["max_id"]):
+            raise DataError(f"{path} is not the file that meta.json describes; make the dataset again")
+    remember(folder, entries)
+
+
+def sample(folder: Path, meta: dict, split: str, count: int, length: int, rng: np.random.Generator):
+    """(file, position, ids) of `count` random places, each file as likely as it is long."""
+    files = {name: file["tokens"] for name, file in meta["files"].items() if name.startswith(split)}
+    names, tokens = list(files), np.array(list(files.values()))
+    for file in rng.choice(len(names), size=count, p=tokens / tokens.sum()):
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        ids = np.memmap(folder / names[file], dtype=dtype, mode="r")
+        position = int(rng.integers(max(1, len(ids) - length)))
+        yield names[file], position, ids[position : position + length]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dataset", help="name of a folder in data/, or a path")
+    parser.add_argument("--samples", type=int, default=3, help="of each split (default: 3)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sample (default: 64)")
+    parser.add_argument("--seed", type=int, default=None, help="for the same places again")
+    parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
+    args = parser.parse_args()
+    folder = Path(args.dataset) if "/" in args.dataset else DATA_DIR / args.dataset
+    meta = read_meta(folder)
+    check_files(folder, meta, args.hash)
+    tokenizer, eot_id = load_tokenizer(folder), meta["eot_id"]
+    print(f"dataset    {folder}, from {meta['source']}")
+    print(f"tokenizer  {meta['tokenizer']['name']}, {meta['vocab_size']:,} ids, end-of-text {eot_id}")
+    for key in ("documents", "empty", "bad"):
+        if key in meta:
+            print(f"{key:9s}  {meta[key]:,}")
+    files = len(meta["files"])
+    print(f"files      {files}, {meta['dtype']}, {'hashes checked' if args.hash else 'sizes checked'}")
+    for split, tokens in count_tokens(meta).items():
+        print(f"{split:9s}  {tokens:,} tokens")
+    rng = np.random.default_rng(args.seed)
+    for split in SPLITS:
+        for name, position, ids in sample(folder, meta, split, args.samples, args.length, rng):
+            print(f"\n--- {name} at {position:,} ---\n{tokenizer.decode(ids.tolist())}")
+
+
+if __name__ == "__main__":
+    run(main)

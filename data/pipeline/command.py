@@ -1,0 +1,92 @@
+"""What every prepare.py over preparation.py shares: its options, and the call that they describe."""
+
+import argparse
+import os
+from pathlib import Path
+
+from data.pipeline.hub import ON_DISK, Disk, Hub
+from data.pipeline.preparation import prepare
+from data.pipeline.tokens import DataError, report
+from data.pipeline.units import Settings
+
+
+def make_parser(description: str, output: Path, val_fraction: float) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=output, metavar="DIR", help="dataset folder (default: the script's)")
+    add("--workers", type=int, default=os.cpu_count(), help="processes (default: one a core; 0: only check)")
+    add(
+        "--val_fraction",
+        type=float,
+        default=val_fraction,
+        help=f"of documents, where the input has no validation files (default: {val_fraction})",
+    )
+    add("--max_tokens", type=int, help="about this many tokens, from all parts of the input")
+    add("--shard_tokens", type=int, default=1 << 28, help="most tokens in a file (default: 268 M)")
+    add("--max_bad", type=int, default=0, help="bad records to leave out before giving up (default: 0)")
+    add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
+    add("--part", type=int, default=0, help="this machine's number, from 0")
+    add("--num_parts", type=int, default=1, help="number of machines that share the work")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    if not 0 < args.val_fraction < 1:
+        parser.error(f"--val_fraction={args.val_fraction} must lie between 0 and 1, for example 0.001")
+    for name, least in (
+        ("workers", 0),
+        ("max_bad", 0),
+        ("max_tokens", 1),
+        ("shard_tokens", 1),
+        ("num_parts", 1),
+    ):
+        if (value := getattr(args, name)) is not None and value < least:
+            parser.error(f"--{name}={value} must be at least {least}")
+    if not 0 <= args.part < args.num_parts:
+        parser.error(f"--part={args.part} must lie between 0 and num_parts - 1 = {args.num_parts - 1}")
+    if not args.resume and args.num_parts > 1:
+        parser.error(
+            "--no-resume would delete the work of other parts; empty the folder before starting them"
+        )
+    return args
+
+
+def make_settings(args: argparse.Namespace, tokenizer, eot_id: int) -> Settings:
+    bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
+    if args.bos is not None and bos_id is None:
+        raise DataError(f"--bos {args.bos}: the tokenizer has no such token")
+    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens)
+
+
+def make_dataset(
+    args: argparse.Namespace,
+    files: list[Path],
+    tokenizer,
+    settings: Settings,
+    source: str,
+    config: str | None,
+    store: Disk | Hub = ON_DISK,
+) -> dict | None:
+    """prepare() as the options say, and a report if it completes the dataset."""
+    meta = prepare(
+        files,
+        args.output,
+        tokenizer,
+        settings,
+        source,
+        args.workers,
+        args.max_tokens,
+        args.max_bad,
+        args.resume,
+        args.part,
+        args.num_parts,
+        store=store,
+    )
+    if meta is not None:
+        print(f"docs   {meta['documents']:,}; {meta['empty']:,} empty, {meta['bad']:,} bad")
+        report(meta, args.output, config)
+    return meta

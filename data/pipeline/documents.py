@@ -1,0 +1,185 @@
+"""Documents from files on disk: .txt, .jsonl, .jsonl.gz, .jsonl.zst and .parquet, one file at a time.
+
+A .txt file is one document, read in chunks; a line of .jsonl or a row of .parquet is one, {"text": ...}.
+The trap: zstandard's own reader takes the middle of a frame for its end, so an archive that was cut off reads
+like a shorter one. ZstdFile below knows the difference. What cannot be read is a BadRecord, never left out.
+"""
+
+import glob
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from data.pipeline.parquet import read_values
+from data.pipeline.tokens import DataError
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+LINE_BYTES = 64 << 20  # of one JSON line; decoding takes up to nine times that
+CHUNK_CHARS = 1 << 20  # of a .txt file read at once
+
+
+class BadRecord(Exception):
+    """A record that holds no document: where it is, and what is wrong with it."""
+
+
+def find_files(patterns: list[str]) -> list[Path]:
+    """The input files in the order they are read: each argument a file, a folder or a glob, sorted within."""
+    files = []
+    for pattern in patterns:
+        path = Path(pattern)
+        found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
+        if path.is_dir():
+            found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
+            notes = [file for file in found if file.suffix == ".txt"]
+            if 0 < len(notes) < len(found):  # a README.txt beside the data would become a document
+                names = ", ".join(sorted(path.name for path in notes))
+                print(f"--input {pattern}: left out {names}; name a .txt file that is text with a glob")
+                found = [file for file in found if file.suffix != ".txt"]
+        if not found:
+            raise DataError(
+                f"--input {pattern}: no such file, or nothing in it ends in {', '.join(SUFFIXES)}"
+            )
+        files += sorted(found)
+    for path in files:
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(
+                f"--input {path}: cannot read this kind of file; it must be {', '.join(SUFFIXES)}"
+            )
+    return list(dict.fromkeys(files))  # a file that two arguments name is read once
+
+
+class ZstdFile(io.RawIOBase):
+    """Decompresses one or more zstd frames; EOFError if the last is not whole."""
+
+    def __init__(self, raw: io.BufferedReader, path: Path):
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError(f"{path} needs the zstandard library: pip install zstandard") from None
+        self.raw, self.output, self.frame = raw, memoryview(b""), None
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # zstd --long too
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.output:
+            data = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
+            data = data or self.raw.read(16 << 10)  # little: it may unpack to very much
+            if not data:
+                if self.frame is not None and not self.frame.eof:
+                    raise EOFError("the zstd archive ends in the middle of a frame")
+                return 0
+            if self.frame is None or self.frame.eof:
+                self.frame = self.decompressor.decompressobj()
+            self.output = memoryview(self.frame.decompress(data))
+        count = min(len(buffer), len(self.output))
+        buffer[:count] = self.output[:count]
+        self.output = self.output[count:]
+        return count
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether the system could not read, which may pass, rather than what was read being wrong."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(raw)
+    return io.BufferedReader(ZstdFile(raw, path), 1 << 20) if path.suffix == ".zst" else raw
+
+
+def parse_line(line: bytes, place: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+        text.encode("utf-8")  # half a surrogate pair is valid JSON and no text
+        return text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadRecord(
+            f'{place} is not a JSON object with a "text" string ({type(error).__name__}: {error})'
+        ) from None
+
+
+def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
+    number = position = 0
+    with open(path, "rb") as raw:
+        lines = open_lines(raw, path)
+        while True:
+            place = f"{path}, line {number + 1}"
+            try:
+                line = lines.readline(LINE_BYTES)
+                long = len(line) == LINE_BYTES and not line.endswith(b"\n")
+                if long:
+                    while (rest := lines.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
+                        pass
+            except DataError:
+                raise
+            except Exception as error:  # gzip, zlib and zstandard each have their own
+                if is_disk_error(error):
+                    raise
+                reason = f"{path} is damaged after line {number}: {type(error).__name__}: {error}"
+                yield number + 1, BadRecord(reason)
+                return
+            progress(raw.tell() - position)
+            position = raw.tell()
+            if not line:
+                return
+            number += 1
+            if long:
+                yield number, BadRecord(f"{place} is longer than {LINE_BYTES >> 20} MiB")
+            elif line.strip():
+                try:
+                    yield number, parse_line(line, place)
+                except BadRecord as bad:
+                    yield number, bad
+
+
+def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
+    number = 0
+    try:
+        for text in read_values(path, LINE_BYTES, progress):
+            number += 1
+            bad = BadRecord(f"{path}, row {number} has no text, or none of at most {LINE_BYTES >> 20} MiB")
+            yield number, bad if text is None else text
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # pyarrow has many
+        if is_disk_error(error):
+            raise
+        reason = f"{path} is damaged after row {number}: {type(error).__name__}: {error}"
+        yield number + 1, BadRecord(reason)
+
+
+def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
+    """The chunks of a .txt file, with \\n for \\r\\n."""
+    position = 0
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            while chunk := file.read(CHUNK_CHARS):
+                if chunk.endswith("\r"):
+                    chunk += file.read(1)
+                yield chunk.replace("\r\n", "\n")
+                progress(file.buffer.tell() - position)
+                position = file.buffer.tell()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def read_records(
+    path: Path, progress: Callable[[int], None] = lambda count: None
+) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
+    """(number, document) of every record that is not blank; a document is its text in one or more chunks.
+
+    progress is told how many more bytes of the file were read. A damaged archive gives the documents before
+    the damage and then one BadRecord.
+    """
+    if path.suffix == ".txt":
+        yield 1, read_text(path, progress)
+        return
+    for number, text in (
+        read_rows(path, progress) if path.suffix == ".parquet" else read_lines(path, progress)
+    ):
+        yield number, text if isinstance(text, BadRecord) else [text]

@@ -1,0 +1,128 @@
+"""Rows of a .parquet file, in memory that does not grow with the file.
+
+pyarrow would hold a row group's whole column, gigabytes in some files; here it reads one page after another.
+The trap: a page has any size that its writer chose, and nothing but its own header says which. So the headers
+are read first, in Thrift's compact encoding.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from data.pipeline.tokens import DataError
+
+COLUMN = "text"
+PAGE_BYTES = 128 << 20  # decompressed; writers make pages of about 1 MiB
+BATCH_BYTES = 32 << 20
+READ_BYTES = 1 << 20
+
+
+def read_values(path: Path, most_bytes: int, progress: Callable[[int], None]) -> Iterator[str | None]:
+    """The text of every row; None where there is none, or more than most_bytes, or it is not UTF-8."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path} needs the pyarrow library: pip install pyarrow") from None
+    size, done = path.stat().st_size, 0
+    with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
+        total = max(1, file.metadata.num_rows)
+        page = largest_page(path, file.metadata)
+        batch_size = max(1, min(64, BATCH_BYTES // max(1, page)))
+        for batch in file.iter_batches(batch_size=batch_size, columns=[COLUMN], use_threads=False):
+            column = batch.column(0)
+            column = column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
+            for value in column:
+                yield _text(value, most_bytes)
+            progress(size * (done + len(column)) // total - size * done // total)
+            done += len(column)
+
+
+def _text(value, most_bytes: int) -> str | None:
+    if not value.is_valid or not hasattr(value, "as_buffer") or value.as_buffer().size > most_bytes:
+        return None
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError:
+        return None
+    return text if isinstance(text, str) else None
+
+
+def largest_page(path: Path, metadata) -> int:
+    """Bytes of the text column's largest page, decompressed. DataError above PAGE_BYTES."""
+    largest = 0
+    with open(path, "rb") as file:
+        for group in range(metadata.num_row_groups):
+            columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+            chunk = next((column for column in columns if column.path_in_schema == COLUMN), None)
+            if chunk is None:
+                names = ", ".join(column.path_in_schema for column in columns)
+                raise DataError(f'{path} has no column "{COLUMN}"; it has {names}')
+            position = chunk.data_page_offset
+            if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+                position = min(position, chunk.dictionary_page_offset)
+            end = position + chunk.total_compressed_size
+            while position < end:
+                file.seek(position)
+                header = _read_struct(file)
+                largest = max(largest, header[2])
+                position = file.tell() + header[3]
+    if largest > PAGE_BYTES:
+        raise DataError(
+            f"{path} has a page of {largest >> 20} MiB, and at most {PAGE_BYTES >> 20} MiB are read at once; "
+            f"write it again without documents of that size, and with pages of 1 MiB (pyarrow's default)"
+        )
+    return largest
+
+
+# --- Thrift's compact encoding ---
+
+
+def _read_struct(file: BinaryIO) -> dict[int, int]:
+    """{number: value} of the integers in a struct."""
+    values, number = {}, 0
+    while head := _byte(file):
+        number = number + (head >> 4) if head >> 4 else _integer(file)
+        values[number] = _read_value(file, head & 15)
+    return values
+
+
+def _read_value(file: BinaryIO, kind: int) -> int | None:
+    if kind in (1, 2):  # true, false: in the kind itself
+        return None
+    if kind == 3:
+        return _byte(file)
+    if kind in (4, 5, 6):
+        return _integer(file)
+    if kind in (7, 8):
+        file.seek(8 if kind == 7 else _varint(file), 1)
+    elif kind == 12:
+        _read_struct(file)
+    elif kind in (9, 10):
+        head = _byte(file)
+        for _ in range(head >> 4 if head >> 4 < 15 else _varint(file)):
+            _byte(file) if head & 15 in (1, 2) else _read_value(file, head & 15)
+    else:
+        raise ValueError(f"a page header holds the type {kind}")
+    return None
+
+
+def _byte(file: BinaryIO) -> int:
+    byte = file.read(1)
+    if not byte:
+        raise ValueError("a page header is cut off")
+    return byte[0]
+
+
+def _varint(file: BinaryIO) -> int:
+    value = shift = 0
+    while True:
+        byte = _byte(file)
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value
+
+
+def _integer(file: BinaryIO) -> int:
+    value = _varint(file)
+    return (value >> 1) ^ -(value & 1)

@@ -1,0 +1,188 @@
+"""tokenizer.model as a tokenizer.json: the SentencePiece file of LLaMA 2, the tiktoken file of LLaMA 3.
+
+Both are byte-pair encoders whose files list pieces and ranks but not merges. A piece can be made from every
+pair of pieces that spell it, and the merge has the rank of its result: the order that both encoders use.
+Neither sentencepiece nor protobuf is needed. The idea is that of convert_slow_tokenizer.py in Hugging Face
+transformers; test_data_scale.py compares the ids with reference encoders.
+"""
+
+import base64
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.pipeline.tokens import DataError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's piece types
+SPACE = "\u2581"
+DUMMY_PREFIX = {  # SentencePiece's name for the space before every text
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    ],
+}
+LLAMA2_PIECES = "77149dcd1714a5c3c732407f8a6be1cb82c1d6058f0896c6cf420a5768877566"  # of its vocabulary
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_RANKS = 128_000
+LLAMA3_SPECIAL = {  # by their offset from the last rank; the other 256 are reserved
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "<|eot_id|>",
+}
+
+
+def convert(path: Path) -> str:
+    """The content of a tokenizer.json that gives the ids of this tokenizer.model."""
+    content = path.read_bytes()
+    first = content.split(b"\n", 1)[0].split()
+    try:
+        if len(first) == 2 and first[1] == b"0":
+            return json.dumps(_from_tiktoken(content), ensure_ascii=False)
+        return json.dumps(_from_sentencepiece(content), ensure_ascii=False)
+    except (ValueError, IndexError, struct.error) as error:
+        raise DataError(f"{path} is not a tokenizer.model of LLaMA 2 or LLaMA 3: {error}") from None
+
+
+# --- SentencePiece, LLaMA 2 ---
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of each field of a protobuf message."""
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            position += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while position < len(message):
+        key = varint()
+        kind = key & 7
+        if kind == 0:
+            yield key >> 3, varint()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or (varint() if kind == 2 else None)
+        if size is None or position + size > len(message):
+            raise ValueError("it is no SentencePiece model, or cut off")
+        yield key >> 3, message[position : position + size]
+        position += size
+
+
+def _from_sentencepiece(content: bytes) -> dict:
+    pieces = []  # (piece, score, type), in the order of ids
+    for number, value in _fields(content):
+        if number == 1:
+            piece = dict(_fields(value))
+            score = struct.unpack("<f", piece.get(2, bytes(4)))[0]
+            pieces.append((piece[1].decode(), score, piece.get(3, NORMAL)))
+        elif number == 2 and dict(_fields(value)).get(3) != 2:
+            raise ValueError("its SentencePiece model is not BPE")
+    if not pieces:
+        raise ValueError("it holds no pieces")
+    vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
+    ranked = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
+    added = [
+        added_token(i, piece)
+        for i, (piece, _, kind) in enumerate(pieces)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": DUMMY_PREFIX,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": next(piece for piece, _, kind in pieces if kind == UNKNOWN),
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": _merges(ranked, vocab),
+        },
+    }
+
+
+def added_token(number: int, content: str, special: bool = True) -> dict:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": special, **flags}
+
+
+def restore_prefix(content: str) -> str:
+    """A tokenizer.json with SentencePiece's space before every text, if it is one of LLaMA 2 that lacks it.
+
+    transformers 5 saves one whose pre-tokenizer leaves that space out before a text that begins with one.
+    """
+    if '"Metaspace"' not in content:
+        return content
+    tokenizer = json.loads(content)
+    cut = tokenizer.get("pre_tokenizer") or {}
+    if cut.get("type") != "Metaspace" or cut.get("split", True) or tokenizer.get("normalizer"):
+        return content
+    pieces = json.dumps(sorted(tokenizer["model"]["vocab"].items())).encode()
+    if hashlib.sha256(pieces).hexdigest() != LLAMA2_PIECES:
+        return content
+    tokenizer |= {"normalizer": DUMMY_PREFIX, "pre_tokenizer": None}
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _merges(ranked: dict[str, float], vocab: dict[str, int]) -> list[list[str]]:
+    """Every pair of pieces that makes a piece, by the rank of the result, then the ids of the pair."""
+    found = []
+    for piece, rank in ranked.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ranked and right in ranked:
+                found.append((rank, vocab[left], vocab[right], left, right))
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+# --- tiktoken, LLaMA 3 ---
+
+
+def byte_letters() -> dict[int, str]:
+    """GPT-2's letter for each byte: itself where it prints, the next one past 255 otherwise."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printing}
+    for byte in range(256):
+        letters.setdefault(byte, chr(256 + len(letters) - len(printing)))
+    return letters
+
+
+def _from_tiktoken(content: bytes) -> dict:
+    letters = byte_letters()
+    vocab = {}
+    for line in content.splitlines():
+        token, rank = line.split()
+        vocab["".join(letters[byte] for byte in base64.b64decode(token))] = int(rank)
+    if len(vocab) != LLAMA3_RANKS:
+        raise ValueError(f"it has {len(vocab)} ranks, LLaMA 3's has {LLAMA3_RANKS}")
+    reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
+    names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    pattern = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [added_token(LLAMA3_RANKS + i, name) for i, name in enumerate(names)],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern, level]},
+        "decoder": level,
+        "model": {"type": "BPE", "ignore_merges": True, "vocab": vocab, "merges": _merges(vocab, vocab)},
+    }

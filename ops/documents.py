@@ -1,0 +1,57 @@
+"""Documents inside a window: where each begins, which tokens may see each other, and where positions begin
+again. All of it follows from the ids, on their device: a document ends with its end-of-text id, which belongs
+to it, and a window begins a document even in the middle of one.
+
+    B batch · T sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What Transformer.documents is in a run with doc_masking=True.
+
+    mask makes of the documents' numbers (B, T) what the attention kernel takes (training/hardware/attention_kernels.py).
+    """
+
+    eot_id: int
+    mask: Callable[[torch.Tensor], Any]
+
+    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """ids (B, T) -> positions (B, T), each counted from its document's first token, and the mask."""
+        starts = document_starts(ids, self.eot_id)
+        return positions(starts), self.mask(starts.cumsum(-1, dtype=torch.int32))
+
+    def length_per_token(self, ids: torch.Tensor) -> torch.Tensor:
+        """The length of the document that a token of ids (..., T) is in, as far as it is in the window, on
+        average over tokens: sum of squared lengths / sum of lengths. A scalar in fp32 on the device.
+
+        The sum of 2p + 1 over the positions p of a document of length L is L^2.
+        """
+        return 2 * positions(document_starts(ids, self.eot_id)).float().mean() + 1
+
+
+def document_starts(ids: torch.Tensor, eot_id: int) -> torch.Tensor:
+    """(..., T) bool: the first token of each document, and of each window."""
+    return F.pad(ids[..., :-1] == eot_id, (1, 0), value=True)
+
+
+def positions(starts: torch.Tensor) -> torch.Tensor:
+    """(..., T) int64: how many tokens ago the document began."""
+    index = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
+    return index - torch.where(starts, index, 0).cummax(-1).values
+
+
+def dense_mask(numbers: torch.Tensor) -> torch.Tensor:
+    """(B, T) document numbers -> (B, 1, T, T) bool, True where a query (rows) may see a key (columns)."""
+    T = numbers.shape[-1]
+    same = numbers[:, None, :, None] == numbers[:, None, None, :]
+    return same & torch.ones(T, T, dtype=torch.bool, device=numbers.device).tril()

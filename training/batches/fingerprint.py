@@ -1,0 +1,139 @@
+"""What a dataset is, in a few numbers: a checkpoint has them, and a resume must find them again.
+
+The trap is a folder of the same name with other tokens in it, or the same tokens in another order: the
+position in the data would mean other text, and nothing would look wrong. Where the folder lies is not part
+of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from training.batches.sources import Source
+from training.batches.token_files import TokenFiles
+from training.configuration.keys import UserError
+from training.process.world import World, gather_objects
+
+FACTS = ("dtype", "vocab_size", "eot_id")
+PROBES, PROBE_BYTES = 64, 4096  # of a file whose hash meta.json does not record
+
+
+def data_fingerprint(meta: dict, splits: dict[str, TokenFiles]) -> dict:
+    """Tokenizer, storage and files of each split, and one hash of it all."""
+    tokenizer = meta.get("tokenizer") or {}
+    content = {
+        "tokenizer": _tokenizer(tokenizer if isinstance(tokenizer, dict) else {"name": str(tokenizer)}),
+        **{name: meta.get(name) for name in FACTS},
+        "splits": {
+            split: {path.name: _file(path, i, files, meta) for i, path in enumerate(files.paths)}
+            for split, files in splits.items()
+        },
+    }
+    return {"sha256": _hash(content), **content}
+
+
+def run_fingerprint(sources: list[Source]) -> dict:
+    """The one dataset's, or those of the sources of a mixture in their order, with their weights."""
+    prints = [data_fingerprint(source.meta, source.splits) for source in sources]
+    if len(prints) == 1:
+        return prints[0]
+    prints = [{**p, "weight": str(source.weight)} for p, source in zip(prints, sources, strict=True)]
+    return {"sha256": _hash(prints), "sources": prints}
+
+
+def agree_on_data(sources: list[Source], world: World) -> dict:
+    """Rank 0's fingerprint. UserError if another machine has another dataset under the same name. All
+    ranks."""
+    everyone = gather_objects(run_fingerprint(sources) if world.local_rank == 0 else None, world)
+    for rank, other in enumerate(everyone):
+        if other and (different := data_differences(everyone[0], other)):
+            raise UserError(
+                f"the machines do not have the same dataset: compared with rank 0's, that of rank {rank} has "
+                f"{'; '.join(different)}. Copy it anew"
+            )
+    return everyone[0]
+
+
+def data_differences(saved: dict, now: dict) -> list[str]:
+    """What `now` has that `saved` has not, named. Not what one of them does not know, such as a split that
+    was not opened, or a hash that a meta.json written by hand leaves out."""
+    was, is_now = (each.get("sources", [each]) for each in (saved, now))
+    if len(was) != len(is_now):
+        return [f"{len(is_now)} sources instead of {len(was)}"]
+    if len(was) == 1:
+        return _differences_of_one(saved, now)
+    return [
+        f"source {number + 1}: {difference}"
+        for number, pair in enumerate(zip(was, is_now, strict=True))
+        for difference in _differences_of_one(*pair)
+    ]
+
+
+def _differences_of_one(saved: dict, now: dict) -> list[str]:
+    differences = []
+    was, is_now = (each.get("tokenizer") or _tokenizer({}) for each in (saved, now))
+    key = "sha256" if was["sha256"] and is_now["sha256"] else "name"  # a name is only a folder's
+    if _differ(was[key], is_now[key]):
+        differences.append(f"tokenizer {_show(is_now)} instead of {_show(was)}")
+    for name in (*FACTS, "weight"):
+        if _differ(saved.get(name), now.get(name)):
+            differences.append(f"{name} {now[name]} instead of {saved[name]}")
+    was, is_now = (each.get("splits", {}) for each in (saved, now))
+    for split in was.keys() & is_now.keys():
+        differences += _of_files(was[split], is_now[split])
+    return differences
+
+
+def _differ(was, is_now) -> bool:
+    return None not in (was, is_now) and was != is_now
+
+
+def _show(tokenizer: dict) -> str:
+    return f"{tokenizer['name']} ({(tokenizer['sha256'] or 'no hash recorded')[:16]})"
+
+
+def _of_files(saved: dict, now: dict) -> list[str]:
+    changed = [
+        name
+        for name in saved.keys() & now.keys()
+        if any(_differ(saved[name][key], now[name][key]) for key in ("tokens", "sha256", "probe"))
+    ]
+    found = {
+        "no": saved.keys() - now.keys(),
+        "in addition": now.keys() - saved.keys(),
+        "other tokens in": changed,
+    }
+    return [
+        f"{what} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for what, names in found.items()
+        if names
+    ]
+
+
+def _tokenizer(recorded: dict) -> dict:
+    chars = recorded.get("chars")
+    sha256 = recorded.get("sha256") or (_hash(chars) if chars else None)
+    return {"name": recorded.get("name"), "sha256": sha256}
+
+
+def _file(path: Path, number: int, files: TokenFiles, meta: dict) -> dict:
+    tokens = int(files.starts[number + 1] - files.starts[number])
+    sha256 = meta["files"].get(path.name, {}).get("sha256")
+    probe = None if sha256 else _probe(path, tokens * files.dtype.itemsize)
+    return {"tokens": tokens, "sha256": sha256, "probe": probe}
+
+
+def _probe(path: Path, size: int) -> str:
+    """A hash of places all over the file: finds another file, if not every edit of one."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        for i in range(PROBES):
+            file.seek(i * max(size - PROBE_BYTES, 0) // (PROBES - 1))
+            sha256.update(file.read(PROBE_BYTES))
+    return sha256.hexdigest()
+
+
+def _hash(content) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

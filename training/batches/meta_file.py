@@ -1,0 +1,83 @@
+"""Whether what a dataset's meta.json says can be true, and whether a token file is one at all. A dataset
+may come from anybody: nothing that it says may lead out of its folder, and meta.pkl, which it may have, is
+never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from training.configuration.keys import UserError
+
+FORMAT = 1  # as data/pipeline/tokens.py writes it; absent if meta.json is written by hand
+# How other kinds of files begin. As token ids they would pass for text.
+OTHER_FILES = {
+    b"\x93NUMPY": "a NumPy array (.npy)",
+    b"PK\x03\x04": "a zip archive (.npz, .pt)",
+    b"\x28\xb5\x2f\xfd": "compressed by zstandard",
+    b"\x1f\x8b\x08": "compressed by gzip",
+    b"PAR1": "a parquet file",
+    (20240520).to_bytes(
+        4, "little"
+    ): "a token file with a header (llm.c), whose first 1,024 bytes are no tokens",
+}
+
+
+def check_meta(path: Path, meta: dict) -> None:
+    """Raises UserError naming the field."""
+    vocab_size, eot_id = int(meta["vocab_size"]), meta.get("eot_id")
+    if meta.get("format", FORMAT) != FORMAT:
+        raise UserError(
+            f"{path} has format {meta['format']!r}, this code reads {FORMAT}; run its prepare.py again"
+        )
+    if vocab_size < 1:
+        raise _impossible(path, f"vocab_size {vocab_size}")
+    if eot_id is not None and not (type(eot_id) is int and 0 <= eot_id < vocab_size):
+        raise _impossible(path, f"eot_id {eot_id!r} with a vocabulary of {vocab_size}")
+    for name, recorded in meta["files"].items():
+        tokens, sha256 = recorded.get("tokens"), recorded.get("sha256")
+        if not is_plain_name(name):
+            raise _impossible(path, f"the file name {name!r}, which leads out of the folder")
+        if not (tokens is None or type(tokens) is int and tokens >= 0):
+            raise _impossible(path, f"{tokens!r} tokens in {name}")
+        if not (sha256 is None or isinstance(sha256, str)):
+            raise _impossible(path, f"a sha256 of {name} that is {sha256!r}")
+    tokenizer = meta.get("tokenizer")
+    if isinstance(tokenizer, dict) and "file" in tokenizer:
+        _check_tokenizer(path, tokenizer)
+
+
+def is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0", os.sep} & set(name)
+
+
+def _impossible(path: Path, what: str) -> UserError:
+    return UserError(f"{path} says {what}; run the dataset's prepare.py again, or correct it")
+
+
+def _check_tokenizer(path: Path, tokenizer: dict) -> None:
+    """The file beside the tokens is the one that made them: what is sampled later is decoded by it."""
+    if not is_plain_name(tokenizer["file"]):
+        raise _impossible(path, f"the tokenizer file {tokenizer['file']!r}, which leads out of the folder")
+    file = path.with_name(tokenizer["file"])
+    if not file.is_file():
+        return  # training does without; sample.py will ask for it
+    sha256, recorded = hashlib.sha256(file.read_bytes()).hexdigest(), tokenizer.get("sha256")
+    if recorded not in (None, sha256):
+        raise UserError(
+            f"{file} (sha256 {sha256[:12]}...) is not the tokenizer that made the tokens "
+            f"({str(recorded)[:12]}...); put the file back, or run the dataset's prepare.py again"
+        )
+
+
+def check_is_tokens(path: Path) -> None:
+    """For a file of which meta.json records no hash. Raises UserError."""
+    with open(path, "rb") as file:
+        begin = file.read(8)
+    for magic, kind in OTHER_FILES.items():
+        if begin.startswith(magic):
+            raise UserError(
+                f"{path} is {kind}, not flat token ids; data/text/prepare.py makes them from text"
+            )

@@ -1,0 +1,187 @@
+"""packing='truncate': windows of whole documents. Each document is in one window, from its beginning; what is
+longer than a window is cut off, and what room is left over is padding that no loss counts.
+
+Which documents share a window is decided once and kept beside the tokens, because it needs every document's
+length: documents in order, PACKED_TOGETHER at a time, longest first, each into the fullest window that still
+has room (best-fit decreasing; Johnson 1973).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from training.batches.loader import Split
+from training.batches.token_files import TokenFiles
+from training.configuration.keys import TrainConfig, UserError
+
+PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any room is left over
+CHUNK_TOKENS = 1 << 24  # read at a time to find documents
+
+log = logging.getLogger("nanomfu")
+
+
+def end_of_text_id(config: TrainConfig, meta: dict) -> int | None:
+    """The id that ends a document, None if the run does not need it. Raises UserError."""
+    if not config.doc_masking and config.packing == "stream":
+        return None
+    eot_id = meta.get("eot_id")
+    if eot_id is None:
+        asked = "doc_masking=True" if config.doc_masking else f"packing={config.packing!r}"
+        raise UserError(
+            f"{asked} needs to know where documents end, but the meta.json of dataset={config.dataset!r} "
+            "names no eot_id; prepare it with end-of-text tokens, or leave the key out"
+        )
+    return int(eot_id)
+
+
+class PackedWindows(Split):
+    """A split as windows of whole documents."""
+
+    def __init__(self, tokens: TokenFiles, block_size: int, eot_id: int, folder: Path):
+        """folder: what pack_documents made of tokens."""
+        self.tokens, self.block_size, self.folder = tokens, block_size, folder
+        self.padding = ~eot_id  # see inputs_and_targets
+        self.description = json.loads((folder / "index.json").read_text())
+        del self.description["stamp"]
+        self.count = self.description["windows"]
+        self._open()
+
+    def _open(self) -> None:
+        self.first = np.memmap(self.folder / "windows.bin", np.int64, mode="r")  # (count + 1,): of its pieces
+        self.pieces = np.memmap(self.folder / "pieces.bin", np.int64, mode="r").reshape(
+            -1, 2
+        )  # start, length
+
+    def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
+        """The windows (len(indices), T + 1) as int64, negative where no token is; alike in all epochs."""
+        rows = np.full((len(indices), self.block_size + 1), self.padding, dtype=np.int64)
+        pieces = [self.pieces[self.first[i] : self.first[i + 1]].tolist() for i in indices]
+        for start, length in chain.from_iterable(pieces):
+            self.tokens.prefetch([start], length)
+        for row, parts in zip(rows, pieces, strict=True):
+            at = 0
+            for start, length in parts:
+                row[at : at + length] = self.tokens.read(start, length)
+                at += length
+        return rows
+
+    def __getstate__(self):
+        return {**self.__dict__, "first": None, "pieces": None}  # a worker process opens its own
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._open()
+
+
+def pack_documents(tokens: TokenFiles, folder: Path, split: str, block_size: int, eot_id: int) -> Path:
+    """The folder that says which documents share a window, made now unless it is there. Raises UserError."""
+    final = folder / f".packed-{split}-{block_size}"
+    stamp = [
+        eot_id,
+        PACKED_TOGETHER,
+        *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in tokens.paths),
+    ]
+    if _stamp_of(final) == stamp:
+        return final
+    log.warning("Packing the documents of %s into windows of %s tokens, once", folder / split, block_size)
+    unique = uuid.uuid4().hex[:8]
+    temporary, old = (final.with_name(f"{final.name}.{kind}-{unique}") for kind in ("tmp", "old"))
+    try:
+        temporary.mkdir()
+        description = _write_index(tokens, temporary, block_size + 1, eot_id)
+        (temporary / "index.json").write_text(json.dumps({"stamp": stamp, **description}))
+        if _stamp_of(final) != stamp:  # unless another machine was faster
+            if final.exists():  # of other tokens, or a part
+                os.rename(final, old)
+            os.rename(temporary, final)
+    except OSError as error:
+        raise UserError(
+            f"packing='truncate' keeps which documents share a window in {final}, which cannot be written "
+            f"({error}); make the folder writable, or use packing='stream'"
+        ) from None
+    finally:
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+    return final
+
+
+def _stamp_of(folder: Path) -> list | None:
+    try:
+        return json.loads((folder / "index.json").read_text())["stamp"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_index(tokens: TokenFiles, folder: Path, room: int, eot_id: int) -> dict:
+    windows = pieces = kept = 0
+    with open(folder / "windows.bin", "wb") as window_file, open(folder / "pieces.bin", "wb") as piece_file:
+        window_file.write(np.zeros(1, np.int64).tobytes())
+        for starts, lengths in _groups(tokens, eot_id):
+            lengths = np.minimum(lengths, room)
+            window, count = best_fit_decreasing(lengths, room)
+            order = np.argsort(window, kind="stable")
+            np.stack([starts[order], lengths[order]], axis=1).tofile(piece_file)
+            ends = pieces + np.cumsum(np.bincount(window, minlength=count))
+            ends.astype(np.int64).tofile(window_file)
+            windows, pieces, kept = windows + count, pieces + len(starts), kept + int(lengths.sum())
+    return {
+        "windows": windows,
+        "documents": pieces,
+        "tokens_kept": kept,
+        "tokens_cut_off": tokens.total - kept,
+        "share_padded": 1 - kept / (windows * room),
+    }
+
+
+def _groups(tokens: TokenFiles, eot_id: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(starts, lengths) of PACKED_TOGETHER documents after another; empty ones, an end-of-text alone, are not
+    among them."""
+    ends, begin = np.empty(0, np.int64), 0
+    for first in range(0, tokens.total, CHUNK_TOKENS):
+        count = min(CHUNK_TOKENS, tokens.total - first)
+        tokens.prefetch([first], count)  # files are mapped for random access, without reading ahead
+        chunk = tokens.read(first, count)
+        ends = np.concatenate([ends, np.flatnonzero(chunk == eot_id) + first + 1])
+        last = first + len(chunk) == tokens.total
+        if last and (not len(ends) or ends[-1] != tokens.total):
+            ends = np.append(ends, tokens.total)  # the last document has no end
+        while len(ends) >= PACKED_TOGETHER or (last and len(ends)):
+            group, ends = ends[:PACKED_TOGETHER], ends[PACKED_TOGETHER:]
+            starts = np.concatenate([[begin], group[:-1]])
+            begin = int(group[-1])
+            some = group - starts > 1
+            if some.any():
+                yield starts[some], (group - starts)[some]
+
+
+def best_fit_decreasing(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
+    """The window of each document, and the number of windows, each with `room` for tokens."""
+    window = np.empty(len(lengths), np.int64)
+    rooms, with_room, count = [], {}, 0  # sorted rooms that some window has, and those windows
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            mine, left, count = count, room - length, count + 1
+        else:
+            most = rooms[at]
+            mine, left = with_room[most].pop(), most - length
+            if not with_room[most]:
+                del rooms[at], with_room[most]
+        window[document] = mine
+        if left > 1:
+            if left not in with_room:
+                insort(rooms, left)
+                with_room[left] = []
+            with_room[left].append(mine)
+    return window, count

@@ -1,0 +1,163 @@
+"""Checkpoint folders: which are complete, which one to use, whether its files are what was written. Knows
+nothing of tensors; training/checkpoints/train_state.py does, and documents the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from training.configuration.keys import UserError
+from training.process.world import World, gather_objects
+
+FORMAT, READABLE = 2, (1, 2)
+MANIFEST, STATE = "manifest.json", "state.json"
+HASH_THREADS = 4  # files hashed side by side
+HASH_CHUNK = 1 << 22  # bytes
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Everything in root that is called step- and a number, oldest first, whole or not."""
+    return sorted(p for p in root.glob("step-*") if p.name.removeprefix("step-").isdigit())
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Checkpoint directories that were committed, oldest first."""
+    return [folder for folder in step_folders(root) if (folder / MANIFEST).is_file()]
+
+
+def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
+    """The newest complete checkpoint of out_dir, or the 'best', or one by its name. Raises UserError."""
+    root = out_dir / "checkpoints"
+    complete = complete_checkpoints(root)
+    if not complete:
+        raise UserError(
+            f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
+            "or start a run with --init_from=scratch"
+        )
+    found = {"latest": complete[-1], "best": next(iter(by_loss(complete)), None)}
+    found |= {folder.name: folder for folder in complete}
+    if not found.get(which):
+        raise UserError(
+            f"{root} holds no checkpoint {which!r}; "
+            f"there are {', '.join(name for name, folder in found.items() if folder)}"
+        )
+    return found[which]
+
+
+def by_loss(folders: list[Path]) -> list[Path]:
+    """Those with a validation loss, the best first, by what they say themselves: a kill may have left the
+    pointer behind."""
+    losses = {folder: _val_loss(folder) for folder in folders}
+    return sorted((folder for folder in folders if losses[folder] is not None), key=losses.get)
+
+
+def _val_loss(folder: Path) -> float | None:
+    try:
+        return float(json.loads((folder / STATE).read_text())["val_loss"])
+    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged: whoever loads it will hear of it
+        return None
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a verified checkpoint."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+        version, _ = state["format"], state["model_config"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise damaged(folder, [f"{STATE} cannot be read ({error})"]) from None
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise UserError(f"{folder} has checkpoint format {version}; this version of nanoMFU reads {known}")
+    return state
+
+
+# --- verifying ---
+
+
+def verify_checkpoint(folder: Path, world: World) -> None:
+    """Compares every file with the manifest. All ranks, each its share. UserError names the bad files."""
+    if problems := damage(folder, world):
+        raise damaged(folder, problems)
+
+
+def damage(folder: Path, world: World) -> list[str]:
+    """What is wrong with a checkpoint; nothing if its files are as they were written. All ranks."""
+    shares = gather_objects(damage_of_share(folder, world.rank, world.size), world)
+    return list(dict.fromkeys(problem for share in shares for problem in share))
+
+
+def damage_of_share(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    try:
+        files = sorted(recorded_files(folder).items())[share::shares]
+    except ValueError as error:
+        return [str(error)]
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return [problem for problem in pool.map(lambda item: _problem(folder, *item), files) if problem]
+
+
+def recorded_files(folder: Path) -> dict[str, dict]:
+    """{name: {sha256, bytes}} by the manifest. Raises ValueError if it is none."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        sizes = [recorded["bytes"] + len(recorded["sha256"]) for recorded in files.values()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
+    outside = [name for name in files if os.path.basename(name) != name]
+    if outside or STATE not in files or not sizes:
+        raise ValueError(f"{MANIFEST} does not list a checkpoint's files")
+    return files
+
+
+def _problem(folder: Path, name: str, recorded: dict) -> str | None:
+    path = folder / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != recorded["bytes"]:
+            return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
+        return None if digest(path) == recorded else f"{name} does not match its sha256"
+    except OSError as error:  # a bad sector, for example
+        return f"{name} cannot be read ({error})"
+
+
+def damaged(folder: Path, problems: list[str]) -> UserError:
+    others = [p.name for p in complete_checkpoints(folder.parent) if p != folder]
+    older = f"others are {', '.join(others[-3:])}" if others else "there is no other one"
+    return UserError(f"the checkpoint {folder} is damaged: {'; '.join(problems)}; {older}")
+
+
+def digest(path: Path) -> dict:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(HASH_CHUNK):
+            sha256.update(chunk)
+    return {"sha256": sha256.hexdigest(), "bytes": path.stat().st_size}
+
+
+# --- writing ---
+
+
+def write_pointer(path: Path, name: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a kill's, or a link to somewhere else
+    write_synced(temporary, name + "\n")
+    os.replace(temporary, path)
+
+
+def write_synced(path: Path, text: str) -> None:
+    with open(path, "x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

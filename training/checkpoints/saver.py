@@ -1,0 +1,285 @@
+"""Saving, beside the training: what this rank writes is copied to host memory, which is all that the loop
+waits for; a thread writes the copy to files while training goes on and changes the originals.
+
+The trap is the other ranks. A collective in that thread would get between those of the training, so there is
+none: ranks meet in the file system. Each leaves a report beside its files; rank 0 waits for all of them, and
+a rank is done when the folder has its final name. A rank that fails raises in its own loop within an
+iteration, which ends the run (training/faults/watchdog.py); that checkpoint then does not exist, the others are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from model_config import ModelConfig
+from training.checkpoints.folder import FORMAT, MANIFEST, STATE, digest, sync_folder, write_synced
+from training.checkpoints.retention import Retention, delete, delete_remains, set_aside
+from training.checkpoints.staging import Staging, local_tensors, plan_parts
+from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
+from training.checkpoints.train_state import Progress, TrainState
+from training.configuration.keys import RunError, TrainConfig, UserError
+from training.cuda_graphs.parity import free_host_bytes
+from training.process.world import gather_objects
+
+log = logging.getLogger("nanomfu")
+
+WRITER_THREADS = 4  # files that a rank writes side by side
+FILE_BYTES = 256 << 20  # of a file at least, before there is a second one
+ROOM = 1.2  # bytes free on the disk for each byte of a checkpoint
+PATIENCE_S = 3600.0  # for the other ranks to write their parts
+LOOK_S = 0.002, 0.25  # between two looks into the folder: the first, the longest
+GB = 1e9
+
+Work = list[tuple[Part, torch.Tensor]]
+
+
+@dataclass
+class Save:
+    """One checkpoint on its way."""
+
+    root: Path
+    progress: Progress
+    token: str  # of its temporary folder: equal on all ranks, new for every save
+    is_first: bool  # of this process
+    note: str = ""  # for the log
+    began: float = field(default_factory=time.monotonic)
+    blocked_seconds: float = 0.0  # that the loop has waited for it
+    seconds: float = 0.0  # from its beginning to its end
+    error: Exception | None = None
+
+    @property
+    def final(self) -> Path:
+        return self.root / f"step-{self.progress.iteration:08d}"
+
+    @property
+    def temporary(self) -> Path:
+        return self.final.with_name(f"{self.final.name}.tmp-{self.token}")
+
+
+class Saver:
+    """Saves one run's checkpoints, one at a time. All ranks call it alike, from the main thread."""
+
+    def __init__(
+        self, config: TrainConfig, model_config: ModelConfig, state: TrainState, facts: dict, start: int
+    ):
+        """`facts` are the run's name and its data's fingerprint, `start` this process's first iteration."""
+        self.config, self.state, self.world, self.start = config, state, state.world, start
+        self.root = Path(config.out_dir) / "checkpoints"
+        self.facts = {
+            "format": FORMAT,
+            "world_size": self.world.size,
+            "config": config.to_dict(),
+            "model_config": model_config.to_dict(),
+            **facts,
+        }
+        self.retention = Retention(config.keep_last, config.keep_all_checkpoints)
+        self.count = 0
+        self.parts: list[Part] | None = None  # what this rank writes; None before prepare()
+        self.staging: Staging | None = None
+        self.save: Save | None = None  # the one that finished() has not returned yet
+        self.thread: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """Divides the work among the ranks, looks for room, takes the host memory. All ranks, before the
+        first save. Raises UserError."""
+        self.run = gather_objects(uuid.uuid4().hex[:8], self.world)[0]
+        plans = plan_parts(self._tensors(), self.world)
+        self.parts = plans[self.world.rank]
+        self.bytes = sum(part.bytes for plan in plans for part in plan)  # of a checkpoint
+        if self.world.is_main:
+            delete_remains(self.root)
+            try:
+                check_room(self.root, self.bytes)
+            except OSError as error:
+                raise UserError(f"no checkpoint could be saved: {error}") from None
+        if self.config.async_checkpoint and self._has_memory():
+            self.staging = Staging(self.parts, self.world.device)
+
+    def _has_memory(self) -> bool:
+        need = sum(part.bytes for part in self.parts) * self.world.local_size
+        free = free_host_bytes()
+        if need > free:
+            log.warning(
+                "async_checkpoint=True needs %.1f GB of host memory, of which %.1f are free: training will "
+                "wait while checkpoints are written",
+                *(need / GB, free / GB),
+            )
+        return need <= free
+
+    def begin(self, progress: Progress, note: str = "", waited: float = 0.0) -> None:
+        """Starts a checkpoint of the run as it is now; finished() must have returned the one before, for
+        which the loop has waited so many seconds."""
+        assert self.save is None, self.save
+        if self.parts is None:
+            self.prepare()
+        save = Save(self.root, progress, f"{self.run}-{self.count}", self.count == 0, note)
+        self.save, self.count = save, self.count + 1
+        tensors = local_tensors(self.parts, self._tensors())
+        if self.staging:
+            work = list(zip(self.parts, self.staging.copy(tensors), strict=True))
+            self.thread = threading.Thread(target=self._run, args=(save, work), name="saver", daemon=True)
+            self.thread.start()
+        else:
+            self._run(save, list(zip(self.parts, tensors, strict=True)))
+        save.blocked_seconds = waited + time.monotonic() - save.began
+
+    def finished(self, wait: float | None = 0.0) -> Save | None:
+        """The save under way, once, if it is complete within `wait` seconds (None: however long it takes).
+        Raises RunError if it failed."""
+        if self.thread:
+            self.thread.join(wait)
+            if self.thread.is_alive():
+                return None
+        save, self.save, self.thread = self.save, None, None
+        if save and save.error:
+            raise RunError(f"could not write the checkpoint {save.final}: {save.error}") from save.error
+        return save
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**self.state.tensors(), **self.state.optional_tensors()}
+
+    # --- beside the main thread ---
+
+    def _run(self, save: Save, work: Work) -> None:
+        try:
+            self._write(save, work)
+        except Exception as error:  # whatever it is, the main thread must hear of it
+            save.error = error
+            if self.world.is_main and save.temporary.is_dir():
+                delete(save.temporary)
+            elif not self.world.is_main and not save.temporary.is_dir():  # deleted under our hands
+                save.error = OSError("rank 0 could not complete it")
+        save.seconds = time.monotonic() - save.began
+
+    def _write(self, save: Save, work: Work) -> None:
+        """The order is what a kill at any moment relies on; SYSTEM_OVERVIEW.md has the table."""
+        rank, is_main = self.world.rank, self.world.is_main
+        if is_main:
+            _begin(save, self.bytes, self.start)
+        else:
+            _wait_until(save.temporary.is_dir, "rank 0 to begin")
+        _report(save, rank, _write_files(save, rank, work))
+        if not is_main:
+            _wait_until(lambda: not save.temporary.exists(), "rank 0 to complete it")
+            if not save.final.is_dir():
+                raise OSError("rank 0 could not complete it")
+            return
+        files = _collect(save, self.world.size)
+        _commit(save, files, {**self.facts, **save.progress.__dict__})
+        _rename(save)
+        _settle(save, self.retention)
+
+
+# --- the phases of a save: _write_files and _report are every rank's, the others rank 0's ---
+
+
+def _begin(save: Save, size: int, start: int) -> None:
+    save.root.mkdir(parents=True, exist_ok=True)
+    if save.is_first and (aside := set_aside(save.root, start)):
+        log.info(f"Checkpoints that this run did not come from are now in {aside}")
+        save.root.mkdir(exist_ok=True)
+    delete_remains(save.root)
+    check_room(save.root, size)
+    save.temporary.mkdir()
+    sync_folder(save.root.parent)
+
+
+def check_room(root: Path, size: int) -> None:
+    """Raises OSError if the disk has no room for a checkpoint of `size` bytes."""
+    folder = next(path for path in (root, *root.absolute().parents) if path.is_dir())
+    need, free = ROOM * size, shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(
+            f"{need / GB:.3g} GB are needed on the disk ({ROOM} times its size), {free / GB:.3g} GB are free "
+            f"in {folder}; make room there, or choose another out_dir"
+        )
+
+
+def _write_files(save: Save, rank: int, work: Work) -> dict[str, dict]:
+    """{name: digest} of this rank's files, each read back after it was written."""
+    files = {f"tensors-{rank:05d}-{n}{SUFFIX}": part for n, part in enumerate(_divide(work)) if part}
+
+    def write(name: str) -> dict:
+        path = save.temporary / name
+        written = write_parts(path, files[name])
+        if digest(path) != written:
+            raise OSError(f"{name} does not read back as it was written")
+        return written
+
+    with ThreadPoolExecutor(WRITER_THREADS) as pool:
+        return dict(zip(files, pool.map(write, files), strict=True))
+
+
+def _divide(work: Work) -> list[Work]:
+    """Into files of about one size."""
+    total = sum(part.bytes for part, _ in work)
+    files = [[] for _ in range(min(WRITER_THREADS, 1 + total // FILE_BYTES))]
+    sizes = [0] * len(files)
+    for item in sorted(work, key=lambda item: -item[0].bytes):
+        smallest = sizes.index(min(sizes))
+        files[smallest].append(item)
+        sizes[smallest] += item[0].bytes
+    return files
+
+
+def _report(save: Save, rank: int, files: dict[str, dict]) -> None:
+    path = _report_path(save, rank)
+    path.with_suffix(".tmp").write_text(json.dumps(files))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _report_path(save: Save, rank: int) -> Path:
+    return save.temporary / f"report-{rank:05d}.json"
+
+
+def _collect(save: Save, ranks: int) -> dict[str, dict]:
+    """{name: digest} of all ranks' files, when all have reported."""
+    files = {}
+    for rank in range(ranks):
+        path = _report_path(save, rank)
+        _wait_until(path.exists, f"rank {rank} to write its part; do all ranks share out_dir's disk?")
+        files |= json.loads(path.read_text())
+        path.unlink()
+    return files
+
+
+def _commit(save: Save, files: dict[str, dict], state: dict) -> None:
+    """The manifest is last: a folder without it is no checkpoint."""
+    write_synced(save.temporary / STATE, json.dumps(state, indent=1))
+    files[STATE] = digest(save.temporary / STATE)
+    manifest = {"format": FORMAT, "iteration": state["iteration"], "files": dict(sorted(files.items()))}
+    write_synced(save.temporary / MANIFEST, json.dumps(manifest, indent=1))
+    sync_folder(save.temporary)
+
+
+def _rename(save: Save) -> None:
+    """From here on the checkpoint exists. A folder that has its name already is an error."""
+    os.rename(save.temporary, save.final)
+    sync_folder(save.root)
+
+
+def _settle(save: Save, retention: Retention) -> None:
+    retention.trust(save.final)
+    retention.settle(save.root)
+
+
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
+    pause, longest = LOOK_S
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > until:
+            raise OSError(f"waited {PATIENCE_S:.0f} s for {what}")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)

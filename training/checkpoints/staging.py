@@ -1,0 +1,80 @@
+"""What a rank writes of a checkpoint, and the host memory that it is copied to first.
+
+Each part of each tensor is written once: of replicated tensors every rank takes a share, so each rank of DDP
+holds and writes a part of the model. The memory is kept from save to save.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
+
+from training.checkpoints.tensor_files import Part
+from training.configuration.keys import UserError
+from training.process.world import World, gather_objects
+
+ALIGNMENT = 64  # bytes
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context
+
+
+def plan_parts(tensors: dict[str, torch.Tensor], world: World) -> list[list[Part]]:
+    """What each rank writes of tensors that are sharded, replicated or its own, shared out by size. All
+    ranks."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=world.is_main)
+    plans, _ = planner.create_global_plan(gather_objects(planner.create_local_plan(), world))
+    return [[part for part in map(_part, plan.items) if part.bytes] for plan in plans]
+
+
+def _part(item) -> Part:
+    data = item.tensor_data
+    return Part(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype)
+
+
+def local_tensors(parts: list[Part], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's own tensor of each of its parts."""
+    mine = [tensors[part.name] for part in parts]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in mine]
+
+
+class Staging:
+    """One copy of this rank's parts in host memory."""
+
+    def __init__(self, parts: list[Part], device: torch.device):
+        self.device = device
+        starts, end = [], 0
+        for part in parts:
+            starts.append(end)
+            end += -(-part.bytes // ALIGNMENT) * ALIGNMENT
+        memory = torch.zeros(end, dtype=torch.uint8)  # zeros, so that its pages exist before the first save
+        if device.type == "cuda":
+            _pin(self, memory)
+        self.copies = [
+            memory[start : start + part.bytes].view(part.dtype).view(part.shape)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+
+    @torch.no_grad()
+    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same in host memory. On the training's stream, so after the last update; when it returns, the
+        originals may change."""
+        for copy, tensor in zip(self.copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # sync point
+        return self.copies
+
+
+def _pin(owner: Staging, memory: torch.Tensor) -> None:
+    """Page-locks it where it is: torch's own pinned allocator would round gigabytes up to a power of two."""
+    cudart = torch.cuda.cudart()
+    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
+    if status:
+        raise UserError(
+            f"{memory.nbytes / 1e9:.1f} GB of host memory for checkpoints cannot be page-locked (CUDA error "
+            f"{status}); set --async_checkpoint=False"
+        )
+    weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr())

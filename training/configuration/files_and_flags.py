@@ -1,0 +1,131 @@
+"""Reads a config file and --key=value flags into a checked TrainConfig.
+
+    python train.py config/FILE.py --key=value ...
+
+The file is Python that this program executes: run only files that you would run yourself. Every public name
+it leaves must be a key of TrainConfig; it may import, compute and use _private names.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import traceback
+import types
+import typing
+from pathlib import Path
+
+from training.batches.dataset import parse_dataset
+from training.configuration.keys import ALIAS_TYPES, ALIASES, KEYS, ROOT, TYPES, TrainConfig, UserError, check
+
+USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
+
+
+def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
+    """Reads argv (a config file and --key=value flags) into a checked TrainConfig. Raises UserError."""
+    files = [arg for arg in argv if not arg.startswith("-")]
+    flags = [arg for arg in argv if arg.startswith("-")]
+    if len(files) != 1:
+        shipped = ", ".join(sorted(f"config/{path.name}" for path in (ROOT / "config").glob("*.py")))
+        got = "no config file given" if not files else f"one config file expected, got {' '.join(files)}"
+        raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
+    values = {}
+    for name, value, where in _read_file(Path(files[0])) + [_read_flag(flag) for flag in flags]:
+        for key, checked in _checked(name, value, where).items():
+            values[key] = checked  # a flag comes after the file, so it wins
+    config = TrainConfig(**values)
+    check(config, world_size)
+    parse_dataset(config.dataset)
+    return config
+
+
+def _read_file(path: Path) -> list[tuple[str, object, str]]:
+    """(name, value, 'file:line') for every public name that executing the file leaves behind."""
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config file {path}: {error}\n{USAGE}") from None
+    namespace = {"__file__": str(path), "__name__": "__config__"}
+    try:
+        tree = ast.parse(source, str(path))
+        exec(compile(tree, str(path), "exec"), namespace)
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = frames[-1].lineno if frames else "?"
+        raise UserError(f"{path}:{line}: the config file raised {type(error).__name__}: {error}") from None
+    lines, imported = _assignments(tree)
+    return [
+        (name, value, f"{path}:{lines.get(name, '?')}")
+        for name, value in namespace.items()
+        if name in KEYS or not (name.startswith("_") or name in imported or callable(value))
+    ]
+
+
+def _assignments(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
+    """Line of the last assignment of each name, and the names that imports bind."""
+    lines, imported = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return lines, imported - set(lines)
+
+
+def _read_flag(flag: str) -> tuple[str, object, str]:
+    """'--key=value' as (key, value, where); the value may itself contain '='."""
+    name, equals, text = flag.removeprefix("--").partition("=")
+    if not flag.startswith("--") or not equals:
+        raise UserError(f"cannot read {flag!r}: flags are written --key=value, for example --max_iters=100")
+    return name, _Text(text), f"the flag --{name}"
+
+
+class _Text(str):
+    """A value from the command line, not yet typed."""
+
+
+# --- typing ---
+
+
+def _checked(name: str, value: object, where: str) -> dict[str, object]:
+    """{key: typed value}, aliases resolved. Raises UserError naming the place and the nearest key."""
+    if name not in KEYS and name not in ALIASES:
+        near = difflib.get_close_matches(name, [*KEYS, *ALIASES], n=1, cutoff=0.6)
+        hint = (
+            f"; did you mean {near[0]!r}?"
+            if near
+            else "; training/configuration/keys.py documents every setting"
+        )
+        raise UserError(f"unknown setting {name!r} in {where}{hint}")
+    expected = ALIAS_TYPES.get(name) or TYPES[name]
+    value = _typed(name, value, expected, where)
+    return ALIASES[name](value) if name in ALIASES else {name: value}
+
+
+def _typed(name: str, value: object, expected, where: str) -> object:
+    allowed = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+    if isinstance(value, _Text):
+        value = _parse(str(value), allowed)
+    if type(value) in allowed:
+        return value
+    if float in allowed and type(value) is int:
+        return float(value)
+    wanted = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+    hint = ""
+    if int in allowed and type(value) is float and value.is_integer():
+        hint = f"; write {int(value)}"
+    raise UserError(f"{name}={value!r} in {where} is {type(value).__name__}, expected {wanted}{hint}")
+
+
+def _parse(text: str, allowed: tuple) -> object:
+    """Command-line text as the first reading that the key allows, else as text."""
+    if bool in allowed and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError):
+        return text
+    fits = type(value) in allowed or (float in allowed and type(value) is int)
+    return text if str in allowed and not fits else value

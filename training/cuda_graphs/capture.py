@@ -1,0 +1,142 @@
+"""Captures of CUDA work: recording, replaying, and what has to be true around both. training/cuda_graphs/graphed_step.py says
+when to make one and whether to trust it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from training.optimization.step import StepResult
+
+log = logging.getLogger("nanomfu")
+GIB = 2**30
+
+
+class Obstacle(Exception):
+    """Why the iteration cannot be captured, or its capture cannot be trusted."""
+
+
+class CudaGraphs:
+    """Captures and their memory. Every eager iteration before them runs on the stream that will be captured:
+    nothing is initialised during a capture, and activations are not kept for two streams."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.refused: list[torch.cuda.CUDAGraph] = []  # the allocator may still refer to them
+
+    def check(self) -> None:
+        """Raises Obstacle if this process group cannot be captured."""
+        if dist.is_initialized() and dist.get_backend() != "nccl":
+            raise Obstacle(f"backend={dist.get_backend()!r} communicates through the host; use nccl")
+
+    def eager(self, run: Callable[[], StepResult]) -> StepResult:
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = run()
+        current.wait_stream(self.stream)
+        return result
+
+    def watched(self, run: Callable[[], StepResult]) -> tuple[StepResult, list[str]]:
+        """An eager iteration, and where it waited for the GPU. That would break a capture, and a capture that
+        CUDA breaks off leaves torch in disorder; this does not."""
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                result = self.eager(run)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        waits = [w for w in caught if "called a synchronizing" in str(w.message)]
+        return result, ["/".join(Path(w.filename).parts[-2:]) + f":{w.lineno}" for w in waits]
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Records run() without executing it. What is returned executes it, and copies its result."""
+        eager = torch.cuda.memory_reserved()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # eager activations make room for captured ones
+        with torch.cuda.stream(self.stream), _no_collection(), _capturable(self.optimizer):
+            graph, output = self._record(run)
+        self.graphs.append(graph)
+        reserved = torch.cuda.memory_reserved()
+        log.info(f"CUDA Graph: captured; {eager / GIB:.2f} GiB reserved before, {reserved / GIB:.2f} after")
+
+        def replay():
+            graph.replay()
+            return output.clone()
+
+        return replay
+
+    def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph, output, failure = torch.cuda.CUDAGraph(), None, None
+        # thread_local: NCCL's watchdog and a loader's pinning thread may call CUDA meanwhile
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            output = run()
+        except Exception as error:
+            failure = error
+        try:
+            graph.capture_end()
+        except Exception as error:
+            self._tidy(graph)
+            failure = failure or error
+        if failure:
+            graph.reset()
+            raise failure
+        return graph, output
+
+    def _tidy(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that CUDA broke off: torch would go on allocating from the pool, and its generator
+        would refuse to draw outside of captures (CUDAGraph.cpp, "all kinds of weird states")."""
+        self.refused.append(graph)
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # a later torch may have done it
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+            torch._C._cuda_releasePool(device, self.pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs.clear()
+        gc.collect()  # a failure's traceback holds what was recorded up to it
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _no_collection():
+    """No garbage collection: to free an old event or graph is not allowed during a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _capturable(optimizer: torch.optim.Optimizer):
+    """The fused kernel reads step, rate and scale on the device, so it is capturable as it is; torch asks for
+    the flag, and warns if it is set outside of a capture."""
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    for group in groups:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["capturable"] = False

@@ -1,0 +1,137 @@
+"""Parity: iterations made twice from one state, to see that two ways of making them agree.
+
+The first way's state is set aside in host memory, tensor by tensor, so that a full GPU needs no room for a
+second one. What is set aside is what a checkpoint holds; working copies follow from it (publish).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from training.checkpoints.train_state import TrainState
+from training.optimization.step import StepResult
+
+# How far two ways may differ where they are not bit-equal: attention kernels add gradients in varying order,
+# and the next iteration rounds to bf16 from there. What a wrong capture does is of the order of 1.
+LOSS_TOLERANCE = 1e-4  # relative
+NORM_TOLERANCE = 1e-2  # relative
+UPDATE_TOLERANCE = 0.1  # of what the iterations changed, by norm, for weights and for each moment
+
+CHUNK = 2**24  # elements compared at a time
+
+
+class Snapshot:
+    """A run's state as it was: tensors in host memory, generators. Waits for the device: sync points."""
+
+    def __init__(self, state: TrainState):
+        self.state = state
+        self.kept = {name: t.to("cpu", copy=True) for name, t in _tensors(state).items()}
+        self.generators = _generators(state)
+        self.change: dict[str, float] = {}  # kind of tensor -> norm of what the first way changed
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges what is kept with the state as it is now, and remembers by how much they differ."""
+        self.change = self.distances()
+        for name, tensor in _tensors(self.state).items():
+            for now, kept in _chunks(tensor, self.kept[name]):
+                before = kept.to(now.device, copy=True)
+                kept.copy_(now)
+                now.copy_(before)
+        now = _generators(self.state)
+        self._settle()
+        self.generators = now
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The run's state becomes the kept one."""
+        for name, tensor in _tensors(self.state).items():
+            tensor.copy_(self.kept[name])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Whatever follows from the state, and nothing left over from an iteration that was broken off."""
+        self.state.strategy.works.clear()
+        self.state.strategy.clear_gradients()
+        self.state.after_load(self.generators)
+
+    @torch.no_grad()
+    def distances(self) -> dict[str, float]:
+        """Norm of (state now - state kept), for each kind of tensor."""
+        squares = defaultdict(float)
+        for name, tensor in _tensors(self.state).items():
+            kind = "weights" if name.startswith("model.") else name.rpartition(".")[2]
+            for now, kept in _chunks(tensor, self.kept[name]):
+                squares[kind] += (now.double() - kept.to(now.device).double()).square().sum().item()
+        return {kind: math.sqrt(square) for kind, square in squares.items()}
+
+
+def compare(expected: list[StepResult], actual: list[StepResult], snapshot: Snapshot) -> tuple[bool, str]:
+    """Whether the second way agrees with the first, whose end is kept in the snapshot; and in words."""
+    found = {}  # what -> (relative difference, what is allowed)
+    for name, allowed in (("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE), ("verdict", 0.0)):
+        wanted, got = ([getattr(result, name).item() for result in way] for way in (expected, actual))
+        found[name] = (
+            max(_relative(_distance(g, w), abs(w)) for g, w in zip(got, wanted, strict=True)),
+            allowed,
+        )
+    for kind, distance in snapshot.distances().items():
+        if kind == "window":  # the losses and norms that were compared just now
+            continue
+        found[f"update of {kind}"] = _relative(distance, snapshot.change[kind]), UPDATE_TOLERANCE
+    left = any(bucket.flat.any() for bucket in snapshot.state.strategy.buckets)
+    found["gradients left over"] = math.inf if left else 0.0, 0.0
+    wrong = [f"{what} by {off:.1e} (allowed {most:g})" for what, (off, most) in found.items() if off > most]
+    if wrong:
+        return False, ", ".join(wrong)
+    what, (off, most) = max(found.items(), key=lambda item: item[1][0])
+    if off == 0:
+        return True, "bit-equal to the eager step"
+    return True, f"within tolerance of the eager step: at most {off:.1e}, {what} (allowed {most:g})"
+
+
+def _distance(a: float, b: float) -> float:
+    return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)
+
+
+def _relative(distance: float, scale: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / scale if math.isfinite(distance) and scale > 0 else math.inf
+
+
+# --- state ---
+
+
+def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """Everything that an iteration changes in place, by name."""
+    health = state.health.state() if state.health else {}
+    return {**state.tensors(), **state.loss_scale.state(), **health}
+
+
+def _generators(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in state.optional_tensors().items() if name.startswith("rng.")}
+
+
+def _chunks(*tensors: torch.Tensor):
+    """Matching parts, views of a bounded size."""
+    return zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True)
+
+
+def host_bytes(state: TrainState) -> int:
+    """What a snapshot takes of this machine's memory, for all of its processes."""
+    return state.world.local_size * sum(t.nbytes for t in _tensors(state).values())
+
+
+def free_host_bytes() -> float:
+    """What this machine can still give without swapping; infinity where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return 1024.0 * kib[0] if kib else math.inf

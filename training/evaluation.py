@@ -1,0 +1,64 @@
+"""Evaluation on fixed windows, the same for every strategy and world size, so that losses can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from training.batches.loader import Split, hash_seed, inputs_and_targets, permute
+from training.configuration.keys import TrainConfig
+from training.process.world import World, sum_over_ranks
+
+EVAL_STREAM = 2**32 - 1  # a stream that no epoch reaches
+
+
+def evaluate(
+    model,
+    windows: dict[str, Split],
+    config: TrainConfig,
+    world: World,
+    check: Callable[[], None] = lambda: None,
+) -> dict:
+    """{split: mean loss} over eval_iters batches of batch_size sequences per split. All ranks. `check` is
+    called before each batch and may raise.
+
+    Of a mixture each source has its weight's part of the batches, one at least; the split's loss is the mean
+    of theirs by weight, and "sources" in the result is {source: {split: loss}}.
+
+    Batch i is rank (i mod world size)'s. Every rank makes equally many forward passes, because with FSDP each
+    of them communicates; the surplus ones count for nothing.
+    """
+    model.eval()
+    losses, sources = {}, {}
+    for split, mixture in windows.items():
+        losses[split] = 0.0
+        for name, (weight, part) in mixture.parts.items():
+            loss = _mean_loss(model, part, eval_batches(part, config, weight), world, check)
+            losses[split] += float(weight) * loss
+            sources.setdefault(name, {})[split] = loss
+    model.train()
+    return losses if len(sources) == 1 else {**losses, "sources": sources}
+
+
+@torch.no_grad()
+def _mean_loss(model, windows: Split, batches: np.ndarray, world: World, check) -> float:
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for first in range(0, len(batches), world.size):
+        check()
+        mine = first + world.rank
+        tokens = torch.from_numpy(windows.read(batches[min(mine, len(batches) - 1)])).to(world.device)
+        loss = model(*inputs_and_targets(tokens))
+        total += loss * (mine < len(batches))
+    return (sum_over_ranks(total, world) / len(batches)).item()  # sync point
+
+
+def eval_batches(windows: Split, config: TrainConfig, weight: Fraction | int = 1) -> np.ndarray:
+    """(batches, batch_size) window indices: at most eval_iters x weight batches, no window twice. A split
+    with fewer windows than one batch repeats them to fill it."""
+    B = config.batch_size
+    batches = max(1, min(round(config.eval_iters * weight), windows.count // B))
+    order = np.arange(batches * B) % windows.count
+    return permute(order, windows.count, hash_seed(config.seed, EVAL_STREAM)).reshape(batches, B)

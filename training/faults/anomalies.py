@@ -1,0 +1,127 @@
+"""What a run makes of the verdicts on its iterations (training/optimization/update_guard.py): an event, its end, or nothing.
+
+They are read where the device is waited for anyway: at a log row, and before an evaluation or a checkpoint,
+so that nothing is saved after a fault that ends the run. By then the updates in question have been left out
+long ago. All ranks have the same verdicts and do the same here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+
+from training.configuration.keys import RunError, TrainConfig
+from training.optimization.step import StepResult
+from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE
+from training.process.world import World, gather_objects
+from training.records.run_record import RunRecord
+
+log = logging.getLogger("nanomfu")
+
+AT_THE_LATEST = 100  # iterations, where rows are further apart
+STUCK_ITERATIONS = 30  # overflows in a row; float16's loss scale needs up to 16 to fall from 2^16 to 1
+
+
+class Diverged(RunError):
+    """The numbers of the run are not to be trusted any more. The advice is asked for when somebody reads it:
+    the checkpoint that was being written may be complete by then."""
+
+    def __init__(self, reason: str, advice: Callable[[], str] = str):
+        super().__init__(reason)
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return super().__str__() + self.advice()
+
+
+class Verdicts:
+    """Collects verdicts as device tensors, and acts on them once they have been read."""
+
+    def __init__(self, config: TrainConfig, world: World, record: RunRecord | None, start: int):
+        self.config, self.world, self.record = config, world, record
+        self.pending: list[StepResult] = []  # of iterations that nobody has looked at
+        self.first = start  # the first of them
+        self.saved_at = start or None  # iteration of the newest checkpoint
+        self.skipped = 0  # updates, since the last row
+        self.in_a_row = 0  # updates skipped, up to the last iteration looked at
+        self.end: str | None = None  # why the run cannot go on
+
+    def add(self, result: StepResult) -> None:
+        """After every iteration. All ranks."""
+        self.pending.append(result)
+        if len(self.pending) == AT_THE_LATEST:
+            self.settle()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """For the caller to read together with what else it wants to know."""
+        return [result.verdict for result in self.pending]
+
+    def settle(self) -> None:
+        """Reads what is pending, and raises Diverged if the run must end. All ranks. Sync point."""
+        if self.pending:
+            self.read(torch.stack(self.tensors()).tolist())
+        self.end_if_due()
+
+    def end_if_due(self) -> None:
+        if self.end:
+            raise Diverged(self.end, self._advice)
+
+    def read(self, values: list[float]) -> None:
+        """The values of tensors(). All ranks: of bad iterations, they tell each other their losses."""
+        pending, first = self.pending, self.first
+        self.pending, self.first = [], first + len(pending)
+        kinds = [self._kind(int(value)) for value in values]
+        faults = [n for n, kind in enumerate(kinds) if kind not in (None, "overflow")]
+        losses = {}  # of a faulty iteration, for each rank
+        if faults:
+            mine = [pending[n].loss.item() for n in faults]
+            losses = dict(zip(faults, zip(*gather_objects(mine, self.world), strict=True), strict=True))
+        for n, kind in enumerate(kinds):
+            self.in_a_row = self.in_a_row + 1 if kind else 0
+            self.skipped += kind is not None
+            if n in losses:
+                self._fault(first + n, kind, int(values[n]), losses[n], pending[n].grad_norm.item())
+            elif self.in_a_row >= STUCK_ITERATIONS:
+                self.end = self.end or f"no gradient was finite in the last {self.in_a_row} iterations"
+
+    def _kind(self, verdict: int) -> str | None:
+        if verdict & LOSS:
+            return "nonfinite_loss"
+        if verdict & NORM:  # float16's loss scale is meant to overflow now and then
+            return "overflow" if self.config.dtype == "float16" else "nonfinite_gradient"
+        return "spike" if verdict else None
+
+    def _fault(self, iteration: int, kind: str, verdict: int, losses: tuple, norm: float) -> None:
+        loss = sum(losses) / len(losses)
+        ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        if kind == "nonfinite_loss":
+            where = f" on rank {', '.join(map(str, ranks))}" if self.world.size > 1 else ""
+            what = f"the loss of iteration {iteration} is {losses[ranks[0]] if ranks else loss}{where}"
+        elif kind == "nonfinite_gradient":
+            what = f"the gradient norm of iteration {iteration} is {norm}"
+        else:
+            beyond = {LOSS_SPIKE: f"the loss {loss:.4f}", NORM_SPIKE: f"the gradient norm {norm:.4g}"}
+            found = " and ".join(text for bit, text in beyond.items() if verdict & bit)
+            sigmas = f"{self.config.skip_spikes:g} sigmas of the last {self.config.spike_window}"
+            what = f"iteration {iteration} is a spike: {found} beyond {sigmas}"
+        log.warning(f"{what}; its update was made on no rank")
+        if self.record is not None:
+            self.record.add_event(iteration, kind, loss=loss, grad_norm=norm, ranks=ranks, message=what)
+        if kind != "spike" and self.config.on_nonfinite == "stop":
+            self.end = self.end or f"{what}; its update was made on no rank"
+        elif self.in_a_row >= self.config.max_skips:
+            count = f"it is the last of {self.in_a_row} updates skipped in a row (max_skips)"
+            self.end = self.end or f"{what}; {count}"
+
+    def _advice(self) -> str:
+        where = f"Resume from iteration {self.saved_at:,}" if self.saved_at else "Start again"
+        advice = f". {where} with a lower learning_rate, a longer warmup_iters or dtype='bfloat16'"
+        stops = self.config.on_nonfinite == "stop"
+        return f"{advice}; --on_nonfinite=skip leaves such updates out" if stops else advice
+
+    def take_skipped(self) -> int:
+        skipped, self.skipped = self.skipped, 0
+        return skipped

@@ -1,0 +1,117 @@
+"""Replicas that drift apart. What several ranks hold must stay equal bit for bit: they start alike and make
+the same updates. A fault of a GPU or its memory changes one of them, and training goes on as if nothing had
+happened, with another model on each rank. So every drift_check_interval iterations each rank sums up the bit
+patterns of what it holds, tensor by tensor, and the sums are compared.
+
+The sums are of integers, so they are exact in any order; a single changed bit changes its tensor's sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from training.checkpoints.train_state import TrainState
+from training.configuration.keys import RunError, TrainConfig
+from training.process.world import all_gather
+from training.records.rows import Logger
+
+BITS = {4: torch.int32, 2: torch.int16}  # bytes of an element -> the integer of its size
+PART = 2**24  # elements summed at a time
+NAMED = 5  # tensors in the message
+
+
+class Drifted(RunError):
+    """Ranks that must hold the same hold something else."""
+
+
+class DriftCheck:
+    """Compares at log rows, where the device is waited for anyway, and before a checkpoint is saved, which
+    takes its parts from all ranks; the time is no iteration's. All ranks."""
+
+    def __init__(self, state: TrainState, config: TrainConfig, logger: Logger):
+        self.state, self.interval, self.logger = state, config.drift_check_interval, logger
+        self.agreed = logger.start  # updates after which the replicas were equal, or loaded
+
+    def row(self, iteration: int) -> None:
+        """After the update of `iteration`, if that is due. Raises Drifted on all ranks."""
+        done = iteration + 1
+        if self.interval and done // self.interval != self.agreed // self.interval:
+            self.compare(done)
+
+    def compare(self, done: int) -> None:
+        """After so many updates. Raises Drifted on all ranks."""
+        if not self.interval or done == self.agreed:
+            return
+        with self.logger.paused():
+            ranks, tensors = differences(self.state)
+        if not tensors:
+            self.agreed = done
+            return
+        more = f" and {len(tensors) - NAMED} more" if len(tensors) > NAMED else ""
+        what = (
+            f"the replicas have drifted apart: after iteration {done - 1} rank {', '.join(map(str, ranks))} "
+            f"{'holds' if len(ranks) == 1 else 'hold'} different bits of {', '.join(tensors[:NAMED])}{more}"
+        )
+        if self.logger.record is not None:
+            self.logger.record.add_event(done - 1, "drift", ranks=ranks, tensors=tensors, message=what)
+        raise Drifted(
+            f"{what}. A GPU or its memory is the likely cause: test that machine. The replicas were last "
+            f"equal at iteration {self.agreed:,}: resume from a checkpoint that is not newer"
+        )
+
+
+def differences(state: TrainState) -> tuple[list[int], list[str]]:
+    """(ranks that differ from the majority of those that hold the same, or all of these if there is none,
+    names of the tensors). All ranks. Sync point."""
+    world, held = state.world, replicated(state)
+    if world.size == 1 or not held:
+        return [], []
+    mine = torch.stack([_bits(tensor) for tensor in held.values()])
+    everyone = mine.new_empty(world.size * len(mine))
+    all_gather(everyone, mine)
+    groups = defaultdict(list)  # ranks that hold the same part
+    for rank in range(world.size):
+        groups[rank % parts(state)].append(rank)
+    ranks, tensors = set(), []
+    for name, sums in zip(held, everyone.view(world.size, -1).t().tolist(), strict=True):
+        odd = [rank for group in groups.values() for rank in _odd_ones(group, sums)]
+        ranks.update(odd)
+        tensors += [name] if odd else []
+    return sorted(ranks), tensors
+
+
+def replicated(state: TrainState) -> dict[str, torch.Tensor]:
+    """What other ranks hold, too: of the optimizer's weights and moments, and of the working weights."""
+    held = {}
+    for shard in state.strategy.shards:
+        whole = not isinstance(shard.parameter, DTensor)
+        if whole and shard.parameter.data_ptr() != shard.local.data_ptr():
+            held[f"{shard.name} (working weights)"] = shard.parameter.data
+        if shard.replicas > 1:
+            held[shard.name] = shard.local.data
+            adam = state.optimizer.state[shard.local]
+            held |= {f"{shard.name}.{moment}": adam[moment] for moment in ("exp_avg", "exp_avg_sq")}
+    return held
+
+
+def parts(state: TrainState) -> int:
+    """How many parts of a tensor the first ranks hold, one each; those after them hold the same again. 1
+    where all hold the whole."""
+    whole = not isinstance(state.strategy.shards[0].parameter, DTensor)
+    return 1 if whole else state.world.size // state.strategy.shards[0].replicas
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """In parts, because the sum makes a copy in 8 bytes of what it is given."""
+    integers = tensor.view(BITS[tensor.element_size()]).reshape(-1)
+    return torch.stack([part.sum(dtype=torch.int64) for part in integers.split(PART)]).sum()
+
+
+def _odd_ones(group: list[int], sums: list[int]) -> list[int]:
+    (usual, count), *_ = Counter(sums[rank] for rank in group).most_common(1)
+    if count == len(group):
+        return []
+    return [rank for rank in group if sums[rank] != usual or 2 * count <= len(group)]

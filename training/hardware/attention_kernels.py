@@ -1,0 +1,254 @@
+"""Attention kernels. What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and
+one line says what was asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
+
+The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A
+global switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from model_config import ModelConfig
+from ops.documents import dense_mask
+from training.hardware.capability import CUDNN, TORCH, capability
+
+CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
+HALF = (torch.float16, torch.bfloat16)
+
+CUDNN_MAX_HEAD_DIM = 128
+PROBE_TOKENS = 256  # enough for every kernel's tile
+PROBE_TOLERANCE = 0.03  # of outputs of unit size; bf16 has 8 bits, and a document too many changes them by 1
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The kernel that runs, and how it came to be chosen."""
+
+    asked: str
+    used: str
+    kernel: str  # the implementation inside the backend, such as 'cuDNN'
+    reason: str  # why `used` differs from `asked`; empty when it does not
+    attend: Callable
+    mask: Callable | None = None  # documents' numbers (B, T) -> what attend takes as its mask
+
+    def to_dict(self) -> dict:
+        """For the record; 'line' is the one line that the log shows after 'Attention backend:'."""
+        because = f" ({self.reason})" if self.reason else ""
+        line = f"{self.used} [{self.kernel}], asked for {self.asked}{because}"
+        facts = {"asked": self.asked, "used": self.used, "kernel": self.kernel, "reason": self.reason or None}
+        return {**facts, "line": line}
+
+
+class Unavailable(Exception):
+    """This backend cannot run here; the message says why."""
+
+
+def choose_attention(
+    asked: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    manual: Callable,
+    documents: bool = False,
+) -> AttentionChoice:
+    """The first backend of the chain, from `asked` on, that runs forward and backward on this device; with
+    documents, also that keeps them apart, which is compared with `manual` on a few.
+
+    `manual`, model.manual_attention, ends the chain. attend takes q (B, T, H, D), k and v (B, T, K, D).
+    """
+    last = ("matmul, softmax, matmul", manual, *([dense_mask] if documents else []))
+    backends = {**(DOCUMENT_BACKENDS if documents else BACKENDS), "manual": lambda *_: [last]}
+    reasons = []
+    for name in CHAIN[CHAIN.index(asked) :]:
+        try:
+            candidates = backends[name](config, dtype, device)
+        except Unavailable as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        for kernel, attend, *mask in candidates:
+            failure = _probe(attend, config, dtype, device, manual, *mask)
+            if failure is None:
+                return AttentionChoice(asked, name, kernel, "; ".join(reasons), attend, *mask)
+            reasons.append(f"{name} [{kernel}] failed: {failure}")
+    raise RuntimeError(f"no attention backend runs here: {'; '.join(reasons)}")
+
+
+def _probe(attend, config: ModelConfig, dtype, device, manual, mask=None) -> str | None:
+    """Runs one forward and backward with the model's own head counts; None, or what went wrong."""
+    T, D = min(PROBE_TOKENS, config.block_size), config.head_dim
+    q, k, v = (
+        torch.randn(1, T, heads, D, dtype=dtype, device=device, requires_grad=True)
+        for heads in (config.n_head, config.n_kv_head, config.n_kv_head)
+    )
+    numbers = torch.arange(T, dtype=torch.int32, device=device)[None] * 3 // T  # three documents
+    try:
+        y = attend(q, k, v, config.dropout, *([mask(numbers)] if mask else []))
+        y.sum().backward()
+        finite = all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # sync point, once at start-up
+        if mask and not config.dropout:
+            difference = y - manual(q, k, v, 0.0, dense_mask(numbers))
+            error = float(difference.detach().abs().max())
+            if not error < PROBE_TOLERANCE:
+                return f"documents see each other: it differs from manual attention by {error:.3g}"
+    except Exception as error:  # a kernel may fail in any way; the reason is shown to the user, not hidden
+        return _first_line(error)
+    return None if finite else "gradients are not finite"
+
+
+# --- backends: each returns [(kernel name, attend)], best first, or raises Unavailable ---
+
+
+def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """Dao-AILab's Hopper kernels; the module is flash_attn_interface, not flash_attn. Shah et al. 2024."""
+    _need_cuda_and_half("flash-attn 3", dtype, device)
+    _need_kernels("flash_attn_3", "Hopper GPUs (compute capability 9.0)", device)
+    if config.dropout > 0:
+        raise Unavailable("it has no dropout")
+    flash_attn_func = _import_function("flash_attn_interface")
+
+    def attend(q, k, v, dropout_p=0.0):
+        y = flash_attn_func(q, k, v, causal=True)
+        return y[0] if isinstance(y, tuple) else y  # older releases return (out, log-sum-exp)
+
+    return [("flash-attn 3", attend)]
+
+
+def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """The flash-attn package. Dao 2023."""
+    _need_cuda_and_half("flash-attn 2", dtype, device)
+    _need_kernels("flash_attn_2", "GPUs of compute capability 8.0 or above", device)
+    flash_attn_func = _import_function("flash_attn")
+
+    def attend(q, k, v, dropout_p=0.0):
+        return flash_attn_func(q, k, v, dropout_p=dropout_p, causal=True)
+
+    return [("flash-attn 2", attend)]
+
+
+def _import_function(package: str) -> Callable:
+    try:
+        return importlib.import_module(package).flash_attn_func
+    except Exception as error:  # built for another torch, it can fail in any way; the user is told which
+        why = f"cannot be imported: {_first_line(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            why = "is not installed (requirements-gpu.txt)"
+        raise Unavailable(f"{package} {why}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable(f"{name} needs a CUDA GPU, this is {device.type}")
+    if dtype not in HALF:
+        raise Unavailable(f"{name} needs dtype bfloat16 or float16, this is {dtype}")
+
+
+def _need_kernels(backend: str, gpus: str, device: torch.device) -> None:
+    if backend not in capability(device).flash_attn:
+        raise Unavailable(f"its kernels are for {gpus}")
+
+
+def _sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """torch's scaled_dot_product_attention: cuDNN by name where it is fastest, else torch's own choice."""
+    kernels = {TORCH: (_default_sdpa_kernel(config, dtype, device), _sdpa_default)}
+    if _cudnn_fits(config, dtype):
+        kernels[CUDNN] = (CUDNN, _sdpa_cudnn)
+    return [kernels[name] for name in capability(device).sdpa if name in kernels]
+
+
+def _cudnn_fits(config: ModelConfig, dtype: torch.dtype) -> bool:
+    return (
+        dtype in HALF
+        and config.head_dim % 8 == 0
+        and config.head_dim <= CUDNN_MAX_HEAD_DIM
+        and config.dropout == 0
+    )
+
+
+def _sdpa_cudnn(q, k, v, dropout_p=0.0):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    # out, log-sum-exp (kept for the backward), ...: the operator that SDPA itself calls for this backend
+    y = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, True)[0]
+    return y.transpose(1, 2)
+
+
+def _sdpa_default(q, k, v, dropout_p=0.0):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+def _default_sdpa_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of the kernel that torch itself picks for these shapes, such as 'FLASH_ATTENTION'."""
+    T, D = config.block_size, config.head_dim
+    q, k = (
+        torch.empty(1, heads, T, D, dtype=dtype, device=device, requires_grad=True)
+        for heads in (config.n_head, config.n_kv_head)
+    )
+    grouped = config.n_head != config.n_kv_head
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, None, config.dropout, True, enable_gqa=grouped)).name
+
+
+# --- backends that keep documents apart: each returns [(kernel name, attend, mask)] ---
+
+
+def _no_documents(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    raise Unavailable("doc_masking is not wired to its variable-length kernels")
+
+
+def _masked_sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
+    """Flex attention skips what no query of a block may see; a dense mask only hides it."""
+    kernels = [("dense mask", _sdpa_masked, dense_mask)]
+    if device.type == "cuda" and config.dropout == 0:
+        kernels.insert(0, ("flex attention", _flex, _block_mask))
+    return kernels
+
+
+def _sdpa_masked(q, k, v, dropout_p, mask):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+def _flex(q, k, v, dropout_p, mask):
+    """Dong et al. 2024. Fused only when compiled, so it is compiled also where the model is not.
+
+    No kernel_options: ROWS_GUARANTEED_SAFE and BLOCKS_ARE_CONTIGUOUS are 5 % faster and wrong here. A token
+    may see nothing of the first block it visits, and blocks seen in part lie on both sides of whole ones.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+def _block_mask(numbers: torch.Tensor):
+    """Numbers (B, T) -> flex attention's mask, 1 bit for 128 x 128 tokens and a rule for those within."""
+
+    def visible(b, h, query, key):
+        return (query >= key) & (numbers[b, query] == numbers[b, key])
+
+    B, T = numbers.shape
+    return _compiled(create_block_mask)(visible, B, None, T, T, device=numbers.device)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
+
+
+BACKENDS = {"flash_attn_3": _flash_attn_3, "flash_attn_2": _flash_attn_2, "sdpa": _sdpa}
+DOCUMENT_BACKENDS = {"flash_attn_3": _no_documents, "flash_attn_2": _no_documents, "sdpa": _masked_sdpa}

@@ -1,0 +1,218 @@
+"""The peak that MFU divides by, and the machine it belongs to.
+
+Trap: a peak of the wrong GPU, or the 2:4-sparse figure taken for the dense one, gives a plausible, wrong MFU.
+So device names match in full and the compute capability must agree, an unknown GPU gets a reason and no peak,
+and a sparse peak says so.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+from training.configuration.keys import UserError
+from training.hardware.capability import FP8_NEEDS, capability, dotted
+
+PRECISIONS = ("bfloat16", "float16", "float32", "fp8")
+CUDA_GEMM = 8192  # a 16-bit operand is 134 MB, more than the L2 of any GPU below
+CUDA_WARMUP, CUDA_REPEATS = 50, 20  # the warm-up is long enough for an idle GPU to raise its clock
+CPU_GEMM = 1024
+CPU_WARMUP, CPU_REPEATS = 2, 20
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that one GPU can do. tflops is None if that is not known; reason then says why and the fix."""
+
+    tflops: float | None  # 1e12 FLOPs per second; dense, or 2:4 sparse if `sparse`
+    source: str
+    reason: str | None = None
+    sparse: bool = False
+    measured: bool = False
+    fp8: Peak | None = None  # beside it, for a run whose matmuls are fp8
+
+    @property
+    def flops(self) -> float | None:
+        return None if self.tflops is None else self.tflops * 1e12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    pattern: str  # regex for all of the device name after 'NVIDIA '; upper and lower case are the same
+    name: str
+    compute: tuple[int, int]  # capability; a row of training/hardware/capability.py
+    bf16: float  # dense TFLOPS with fp32 accumulation; fp16 is the same figure
+    fp8: float | None  # dense TFLOPS with fp32 accumulation; None: no fp8 tensor cores
+    source: str  # what the sheet prints for bf16 and fp8, in TFLOPS; dense is half of sparse
+
+
+# Checked in November 2026 against public pages that quote these NVIDIA documents, not against the PDFs.
+# They round: half of 1,979 is the whitepaper's 989.4; half of 1,671 is the 835 printed for sparse TF32.
+GPUS = (
+    Gpu("B200", "B200", (10, 0), 2250, 4500, "HGX B200 datasheet: 4,500 and 9,000 sparse"),
+    Gpu("B300( SXM6 AC)?", "B300", (10, 3), 2250, 4500, "HGX B300 page: 36,000 and 72,000 sparse for 8 GPUs"),
+    Gpu("GB200", "GB200", (10, 0), 2500, 5000, "GB200 NVL72 datasheet: 5,000 and 10,000 sparse for one GPU"),
+    Gpu("H200", "H200 SXM", (9, 0), 989.4, 1978.9, "H200 datasheet: 1,979 and 3,958 sparse"),
+    Gpu("H200 NVL", "H200 NVL", (9, 0), 835, 1670.5, "H200 datasheet: 1,671 and 3,341 sparse"),
+    # The memory in a GH200's name is the CPU's (480GB, 120GB) or the GPU's (144G); the Hopper chip is one.
+    Gpu(
+        "GH200 (480GB|120GB|144G HBM3e)",
+        "GH200",
+        (9, 0),
+        989.4,
+        1978.9,
+        "GH200 datasheet: 990 and 1,979 dense",
+    ),
+    Gpu("H100 80GB HBM3", "H100 SXM", (9, 0), 989.4, 1978.9, "H100 whitepaper: 989.4 and 1978.9 dense"),
+    Gpu("H100 PCIe", "H100 PCIe", (9, 0), 756, 1513, "H100 datasheet: 1,513 and 3,026 sparse"),
+    Gpu("H100 NVL", "H100 NVL", (9, 0), 835, 1670.5, "H100 datasheet: 1,671 and 3,341 sparse"),
+    Gpu("A100(-SXM4-[48]0GB|-PCIE-40GB| 80GB PCIe)", "A100", (8, 0), 312, None, "A100 datasheet: 312 dense"),
+    Gpu("RTX A6000", "RTX A6000", (8, 6), 154.8, None, "GA102 whitepaper v2, table 3: 154.8 dense"),
+    # The sheet's bf16 disagrees with itself by 1 % (362.05 dense, 733 sparse) and names no accumulator.
+    Gpu("L40S", "L40S", (8, 9), 362, 733, "L40S datasheet: 362.05 and 733 dense"),
+    # GeForce halves the rate when it accumulates in fp32; for fp8 the Ada whitepaper says so since v2.02.
+    Gpu(
+        "GeForce RTX 4090",
+        "RTX 4090",
+        (8, 9),
+        165.2,
+        330.3,
+        "Ada whitepaper v2.02, app. A: 165.2 and 330.3 dense",
+    ),
+    Gpu("GeForce RTX 5090", "RTX 5090", (12, 0), 209.5, 419, "RTX Blackwell whitepaper: 209.5 and 419 dense"),
+)
+
+
+def table_peak(
+    gpu_name: str, precision: str, sparse: bool = False, compute: tuple[int, int] | None = None
+) -> Peak:
+    """The datasheet peak for a torch.cuda.get_device_name(). Raises ValueError for an unknown precision.
+
+    compute is the capability that the device reports; None leaves it unchecked.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} has no peak; use one of {', '.join(PRECISIONS)}")
+    fix = "time a GEMM with --peak_tflops=measure"
+    if precision != "fp8":  # see resolve_peak: a stated number is never the fp8 peak
+        fix = f"state its dense {precision.replace('bfloat', 'bf')} TFLOPS with --peak_tflops=..., or {fix}"
+    gpu = next((g for g in GPUS if re.fullmatch(f"(NVIDIA )?({g.pattern})", gpu_name, re.I)), None)
+    if gpu is None:
+        return Peak(None, "none", f"no peak is known for the GPU {gpu_name!r}; {fix}", sparse)
+    if compute not in (None, gpu.compute):
+        named = f"{gpu_name!r} is the name of a GPU of compute capability {dotted(gpu.compute)}"
+        return Peak(None, "none", f"{named}, but this one reports {dotted(compute)}; {fix}", sparse)
+    if precision == "float32":
+        return Peak(None, "none", f"the table has no float32 peak for the {gpu.name}; {fix}", sparse)
+    tflops = gpu.fp8 if precision == "fp8" else gpu.bf16
+    if tflops is None:
+        return Peak(None, "none", f"the {gpu.name} has no fp8 tensor cores; train it in bfloat16", sparse)
+    kind = "2:4 sparse, twice dense" if sparse else "dense"
+    return Peak(float(2 * tflops if sparse else tflops), f"{gpu.name}, {kind} ({gpu.source})", sparse=sparse)
+
+
+def resolve_peak(
+    peak_tflops: float | str | None, gpu_name: str | None, precision: str, sparse: bool, device
+) -> Peak:
+    """The peak that the settings ask for; gpu_name is None on a CPU. Raises UserError for a contradiction.
+
+    A stated number is taken as it is, also with sparse=True. It is the rate of the training dtype, so the fp8
+    peak beside it still comes from the table.
+    """
+    if peak_tflops == "measure":
+        if sparse:
+            raise UserError("peak_tflops='measure' times a dense GEMM; leave it out or use_sparse_specs=True")
+        return measure_peak(precision, device)
+    if peak_tflops is not None and precision != "fp8":
+        return Peak(float(peak_tflops), "stated by peak_tflops", sparse=sparse)
+    if gpu_name is None:
+        fix = "state its TFLOPS with --peak_tflops=..., or time a GEMM with --peak_tflops=measure"
+        return Peak(None, "none", f"no peak for a CPU; {fix}", sparse)
+    return table_peak(gpu_name, precision, sparse, capability(device).compute)
+
+
+def measure_peak(precision: str, device) -> Peak:
+    """The rate of a large n x n GEMM (2 n^3 FLOPs) here; float32 at the matmul precision in force."""
+    device = torch.device(device)
+    on_cuda = device.type == "cuda"
+    if precision == "fp8" and capability(device).fp8 != "native":
+        return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
+    n = CUDA_GEMM if on_cuda else CPU_GEMM
+    warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
+    # the fastest, since a peak is a most: other work on the machine can only make a repeat slower
+    seconds = min(_timings(_gemm(precision, n, device), warmup, repeats, device))
+    if on_cuda:  # the buffers are gone; keep them out of the run's memory figures, too
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    gemm = f"{n}x{n}x{n} {precision} GEMM on this machine, fastest of {repeats}"
+    source = f"measured: {gemm}; an achievable rate, not a datasheet peak"
+    return Peak(2 * n**3 / seconds / 1e12, source, measured=True)
+
+
+def _gemm(precision: str, n: int, device: torch.device) -> Callable[[int], torch.Tensor]:
+    """A function of the repeat that multiplies one of two pairs of random n x n matrices, by turns."""
+    # Random: zeros draw less power, so the GPU clocks higher. An own generator leaves the run's seed alone.
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.float8_e4m3fn if precision == "fp8" else getattr(torch, precision)
+    pairs = torch.randn(2, 2, n, n, device=device, generator=generator).to(dtype)
+    one = torch.ones((), device=device)  # the scale of each fp8 operand
+    fast = capability(device).fast_accumulation
+
+    def multiply(repeat: int) -> torch.Tensor:
+        a, b = pairs[repeat % 2]
+        if precision != "fp8":
+            return torch.mm(a, b)
+        # b.t(), because the second operand must be column-major
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    return multiply
+
+
+def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device) -> list[float]:
+    """Seconds of each call after the warm-up, which is at least one call."""
+    marks = []
+    for repeat in range(warmup + repeats):
+        multiply(repeat)
+        if device.type == "cuda":
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record(torch.cuda.current_stream(device))
+        else:
+            marks.append(time.perf_counter())
+    if device.type == "cuda":
+        marks[-1].synchronize()  # sync point
+        marks = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+    return [end - start for start, end in zip(marks[warmup - 1 :], marks[warmup:], strict=False)]
+
+
+def describe_hardware(device) -> dict:
+    """The machine and its software for the run record: a GPU's facts are None on a CPU, its name the CPU's.
+
+    gpu_memory_gb, as the record calls it, is one GPU's memory in GiB (2**30 bytes): 139.8 for a 141 GB H200.
+    """
+    device = torch.device(device)
+    cpu = _search(r"(?<=model name\t: ).+", "/proc/cpuinfo") or platform.processor() or platform.machine()
+    keys = ("gpu_name", "gpu_memory_gb", "compute_capability", "driver", "cuda", "cudnn", "nccl")
+    facts = dict.fromkeys(keys) | {"gpu_name": cpu}
+    if device.type == "cuda":
+        facts["gpu_name"] = torch.cuda.get_device_name(device)
+        facts["gpu_memory_gb"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 2)
+        facts["compute_capability"] = dotted(capability(device).compute)
+        facts["driver"] = _search(r"\b\d{3}\.\d+(?:\.\d+)?\b", "/proc/driver/nvidia/version")  # 580.126.20
+        facts["cuda"] = torch.version.cuda
+        facts["cudnn"] = torch.backends.cudnn.version()
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    versions = {"torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version()}
+    return facts | versions
+
+
+def _search(pattern: str, path: str) -> str | None:
+    """The first match in a file that not every system has."""
+    found = re.search(pattern, Path(path).read_text()) if Path(path).exists() else None
+    return found and found[0]

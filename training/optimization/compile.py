@@ -1,0 +1,47 @@
+"""What is compiled, and what is recomputed in the backward: block by block, before a strategy has it.
+
+All blocks share one compilation, so a start takes seconds, and communication fits between blocks. Compiling
+the whole model is a little faster on one GPU and takes a minute longer to start (LOG.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from training.configuration.keys import TrainConfig
+
+SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
+
+
+def compile_and_checkpoint(model: nn.Module, config: TrainConfig) -> None:
+    """Replaces forward methods in place; hooks on the modules stay outside of the compiled code."""
+    whole = config.compile and config.compile_scope == "whole"
+    for i, block in enumerate(model.blocks):
+        if config.compile and not whole:
+            block.forward = _compiled(block.forward)
+        if is_recomputed(i, config.activation_checkpointing):
+            block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
+    if whole:
+        model.forward = _compiled(model.forward)
+    elif config.compile:
+        model.head.norm.add = _compiled(model.head.norm.add)
+
+
+def is_recomputed(block: int, activation_checkpointing: str) -> bool:
+    """Whether this block's activations are dropped after its forward and computed again for its backward.
+    Chen et al. 2016."""
+    stride = {"none": None, "selective": SELECTIVE_STRIDE, "full": 1}[activation_checkpointing]
+    return stride is not None and block % stride == 0
+
+
+def _compiled(forward):
+    return torch.compile(forward, fullgraph=True, dynamic=False)
+
+
+def _recomputed(forward, keep_rng: bool):
+    def run(*inputs):
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep_rng)
+
+    return run

@@ -1,0 +1,70 @@
+"""Precision. `dtype` is what the matmuls compute in, `param_dtype` what the optimizer's weights are stored in
+(training/strategies/replicated.py copies one to the other). float16 alone needs its loss scaled, because its smallest
+gradients would round to zero."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from model import Linear
+from ops import float8
+from training.configuration.keys import TrainConfig, UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+INITIAL_SCALE = 65536.0  # the values of torch.amp.GradScaler
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+
+class LossScale:
+    """Dynamic loss scale (Micikevicius et al. 2018, sec. 3.2) that never waits for the device.
+
+    torch.amp.GradScaler looks at each rank's own gradients; this one is told by the global gradient norm, so
+    that sharded ranks agree. With enabled=False the scale is 1 and stays 1.
+    """
+
+    def __init__(self, enabled: bool, device: torch.device):
+        self.enabled = enabled
+        self.scale = torch.tensor(INITIAL_SCALE if enabled else 1.0, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        """found_inf: 1.0 if this iteration's gradients overflowed, else 0.0."""
+        if self.enabled:
+            torch._amp_update_scale_(
+                self.scale, self.growth_tracker, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL
+            )
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"scale": self.scale, "growth_tracker": self.growth_tracker} if self.enabled else {}
+
+
+# --- low precision ---
+
+
+def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
+    """Gives the Linear layers in low_precision_scope their fp8 weights; refresh_weights fills them.
+    Embeddings and norms never have any. Raises UserError for a width that an fp8 matmul cannot have."""
+    if config.low_precision == "none":
+        return
+    parts = ("blocks.", "head.") if config.low_precision_scope == "layers_and_head" else ("blocks.",)
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear) or not name.startswith(parts):
+            continue
+        assert not module.weight.is_meta, f"{name}: init_weights comes first"
+        if any(width % float8.ALIGNMENT for width in module.weight.shape):
+            raise UserError(
+                f"low_precision={config.low_precision!r} needs matrices whose sides are multiples of "
+                f"{float8.ALIGNMENT}, but {name} is {tuple(module.weight.shape)}; change n_embd, d_ff or "
+                "vocab_size, or set low_precision='none'"
+            )
+        module.float8 = float8.empty_like(module.weight)
+
+
+@torch.no_grad()
+def refresh_weights(model: nn.Module) -> None:
+    """Quantises every fp8 weight from its working copy in bf16: once per iteration, after the update."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.float8 is not None:
+            float8.requantize(module.weight.detach().to(torch.bfloat16), into=module.float8)

@@ -1,0 +1,87 @@
+"""One training run in an out_dir at a time: rank 0 holds a lock on out_dir/run.lock for as long as it
+lives.
+
+A POSIX lock (lockf), which the system takes back from a process however it ends, and which works across
+machines on NFS. Not flock: data workers, being forked, would inherit that and keep it for seconds after
+their parent was killed. The trap of lockf: closing any descriptor of the file gives the lock up, so nothing
+else here opens it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+
+from training.configuration.keys import UserError
+
+NAME = "run.lock"
+WAIT_SECONDS = 3.0  # for a process that was just killed: the lock goes last, after gigabytes of memory
+LOOK_SECONDS = 0.1
+HELD = (errno.EACCES, errno.EAGAIN)
+
+log = logging.getLogger("nanomfu")
+
+
+class RunLock:
+    """A context manager that gives the lock back, if acquire() was called."""
+
+    def __init__(self, out_dir: Path):
+        self.out_dir, self.file = out_dir, None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.file:
+            self.file.close()
+            self.file = None
+
+    def acquire(self) -> None:
+        """Locks out_dir, which exists. Raises UserError if another run has it. The file names the holder
+        for people to read; that it is locked is the system's knowledge, not the file's."""
+        path = self.out_dir / NAME
+        try:
+            self.file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+        except OSError as error:
+            raise _not_writable(self.out_dir, error) from None
+        until = time.monotonic() + WAIT_SECONDS
+        while not self._lock():
+            if time.monotonic() > until:
+                holder = self.file.read().strip() or "(which has not said its number)"
+                raise UserError(
+                    f"out_dir={str(self.out_dir)!r} is in use by process {holder}; stop that run, or choose "
+                    f"another --out_dir. If its machine is gone and a network disk keeps its lock: rm {path}"
+                )
+            time.sleep(LOOK_SECONDS)
+        try:
+            self.file.truncate(0)
+            self.file.write(f"{os.getpid()} on {socket.gethostname()}, started {_now()}\n")
+            self.file.flush()
+        except OSError as error:
+            raise _not_writable(self.out_dir, error) from None
+
+    def _lock(self) -> bool:
+        """Whether we have it."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                return False
+            log.warning(
+                "%s cannot be locked (%s): nothing prevents a second run in this out_dir", NAME, error
+            )
+        return True
+
+
+def _not_writable(out_dir: Path, error: OSError) -> UserError:
+    return UserError(f"out_dir={str(out_dir)!r} cannot be written: {error}; choose another --out_dir")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

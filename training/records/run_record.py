@@ -1,0 +1,318 @@
+"""The run record (JSON) and the log beside it. Both are rank 0's, and neither can end a run: a full disk is a
+warning, once, and what could not be written is written when there is room again.
+
+The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as
+long as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since
+then is in a journal beside it, a line each, which training/records/attempts.py reads if the run does not come to its
+end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from tqdm import tqdm
+
+from training.configuration.keys import UserError
+from training.process.redaction import redact, redact_all
+from training.records.attempts import SECTIONS, carry_over, journal_path
+
+SAVING_SHARE = 0.01  # of the time, for rewriting the JSON
+
+log = logging.getLogger("nanomfu")
+
+
+# --- the log ---
+
+
+class _Redacting(logging.Formatter):
+    def format(self, entry: logging.LogRecord) -> str:
+        return redact(super().format(entry))
+
+
+class _Patient:
+    """A handler whose output cannot be written says so once on stderr, and tries again with the next
+    message."""
+
+    warned = False
+
+    def handleError(self, entry: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        self.abandon()
+        if not self.warned:
+            self.warned = True
+            with contextlib.suppress(OSError, ValueError):
+                print(
+                    f"warning: could not write {self}: {error}; training goes on", file=sys.stderr, flush=True
+                )
+
+    def abandon(self) -> None:
+        """Lets go of what is half written."""
+
+
+class _Console(_Patient, logging.Handler):
+    """Prints above the progress bar instead of through it."""
+
+    def emit(self, entry: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(entry), file=sys.stdout)
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(entry)
+
+    def __str__(self) -> str:
+        return "to the console"
+
+
+class _LogFile(_Patient, logging.FileHandler):
+    def emit(self, entry: logging.LogRecord) -> None:
+        try:
+            super().emit(entry)
+        except OSError:  # it could not be opened
+            self.handleError(entry)
+
+    def abandon(self) -> None:
+        """The next message opens the file anew."""
+        stream, self.stream = self.stream, None
+        with contextlib.suppress(OSError, ValueError):
+            stream.close()
+
+    def __str__(self) -> str:
+        return self.baseFilename
+
+
+def start_logging(log_path: Path | None, console: bool = True) -> None:
+    """Sends the 'nanomfu' logger to the console and to log_path. Without either, only the handlers go."""
+    log.handlers.clear()
+    log.propagate = False
+    log.setLevel(logging.INFO)
+    log.addHandler(_Console() if console else logging.NullHandler())
+    if log_path is not None:
+        log.addHandler(_LogFile(log_path, encoding="utf-8", delay=True))
+    for handler in log.handlers:
+        handler.setFormatter(_Redacting())
+
+
+def write_to_log_file(message: str) -> None:
+    """A message that the console got in another way, such as the error that ended the run."""
+    for handler in log.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.emit(logging.makeLogRecord({"msg": message}))
+
+
+def check_writable(out_dir: Path) -> None:
+    """Makes out_dir and writes a byte there. Raises UserError. Rank 0 only, before anything expensive."""
+    probe = out_dir / f".write_test_{os.getpid()}"
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_text("x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"out_dir={str(out_dir)!r} cannot be written: {error}; choose another --out_dir"
+        ) from None
+
+
+# --- the record ---
+
+
+def new_run_path(out_dir: Path) -> Path:
+    """out_dir/run_YYYYMMDD_HHMMSS.json, a name that no earlier run has."""
+    name = f"run_{datetime.now():%Y%m%d_%H%M%S}"
+    candidates = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
+    return next(path for path in candidates if not path.exists() and not path.with_suffix(".log").exists())
+
+
+class RunRecord:
+    """Everything a run leaves behind to reproduce and plot its numbers, with what earlier attempts at it
+    left."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict,
+        startup_info: dict,
+        enabled: bool,
+        history: dict | None = None,
+        start: int = 0,
+    ):
+        """`history` is the record of the attempt before (training/records/attempts.py), which this one carries on from
+        iteration `start`. `startup_info` may still be filled in while the run goes on."""
+        self.path, self.enabled = path, enabled
+        earlier = carry_over(history, start)
+        self.attempt = len(earlier["attempts"]) + 1
+        self.this_attempt = {
+            "attempt": self.attempt,
+            "run_name": path.stem,
+            "start_time": _now(),
+            "end_time": None,
+            "status": "running",
+            "start_iter": start,
+            "resumed_from": startup_info.get("resumed_from"),
+            "restarts": (startup_info.get("launch") or {}).get("restarts", 0),
+        }
+        self.content = {
+            **{name: self.this_attempt[name] for name in ("run_name", "start_time", "end_time", "status")},
+            "attempt": self.attempt,
+            "attempts": [*earlier["attempts"], self.this_attempt],
+            "config": config,
+            "startup_info": startup_info,
+            **{section: earlier[section] for section in SECTIONS},
+            "superseded": earlier["superseded"],
+            "summary": None,
+            "journal_lines": 0,  # those that are in here already
+        }
+        for attempt in earlier["attempts"]:  # what a kill in the middle of a rewrite left
+            with contextlib.suppress(OSError):
+                (path.parent / f"{os.path.basename(str(attempt['run_name']))}.json.tmp").unlink(
+                    missing_ok=True
+                )
+        self.journal = Journal(journal_path(path)) if enabled else None
+        self.save_not_before = 0.0
+        self.warned = False
+        self.lock = threading.Lock()  # training/faults/watchdog.py completes the record from its thread
+
+    @property
+    def own_rows(self) -> list[dict]:
+        """Without those of earlier attempts, which may have had other hardware."""
+        return [row for row in self.content["training_iterations"] if row["attempt"] == self.attempt]
+
+    def add_iteration(self, row: dict) -> None:
+        mfu, memory = row["mfu"], row["memory"]
+        self._add("training_iterations", row)
+        flat = {
+            "iter": row["iter"],
+            "loss": row["loss"],
+            "mfu": mfu and mfu["mfu"],
+            "tokens_per_sec": row["tokens_per_sec"],
+            "memory_allocated_gb": memory and memory["allocated_gb"],
+            "dt_ms": row["time_ms"],
+        }
+        self._add("training_progress", flat)
+
+    def add_evaluation(self, iteration: int, losses: dict, lr: float) -> None:
+        step = {"iter": iteration, "train_loss": losses["train"], "val_loss": losses["val"], "lr": lr}
+        if "sources" in losses:  # of a mixture
+            step["sources"] = losses["sources"]
+        self._add("eval_steps", step)
+
+    def add_checkpoint(self, iteration: int, val_loss: float | None, path: Path, **seconds: float) -> None:
+        self._add("checkpoints", {"iter": iteration, "val_loss": val_loss, "path": str(path), **seconds})
+
+    def add_event(self, iteration: int, kind: str, **facts) -> None:
+        """What happened beside the rows: bad numbers, a straggler, a fault that was survived."""
+        self._add("events", {"iter": iteration, "kind": kind, "time": _now(), **facts})
+
+    def _add(self, section: str, entry: dict) -> None:
+        entry = _finite(redact_all({**entry, "attempt": self.attempt}))
+        self.content[section].append(entry)
+        if self.journal:
+            with self._surviving(self.journal.path):
+                self.journal.append(section, entry)
+
+    def finish(self, status: str, summary: dict) -> None:
+        end = {"status": status, "end_time": _now()}
+        self.content.update(**end, summary=summary)
+        self.this_attempt.update(end)
+        self.warned = False
+        self.save(at_once=True)
+
+    def save(self, at_once: bool = False) -> None:
+        """Rewrites the JSON, if that has not just been done."""
+        if not self.enabled or (time.monotonic() < self.save_not_before and not at_once):
+            return
+        began = time.monotonic()
+        with self._surviving(self.path):
+            self.content["journal_lines"] = self.journal.lines
+            _replace(self.path, _text(self.content))
+            self.journal.clear(remove=self.content["end_time"] is not None)
+            self.warned = False
+        now = time.monotonic()
+        self.save_not_before = now + (now - began) / SAVING_SHARE
+
+    @contextlib.contextmanager
+    def _surviving(self, what):
+        """Around a write. If it fails, everything is still in self.content."""
+        try:
+            with self.lock:
+                yield
+        except OSError as error:
+            if not self.warned:
+                self.warned = True
+                over = self.content["end_time"] is not None
+                then = "what it lacks is lost" if over else "training goes on, and it is tried again"
+                log.warning("could not write %s: %s; %s", what, error, then)
+
+
+class Journal:
+    """What the JSON does not have yet. A line is written at once, and begins with the line break, so that
+    one that was cut off by a full disk does not spoil the next."""
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, None
+        self.lines = 0  # in the whole run
+
+    def append(self, section: str, entry: dict) -> None:
+        line = json.dumps({"line": self.lines, "section": section, "entry": entry}, allow_nan=False)
+        self.lines += 1  # also if it is not written
+        if self.file is None:
+            self.file = open(self.path, "ab", buffering=0)
+        self.file.write(b"\n" + line.encode())
+
+    def clear(self, remove: bool) -> None:
+        if self.file is None:
+            return
+        if remove:
+            self.file.close()
+            self.file = None
+            self.path.unlink(missing_ok=True)
+        else:
+            self.file.truncate(0)
+
+
+def _text(content: dict) -> Iterator[str]:
+    """JSON with a line for each entry: small, quick to make, and a tool that reads lines can use it."""
+    for number, (name, value) in enumerate(content.items()):
+        yield f"{',' if number else '{'}\n {json.dumps(name)}: "
+        if name == "superseded":
+            yield json.dumps(value, allow_nan=False)
+        elif name in SECTIONS and value:
+            yield "[\n  "
+            for place, entry in enumerate(value):
+                yield (",\n  " if place else "") + json.dumps(entry, allow_nan=False)
+            yield "\n ]"
+        else:
+            yield json.dumps(_finite(redact_all(value)), indent=1, allow_nan=False).replace("\n", "\n ")
+    yield "\n}\n"
+
+
+def _replace(path: Path, text: Iterator[str]) -> None:
+    temporary = path.with_suffix(".json.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(text)
+        file.flush()
+        os.fsync(file.fileno())  # so that a machine that loses power has the old one or the new one
+    os.replace(temporary, path)
+
+
+def _finite(value):
+    """The same content with NaN and infinities as null: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

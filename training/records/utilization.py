@@ -1,0 +1,136 @@
+"""Throughput and utilization. Pure functions of counts and seconds; every figure says whether it is global
+(all GPUs) or per GPU, and the numerator and denominator of a quotient always cover the same GPUs."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from training.configuration.keys import TrainConfig
+from training.hardware.peaks import Peak
+from training.optimization.compile import is_recomputed
+
+WARMUP_ITERS = 5  # of this process; rows that include one of them stay out of the medians
+
+
+def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
+    """FLOPs per token that activation checkpointing adds: one more forward of each recomputed block,
+    attention (the full S x S scores) and feed-forward. None if the formula has no count of one layer."""
+    blocks = sum(is_recomputed(i, config.activation_checkpointing) for i in range(config.n_layer))
+    if not blocks:
+        return 0
+    if flops["ffn_flops_per_layer"] is None:
+        return None
+    per_sequence = flops["attention_flops_per_layer"] + flops["ffn_flops_per_layer"]
+    return blocks * per_sequence / config.block_size
+
+
+def document_flops(flops: dict, attended: float, block_size: int) -> float:
+    """FLOPs per token, causal, where documents of a window do not see each other: their squared lengths sum
+    to less than the window's. attended is sum(L^2) / sum(L) over documents of L tokens."""
+    half_of_the_scores = flops["flops_per_token"] - flops["flops_per_token_causal"]
+    return flops["flops_per_token"] - (2 - attended / block_size) * half_of_the_scores
+
+
+def utilization(
+    tokens_per_sec: float,
+    num_gpus: int,
+    flops: dict,
+    peak: Peak,
+    facts: dict,
+    recomputed: float | None = 0,
+) -> dict:
+    """The record's mfu fields, from the global tokens/s. `flops` is count_flops' result; `facts` are constant
+    fields (method, architecture, GPU name ...) that every row repeats, so that one row can be read alone.
+    `recomputed` is recomputed_flops': MFU never counts it, hfu_percent (hardware FLOPs utilization) does.
+
+    Raises ValueError if the result is above 100 %: then the measurement, the peak or the count is wrong.
+    """
+    achieved = tokens_per_sec * flops["flops_per_token"]  # FLOP/s, all GPUs
+    hardware_peak = peak.flops * num_gpus
+    mfu = achieved / hardware_peak
+    most = peak.fp8 if peak.fp8 and peak.fp8.flops else peak
+    if achieved > most.flops * num_gpus:
+        raise ValueError(
+            f"computed {100 * achieved / (most.flops * num_gpus):.1f} % of the peak, which is impossible: "
+            f"{achieved / 1e12:.1f} TFLOPS achieved against {most.flops * num_gpus / 1e12:.1f} "
+            f"({most.source}); check peak_tflops and the GPU's name"
+        )
+    return {
+        "mfu": mfu,
+        "mfu_percent": 100 * mfu,
+        "hfu_percent": None
+        if recomputed is None
+        else 100 * (mfu + tokens_per_sec * recomputed / hardware_peak),
+        "mfu_causal_percent": 100 * tokens_per_sec * flops["flops_per_token_causal"] / hardware_peak,
+        "flops_per_token": flops["flops_per_token"],
+        "flops_per_token_causal": flops["flops_per_token_causal"],
+        "tokens_per_sec": tokens_per_sec,
+        "tokens_per_sec_per_gpu": tokens_per_sec / num_gpus,
+        "achieved_tflops": achieved / 1e12,
+        "achieved_tflops_per_gpu": achieved / 1e12 / num_gpus,
+        "flops_achieved": achieved,
+        "hardware_peak_flops": hardware_peak,
+        "hardware_peak_tflops": hardware_peak / 1e12,
+        "num_gpus": num_gpus,
+        **(_fp8_utilization(achieved, mfu, peak, num_gpus) if peak.fp8 else {}),
+        "sparse_mode": peak.sparse,
+        "attention_flops_per_layer": flops["attention_flops_per_layer"],
+        "ffn_flops_per_layer": flops["ffn_flops_per_layer"],
+        "logit_flops": flops["logit_flops"],
+        "attention_to_ffn_ratio": flops["attention_to_ffn_ratio"],
+        **facts,
+    }
+
+
+def _fp8_utilization(achieved: float, mfu: float, peak: Peak, num_gpus: int) -> dict:
+    """An fp8 run against both peaks, each by its name; mfu itself is against the bf16 peak, so that it
+    compares with runs in bf16."""
+    known = peak.fp8.flops is not None
+    return {
+        "mfu_bf16_percent": 100 * mfu,
+        "mfu_fp8_percent": 100 * achieved / (peak.fp8.flops * num_gpus) if known else None,
+        "hardware_peak_fp8_tflops": peak.fp8.flops * num_gpus / 1e12 if known else None,
+    }
+
+
+def audit_flops(meta_model: torch.nn.Module, flops: dict, seq_len: int, exact: bool) -> dict:
+    """Compares the active formula with what torch's FlopCounterMode counts in one forward and backward of the
+    same model on the meta device. Raises RuntimeError if a formula that claims to be exact is not."""
+    ids = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        meta_model(ids, ids).backward()
+    counted, formula = counter.get_total_flops(), flops["flops_per_token"] * seq_len
+    if exact and counted != formula:
+        raise RuntimeError(
+            f"the FLOP formula counts {formula:,} for one sequence, torch's FlopCounterMode {counted:,}; "
+            "an MFU from it would be wrong, so model_builder.py needs to learn about this model"
+        )
+    return {
+        "counted_flops_per_sequence": counted,
+        "formula_flops_per_sequence": formula,
+        "formula_over_counted": formula / counted,
+        "exact": counted == formula,
+    }
+
+
+def summarize(rows: list[dict]) -> dict:
+    """Medians with their 10th and 90th percentiles over the rows after warm-up; None where there are none."""
+    steady = [row for row in rows if not row["warmup"]]
+    return {
+        "rows_after_warmup": len(steady),
+        "time_ms": _spread([row["time_ms"] for row in steady]),
+        "tokens_per_sec": _spread([row["tokens_per_sec"] for row in steady]),
+        "tokens_per_sec_per_gpu": _spread([row["tokens_per_sec_per_gpu"] for row in steady]),
+        "mfu_percent": _spread([row["mfu"]["mfu_percent"] for row in steady if row["mfu"]]),
+    }
+
+
+def _spread(values: list[float]) -> dict | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    p10, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
+    return {"median": statistics.median(ordered), "p10": p10, "p90": p90}

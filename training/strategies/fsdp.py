@@ -1,0 +1,99 @@
+"""The strategy that shards everything: FSDP2. training/strategies/parallelize.py says what each method is for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from training.configuration.keys import TrainConfig
+from training.optimization.precision import DTYPES, refresh_weights
+from training.process.world import World
+from training.strategies.strategy import Shard, norm
+
+
+class Fsdp:
+    """FSDP2, fully_shard (Zhao et al. 2023): weights, gradients and optimizer state sharded by rows.
+
+    Weights are gathered in the compute dtype once per iteration, unless reshard_after_forward drops them
+    after every forward. fsdp_sharding='hybrid' shards over one machine's processes, replicates over machines.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+        dtype = DTYPES[config.dtype]
+        if config.fsdp_sharding == "hybrid":
+            machines = world.size // world.local_size
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(world.device.type, (machines, world.local_size), mesh_dim_names=names)
+        else:
+            mesh = init_device_mesh(world.device.type, (world.size,))
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype,
+            reduce_dtype=DTYPES[config.reduce_dtype],
+            cast_forward_inputs=False,  # the rotary angles must stay fp32
+        )
+        self.reshard = config.reshard_after_forward
+        self.quantised = config.low_precision != "none"
+        for parameter in model.parameters():  # and not model.to(), which would round the rotary angles, too
+            parameter.data = parameter.data.to(DTYPES[config.param_dtype])
+        refresh_weights(model)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.module = self.forward = model
+        self.world, self.replicas = world, world.size // mesh.shape[-1]
+        self.shards = [
+            Shard(name, p, nn.Parameter(p.detach().to_local()), self.replicas)
+            for name, p in model.named_parameters()
+        ]
+
+    def micro_step(self, last: bool) -> None:
+        self.module.set_requires_gradient_sync(last)
+        self.module.set_is_last_backward(last)
+        self.module.set_reshard_after_backward(last or self.reshard)
+
+    def reduce_gradients(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+        for shard in self.shards:
+            shard.local.grad = shard.parameter.grad.to_local()
+
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        squares = norm([shard.local.grad for shard in self.shards]).square()
+        both = torch.stack([self.loss / self.world.size, squares / self.replicas])
+        dist.all_reduce(both)
+        loss, squares = both.unbind()
+        return loss, squares.sqrt()
+
+    def publish(self) -> None:
+        """The next forward gathers the new weights; to be quantised, they are gathered here."""
+        if not self.quantised:
+            return
+        units = [*self.module.blocks, self.module]
+        for unit in units:
+            unit.reshard()
+        gathers = [unit.unshard(async_op=True) for unit in units]
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+        refresh_weights(self.module)
+        if self.reshard:
+            for unit in self.module.blocks:
+                unit.reshard()
+
+    def clear_gradients(self) -> None:
+        for shard in self.shards:
+            shard.parameter.grad = shard.local.grad = None
+
+    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+        whole = shard.parameter
+        return DTensor.from_local(
+            tensor,
+            whole.device_mesh,
+            whole.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )

@@ -1,0 +1,252 @@
+"""Strategies that hold whole working weights on every rank: one process, DDP and ZeRO-1. training/strategies/parallelize.py
+says what each method is for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOn
+
+from model import Embedding, Linear
+from training.configuration.keys import TrainConfig
+from training.optimization.precision import DTYPES, refresh_weights
+from training.process.world import World, all_gather, reduce_scatter
+from training.strategies.strategy import Shard, norm
+
+LOSS_ROOM = 4  # floats: what travels stays a multiple of 16 bytes
+
+
+class Bucket:
+    """The gradient sums of one part of the model, views of one fp32 tensor: matrices first, then vectors.
+
+    They live as long as the run: the backward adds to them in place, communication takes them as they are.
+    Behind the gradients there is room for the iteration's loss, which so travels with the last bucket.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], world_size: int):
+        ordered = sorted(parameters.items(), key=lambda item: item[1].ndim < 2)
+        shapes = {n: _padded_shape(p, world_size) if p.ndim >= 2 else p.shape for n, p in ordered}
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        self.flat = torch.zeros(sum(sizes) + LOSS_ROOM, dtype=torch.float32, device=ordered[0][1].device)
+        gradients, self.loss = self.flat[:-LOSS_ROOM], self.flat[-1]
+        parts = zip(shapes.items(), gradients.split(sizes), strict=True)
+        self.views = {name: part.view(shape) for (name, shape), part in parts}
+        self.matrices = [view for view in self.views.values() if view.ndim >= 2]
+        self.vectors = gradients[sum(view.numel() for view in self.matrices) :]
+
+
+def _padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
+    """Its shape with rows added at the end, so that every rank can have equally many."""
+    return (-(-len(matrix) // world_size) * world_size, *matrix.shape[1:])
+
+
+class Replicated:
+    """Every rank holds all weights and all gradients: one process, or data parallelism (Li et al. 2020).
+
+    Matrices are computed with in the compute dtype, copied from the optimizer's own once per iteration;
+    vectors are cast where they are used. A bucket holds one block's gradients: as soon as the last
+    micro-step's backward has left the block, its all-reduce starts, beside the backward of the block below.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+        self.module = self.forward = model
+        self.world, self.last = world, False
+        self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
+        self.reduce_dtype = DTYPES[config.reduce_dtype]
+        self.works = []  # (communication under way, what to do after it or None)
+        named = dict(model.named_parameters())
+        if world.size > 1:
+            for parameter in named.values():
+                dist.broadcast(parameter.data, src=0)  # so that ranks cannot start apart
+        self.buckets = self._make_buckets(named)
+        self.views = {name: view for bucket in self.buckets for name, view in bucket.views.items()}
+        self.shards = [self._make_shard(name, parameter) for name, parameter in named.items()]
+        self._connect_gradients()
+        self.publish()
+
+    # --- building ---
+
+    def _make_buckets(self, named: dict[str, nn.Parameter]) -> list[Bucket]:
+        """One for each block and one for the head, which start by themselves; the rest, embeddings above all,
+        is last."""
+        groups = {"rest": {}}
+        for name, parameter in named.items():
+            top, *path = name.split(".")
+            part = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
+            groups.setdefault(part, {})[name] = parameter
+        rest = Bucket(groups.pop("rest"), self.world.size)
+        buckets = {part: Bucket(parameters, self.world.size) for part, parameters in groups.items()}
+        if self.world.size > 1:
+            for part, bucket in buckets.items():
+                self._start_behind(self.module.get_submodule(part), bucket)
+        return [*buckets.values(), rest]
+
+    def _start_behind(self, module: nn.Module, bucket: Bucket) -> None:
+        """Communicates the bucket when the backward has left the module: its input's gradient is there."""
+
+        def start(gradient):
+            if self.last:
+                self._reduce(bucket)
+
+        def watch(module, inputs):
+            if torch.is_grad_enabled():
+                inputs[0].register_hook(start)
+
+        module.register_forward_pre_hook(watch)
+
+    def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
+        """Gives the optimizer its own tensor and leaves the parameter in the compute dtype. In fp32, both are
+        one tensor."""
+        own = parameter.data.to(self.param_dtype)
+        if parameter.ndim >= 2:
+            parameter.data = own.to(self.dtype)
+        return Shard(name, parameter, nn.Parameter(own), replicas=self.world.size)
+
+    def _connect_gradients(self) -> None:
+        """Where the backward adds each gradient, and where the optimizer finds it: in its bucket."""
+        of_parameter = {s.parameter: self.views[s.name][: len(s.parameter)] for s in self.shards}
+        for module in self.module.modules():
+            if isinstance(module, (Linear, Embedding)):
+                module.weight_grad = of_parameter[module.weight]
+        for shard in self.shards:
+            if not shard.is_matrix:
+                shard.parameter.grad = of_parameter[shard.parameter]
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for shard in self.shards:  # the view itself, but for bf16 parameters
+            shard.local.grad = self._mine(shard, self.views[shard.name]).to(shard.local.dtype)
+
+    def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """What of a tensor like the parameter, maybe padded, belongs to shard.local."""
+        return whole[: len(shard.local)]
+
+    # --- the verbs ---
+
+    def micro_step(self, last: bool) -> None:
+        self.last = last and self.world.size > 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._all_reduce(bucket.flat)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        wire, op = self._for_the_wire(tensor)
+        work = dist.all_reduce(wire, op=op, async_op=True)
+        self.works.append((work, None if wire is tensor else lambda: tensor.copy_(wire)))
+
+    def _for_the_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp]:
+        """The tensor in reduce_dtype, and the operation that makes the mean."""
+        if dist.get_backend() == "gloo":  # which cannot average
+            return tensor.div_(self.world.size).to(self.reduce_dtype), dist.ReduceOp.SUM
+        return tensor.to(self.reduce_dtype), dist.ReduceOp.AVG
+
+    def reduce_gradients(self, loss: torch.Tensor) -> None:
+        self.buckets[-1].loss.copy_(loss)
+        if self.world.size > 1:
+            self._reduce(self.buckets[-1])
+            for work, then in self.works:
+                work.wait()
+                if then:
+                    then()
+            self.works.clear()
+        if self.param_dtype != torch.float32:
+            self._hand_over()
+
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.buckets[-1].loss, norm([shard.local.grad for shard in self.shards])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Every rank has made the same update; the working copies follow."""
+        self._copy_back(self.shards)
+        refresh_weights(self.module)
+
+    def _copy_back(self, shards: list[Shard]) -> None:
+        copies = [s for s in shards if s.parameter.dtype != s.local.dtype]  # else both are one tensor
+        if copies:
+            torch._foreach_copy_([s.parameter for s in copies], [s.local for s in copies])
+
+    def clear_gradients(self) -> None:
+        torch._foreach_zero_([bucket.flat for bucket in self.buckets])
+
+    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class Zero1(Replicated):
+    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients replicated; the
+    optimizer's own weights and moments sharded by rows of the matrices.
+
+    A gradient's rows arrive by reduce-scatter, in place, during the last backward; each rank updates its
+    rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a model, are
+    updated by every rank.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+        self.mesh = init_device_mesh(world.device.type, (world.size,))
+        self.padded = {}  # name -> the working matrix with its padding, which is what is gathered
+        super().__init__(model, config, world)
+
+    def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
+        if parameter.ndim < 2:
+            return super()._make_shard(name, parameter)
+        whole = parameter.data
+        own = whole[self._span(whole)].to(self.param_dtype, copy=True)
+        self.padded[name] = whole.new_zeros(_padded_shape(whole, self.world.size), dtype=self.dtype)
+        self.padded[name][: len(whole)] = whole
+        parameter.data = self.padded[name][: len(whole)]
+        return Shard(name, parameter, nn.Parameter(own))
+
+    def _span(self, matrix: torch.Tensor) -> slice:
+        """This rank's rows of a matrix; the last ranks may have fewer, as in DTensor's Shard(0)."""
+        rows = -(-len(matrix) // self.world.size)
+        return slice(self.world.rank * rows, (self.world.rank + 1) * rows)
+
+    def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
+
+    def _reduce(self, bucket: Bucket) -> None:
+        for matrix in bucket.matrices:
+            self._reduce_scatter(matrix)
+        if len(bucket.vectors):
+            self._all_reduce(bucket.vectors)
+
+    def _reduce_scatter(self, matrix: torch.Tensor) -> None:
+        wire, op = self._for_the_wire(matrix)
+        span = self._span(matrix)
+        work = reduce_scatter(wire[span], wire, op=op, async_op=True)
+        self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
+
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        squares = norm([shard.local.grad for shard in self.shards if shard.is_matrix]).square()
+        both = torch.stack([self.buckets[-1].loss / self.world.size, squares])
+        dist.all_reduce(both)
+        loss, squares = both.unbind()
+        vectors = [shard.local.grad for shard in self.shards if not shard.is_matrix]
+        return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        works = []
+        self._copy_back([shard for shard in self.shards if not shard.is_matrix])
+        for shard in self.shards:
+            if not shard.is_matrix:
+                continue
+            whole = self.padded[shard.name]
+            self._mine(shard, whole).copy_(shard.local)
+            # in place: each rank's rows are already where they belong
+            works.append(all_gather(whole, whole[self._span(whole)], async_op=True))
+        for work in works:
+            work.wait()
+        refresh_weights(self.module)
+
+    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+        if not shard.is_matrix:
+            return tensor
+        shape, stride = shard.parameter.shape, shard.parameter.stride()
+        return DTensor.from_local(
+            tensor, self.mesh, [ShardOn(0)], run_check=False, shape=shape, stride=stride
+        )
