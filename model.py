@@ -19,16 +19,9 @@ import torch.nn.functional as F
 from model_config import ModelConfig
 from ops.cross_entropy import LinearCrossEntropy
 from ops.documents import Documents
-from ops.float8 import Float8
-from ops.float8_layers import Float8Heads, Float8Linear, Float8SwiGLU
-from ops.heads import (
-    EmbeddingFunction,
-    LinearFunction,
-    add_rms_norm,
-    fused_heads,
-    split_heads,
-    swiglu,
-)
+from ops.float8_layers import Float8Heads, Float8SwiGLU
+from ops.heads import add_rms_norm, fused_heads, split_heads, swiglu
+from ops.linear import Embedding, Linear
 
 INIT_STD = (
     0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
@@ -57,45 +50,6 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor
 
 
 # --- layers ---
-
-
-class Linear(nn.Linear):
-    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
-
-    weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None. float8, if training/optimization/precision.py sets it, is the weight in fp8, and the
-    matmuls are fp8.
-    """
-
-    weight_grad: torch.Tensor | None = None
-    float8: Float8 | None = None
-
-    def forward(self, x, amax=None):
-        """amax: the largest magnitudes of parts of x, if they are known; fp8 needs them."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.float8 is not None:
-            y = Float8Linear.apply(x, amax, *self.float8_arguments)
-        elif self.weight_grad is not None:
-            y = LinearFunction.apply(x, self.weight, self.weight_grad)
-        else:
-            return F.linear(x, self.weight.to(x.dtype), bias)
-        return y if bias is None else y + bias
-
-    @property
-    def float8_arguments(self):
-        """As ops/float8_layers.py takes a weight: the parameter, the sum of its gradient, its fp8 form."""
-        return self.weight, self.weight_grad, *self.float8
-
-
-class Embedding(nn.Embedding):
-    """A lookup; weight_grad as in Linear."""
-
-    weight_grad: torch.Tensor | None = None
-
-    def forward(self, ids):
-        if self.weight_grad is None:
-            return super().forward(ids)
-        return EmbeddingFunction.apply(ids, self.weight, self.weight_grad)
 
 
 class RMSNorm(nn.Module):

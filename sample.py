@@ -17,10 +17,11 @@ import torch
 import model_builder
 from data.pipeline.tokens import DataError, load_tokenizer
 from model_config import ModelConfig
-from training.batches.dataset import dataset_folder, parse_dataset
 from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
 from training.checkpoints.train_state import load_weights
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 from training.process.world import World
 
 

@@ -37,7 +37,7 @@ from training.checkpoints.resume import find_resume
 from training.checkpoints.start import settle_start
 from training.checkpoints.train_state import Progress, TrainState, load_checkpoint
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import DTYPES, TrainConfig
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
 from training.evaluate_and_save import Milestones
@@ -49,12 +49,13 @@ from training.hardware.capability import capability, require_low_precision
 from training.hardware.peaks import Peak, describe_hardware, resolve_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer, describe_optimizer
-from training.optimization.precision import DTYPES, LossScale, use_low_precision
+from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.schedule import learning_rate
 from training.optimization.step import make_step
 from training.optimization.update_guard import Health
+from training.process.console import start_logging
 from training.process.exit_status import end_with
-from training.process.run_lock import RunLock
+from training.process.run_lock import RunLock, check_writable
 from training.process.world import (
     World,
     check_device,
@@ -69,7 +70,7 @@ from training.process.world import (
 from training.records.attempts import find_history
 from training.records.report import accumulation_steps, report_lines, startup_info
 from training.records.rows import Logger
-from training.records.run_record import RunRecord, check_writable, new_run_path, start_logging
+from training.records.run_record import RunRecord, new_run_path
 from training.records.utilization import audit_flops
 from training.strategies.parallelize import parallelize
 from training.strategies.strategy import Shard

@@ -22,8 +22,8 @@ from pathlib import Path
 from bench.plan import check_overrides
 from bench.process import end_with_status, python_command, run_process
 from bench.throughput import dataset_chooser, new_folder
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import UserError
 
 WARMUP = 10  # iterations that no figure includes
 AFTER = 20  # iterations after a save that are looked at, and as many before the first

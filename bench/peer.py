@@ -24,8 +24,9 @@ from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader, Windows
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.keys import TrainConfig
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
 from training.process.world import World, check_device, end_process, init_world, launch_info

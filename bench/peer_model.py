@@ -10,7 +10,7 @@ import torch
 
 import model_builder
 from model_config import ModelConfig
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 
 SPECIAL_ID = 0  # transformers wants to know where text begins and ends; nothing here looks
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.suites import ALL_GPUS, Variant
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import ALIASES, KEYS, TrainConfig, UserError
+from training.configuration.keys import ALIASES, KEYS, TrainConfig
 
 MIN_ROWS = 4  # of a run, so that it has a spread
 

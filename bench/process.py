@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.configuration.keys import ROOT, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import ROOT
 from training.process.world import launch_info, leave_now
 
 STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them

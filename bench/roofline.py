@@ -26,9 +26,8 @@ from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import DTYPES, TrainConfig
 from training.hardware.peaks import Peak, resolve_peak
-from training.optimization.precision import DTYPES
 from training.process.world import check_device
 
 HEAD = "lm_head"  # the one matmul outside the blocks

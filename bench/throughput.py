@@ -32,7 +32,7 @@ from bench.runner import run_entry
 from bench.suites import SUITES
 from bench.table import document_lines, result_line, table_lines
 from mfu_versions import model_builder_v3 as v3
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.hardware.peaks import describe_hardware
 from training.records.report import git_state
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.library import custom_op
 
 from ops.float8 import FORWARD, GRADIENT, Float8, matmul, quantize
-from ops.heads import add_weight_gradient
+from ops.linear import add_weight_gradient
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -19,10 +19,11 @@ import model_builder
 import train
 from training.checkpoints.train_state import TrainState
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import DTYPES
 from training.faults.anomalies import Diverged
 from training.faults.replica_check import DriftCheck, Drifted, differences
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import DTYPES, LossScale
+from training.optimization.precision import LossScale
 from training.optimization.step import make_step
 from training.optimization.update_guard import Health
 from training.process.world import World, end_process, gather_objects, init_world

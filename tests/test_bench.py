@@ -27,8 +27,8 @@ from bench.suites import SUITES, Variant
 from bench.table import COLUMNS
 from mfu_versions import model_builder_v1, model_builder_v3
 from training.batches.dataset import open_dataset
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import UserError
 
 CPU = torch.device("cpu")
 SHAPE = {key: TINY[key] for key in ("n_layer", "n_embd", "d_ff", "vocab_size", "block_size", "batch_size")}

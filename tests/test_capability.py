@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import ROOT
 
-from training.configuration.keys import CHOICES, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import CHOICES
 from training.hardware.capability import (
     CPU,
     CUDNN,

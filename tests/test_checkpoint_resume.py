@@ -15,8 +15,8 @@ from training.batches.dataset import open_dataset
 from training.batches.fingerprint import data_fingerprint
 from training.checkpoints.folder import find_checkpoint, read_state, step_folders
 from training.checkpoints.resume import find_resume, refuse_changes
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import UserError
 from training.optimization.schedule import learning_rate
 
 # --- which one ---

@@ -29,7 +29,7 @@ from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train,
 from training.checkpoints import saver as saver_module
 from training.checkpoints.folder import complete_checkpoints, damage_of_share
 from training.checkpoints.train_state import Progress, load_checkpoint
-from training.configuration.keys import RunError, UserError
+from training.configuration.errors import RunError, UserError
 from training.faults.watchdog import Watch
 
 

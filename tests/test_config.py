@@ -5,8 +5,9 @@ import os
 import pytest
 from helpers import ROOT, TINY, write_config
 
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import KEYS, UserError
+from training.configuration.keys import KEYS
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 

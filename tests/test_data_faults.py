@@ -15,7 +15,8 @@ from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint
 from training.batches.sources import open_sources
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 from training.process.world import World
 from training.records.rows import Logger
 

@@ -26,7 +26,8 @@ from data.pipeline.units import Settings, encode_document
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
 from training.batches.dataset import open_dataset
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 
 NAMES = {"gpt2": "gpt2", "llama": "llama2", "llama3": "llama3", "qwen3": "qwen3"}  # family -> shared folder
 HARD = [  # emoji, CRLF, text that NFC would change, digits, spaces, special tokens' names

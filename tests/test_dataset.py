@@ -13,10 +13,12 @@ from data.inspect.__main__ import check_files
 from data.pipeline import verified
 from data.pipeline.tokens import CharTokenizer, read_meta
 from data.pipeline.units import Settings, Unit, tokenize
-from training.batches.dataset import dataset_folder, open_dataset
+from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches, Windows
 from training.batches.sources import open_sources
-from training.configuration.keys import RunError, TrainConfig, UserError
+from training.configuration.dataset_name import dataset_folder
+from training.configuration.errors import RunError, UserError
+from training.configuration.keys import TrainConfig
 from training.process.world import World
 
 VOCABULARY = TINY["vocab_size"]

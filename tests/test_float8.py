@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
 
-from model import Linear, rotary_angles
+from model import rotary_angles
 from ops import float8
 from ops import heads as ops
 from ops.cross_entropy import LinearCrossEntropy
 from ops.float8_layers import Float8Heads, Float8SwiGLU
+from ops.linear import Linear
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}

@@ -11,10 +11,11 @@ from model import manual_attention
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader, Windows
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import DTYPES
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import DTYPES, LossScale
+from training.optimization.precision import LossScale
 from training.optimization.step import make_step
 from training.process.world import World
 from training.strategies.parallelize import parallelize

@@ -16,7 +16,7 @@ from model import manual_attention
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader, Windows
 from training.checkpoints.train_state import TrainState
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import DTYPES, TrainConfig
 from training.cuda_graphs import graphed_step as graphs_module
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import REFERENCES, WARMUP_ITERS, GraphedStep
@@ -24,7 +24,7 @@ from training.cuda_graphs.parity import UPDATE_TOLERANCE, Snapshot
 from training.evaluation import evaluate
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import DTYPES, LossScale, use_low_precision
+from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.step import make_step
 from training.optimization.update_guard import Health
 from training.process.world import World

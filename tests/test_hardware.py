@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
 from training.hardware.peaks import GPUS, describe_hardware, measure_peak, resolve_peak, table_peak

@@ -13,8 +13,9 @@ from helpers import ROOT, TINY, last_run, make_dataset, write_config
 from test_graphs import Fake, build, graphed, rate, same, train, weights
 
 import model
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.keys import TrainConfig
 from training.cuda_graphs.parity import Snapshot
 from training.faults import replica_check as drift
 from training.faults.anomalies import AT_THE_LATEST, STUCK_ITERATIONS, Diverged, Verdicts

@@ -16,9 +16,10 @@ import time
 import pytest
 from helpers import ROOT, TINY, last_run, make_dataset, write_config
 
+from training.process.console import start_logging
 from training.records import run_record as record_module
 from training.records.attempts import find_history, journal_path
-from training.records.run_record import RunRecord, start_logging
+from training.records.run_record import RunRecord
 
 KILLS = 100
 

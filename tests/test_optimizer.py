@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import TINY, write_config
 
+from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.keys import TrainConfig
 from training.optimization import optimizer as optimizer_module
 from training.optimization.optimizer import MixedAdamW, build_optimizer
 from training.strategies.strategy import Shard

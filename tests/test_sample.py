@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, TINY, make_dataset, write_config
 
 import sample
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 
 
 @pytest.fixture

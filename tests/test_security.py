@@ -22,13 +22,15 @@ import torch
 from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
 from data.pipeline.tokens import DataError, load_tokenizer
-from training.batches.dataset import dataset_folder, open_dataset
+from training.batches.dataset import open_dataset
 from training.checkpoints.folder import MANIFEST, recorded_files
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.dataset_name import dataset_folder
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 from training.process import redaction as redact
 from training.process import run_lock
+from training.process.console import start_logging
 from training.records.rows import Logger
-from training.records.run_record import start_logging
 
 SOURCES = [  # not what is hidden, such as .venv
     path

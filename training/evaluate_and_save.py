@@ -12,7 +12,8 @@ from model_config import ModelConfig
 from training.batches.loader import Loader, Split
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress, TrainState
-from training.configuration.keys import RunError, TrainConfig, checkpoint_interval
+from training.configuration.errors import RunError
+from training.configuration.keys import TrainConfig, checkpoint_interval
 from training.evaluation import evaluate
 from training.faults.anomalies import Diverged
 from training.faults.watchdog import Watch

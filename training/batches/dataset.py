@@ -12,57 +12,21 @@ import json
 import logging
 import os
 import time
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from data.pipeline.verified import LARGE, read_whole, recall, remember, stamp
-from training.batches.meta_file import check_is_tokens, check_meta, is_plain_name
+from training.batches.meta_file import check_is_tokens, check_meta
 from training.batches.token_files import TokenFiles
-from training.configuration.keys import ROOT, TrainConfig, UserError
+from training.configuration.dataset_name import dataset_folder
+from training.configuration.errors import UserError
+from training.configuration.keys import ROOT, TrainConfig
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 REMEMBER_SECONDS = 10.0  # a start that is stopped while it reads goes on from there at the next one
 
 log = logging.getLogger("nanomfu")
-
-
-def parse_dataset(text: str) -> dict[str, Fraction]:
-    """{name: weight} of what the `dataset` key says, in its order; the weights add up to 1. A name alone is
-    one dataset; 'a:0.7,b:0.3' samples from several. Raises UserError."""
-    if ":" not in text:
-        return {text: Fraction(1)}
-    weights = {}
-    for part in text.split(","):
-        name, _, weight = (word.strip() for word in part.rpartition(":"))
-        try:
-            weights[name], known = Fraction(weight), name in weights
-        except (ValueError, ZeroDivisionError):
-            raise _mixture_error(text, f"{part.strip()!r} is not NAME:WEIGHT") from None
-        if not name or known:
-            raise _mixture_error(text, f"{name!r} is there twice" if known else f"{part!r} has no name")
-        if weights[name] <= 0:
-            raise _mixture_error(text, f"the weight of {name!r} is not above 0")
-    total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
-
-
-def _mixture_error(text: str, why: str) -> UserError:
-    return UserError(
-        f"dataset={text!r}: {why}; write NAME:WEIGHT,NAME:WEIGHT, as in 'a:0.7,b:0.3', where a weight counts "
-        "relative to their sum"
-    )
-
-
-def dataset_folder(config: TrainConfig) -> Path:
-    """data/NAME, or the path itself if `dataset`, which names one, contains a slash."""
-    name = config.dataset
-    if "/" in name or os.sep in name:
-        return Path(name).expanduser()
-    if not is_plain_name(name):
-        raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
-    return ROOT / "data" / name
 
 
 def needs_validation(config: TrainConfig) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from training.batches.sources import Source
 from training.batches.token_files import TokenFiles
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.process.world import World, gather_objects
 
 FACTS = ("dtype", "vocab_size", "eot_id")

@@ -6,10 +6,10 @@ never read.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
-from training.configuration.keys import UserError
+from training.configuration.dataset_name import is_plain_name
+from training.configuration.errors import UserError
 
 FORMAT = 1  # as data/pipeline/tokens.py writes it; absent if meta.json is written by hand
 # How other kinds of files begin. As token ids they would pass for text.
@@ -47,10 +47,6 @@ def check_meta(path: Path, meta: dict) -> None:
     tokenizer = meta.get("tokenizer")
     if isinstance(tokenizer, dict) and "file" in tokenizer:
         _check_tokenizer(path, tokenizer)
-
-
-def is_plain_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0", os.sep} & set(name)
 
 
 def _impossible(path: Path, what: str) -> UserError:

@@ -22,7 +22,8 @@ import numpy as np
 
 from training.batches.loader import Split
 from training.batches.token_files import TokenFiles
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 
 PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any room is left over
 CHUNK_TOKENS = 1 << 24  # read at a time to find documents

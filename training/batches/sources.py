@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from training.batches.dataset import dataset_folder, open_dataset, overlap_error, parse_dataset
+from training.batches.dataset import open_dataset, overlap_error
 from training.batches.loader import Split, Windows
 from training.batches.mixture import Mixture
 from training.batches.packing import PackedWindows, end_of_text_id, pack_documents
 from training.batches.token_files import TokenFiles
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 
 
 @dataclass(frozen=True)

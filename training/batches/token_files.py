@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.configuration.keys import RunError
+from training.configuration.errors import RunError
 
 OPEN_FILES = 256  # of all datasets together; a process may have 1024 open, a dataset has thousands of shards
 

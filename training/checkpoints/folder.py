@@ -10,7 +10,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.process.world import World, gather_objects
 
 FORMAT, READABLE = 2, (1, 2)

@@ -22,7 +22,9 @@ from training.checkpoints.folder import (
 )
 from training.checkpoints.retention import rename_damaged
 from training.checkpoints.train_state import check_architecture
-from training.configuration.keys import GUARDED, TrainConfig, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import GUARDED, TrainConfig
+from training.process.redaction import redact_all
 from training.process.world import World, gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -90,7 +92,7 @@ def _set_aside(folder: Path, problem: str, instead: Path, config: TrainConfig, w
 
 def changed_settings(saved: dict, config: TrainConfig) -> dict[str, list]:
     """{key: [value in the checkpoint, value now]} for every setting that differs and that it knew."""
-    old, now = saved["config"], config.to_dict()
+    old, now = saved["config"], redact_all(config.to_dict())
     return {
         name: [old[name], value]
         for name, value in now.items()

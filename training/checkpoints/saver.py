@@ -29,8 +29,10 @@ from training.checkpoints.retention import Retention, delete, delete_remains, se
 from training.checkpoints.staging import Staging, local_tensors, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
-from training.configuration.keys import RunError, TrainConfig, UserError
-from training.cuda_graphs.parity import free_host_bytes
+from training.configuration.errors import RunError, UserError
+from training.configuration.keys import TrainConfig
+from training.process.host_memory import free_host_bytes
+from training.process.redaction import redact_all
 from training.process.world import gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -80,7 +82,7 @@ class Saver:
         self.facts = {
             "format": FORMAT,
             "world_size": self.world.size,
-            "config": config.to_dict(),
+            "config": redact_all(config.to_dict()),
             "model_config": model_config.to_dict(),
             **facts,
         }

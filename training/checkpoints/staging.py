@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from training.checkpoints.tensor_files import Part
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.process.world import World, gather_objects
 
 ALIGNMENT = 64  # bytes

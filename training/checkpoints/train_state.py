@@ -24,7 +24,7 @@ from model_config import ModelConfig
 from training.checkpoints.folder import damaged, read_state, recorded_files
 from training.checkpoints.format_1 import METADATA, Format1
 from training.checkpoints.tensor_files import SUFFIX, TensorFiles
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import Health
 from training.process.world import World

@@ -15,8 +15,9 @@ import types
 import typing
 from pathlib import Path
 
-from training.batches.dataset import parse_dataset
-from training.configuration.keys import ALIAS_TYPES, ALIASES, KEYS, ROOT, TYPES, TrainConfig, UserError, check
+from training.configuration.dataset_name import parse_dataset
+from training.configuration.errors import UserError
+from training.configuration.keys import ALIAS_TYPES, ALIASES, KEYS, ROOT, TYPES, TrainConfig, check
 
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
 

@@ -13,18 +13,14 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from model_config import ModelConfig, model_config
-from training.process.redaction import redact_all
+from training.configuration.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class UserError(ValueError):
-    """Something the user can fix. train.py prints its message alone and exits with status 2."""
-
-
-class RunError(RuntimeError):
-    """The run cannot go on. train.py prints its message alone and exits with status 1."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +155,8 @@ class TrainConfig:
         return self.batch_size * self.gradient_accumulation_steps * world_size
 
     def to_dict(self) -> dict:
-        """For the record, checkpoints and W&B: without passwords that a URL among the values may hold."""
-        return redact_all(dataclasses.asdict(self))
+        """{key: value}. Redact it before it is written anywhere (training/process/redaction.py)."""
+        return dataclasses.asdict(self)
 
 
 KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}

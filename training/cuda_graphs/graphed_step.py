@@ -21,8 +21,9 @@ import torch
 
 from training.checkpoints.train_state import TrainState
 from training.cuda_graphs.capture import GIB, CudaGraphs, Obstacle
-from training.cuda_graphs.parity import Snapshot, compare, free_host_bytes, host_bytes
+from training.cuda_graphs.parity import Snapshot, compare, host_bytes
 from training.optimization.step import StepResult
+from training.process.host_memory import free_host_bytes
 from training.process.world import gather_objects
 
 log = logging.getLogger("nanomfu")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 
@@ -125,13 +124,3 @@ def _chunks(*tensors: torch.Tensor):
 def host_bytes(state: TrainState) -> int:
     """What a snapshot takes of this machine's memory, for all of its processes."""
     return state.world.local_size * sum(t.nbytes for t in _tensors(state).values())
-
-
-def free_host_bytes() -> float:
-    """What this machine can still give without swapping; infinity where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024.0 * kib[0] if kib else math.inf

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from training.checkpoints.train_state import TrainState
-from training.configuration.keys import RunError, TrainConfig
+from training.configuration.errors import RunError
+from training.configuration.keys import TrainConfig
 from training.process.world import all_gather
 from training.records.rows import Logger
 

@@ -27,9 +27,11 @@ from pathlib import Path
 
 import torch
 
-from training.configuration.keys import RunError, TrainConfig
+from training.configuration.keys import TrainConfig
 from training.faults.consensus import Agreement
 from training.faults.liveness import Peers
+from training.process.console import write_to_log_file
+from training.process.exit_status import OthersFailed
 from training.process.redaction import redact
 from training.process.world import (
     FLIGHT_RECORDER,
@@ -40,7 +42,6 @@ from training.process.world import (
     tell_launcher,
     within,
 )
-from training.records.run_record import write_to_log_file
 
 log = logging.getLogger("nanomfu")
 
@@ -64,10 +65,6 @@ class Stopped(Exception):
     def __init__(self, number: int, iteration: int):
         super().__init__(f"stopped by {signal.Signals(number).name} before iteration {iteration}")
         self.iteration, self.status = iteration, 128 + number
-
-
-class OthersFailed(RunError):
-    """A collective failed because of another rank, which has said or will say why."""
 
 
 class Watch:

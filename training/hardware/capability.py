@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 
 CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN by name, or what torch picks itself
 FA2, FA3 = "flash_attn_2", "flash_attn_3"

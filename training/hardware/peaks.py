@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 from training.hardware.capability import FP8_NEEDS, capability, dotted
 
 PRECISIONS = ("bfloat16", "float16", "float32", "fp8")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from training.configuration.keys import TrainConfig
-from training.optimization.precision import DTYPES
+from training.configuration.keys import DTYPES, TrainConfig
 from training.strategies.strategy import Shard
 
 PART = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies, 64 MiB, stay near a GPU's cache

@@ -7,11 +7,10 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from model import Linear
 from ops import float8
-from training.configuration.keys import TrainConfig, UserError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from ops.linear import Linear
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 
 INITIAL_SCALE = 65536.0  # the values of torch.amp.GradScaler
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
@@ -60,11 +59,3 @@ def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
                 "vocab_size, or set low_precision='none'"
             )
         module.float8 = float8.empty_like(module.weight)
-
-
-@torch.no_grad()
-def refresh_weights(model: nn.Module) -> None:
-    """Quantises every fp8 weight from its working copy in bf16: once per iteration, after the update."""
-    for module in model.modules():
-        if isinstance(module, Linear) and module.float8 is not None:
-            float8.requantize(module.weight.detach().to(torch.bfloat16), into=module.float8)

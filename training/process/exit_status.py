@@ -10,14 +10,17 @@ import traceback
 
 import torch
 
-from training.configuration.keys import RunError, UserError
-from training.faults.watchdog import OthersFailed
+from training.configuration.errors import RunError, UserError
+from training.process.console import write_to_log_file
 from training.process.redaction import redact
 from training.process.world import launch_info, leave_now, tell_launcher
-from training.records.run_record import write_to_log_file
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 RANK_0_SPEAKS_FIRST = 3.0  # seconds; an error that every rank has is printed once, by rank 0
+
+
+class OthersFailed(RunError):
+    """A collective failed because of another rank, which has said or will say why."""
 
 
 def end_with(error: BaseException) -> int:

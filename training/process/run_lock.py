@@ -18,7 +18,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from training.configuration.keys import UserError
+from training.configuration.errors import UserError
 
 NAME = "run.lock"
 WAIT_SECONDS = 3.0  # for a process that was just killed: the lock goes last, after gigabytes of memory
@@ -77,6 +77,19 @@ class RunLock:
                 "%s cannot be locked (%s): nothing prevents a second run in this out_dir", NAME, error
             )
         return True
+
+
+def check_writable(out_dir: Path) -> None:
+    """Makes out_dir and writes a byte there. Raises UserError. Rank 0 only, before anything expensive."""
+    probe = out_dir / f".write_test_{os.getpid()}"
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_text("x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"out_dir={str(out_dir)!r} cannot be written: {error}; choose another --out_dir"
+        ) from None
 
 
 def _not_writable(out_dir: Path, error: OSError) -> UserError:

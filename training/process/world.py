@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.configuration.keys import TrainConfig, UserError
+from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 
 # torch 2.13 renamed these two and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

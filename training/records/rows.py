@@ -17,7 +17,7 @@ from training.configuration.keys import TrainConfig
 from training.faults.anomalies import Verdicts
 from training.hardware.peaks import Peak
 from training.optimization.step import StepResult
-from training.process.redaction import redact
+from training.process.redaction import redact, redact_all
 from training.process.world import World, mean_over_ranks, sum_over_ranks
 from training.records.run_record import RunRecord
 from training.records.utilization import (
@@ -284,5 +284,5 @@ def _start_wandb(config: TrainConfig, record: RunRecord):
     import wandb  # optional; training/configuration/keys.py has checked that it is there
 
     name = config.wandb_run_name or record.content["run_name"]
-    wandb.init(project=redact(config.wandb_project), name=redact(name), config=config.to_dict())
+    wandb.init(project=redact(config.wandb_project), name=redact(name), config=redact_all(config.to_dict()))
     return wandb

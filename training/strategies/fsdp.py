@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from training.configuration.keys import TrainConfig
-from training.optimization.precision import DTYPES, refresh_weights
+from ops.linear import refresh_weights
+from training.configuration.keys import DTYPES, TrainConfig
 from training.process.world import World
 from training.strategies.strategy import Shard, norm
 

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOn
 
-from model import Embedding, Linear
-from training.configuration.keys import TrainConfig
-from training.optimization.precision import DTYPES, refresh_weights
+from ops.linear import Embedding, Linear, refresh_weights
+from training.configuration.keys import DTYPES, TrainConfig
 from training.process.world import World, all_gather, reduce_scatter
 from training.strategies.strategy import Shard, norm
 
