@@ -22,6 +22,7 @@ chaos: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
@@ -34,4 +35,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-data.txt requirements-de
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache out-quickstart out-smoke-*
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache out-quickstart out-smoke-*
