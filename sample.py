@@ -18,7 +18,7 @@ import model_builder
 from data.pipeline.tokens import DataError, load_tokenizer
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
-from training.checkpoints.train_state import load_weights
+from training.checkpoints.loading import load_weights
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig

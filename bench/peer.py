@@ -23,13 +23,15 @@ from bench.peer_model import build, check_parameters, import_transformers
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from training.batches.dataset import open_dataset
-from training.batches.loader import Loader, Windows
+from training.batches.loader import Loader
+from training.batches.windows import Windows
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
-from training.process.world import World, check_device, end_process, init_world, launch_info
+from training.process.exit_status import end_process
+from training.process.world import World, check_device, init_world, launch_info
 from training.records.utilization import utilization
 
 GB = 2**30

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from training.configuration.errors import UserError
 from training.configuration.keys import ROOT
-from training.process.world import launch_info, leave_now
+from training.process.exit_status import leave_now
+from training.process.world import launch_info
 
 STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them
 REASON_LENGTH = 300  # characters; the log has the rest

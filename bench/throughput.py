@@ -33,8 +33,8 @@ from bench.suites import SUITES
 from bench.table import document_lines, result_line, table_lines
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.errors import UserError
-from training.hardware.peaks import describe_hardware
-from training.records.report import git_state
+from training.hardware.description import describe_hardware
+from training.records.startup_info import git_state
 
 
 def main(argv: list[str]) -> int:

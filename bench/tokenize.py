@@ -138,8 +138,8 @@ def open_result(path: str) -> dict:
 
 
 def describe(argv: list[str], started, documents: int, size: int, arguments: argparse.Namespace) -> dict:
-    from training.hardware.peaks import describe_hardware
-    from training.records.report import git_state
+    from training.hardware.description import describe_hardware
+    from training.records.startup_info import git_state
 
     software = describe_hardware("cpu")
     for package in ("tokenizers", "tiktoken", "datasets"):

@@ -49,7 +49,7 @@ def copies(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def make_saver(config: TrainConfig, state: TrainState, start: int = 0) -> Saver:
-    return Saver(config, config.model_config(), state, {}, start)
+    return Saver(config, state, {}, start)
 
 
 def save(saver: Saver, iteration: int, val_loss: float | None = None) -> Path:

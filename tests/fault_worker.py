@@ -21,7 +21,8 @@ import torch
 import train
 from training import evaluation as evaluate
 from training.checkpoints import saver
-from training.process.world import launch_info, leave_now, restart_count
+from training.process.exit_status import leave_now
+from training.process.world import launch_info, restart_count
 
 SLOW_SECONDS, SLOW_CYCLES = 0.05, 100_000_000  # at 2 GHz
 
@@ -71,14 +72,15 @@ def at_iteration(iteration: int, what: str, who: str) -> None:
         elif now == iteration:
             happen(what, who)
 
-    before(train.Loader, "next", check)
+    # a slow rank is slow in its own work, which begins inside next()
+    before(train.Loader, "_fetch" if what.startswith("slow") else "next", check)
 
 
 def before(owner, name: str, action) -> None:
     real = getattr(owner, name)
 
     def patched(*arguments, **keywords):
-        action(*(arguments[:1] if name == "next" else ()))
+        action(*(arguments[:1] if name in ("next", "_fetch") else ()))
         return real(*arguments, **keywords)
 
     setattr(owner, name, patched)

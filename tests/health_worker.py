@@ -3,11 +3,9 @@
 health_worker.py CONFIG.py RESULTS.json
 """
 
-import contextlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -21,12 +19,14 @@ from training.checkpoints.train_state import TrainState
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import DTYPES
 from training.faults.anomalies import Diverged
-from training.faults.replica_check import DriftCheck, Drifted, differences
+from training.faults.replica_check import ReplicaCheck, ReplicasDiffer, differences
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
-from training.optimization.step import make_step
-from training.optimization.update_guard import Health
-from training.process.world import World, end_process, gather_objects, init_world
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
+from training.process.exit_status import end_process
+from training.process.world import World, gather_objects, init_world
+from training.records.clock import Clock
 from training.strategies.parallelize import parallelize
 
 STRATEGIES = {
@@ -64,9 +64,9 @@ class Run:
         self.model.init_weights("cpu", seed=0)
         self.strategy = parallelize(self.model, self.config, self.world)
         optimizer, scale = build_optimizer(self.strategy.shards, self.config), LossScale(False, world.device)
-        health = Health(self.config, world.device)
-        self.step = make_step(self.strategy, optimizer, scale, self.config, health=health)
-        self.state = TrainState(self.strategy, optimizer, scale, self.world, health)
+        guard = UpdateGuard(self.config, world.device)
+        self.step = EagerStep(self.strategy, optimizer, scale, self.config, guard)
+        self.state = TrainState(self.strategy, optimizer, scale, self.world, guard)
         self.generator, self.fault = torch.Generator().manual_seed(world.rank), None
         self.strategy.forward, self.agree = self.forward, self.strategy.loss_and_norm
         self.strategy.loss_and_norm = self.noted
@@ -88,7 +88,7 @@ class Run:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that an update changes on this rank."""
-        held = [*self.state.tensors().values(), *self.state.health.state().values()]
+        held = [*self.state.tensors().values(), *self.state.update_guard.state().values()]
         held += [shard.parameter.data for shard in self.strategy.shards]
         return [(t.to_local() if isinstance(t, DTensor) else t).clone() for t in held]
 
@@ -108,19 +108,18 @@ class Run:
 
     def drift(self) -> dict:
         """What is found after rank 1 has changed one weight that others hold, too."""
-        check = DriftCheck(self.state, self.config, SimpleNamespace(start=0, paused=contextlib.nullcontext))
+        check = ReplicaCheck(self.state, self.config, Clock(self.world.device), record=None, start=0)
         check.interval = 10
-        check.row(9)
+        check.after_update(9)
         held = [shard for shard in self.strategy.shards if shard.replicas > 1]
         if self.world.rank == 1 and held:
             weight = held[-1].local.data.view(-1)
             weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
-        check.logger.record = None
         try:
-            check.row(15)  # not due
-            check.row(21)
+            check.after_update(15)  # not due
+            check.after_update(21)
             message = None
-        except Drifted as error:
+        except ReplicasDiffer as error:
             message = str(error)
         return {"held": [shard.name for shard in held][-1:], "messages": gather_objects(message, self.world)}
 
@@ -140,7 +139,7 @@ def strategy_results(config_path: str, strategy: str, world: World) -> dict:
 def whole_run(config_path: str, world: World) -> list[str]:
     """How a run ends, on each rank, in which the replicas are compared after its first iteration, and rank 1
     has a loss that is no number in the second."""
-    make = train.make_step
+    make = train.EagerStep
 
     def with_a_fault(strategy, *arguments, **options):
         model, count = strategy.forward, iter(range(1000))
@@ -152,7 +151,7 @@ def whole_run(config_path: str, world: World) -> list[str]:
         strategy.forward = forward
         return make(strategy, *arguments, **options)
 
-    train.make_step, train.init_world = with_a_fault, lambda config: world
+    train.EagerStep, train.init_world = with_a_fault, lambda config: world
     try:
         train.main([config_path, "--max_iters=20", "--log_interval=5", "--drift_check_interval=1"])
         end = "completed"

@@ -19,12 +19,14 @@ from helpers import checkpoint_tensors
 from torch.distributed.tensor import DTensor
 
 import model_builder
+from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.saver import Saver
-from training.checkpoints.train_state import TrainState, load_checkpoint
+from training.checkpoints.train_state import TrainState
 from training.configuration.files_and_flags import load_config
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
-from training.process.world import end_process, init_world, launch_info
+from training.process.exit_status import end_process
+from training.process.world import init_world, launch_info
 from training.strategies.fsdp import Fsdp
 from training.strategies.replicated import Replicated, Zero1
 
@@ -57,7 +59,7 @@ def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[st
 
 
 def save(config, state: TrainState, progress, out_dir: Path) -> Path:
-    saver = Saver(config, config.model_config(), state, {}, start=0)
+    saver = Saver(config, state, {}, start=0)
     saver.root = out_dir / "checkpoints"
     saver.begin(progress)
     return saver.finished(wait=None).final

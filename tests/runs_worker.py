@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import train
 from training.configuration.files_and_flags import load_config
-from training.process.world import end_process, init_world, launch_info
+from training.process.exit_status import end_process
+from training.process.world import init_world, launch_info
 
 
 def main(path: str) -> None:

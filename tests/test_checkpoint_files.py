@@ -20,8 +20,8 @@ import model_builder
 from model_config import ModelConfig
 from training.checkpoints import format_1
 from training.checkpoints.folder import damage_of_share, digest, read_state, recorded_files
+from training.checkpoints.loading import load_checkpoint, load_weights
 from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
-from training.checkpoints.train_state import load_checkpoint, load_weights
 from training.configuration.errors import UserError
 
 # format -> sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by

@@ -51,7 +51,7 @@ def break_file(out_dir: Path, step: int) -> Path:
 
 def test_the_newest_one_is_taken(out_dir):
     found = resume(out_dir)
-    assert found.checkpoint.name == "step-00000003" and found.set_aside == []
+    assert found.checkpoint.name == "step-00000003" and found.renamed == []
 
 
 def test_pointers_are_not_trusted(out_dir):
@@ -70,11 +70,11 @@ def test_item_8_a_damaged_one_is_set_aside_named_and_the_next_older_used(out_dir
     path = break_file(out_dir, 3)
     found = resume(out_dir)
     assert found.checkpoint.name == "step-00000002"
-    assert [item["problem"] for item in found.set_aside] == [f"{path.name} does not match its sha256"]
+    assert [item["problem"] for item in found.renamed] == [f"{path.name} does not match its sha256"]
     renamed = out_dir / "checkpoints" / "step-00000003.corrupt"
-    assert found.set_aside[0]["renamed"] == str(renamed) and renamed.is_dir() and not path.exists()
+    assert found.renamed[0]["renamed"] == str(renamed) and renamed.is_dir() and not path.exists()
     assert f"{path.name} does not match its sha256. It is now step-00000003.corrupt" in caplog.text
-    assert resume(out_dir).set_aside == [], "it is not found again"
+    assert resume(out_dir).renamed == [], "it is not found again"
 
 
 def test_what_only_another_rank_finds_damaged_is_not_set_aside(out_dir, monkeypatch):
@@ -97,7 +97,7 @@ def test_item_8_a_folder_without_a_manifest_is_a_damaged_one(out_dir):
     (out_dir / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     (out_dir / "checkpoints" / "step-00000009").mkdir()
     found = resume(out_dir)
-    assert found.checkpoint.name == "step-00000002" and len(found.set_aside) == 2
+    assert found.checkpoint.name == "step-00000002" and len(found.renamed) == 2
 
 
 def test_item_8_without_one_that_can_be_trusted_nothing_starts_and_nothing_is_renamed(out_dir):

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoints import retention
-from training.checkpoints.folder import damage_of_share, digest, step_folders
-from training.checkpoints.retention import Retention, delete, delete_remains, set_aside
+from training.checkpoints import folder as retention
+from training.checkpoints.folder import (
+    Retention,
+    damage_of_share,
+    delete,
+    delete_remains,
+    digest,
+    move_aside,
+    step_folders,
+)
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ def test_item_11_the_newest_valid_ones_and_the_best_stay(root, keep):
         if step == 7:
             (folder / "state.json").unlink()
         if (folder / "manifest.json").exists():
-            keeper.settle(root)
+            keeper.after_save(root)
         valid = [s for s in steps(root) if damage_of_share(root / f"step-{s:08d}") == []]
         made_well = [s for s in range(1, step + 1) if s not in (5, 7, 8, 9, 10)]
         assert set(made_well[-keep:]) <= set(valid), (step, valid)
@@ -67,7 +74,7 @@ def test_item_11_a_best_one_that_is_damaged_gives_way_to_the_next(root, caplog):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
         make(root, step, loss)
     flip(root / "step-00000002")
-    Retention(1, keep_all=False).settle(root)
+    Retention(1, keep_all=False).after_save(root)
     assert (root / "best").read_text() == "step-00000003\n"
     assert steps(root) == [3, 5]
     assert "step-00000002 is damaged and does not count: state.json does not match its sha256" in caplog.text
@@ -79,7 +86,7 @@ def test_item_11_damage_that_comes_later_is_seen_before_the_next_deletion(root):
         keeper.trust(make(root, step))
     flip(root / "step-00000002")
     make(root, 3)
-    keeper.settle(root)
+    keeper.after_save(root)
     assert steps(root) == [1, 2, 3], "1 and 3 are the two newest that verify"
 
 
@@ -89,14 +96,14 @@ def test_a_checkpoint_is_read_once_as_long_as_its_files_do_not_change(root, monk
     keeper = Retention(2, keep_all=False)
     for step in (1, 2, 3, 4):
         make(root, step, val_loss=5.0 - step)
-        keeper.settle(root)
+        keeper.after_save(root)
     assert sorted(read) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
 
 
 def test_all_stay_if_asked_for(root):
     for step in (1, 2, 3):
         make(root, step)
-    Retention(1, keep_all=True).settle(root)
+    Retention(1, keep_all=True).after_save(root)
     assert steps(root) == [1, 2, 3]
 
 
@@ -111,7 +118,7 @@ def test_item_11_what_cannot_be_deleted_is_a_warning_and_the_others_go(root, mon
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", read_only)
-    Retention(1, keep_all=False).settle(root)
+    Retention(1, keep_all=False).after_save(root)
     assert steps(root) == [1, 4]
     assert "could not delete" in caplog.text and "step-00000001" in caplog.text
 
@@ -128,7 +135,7 @@ def test_item_11_no_link_is_followed_and_nothing_outside_is_touched(root, tmp_pa
     for step in (3, 4):
         make(root, step)
     delete_remains(root)
-    Retention(1, keep_all=False).settle(root)
+    Retention(1, keep_all=False).after_save(root)
     assert steps(root) == [1, 4], "the link stays, the folder with a link in it is gone"
     assert (outside / "file").read_text() == "mine" and damage_of_share(elsewhere) == []
     delete(root / "step-00000001")
@@ -151,16 +158,16 @@ def test_item_11_remains_of_killed_saves_and_deletions_go_and_nothing_else(root)
 def test_an_earlier_run_s_checkpoints_are_put_aside_all_at_once(root):
     make(root, 1)
     make(root, 2)
-    aside = set_aside(root, start=0)
+    aside = move_aside(root, start=0)
     assert not root.exists() and steps(aside) == [1, 2] and aside.name.startswith("checkpoints-before-")
     root.mkdir()
-    assert set_aside(root, start=0) is None
+    assert move_aside(root, start=0) is None
 
 
 def test_going_back_puts_aside_what_came_after(root):
     for step in (1, 2, 3):
         make(root, step)
-    aside = set_aside(root, start=2)
+    aside = move_aside(root, start=2)
     assert steps(root) == [1, 2] and steps(aside) == [3]
     make(root, 3)
-    assert set_aside(root, start=2) != aside, "twice in a second"
+    assert move_aside(root, start=2) != aside, "twice in a second"

@@ -28,9 +28,10 @@ from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train,
 
 from training.checkpoints import saver as saver_module
 from training.checkpoints.folder import complete_checkpoints, damage_of_share
-from training.checkpoints.train_state import Progress, load_checkpoint
+from training.checkpoints.loading import load_checkpoint
+from training.checkpoints.train_state import Progress
 from training.configuration.errors import RunError, UserError
-from training.faults.watchdog import Watch
+from training.faults.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +155,7 @@ def test_a_large_part_is_divided_into_files_of_one_size(config, monkeypatch):
 
 # --- a kill in each phase [6] ---
 
-PHASES = ("_begin", "_write_files", "_report", "_collect", "_commit", "_rename", "_settle")
+PHASES = ("_begin", "_write_files", "_report", "_collect", "_commit", "_rename", "_update_pointers")
 OF_EVERY_RANK = ("_write_files", "_report")
 
 
@@ -191,7 +192,11 @@ def test_item_6_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config
     statuses = in_processes(savers, 2, lambda r: kill_in(phase, where) if r == rank else None)
     assert statuses[rank] == -signal.SIGKILL
     there = [folder.name for folder in complete_checkpoints(root)]
-    committed = (phase, where) in (("_rename", "after"), ("_settle", "before"), ("_settle", "after"))
+    committed = (phase, where) in (
+        ("_rename", "after"),
+        ("_update_pointers", "before"),
+        ("_update_pointers", "after"),
+    )
     assert there == ["step-00000001"] + ["step-00000002"] * committed
     assert all(damage_of_share(root / name) == [] for name in there)
     assert equal(second if committed else first, checkpoint_tensors(root / there[-1]))
@@ -330,7 +335,7 @@ def test_item_9_a_failed_save_ends_the_run_within_an_iteration(
 def test_a_run_that_fails_waits_for_the_checkpoint_under_way(run, run_config, root, monkeypatch):
     slow_down_commits(monkeypatch)
     monkeypatch.setattr(
-        "training.records.rows.Logger.step", lambda self, iteration, *args: 1 / (3 - iteration)
+        "training.faults.stragglers.Stragglers.check", lambda self, iteration: 1 / (3 - iteration)
     )
     assert run(run_config, "--checkpoint_interval=3", "--eval_interval=0") == 1
     assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000003"]
@@ -346,14 +351,14 @@ def test_checkpoints_come_every_so_many_iterations(run, run_config, root):
 
 def test_checkpoints_come_every_so_many_seconds(run, run_config, root, monkeypatch):
     """An iteration is a second by the clock of this test."""
-    clock, check = SimpleNamespace(now=0.0), Watch.check
+    clock, check = SimpleNamespace(now=0.0), Watchdog.check
 
     def tick(self, iteration=None, at_once=False):
         clock.now += iteration is not None
         check(self, iteration, at_once)
 
     monkeypatch.setattr("training.evaluate_and_save.time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(Watch, "check", tick)
+    monkeypatch.setattr(Watchdog, "check", tick)
     flags = ["--checkpoint_interval=4s", "--eval_interval=0", "--max_iters=16", "--keep_last=9"]
     assert run(run_config, *flags) == 0
     steps = [int(folder.name[-8:]) for folder in complete_checkpoints(root)]

@@ -301,7 +301,7 @@ def test_item_20_resume_with_other_data_is_refused_before_a_step_unless_it_is_al
     make_dataset(folder, seed=1)  # of the same sizes
     capfd.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(Logger, "step", pytest.fail)
+        patch.setattr(Logger, "count", pytest.fail)
         assert run(path, "--init_from=resume") == 2
     error = capfd.readouterr().err
     assert "dataset" in error and "other tokens in train.bin" in error and "--allow_changes=dataset" in error

@@ -14,8 +14,9 @@ from data.pipeline import verified
 from data.pipeline.tokens import CharTokenizer, read_meta
 from data.pipeline.units import Settings, Unit, tokenize
 from training.batches.dataset import open_dataset
-from training.batches.loader import IterationBatches, Windows
+from training.batches.loader import IterationBatches
 from training.batches.sources import open_sources
+from training.batches.windows import Windows
 from training.configuration.dataset_name import dataset_folder
 from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig

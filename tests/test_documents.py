@@ -11,7 +11,7 @@ from model_builder import build_model, count_flops
 from model_config import model_config
 from ops.documents import Documents, dense_mask, document_starts, positions
 from tests.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
-from training.batches.loader import epoch_offset
+from training.batches.windows import epoch_offset
 from training.hardware.attention_kernels import choose_attention
 from training.records.utilization import document_flops
 

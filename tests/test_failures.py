@@ -13,10 +13,11 @@ import torch.distributed as dist
 from faults import INTERVAL, ITERATIONS, prepare, processes_of, run_command, run_with_fault
 from helpers import ROOT
 
-from training.checkpoints import start
+from training.checkpoints import resume as start
 from training.configuration.files_and_flags import load_config
-from training.faults.liveness import Peers
-from training.faults.stragglers import Judge, OwnTime
+from training.faults.liveness import Liveness
+from training.faults.stragglers import Judge
+from training.process.work_timer import Iteration, WorkTimer
 from training.process.world import World
 
 END_SECONDS = 30  # from a rank's end to the job's
@@ -130,10 +131,10 @@ def peers(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr("training.faults.liveness.time.sleep", lambda seconds: None)
 
-    def make(size: int) -> list[Peers]:
+    def make(size: int) -> list[Liveness]:
         made = []
         for rank in range(size):
-            peer = object.__new__(Peers)
+            peer = object.__new__(Liveness)
             peer.world, peer.store = World(rank, rank, size, torch.device("cpu")), store
             peer.processes = [("node", 100 + r) for r in range(size)]
             peer.neighbours = {}
@@ -153,8 +154,8 @@ def test_item_14_the_report_of_a_hang_names_the_silent_first_and_then_who_is_beh
 
     def publish_all(ticks, *place):  # ranks 1 and 2 are alive, rank 3 is not
         publish(ticks, *place)
-        Peers.publish(second, ticks, 8, "evaluation")
-        Peers.publish(third, ticks, 9, "training")
+        Liveness.publish(second, ticks, 8, "evaluation")
+        Liveness.publish(third, ticks, 9, "training")
 
     first.publish = publish_all
     assert first.who_is_behind(6, 9, "training") == (
@@ -195,12 +196,11 @@ def test_item_14_a_single_process_that_hangs_ends_itself(config, folder):
 
 def judged(times) -> list[tuple[int, object]]:
     """[(iteration, what rank 0 says)] of times[iteration][rank], which each rank measures for itself."""
-    cpu = torch.device("cpu")
-    clocks = [OwnTime(World(rank, rank, len(times[0]), cpu)) for rank in range(len(times[0]))]
+    clocks = [WorkTimer(on_gpu=False) for _ in times[0]]
     judge, news = Judge(len(clocks)), []
     for iteration, seconds in enumerate(times):
         for clock, own in zip(clocks, seconds, strict=True):
-            clock.unread.append((0.0, [(0.5, 0.5)], own))
+            clock.unread.append(Iteration(0.0, [[0.5, 0.5]], own, waits_before_end=1))
         news += [(iteration, found) for found in judge.look([clock.seconds() for clock in clocks])]
     return news
 
@@ -311,7 +311,7 @@ def test_item_16_a_node_that_is_lost_is_done_without(config, folder):
 def test_auto_begins_from_scratch_only_where_nothing_was_saved(config, tmp_path, there):
     for name in there:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    settled = start.settle_start(
+    settled = start.choose_start(
         load_config([str(config), f"--out_dir={tmp_path}", "--init_from=auto"]),
         World(0, 0, 1, torch.device("cpu")),
     )
@@ -329,7 +329,7 @@ def test_item_16_a_restart_tells_its_own_checkpoints_from_those_that_were_there(
     def settled(restarts: int, *flags: str):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         config_now = load_config([str(config), f"--out_dir={tmp_path}", *flags])
-        return start.settle_start(config_now, world)
+        return start.choose_start(config_now, world)
 
     first = ("--init_from=resume", "--resume_from=step-00000100")
     assert settled(0).init_from == "scratch" and settled(1).init_from == "scratch"

@@ -9,14 +9,16 @@ from helpers import TINY, last_run, make_dataset, run_train, write_config
 import model_builder
 from model import manual_attention
 from training.batches.dataset import open_dataset
-from training.batches.loader import Loader, Windows
+from training.batches.loader import Loader
+from training.batches.windows import Windows
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import DTYPES
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
-from training.optimization.step import make_step
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
 from training.strategies.parallelize import parallelize
 
@@ -68,7 +70,9 @@ def parts(folder):
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
-    step = make_step(strategy, optimizer, LossScale(False, world.device), config)
+    step = EagerStep(
+        strategy, optimizer, LossScale(False, world.device), config, UpdateGuard(config, world.device)
+    )
     splits, _ = open_dataset(config, scan=False)
     return step, Loader(Windows(splits["train"], config.block_size), config, world)
 

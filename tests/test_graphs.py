@@ -14,19 +14,20 @@ from helpers import TINY, last_run, make_dataset, run_train, write_config
 import model_builder
 from model import manual_attention
 from training.batches.dataset import open_dataset
-from training.batches.loader import Loader, Windows
+from training.batches.loader import Loader
+from training.batches.windows import Windows
 from training.checkpoints.train_state import TrainState
 from training.configuration.keys import DTYPES, TrainConfig
 from training.cuda_graphs import graphed_step as graphs_module
 from training.cuda_graphs.capture import CudaGraphs
-from training.cuda_graphs.graphed_step import REFERENCES, WARMUP_ITERS, GraphedStep
+from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES, GraphedStep
 from training.cuda_graphs.parity import UPDATE_TOLERANCE, Snapshot
 from training.evaluation import evaluate
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale, use_low_precision
-from training.optimization.step import make_step
-from training.optimization.update_guard import Health
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
 from training.strategies.parallelize import parallelize
 
@@ -63,10 +64,10 @@ def build(dataset, **keys) -> Parts:
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
-    health = Health(config, world.device)
-    step = make_step(strategy, optimizer, loss_scale, config, health=health)
+    guard = UpdateGuard(config, world.device)
+    step = EagerStep(strategy, optimizer, loss_scale, config, guard)
     torch.manual_seed(7)
-    state = TrainState(strategy, optimizer, loss_scale, world, health)
+    state = TrainState(strategy, optimizer, loss_scale, world, guard)
     splits, _ = open_dataset(config, scan=False)
     windows = {split: Windows(tokens, config.block_size) for split, tokens in splits.items()}
     return Parts(step, state, Loader(windows["train"], config, world), windows, config)
@@ -276,8 +277,8 @@ def test_the_run_goes_on_from_the_eager_state_also_when_the_capture_is_trusted(d
         return replay
 
     eager, parts = build(dataset), build(dataset)
-    assert train(parts, graphed(parts, Fake(rounds)), range(WARMUP_ITERS)) == train(
-        eager, iterations=range(WARMUP_ITERS)
+    assert train(parts, graphed(parts, Fake(rounds)), range(EAGER_ITERS)) == train(
+        eager, iterations=range(EAGER_ITERS)
     )
     assert same(weights(parts), weights(eager))
 
@@ -338,8 +339,8 @@ def test_the_clock_stops_for_the_gate_and_for_no_iteration(dataset):
         events.append("go on")
 
     step = graphed(parts, fake, noted, paused)
-    train(parts, step, range(WARMUP_ITERS + 1), sums=())
-    eager = ["step"] * (WARMUP_ITERS - REFERENCES)
+    train(parts, step, range(EAGER_ITERS + 1), sums=())
+    eager = ["step"] * (EAGER_ITERS - REFERENCES)
     gate = ["pause", *["step"] * REFERENCES, "go on"]  # the replays; a fake makes them by the step
     assert events == [*eager, "pause", "go on", *["step"] * REFERENCES, *gate, "step"]
 
@@ -360,7 +361,7 @@ def test_a_gradient_that_is_not_finite_is_no_difference(dataset):
     """In both references, so that the gate compares inf with inf."""
     parts = build(dataset)
     step = graphed(parts, Fake())
-    train(parts, step, range(WARMUP_ITERS - REFERENCES))
+    train(parts, step, range(EAGER_ITERS - REFERENCES))
     before = weights(parts)
     parts.state.loss_scale.scale.fill_(float("inf"))
     results = train(parts, step, range(REFERENCES))

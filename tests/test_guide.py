@@ -21,7 +21,7 @@ from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS
-from training.records.report import estimate_memory
+from training.records.memory_estimate import estimate_memory
 
 DOCS = ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "mfu_versions/README.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCS}

@@ -8,7 +8,8 @@ import torch
 from training.configuration.errors import UserError
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
-from training.hardware.peaks import GPUS, describe_hardware, measure_peak, resolve_peak, table_peak
+from training.hardware.description import describe_hardware
+from training.hardware.peaks import GPUS, measure_peak, resolve_peak, table_peak
 
 BF16_AND_FP8_TFLOPS = {  # DESIGN.md's bf16 figures and the fp8 ones beside them, by real device name
     "NVIDIA B200": (2250, 4500),

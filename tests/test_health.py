@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.cuda_graphs.parity import Snapshot
 from training.faults import replica_check as drift
-from training.faults.anomalies import AT_THE_LATEST, STUCK_ITERATIONS, Diverged, Verdicts
+from training.faults.anomalies import MAX_PENDING, STUCK_ITERATIONS, AnomalyPolicy, Diverged
 from training.optimization.step import StepResult
-from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, Health
+from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, UpdateGuard
 from training.process.world import World
+from training.records.clock import Clock
 
 CPU = torch.device("cpu")
 BAD = (math.nan, math.inf, -math.inf)
@@ -29,15 +29,15 @@ N = 16  # the smallest window
 SPIKES = {"skip_spikes": 6.0, "spike_window": N}
 
 
-def judge(health: Health, loss: float, norm: float) -> int:
+def judge(health: UpdateGuard, loss: float, norm: float) -> int:
     verdict, overflow = health.judge(torch.tensor(loss), torch.tensor(norm))
     assert overflow.item() == (not math.isfinite(norm))
     return int(verdict.item())
 
 
-def watching(count: int = N, seed: int = 0, **keys) -> Health:
+def watching(count: int = N, seed: int = 0, **keys) -> UpdateGuard:
     """After `count` iterations with a loss about 3 ± 0.1 and a norm about 1 ± 0.2."""
-    health = Health(TrainConfig(**{**SPIKES, **keys}), CPU)
+    health = UpdateGuard(TrainConfig(**{**SPIKES, **keys}), CPU)
     generator = torch.Generator().manual_seed(seed)
     for a, b in torch.randn(count, 2, generator=generator).clamp(-2, 2).tolist():
         assert judge(health, 3 + 0.1 * a, 1 + 0.2 * b) == 0
@@ -58,7 +58,7 @@ def one_thread():
 @pytest.mark.parametrize("keys", [{}, SPIKES])
 @pytest.mark.parametrize("bad", BAD)
 def test_item_17_what_is_not_finite_is_refused_with_the_reason(keys, bad):
-    health = Health(TrainConfig(**keys), CPU)
+    health = UpdateGuard(TrainConfig(**keys), CPU)
     assert judge(health, 3.0, 1.0) == 0
     assert judge(health, bad, 1.0) & 3 == LOSS
     assert judge(health, 3.0, bad) & 3 == NORM
@@ -113,7 +113,7 @@ def test_a_level_that_is_reached_slowly_becomes_the_usual_one():
 
 
 def test_a_loss_that_never_varies_has_no_spikes_of_rounding():
-    health = Health(TrainConfig(**SPIKES), CPU)
+    health = UpdateGuard(TrainConfig(**SPIKES), CPU)
     for _ in range(2 * N):
         assert judge(health, 2.0, 1.0) == 0
     assert judge(health, 2.0 + 1e-5, 1.0 + 1e-5) == 0
@@ -122,7 +122,7 @@ def test_a_loss_that_never_varies_has_no_spikes_of_rounding():
 
 def test_item_17_a_loss_that_falls_as_in_training_raises_no_alarm_and_a_spike_in_it_does():
     """10.8 towards 2.5 with noise, norms with a heavy tail: 4000 iterations, a window of the default size."""
-    health = Health(TrainConfig(skip_spikes=6.0), CPU)
+    health = UpdateGuard(TrainConfig(skip_spikes=6.0), CPU)
     generator = torch.Generator().manual_seed(1)
     noise, tail = torch.randn(4000, generator=generator), torch.randn(4000, generator=generator)
     refused = []
@@ -258,14 +258,14 @@ def result(verdict: int = 0, loss: float = 3.0, norm: float = 1.0) -> StepResult
     return StepResult(loss, norm, None, torch.zeros(()), verdict, torch.ones(()))
 
 
-def verdicts(start: int = 0, **keys) -> Verdicts:
-    return Verdicts(TrainConfig(**keys), World(0, 0, 1, CPU), Events(), start)
+def verdicts(start: int = 0, **keys) -> AnomalyPolicy:
+    return AnomalyPolicy(TrainConfig(**keys), World(0, 0, 1, CPU), Events(), start)
 
 
-def settle(made: Verdicts, *results: StepResult) -> list[dict]:
+def settle(made: AnomalyPolicy, *results: StepResult) -> list[dict]:
     for each in results:
         made.add(each)
-    made.settle()
+    made.read_now()
     return made.record
 
 
@@ -327,7 +327,7 @@ def test_an_iteration_is_noted_once_and_before_long_also_without_a_row():
     assert len(made.record) == 1 and made.in_a_row == 1
     made = verdicts()
     with pytest.raises(Diverged, match="the loss of iteration 7 is nan"):
-        for n in range(AT_THE_LATEST):
+        for n in range(MAX_PENDING):
             made.add(NAN_LOSS if n == 7 else result())
     assert not made.pending
 
@@ -507,12 +507,12 @@ def test_item_18_the_sum_of_bits_sees_one_bit_and_no_order(dtype, device, monkey
 def test_checks_are_made_at_the_first_row_after_they_are_due(monkeypatch, interval, rows, checks):
     made = []
     monkeypatch.setattr(drift, "differences", lambda state: (made.append(1), ([], []))[1])
-    logger = SimpleNamespace(start=0, paused=_no_pause)
-    check = drift.DriftCheck(None, TrainConfig(drift_check_interval=interval), logger)
+    config = TrainConfig(drift_check_interval=interval)
+    check = drift.ReplicaCheck(None, config, Clock(CPU), record=None, start=0)
     found = []
     for iteration in range(rows - 1, 33, rows):
         before = len(made)
-        check.row(iteration)
+        check.after_update(iteration)
         found += [iteration] if len(made) > before else []
     assert found[:3] == checks
 

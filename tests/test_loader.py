@@ -11,7 +11,8 @@ from helpers import TINY, make_dataset
 
 from training import evaluation as evaluate_module
 from training.batches.dataset import open_dataset
-from training.batches.loader import IterationBatches, Loader, Windows, epoch_offset, permute
+from training.batches.loader import IterationBatches, Loader
+from training.batches.windows import Windows, epoch_offset, permute
 from training.configuration.keys import TrainConfig
 from training.evaluation import eval_batches, evaluate
 from training.process.world import World

@@ -23,7 +23,8 @@ from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, table_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.process.world import World
-from training.records.rows import Logger, _console_lines
+from training.records.clock import Clock
+from training.records.rows import Logger, Reading, _console_lines
 from training.records.utilization import audit_flops, recomputed_flops, summarize, utilization
 
 FORMULAS = {"v1": v1, "v2": v2, "v3": v3}
@@ -360,8 +361,16 @@ B200 = table_peak("NVIDIA B200", "bfloat16")
 def logged_row(num_gpus, seconds, config, flops, peak=B200):
     """The row that a run on num_gpus logs for an iteration of `seconds`."""
     world = World(rank=0, local_rank=0, size=num_gpus, device=torch.device("cpu"))
-    logger = Logger(config, world, None, flops, peak, facts={}, start=0)
-    return logger._row(10, 2.0, 1e-4, seconds, first=10, attended=S)
+    names = ("gpu_name", "precision")
+    architecture = {"arch": "llama", "n_head": 1, "n_kv_head": 1}
+    info = {
+        "flops": {"calculation_method": "v3", **flops},
+        "hardware": dict.fromkeys(names),
+        "model": {"architecture": architecture, "total_params": 1},
+    }
+    logger = Logger(config, world, None, Clock(world.device), peak, info, start=0)
+    reading = Reading(10, 10, 2.0, 1.0, None, attended=S, seconds=seconds, verdicts=[])
+    return logger._row(reading, 1e-4)
 
 
 def test_the_same_speed_per_gpu_is_the_same_mfu_on_any_number_of_gpus():

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.helpers import TINY, last_run, run_train, write_config
-from training.batches.loader import inputs_and_targets
 from training.batches.packing import PackedWindows, best_fit_decreasing, pack_documents
 from training.batches.token_files import TokenFiles
+from training.batches.windows import inputs_and_targets
 
 T, EOT, VOCAB = 32, 0, 60_000
 

@@ -8,7 +8,8 @@ from helpers import last_run, make_dataset, run_train, write_config
 
 import model_builder
 from training.batches.dataset import open_dataset
-from training.batches.loader import Loader, Windows
+from training.batches.loader import Loader
+from training.batches.windows import Windows
 from training.configuration.files_and_flags import load_config
 from training.hardware.attention_kernels import _sdpa_default
 from training.optimization.schedule import learning_rate

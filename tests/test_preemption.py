@@ -12,11 +12,11 @@ import torch
 from faults import ITERATIONS, prepare, run_with_fault
 from helpers import ROOT
 
-from training import evaluate_and_save as milestones
+from training import evaluate_and_save
 from training.configuration.files_and_flags import load_config
-from training.faults.consensus import Agreement
+from training.faults.consensus import Consensus
+from training.faults.replica_check import ReplicaCheck
 from training.process.world import World
-from training.records.rows import Logger
 
 GRACE_SECONDS = 30  # torchrun's
 ARRIVAL_SECONDS = 0.3  # until a signal has reached the thread that waits for it
@@ -134,14 +134,14 @@ def test_item_12_exit_status_is_128_and_the_signal(run, config, tmp_path, monkey
 
 
 def test_item_12_a_stop_request_during_a_save_does_not_save_twice(run, config, tmp_path, monkeypatch):
-    begin = milestones.Saver.begin
+    begin = evaluate_and_save.Saver.begin
 
     def begin_and_be_stopped(saver, *arguments):
         begin(saver, *arguments)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ARRIVAL_SECONDS)
 
-    monkeypatch.setattr(milestones.Saver, "begin", begin_and_be_stopped)
+    monkeypatch.setattr(evaluate_and_save.Saver, "begin", begin_and_be_stopped)
     assert run(config, f"--out_dir={tmp_path}") == 143
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000008"]
 
@@ -198,33 +198,34 @@ def test_item_12_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
 
 
 def stop_in_evaluation(monkeypatch) -> None:
-    evaluate = milestones.evaluate
+    evaluate = evaluate_and_save.evaluate
 
     def stopped_evaluate(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ARRIVAL_SECONDS)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(milestones, "evaluate", stopped_evaluate)
+    monkeypatch.setattr(evaluate_and_save, "evaluate", stopped_evaluate)
 
 
 def after_iteration(monkeypatch, iteration: int, action) -> None:
-    step = Logger.step
+    """With log_interval=1 every iteration ends with the question whether replicas are to be compared."""
+    after_update = ReplicaCheck.after_update
 
-    def patched(logger, now, *arguments):
-        step(logger, now, *arguments)
+    def patched(check, now):
+        after_update(check, now)
         if now == iteration:
             action()
             time.sleep(ARRIVAL_SECONDS)
 
-    monkeypatch.setattr(Logger, "step", patched)
+    monkeypatch.setattr(ReplicaCheck, "after_update", patched)
 
 
 def test_what_is_asked_is_answered_once(config):
-    agreement = Agreement(World(0, 0, 1, torch.device("cpu")), load_config([str(config)]))
-    agreement.ask("checkpoint", 7)
-    assert agreement.answer("checkpoint") == 0, "not before the exchange"
-    agreement.exchange()
-    assert agreement.answer("checkpoint") == 7 and agreement.answer("stop") == 0
-    agreement.exchange()
-    assert agreement.answer("checkpoint") == 0
+    consensus = Consensus(World(0, 0, 1, torch.device("cpu")), load_config([str(config)]))
+    consensus.ask("checkpoint", 7)
+    assert consensus.answer("checkpoint") == 0, "not before the exchange"
+    consensus.exchange()
+    assert consensus.answer("checkpoint") == 7 and consensus.answer("stop") == 0
+    consensus.exchange()
+    assert consensus.answer("checkpoint") == 0

@@ -14,7 +14,7 @@ import torch
 from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
 import model
-from training import evaluate_and_save as milestones
+from training import evaluate_and_save
 from training.checkpoints.saver import Saver
 from training.records.rows import Logger
 
@@ -371,7 +371,7 @@ def slow_by(seconds, function):
 
 
 def test_time_of_an_iteration_leaves_out_evaluations_and_checkpoints(record, monkeypatch):
-    monkeypatch.setattr(milestones, "evaluate", slow_by(0.25, milestones.evaluate))
+    monkeypatch.setattr(evaluate_and_save, "evaluate", slow_by(0.25, evaluate_and_save.evaluate))
     monkeypatch.setattr(Saver, "begin", slow_by(0.25, Saver.begin))
     content = record("--eval_interval=2", "--max_iters=8")
     assert len(content["eval_steps"]) == len(content["checkpoints"]) == 4
@@ -451,7 +451,7 @@ def test_crash_shows_the_traceback_and_leaves_a_failed_record(record, monkeypatc
     def crash(*_):
         raise RuntimeError("something of ours broke")
 
-    monkeypatch.setattr(milestones.Milestones, "finish", crash)
+    monkeypatch.setattr(evaluate_and_save.EvaluateAndSave, "finish", crash)
     content = record(status=1)
     error = capfd.readouterr().err
     assert "Traceback" in error and "error: RuntimeError: something of ours broke" in error
@@ -467,14 +467,14 @@ def test_run_that_cannot_start_leaves_no_record_that_says_running(run, config, t
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_signal_ends_a_run_as_interrupted(record, monkeypatch, number):
-    write = Logger._write
+    write = Logger.write
 
-    def write_and_be_interrupted(self, row):
-        write(self, row)
-        if row["iter"] == 1:
+    def write_and_be_interrupted(self, reading, *arguments):
+        write(self, reading, *arguments)
+        if reading.iteration == 1:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Logger, "_write", write_and_be_interrupted)
+    monkeypatch.setattr(Logger, "write", write_and_be_interrupted)
     content = record("--max_iters=1000", status=128 + number)
     assert content["status"] == "interrupted" and content["end_time"]
     iterations = [row["iter"] for row in content["training_iterations"]]

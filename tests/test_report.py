@@ -6,7 +6,9 @@ from helpers import ROOT, TINY, write_config
 import model_builder
 from training.configuration.files_and_flags import load_config
 from training.hardware.peaks import Peak
-from training.records.report import estimate_memory, report_lines, startup_info
+from training.records.memory_estimate import estimate_memory
+from training.records.report import report_lines
+from training.records.startup_info import startup_info
 
 FULL = sorted(ROOT.glob("config/full_*.py"))
 NO_PEAK = Peak(None, "none", "no peak")

@@ -288,7 +288,7 @@ def test_item_25_error_of_another_library_does_not_give_a_secret_away(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     redact._secrets.cache_clear()
-    monkeypatch.setattr(Logger, "_log", fail)
+    monkeypatch.setattr(Logger, "read", fail)
     assert run(config) == 1
     redact._secrets.cache_clear()
     printed = capfd.readouterr()

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import model_builder
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state
-from training.checkpoints.train_state import load_weights
+from training.checkpoints.loading import load_weights
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import DTYPES

@@ -1,60 +1,61 @@
-"""Evaluation and checkpoints at their iterations: what is due, what is the best so far, what is saved."""
+"""Evaluates and saves at the iterations where that is due, and knows the best loss so far."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from model_config import ModelConfig
-from training.batches.loader import Loader, Split
+from training.batches.loader import Loader
+from training.batches.windows import Split
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.errors import RunError
 from training.configuration.keys import TrainConfig, checkpoint_interval
 from training.evaluation import evaluate
-from training.faults.anomalies import Diverged
-from training.faults.watchdog import Watch
+from training.faults.anomalies import AnomalyPolicy, Diverged
+from training.faults.replica_check import ReplicaCheck
+from training.faults.watchdog import Watchdog
 from training.records.rows import Logger
 
 log = logging.getLogger("nanomfu")
 
-LAST_SAVE_S = 15.0  # that a run which has failed waits for the checkpoint that was being written
-WORTH_A_LINE_S = 1.0  # of waiting for the checkpoint before
+SHUTDOWN_SAVE_TIMEOUT_S = 15.0  # how long a failed run waits for the checkpoint that is being written
+LOGGED_WAIT_S = 1.0  # waiting longer than this for the checkpoint before is worth a line
 
 
-class Milestones:
-    """Owns the best validation loss and the last checkpoint. All ranks call it."""
+class EvaluateAndSave:
+    """Owns the last checkpoint; the best validation loss is the logger's to keep. All ranks call it."""
 
     def __init__(
         self,
         config: TrainConfig,
-        model_config: ModelConfig,
         state: TrainState,
         windows: dict[str, Split],
         loader: Loader,
-        logger: Logger,
+        saver: Saver,
         progress: Progress,
-        watch: Watch,
-        facts: dict,
+        logger: Logger,
+        anomalies: AnomalyPolicy,
+        replica_check: ReplicaCheck,
+        watchdog: Watchdog,
     ):
+        """`progress` is where this process starts."""
         self.config, self.state = config, state
-        self.windows, self.loader, self.logger = windows, loader, logger
-        self.start, self.best_val_loss, self.watch = progress.iteration, progress.best_val_loss, watch
+        self.windows, self.loader, self.saver = windows, loader, saver
+        self.logger, self.anomalies, self.replica_check = logger, anomalies, replica_check
+        self.start, self.watchdog = progress.iteration, watchdog
         self.evaluated_before = progress.val_loss is not None  # unless a stop request had come in between
         self.last_checkpoint: Path | None = None  # the last that is complete
         self.every_iterations, self.every_seconds = checkpoint_interval(config)
         self.saved_at, self.saved_time = self.start, time.monotonic()  # when the last one was begun
-        self.before_saving: list[Callable[[int], None]] = []  # called with the updates made. All ranks
-        self.saver = Saver(config, model_config, state, facts, self.start)
         may_save = config.always_save_checkpoint or config.eval_interval or config.checkpoint_interval
         if may_save and self.start < config.max_iters and not config.eval_only:
-            self.saver.prepare()
+            saver.prepare()
 
-    def reach(self, iteration: int, learning_rate: float) -> None:
-        """Before the update of `iteration`: evaluates and saves if that is due. Raises RunError if the last
+    def before_update(self, iteration: int, learning_rate: float) -> None:
+        """Evaluates and saves before the update of `iteration`, if that is due. Raises RunError if the last
         checkpoint could not be written."""
         self._conclude()
         if iteration == self.start:
@@ -69,7 +70,7 @@ class Milestones:
             due = due or self.config.always_save_checkpoint
         if improved or due:
             self.save(iteration, val_loss, improved)
-            self.watch.check(at_once=True)  # who was asked to stop meanwhile need not save again
+            self.watchdog.check(at_once=True)  # who was asked to stop meanwhile need not save again
 
     def stop(self, iteration: int) -> None:
         """Instead of the update of `iteration`, as the run was asked to stop: saves what is not saved."""
@@ -98,28 +99,30 @@ class Milestones:
 
     def evaluate(self, iteration: int, learning_rate: float) -> tuple[float, bool]:
         """(validation loss, whether it is a new best)."""
-        with self.logger.paused(), self.watch.during("evaluation"):
+        self.anomalies.read_now()
+        with self.logger.clock.paused(), self.watchdog.during("evaluation"):
             losses = evaluate(
-                self.state.strategy.module, self.windows, self.config, self.state.world, self.watch.check
+                self.state.strategy.module, self.windows, self.config, self.state.world, self.watchdog.check
             )
             self.logger.evaluated(iteration, losses, learning_rate)
         val_loss = losses["val"]
         if not math.isfinite(val_loss):
             raise Diverged(f"the validation loss at iteration {iteration} is {val_loss}; nothing was saved")
-        improved = self.best_val_loss is None or val_loss < self.best_val_loss
+        best = self.logger.best_val_loss
+        improved = best is None or val_loss < best
         if improved:
-            self.best_val_loss = val_loss
+            self.logger.best_val_loss = val_loss
         return val_loss, improved
 
     def save(self, iteration: int, val_loss: float | None, best: bool) -> None:
-        """Begins a checkpoint; when it is complete, reach() hears of it."""
-        for action in self.before_saving:
-            action(iteration)
-        progress = Progress(iteration, self.loader.position, self.best_val_loss, val_loss)
-        with self.logger.paused(), self.watch.during("checkpoint"):
+        """Begins a checkpoint; when it is complete, before_update() hears of it."""
+        self.anomalies.read_now()
+        self.replica_check.compare(iteration)
+        progress = Progress(iteration, self.loader.position, self.logger.best_val_loss, val_loss)
+        with self.logger.clock.paused(), self.watchdog.during("checkpoint"):
             began = time.monotonic()
             self._conclude(wait=None)
-            if (waited := time.monotonic() - began) > WORTH_A_LINE_S:
+            if (waited := time.monotonic() - began) > LOGGED_WAIT_S:
                 log.info(f"Waited {waited:.1f} s for the checkpoint before to be written; raise its interval")
             self.saver.begin(progress, " (best so far)" if best else "", waited)
             self.saved_at, self.saved_time = iteration, time.monotonic()
@@ -130,17 +133,17 @@ class Milestones:
         save = self.saver.finished(wait)
         if save:
             self.last_checkpoint = save.final
-            log.info(f"💽 Saved {save.final}{save.note}")
+            self.anomalies.saved_at = save.progress.iteration
             self.logger.saved(save)
 
     def _complete(self) -> None:
-        with self.watch.during("checkpoint"):
+        with self.watchdog.during("checkpoint"):
             self._conclude(wait=None)
 
     def close(self) -> None:
         """After the loop, however it ended: what a failed run was still writing is worth a moment."""
         try:
-            self._conclude(wait=LAST_SAVE_S)
+            self._conclude(wait=SHUTDOWN_SAVE_TIMEOUT_S)
         except RunError as error:  # the run ends with an error of its own
             log.warning(str(error))
 
@@ -151,8 +154,10 @@ class Milestones:
         if not self.every_seconds:
             return False
         if self.state.world.is_main and time.monotonic() - self.saved_time >= self.every_seconds:
-            self.watch.agreement.ask("checkpoint", iteration)
-        return self.watch.agreement.answer("checkpoint") > self.saved_at  # not one from before the last save
+            self.watchdog.consensus.ask("checkpoint", iteration)
+        return (
+            self.watchdog.consensus.answer("checkpoint") > self.saved_at
+        )  # not one from before the last save
 
     def _evaluates(self, iteration: int) -> bool:
         return bool(self.config.eval_interval) and iteration % self.config.eval_interval == 0

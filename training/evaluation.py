@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from training.batches.loader import Split, hash_seed, inputs_and_targets, permute
+from training.batches.windows import Split, hash_seed, inputs_and_targets, permute
 from training.configuration.keys import TrainConfig
 from training.process.world import World, sum_over_ranks
 

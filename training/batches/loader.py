@@ -10,86 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from fractions import Fraction
 
 import numpy as np
 import torch
 
-from training.batches.token_files import TokenFiles
+from training.batches.windows import Split, inputs_and_targets
 from training.configuration.keys import TrainConfig
+from training.process.work_timer import WorkTimer
 from training.process.world import World
-
-ROUNDS = 6  # Feistel rounds; four already pass for random (Luby and Rackoff 1988), two more cost nothing
-
-
-def permute(index: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Where a permutation of range(n), drawn by seed, sends each index; needs no memory proportional to n.
-
-    A Feistel network on the smallest even number of bits that holds n, walked until it lands below n
-    (Black and Rogaway 2002, sec. 4).
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
-    value = _feistel(index.astype(np.uint64), half, mask, keys)
-    while (outside := value >= n).any():
-        value[outside] = _feistel(value[outside], half, mask, keys)
-    return value.astype(np.int64)
-
-
-def _feistel(value: np.ndarray, half: int, mask: np.uint64, keys: np.ndarray) -> np.ndarray:
-    left, right = value >> np.uint64(half), value & mask
-    for key in keys:
-        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplier
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)  # splitmix64's
-        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-    return (left << np.uint64(half)) | right
-
-
-class Split:
-    """What a loader reads: `count` windows an epoch, by read(indices, epochs)."""
-
-    @property
-    def parts(self) -> dict[str, tuple[Fraction, Split]]:
-        """{source: (weight, its split)}; only a Mixture has several."""
-        return {"": (Fraction(1), self)}
-
-    def places(self, numbers: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """(window indices, epochs) of the samples with these numbers, each window once an epoch."""
-        epochs, inside = np.divmod(numbers, self.count)
-        indices = np.empty_like(inside)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permute(inside[here], self.count, seed=hash_seed(seed, int(epoch)))
-        return indices, epochs
-
-    def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """The samples with these numbers (N,) as (N, T + 1) token ids, int64."""
-        return self.read(*self.places(numbers, seed))
-
-
-class Windows(Split):
-    """A split cut into windows of block_size inputs and the token after them."""
-
-    def __init__(self, tokens: TokenFiles, block_size: int):
-        self.tokens, self.block_size = tokens, block_size
-        self.count = (tokens.total - 1) // block_size
-
-    def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64, cut as in the given epochs."""
-        starts = indices * self.block_size + epoch_offset(
-            np.broadcast_to(epochs, indices.shape), self.block_size
-        )
-        self.tokens.prefetch(starts, self.block_size + 1)
-        return np.stack([self.tokens.read(int(s), self.block_size + 1) for s in starts]).astype(np.int64)
-
-
-def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
-    """Where an epoch's first window starts; the tokens wrap around. Each epoch cuts them elsewhere, so that a
-    token is not always in the same place behind the same context: with one cut for all epochs small data is
-    learned by heart sooner (LOG.md). Golden-ratio steps spread the cuts; epoch 0 starts at the first token.
-    """
-    return (epoch * int(block_size * 0.6180339887498949)) % block_size
 
 
 class IterationBatches(torch.utils.data.Dataset):
@@ -113,18 +41,6 @@ class IterationBatches(torch.utils.data.Dataset):
         return torch.from_numpy(rows.reshape(*numbers.shape, -1))
 
 
-def hash_seed(seed: int, stream: int) -> int:
-    """One seed for each (seed, stream), so that epochs are shuffled independently."""
-    return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0])
-
-
-def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding: as a target no
-    loss counts it, and as an input it is the end-of-text id whose complement it is (training/batches/packing.py)."""
-    x, y = tokens[..., :-1], tokens[..., 1:]
-    return torch.where(x < 0, ~x, x), y.contiguous()
-
-
 class Loader:
     """Hands out one iteration after another and knows the position: the samples handed out so far.
 
@@ -132,7 +48,15 @@ class Loader:
     works beside its kernels.
     """
 
-    def __init__(self, windows: Split, config: TrainConfig, world: World, position: int = 0):
+    def __init__(
+        self,
+        windows: Split,
+        config: TrainConfig,
+        world: World,
+        position: int = 0,
+        timer: WorkTimer | None = None,
+    ):
+        self.timer = timer
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
         self.source = self._workers(config) if config.use_dataloader else self._inline()
@@ -142,6 +66,8 @@ class Loader:
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x, y (A, B, T) on the device; y is x shifted by one. Nothing waits for the device."""
+        if self.timer:
+            self.timer.begin_batch()
         began = time.perf_counter()
         tokens = self._fetch() if self.ahead is None else self.ahead
         if self.copies is not None:
@@ -151,6 +77,8 @@ class Loader:
         self.position += self.batches.samples
         self.ahead = self._fetch()
         self.waited_seconds += time.perf_counter() - began
+        if self.timer:
+            self.timer.begin_forward()
         return x, y
 
     def _fetch(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from training.batches.loader import Split, hash_seed, permute
+from training.batches.windows import Split, hash_seed, permute
 
 BLOCK = 256  # samples; an iteration of more has nearly the shares asked for
 BLOCK_STREAM = 2**33  # streams of seeds that no epoch and no evaluation reaches

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from training.batches.loader import Split
 from training.batches.token_files import TokenFiles
+from training.batches.windows import Split
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 

@@ -13,10 +13,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from training.batches.dataset import open_dataset, overlap_error
-from training.batches.loader import Split, Windows
 from training.batches.mixture import Mixture
 from training.batches.packing import PackedWindows, end_of_text_id, pack_documents
 from training.batches.token_files import TokenFiles
+from training.batches.windows import Split, Windows
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
@@ -44,6 +44,7 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     for source in sources[1:]:
         _check_same_tokenizer(sources[0], source)
     _check_apart(sources)
+    end_of_text_id(config, sources[0].meta)  # is there one, if the run needs it
     return sources
 
 

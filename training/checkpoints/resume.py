@@ -1,14 +1,20 @@
-"""Going on: from which checkpoint, and with which settings.
+"""Chooses where a run starts: from scratch, or from which checkpoint and with which settings.
 
 The newest checkpoint whose files are what was written is taken; a damaged one is renamed and named, never
 used and never deleted. What would silently make it another run (other data, another batch, another schedule)
 is refused, field by field, unless allow_changes names the field.
+
+The trap is torchrun --max-restarts, which starts the same command line again. A run that began from scratch,
+or from one certain checkpoint, must then go on from the newest that it saved itself: it must not begin again,
+and it must not take one that was there before it. So the first start lists what is there, and a restart
+compares.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from training.batches.fingerprint import data_differences
@@ -18,19 +24,60 @@ from training.checkpoints.folder import (
     damaged,
     find_checkpoint,
     read_state,
+    rename_damaged,
     step_folders,
 )
-from training.checkpoints.retention import rename_damaged
-from training.checkpoints.train_state import check_architecture
+from training.checkpoints.loading import check_architecture
 from training.configuration.errors import UserError
 from training.configuration.keys import GUARDED, TrainConfig
 from training.process.redaction import redact_all
-from training.process.world import World, gather_objects
+from training.process.world import World, gather_objects, may_restart, restart_count
 
 log = logging.getLogger("nanomfu")
 
 # where and how a run is started says nothing about what it computes
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
+EARLIER = "earlier.json"  # in checkpoints/: what was there before this run; moves away with it
+
+
+# --- from scratch, or from a checkpoint ---
+
+
+def choose_start(config: TrainConfig, world: World) -> TrainConfig:
+    """The configuration with init_from 'scratch' or 'resume', as it turns out. All ranks."""
+    return gather_objects(_choose_start(config) if world.is_main else None, world)[0]
+
+
+def _choose_start(config: TrainConfig) -> TrainConfig:
+    root = Path(config.out_dir) / "checkpoints"
+    there = _stamps(root)
+    if restart_count():
+        log.info(f"Restart {restart_count()} by torchrun: a process of this run had failed")
+        if there.items() - _earlier(root).items():
+            return replace(config, init_from="resume", resume_from="latest")
+        log.info("It had saved no checkpoint, so it begins again as it began")
+    elif may_restart() and root.is_dir():
+        (root / EARLIER).write_text(json.dumps(there))
+    if config.init_from == "auto":
+        return replace(config, init_from="resume" if there else "scratch")
+    return config
+
+
+def _stamps(root: Path) -> dict[str, int]:
+    """{name: time of its last change} of everything that is or was a checkpoint, whole or damaged: where one
+    is, nothing begins from scratch by itself."""
+    folders = [path for path in root.glob("step-*") if ".tmp-" not in path.name]
+    return {path.name: path.stat().st_mtime_ns for path in folders}
+
+
+def _earlier(root: Path) -> dict[str, int]:
+    try:
+        return json.loads((root / EARLIER).read_text())
+    except FileNotFoundError:
+        return {}
+
+
+# --- from which checkpoint ---
 
 
 @dataclass(frozen=True)
@@ -39,7 +86,7 @@ class Resume:
 
     checkpoint: Path | None = None
     changed: dict[str, list] = field(default_factory=dict)  # setting -> [in the checkpoint, now]
-    set_aside: list[dict] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
+    renamed: list[dict[str, str]] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
     run: str | None = None  # name of the record of the run that saved it
 
 
@@ -47,16 +94,16 @@ def find_resume(config: TrainConfig, world: World, data: dict) -> Resume:
     """The verified checkpoint that the configuration asks for. All ranks. Raises UserError."""
     if config.init_from != "resume":
         return Resume()
-    checkpoint, set_aside = _choose(config, world)
+    checkpoint, renamed = _choose_checkpoint(config, world)
     saved = read_state(checkpoint)
     check_architecture(checkpoint, saved["model_config"], config.model_config())
     refuse_changes(checkpoint, saved, config, world.size, data)
-    return Resume(checkpoint, changed_settings(saved, config), set_aside, saved.get("run"))
+    return Resume(checkpoint, changed_settings(saved, config), renamed, saved.get("run"))
 
 
-def _choose(config: TrainConfig, world: World) -> tuple[Path, list[dict]]:
+def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, list[dict[str, str]]]:
     candidates = gather_objects(_candidates(config) if world.is_main else None, world)[0]
-    bad = {}
+    bad: dict[Path, str] = {}  # damaged checkpoint -> problem
     for folder in candidates:
         problems = damage(folder, world)
         if problems and not gather_objects(damage_of_share(folder) if world.is_main else None, world)[0]:
@@ -65,7 +112,7 @@ def _choose(config: TrainConfig, world: World) -> tuple[Path, list[dict]]:
                 "see this disk, and the same on it?"
             )
         if not problems:
-            return folder, [_set_aside(one, bad[one], folder, config, world) for one in bad]
+            return folder, [_rename(one, bad[one], folder, config, world) for one in bad]
         if config.resume_from != "latest":
             raise damaged(folder, problems)
         bad[folder] = "; ".join(problems)
@@ -79,7 +126,7 @@ def _candidates(config: TrainConfig) -> list[Path]:
     return [chosen] if config.resume_from != "latest" else step_folders(chosen.parent)[::-1]
 
 
-def _set_aside(folder: Path, problem: str, instead: Path, config: TrainConfig, world: World) -> dict:
+def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, world: World) -> dict[str, str]:
     """Not by an evaluation, which holds no lock: a training run may be at work in that folder."""
     renames = world.is_main and not config.eval_only
     renamed = gather_objects(rename_damaged(folder) if renames else folder, world)[0]

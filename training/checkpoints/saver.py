@@ -20,18 +20,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from model_config import ModelConfig
-from training.checkpoints.folder import FORMAT, MANIFEST, STATE, digest, sync_folder, write_synced
-from training.checkpoints.retention import Retention, delete, delete_remains, set_aside
+from training.checkpoints.folder import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    Retention,
+    delete,
+    delete_remains,
+    digest,
+    move_aside,
+    sync_folder,
+    write_synced,
+)
 from training.checkpoints.staging import Staging, local_tensors, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
-from training.process.host_memory import free_host_bytes
+from training.process.memory import GB, free_host_bytes
 from training.process.redaction import redact_all
 from training.process.world import gather_objects
 
@@ -40,9 +50,8 @@ log = logging.getLogger("nanomfu")
 WRITER_THREADS = 4  # files that a rank writes side by side
 FILE_BYTES = 256 << 20  # of a file at least, before there is a second one
 ROOM = 1.2  # bytes free on the disk for each byte of a checkpoint
-PATIENCE_S = 3600.0  # for the other ranks to write their parts
-LOOK_S = 0.002, 0.25  # between two looks into the folder: the first, the longest
-GB = 1e9
+WRITE_TIMEOUT_S = 3600.0  # for the other ranks to write their parts
+POLL_S = 0.002, 0.25  # between two looks into the folder: the first, the longest
 
 Work = list[tuple[Part, torch.Tensor]]
 
@@ -73,9 +82,7 @@ class Save:
 class Saver:
     """Saves one run's checkpoints, one at a time. All ranks call it alike, from the main thread."""
 
-    def __init__(
-        self, config: TrainConfig, model_config: ModelConfig, state: TrainState, facts: dict, start: int
-    ):
+    def __init__(self, config: TrainConfig, state: TrainState, facts: dict[str, Any], start: int):
         """`facts` are the run's name and its data's fingerprint, `start` this process's first iteration."""
         self.config, self.state, self.world, self.start = config, state, state.world, start
         self.root = Path(config.out_dir) / "checkpoints"
@@ -83,7 +90,7 @@ class Saver:
             "format": FORMAT,
             "world_size": self.world.size,
             "config": redact_all(config.to_dict()),
-            "model_config": model_config.to_dict(),
+            "model_config": config.model_config().to_dict(),
             **facts,
         }
         self.retention = Retention(config.keep_last, config.keep_all_checkpoints)
@@ -161,7 +168,7 @@ class Saver:
             save.error = error
             if self.world.is_main and save.temporary.is_dir():
                 delete(save.temporary)
-            elif not self.world.is_main and not save.temporary.is_dir():  # deleted under our hands
+            elif not self.world.is_main and not save.temporary.is_dir():  # rank 0 has deleted it
                 save.error = OSError("rank 0 could not complete it")
         save.seconds = time.monotonic() - save.began
 
@@ -181,7 +188,7 @@ class Saver:
         files = _collect(save, self.world.size)
         _commit(save, files, {**self.facts, **save.progress.__dict__})
         _rename(save)
-        _settle(save, self.retention)
+        _update_pointers(save, self.retention)
 
 
 # --- the phases of a save: _write_files and _report are every rank's, the others rank 0's ---
@@ -189,7 +196,7 @@ class Saver:
 
 def _begin(save: Save, size: int, start: int) -> None:
     save.root.mkdir(parents=True, exist_ok=True)
-    if save.is_first and (aside := set_aside(save.root, start)):
+    if save.is_first and (aside := move_aside(save.root, start)):
         log.info(f"Checkpoints that this run did not come from are now in {aside}")
         save.root.mkdir(exist_ok=True)
     delete_remains(save.root)
@@ -272,16 +279,16 @@ def _rename(save: Save) -> None:
     sync_folder(save.root)
 
 
-def _settle(save: Save, retention: Retention) -> None:
+def _update_pointers(save: Save, retention: Retention) -> None:
     retention.trust(save.final)
-    retention.settle(save.root)
+    retention.after_save(save.root)
 
 
 def _wait_until(condition: Callable[[], bool], what: str) -> None:
-    pause, longest = LOOK_S
-    until = time.monotonic() + PATIENCE_S
+    pause, longest = POLL_S
+    until = time.monotonic() + WRITE_TIMEOUT_S
     while not condition():
         if time.monotonic() > until:
-            raise OSError(f"waited {PATIENCE_S:.0f} s for {what}")
+            raise OSError(f"waited {WRITE_TIMEOUT_S:.0f} s for {what}")
         time.sleep(pause)
         pause = min(2 * pause, longest)

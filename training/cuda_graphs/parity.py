@@ -1,7 +1,7 @@
 """Parity: iterations made twice from one state, to see that two ways of making them agree.
 
-The first way's state is set aside in host memory, tensor by tensor, so that a full GPU needs no room for a
-second one. What is set aside is what a checkpoint holds; working copies follow from it (publish).
+The first way's state is kept in host memory, tensor by tensor, so that a full GPU needs no room for a
+second one. It is what a checkpoint holds; working copies follow from it (publish).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Snapshot:
                 kept.copy_(now)
                 now.copy_(before)
         now = _generators(self.state)
-        self._settle()
+        self._restore_derived()
         self.generators = now
 
     @torch.no_grad()
@@ -50,18 +50,17 @@ class Snapshot:
         """The run's state becomes the kept one."""
         for name, tensor in _tensors(self.state).items():
             tensor.copy_(self.kept[name])
-        self._settle()
+        self._restore_derived()
 
-    def _settle(self) -> None:
+    def _restore_derived(self) -> None:
         """Whatever follows from the state, and nothing left over from an iteration that was broken off."""
-        self.state.strategy.works.clear()
-        self.state.strategy.clear_gradients()
+        self.state.strategy.abandon_iteration()
         self.state.after_load(self.generators)
 
     @torch.no_grad()
     def distances(self) -> dict[str, float]:
         """Norm of (state now - state kept), for each kind of tensor."""
-        squares = defaultdict(float)
+        squares: dict[str, float] = defaultdict(float)
         for name, tensor in _tensors(self.state).items():
             kind = "weights" if name.startswith("model.") else name.rpartition(".")[2]
             for now, kept in _chunks(tensor, self.kept[name]):
@@ -82,7 +81,7 @@ def compare(expected: list[StepResult], actual: list[StepResult], snapshot: Snap
         if kind == "window":  # the losses and norms that were compared just now
             continue
         found[f"update of {kind}"] = _relative(distance, snapshot.change[kind]), UPDATE_TOLERANCE
-    left = any(bucket.flat.any() for bucket in snapshot.state.strategy.buckets)
+    left = snapshot.state.strategy.has_gradients()
     found["gradients left over"] = math.inf if left else 0.0, 0.0
     wrong = [f"{what} by {off:.1e} (allowed {most:g})" for what, (off, most) in found.items() if off > most]
     if wrong:
@@ -108,8 +107,8 @@ def _relative(distance: float, scale: float) -> float:
 
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Everything that an iteration changes in place, by name."""
-    health = state.health.state() if state.health else {}
-    return {**state.tensors(), **state.loss_scale.state(), **health}
+    guard = state.update_guard.state() if state.update_guard else {}
+    return {**state.tensors(), **state.loss_scale.state(), **guard}
 
 
 def _generators(state: TrainState) -> dict[str, torch.Tensor]:

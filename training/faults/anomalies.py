@@ -1,4 +1,4 @@
-"""What a run makes of the verdicts on its iterations (training/optimization/update_guard.py): an event, its end, or nothing.
+"""The anomaly policy: what a run makes of the update guard's verdicts: an event, its end, or nothing.
 
 They are read where the device is waited for anyway: at a log row, and before an evaluation or a checkpoint,
 so that nothing is saved after a fault that ends the run. By then the updates in question have been left out
@@ -22,7 +22,7 @@ from training.records.run_record import RunRecord
 
 log = logging.getLogger("nanomfu")
 
-AT_THE_LATEST = 100  # iterations, where rows are further apart
+MAX_PENDING = 100  # iterations whose verdicts wait for a row to be read with; more are read at once
 STUCK_ITERATIONS = 30  # overflows in a row; float16's loss scale needs up to 16 to fall from 2^16 to 1
 
 
@@ -38,7 +38,7 @@ class Diverged(RunError):
         return super().__str__() + self.advice()
 
 
-class Verdicts:
+class AnomalyPolicy:
     """Collects verdicts as device tensors, and acts on them once they have been read."""
 
     def __init__(self, config: TrainConfig, world: World, record: RunRecord | None, start: int):
@@ -53,25 +53,27 @@ class Verdicts:
     def add(self, result: StepResult) -> None:
         """After every iteration. All ranks."""
         self.pending.append(result)
-        if len(self.pending) == AT_THE_LATEST:
-            self.settle()
+        if len(self.pending) == MAX_PENDING:
+            self.read_now()
 
-    def tensors(self) -> list[torch.Tensor]:
+    def pending_verdicts(self) -> list[torch.Tensor]:
         """For the caller to read together with what else it wants to know."""
         return [result.verdict for result in self.pending]
 
-    def settle(self) -> None:
-        """Reads what is pending, and raises Diverged if the run must end. All ranks. Sync point."""
+    def read_now(self) -> None:
+        """Reads what is pending, and raises Diverged if the run must end: before an evaluation or a checkpoint,
+        so that nothing is saved after a fault. All ranks. Sync point."""
         if self.pending:
-            self.read(torch.stack(self.tensors()).tolist())
+            self.judge(torch.stack(self.pending_verdicts()).tolist())
         self.end_if_due()
 
     def end_if_due(self) -> None:
+        """Raises Diverged if the run must end."""
         if self.end:
             raise Diverged(self.end, self._advice)
 
-    def read(self, values: list[float]) -> None:
-        """The values of tensors(). All ranks: of bad iterations, they tell each other their losses."""
+    def judge(self, values: list[float]) -> None:
+        """The values of pending_verdicts(). All ranks: of bad iterations, they tell each other their losses."""
         pending, first = self.pending, self.first
         self.pending, self.first = [], first + len(pending)
         kinds = [self._kind(int(value)) for value in values]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 
 import torch
+import torch.distributed as dist
 
 from training.configuration.keys import TrainConfig
 from training.process.world import World, all_gather, cpu_group
@@ -17,7 +18,7 @@ from training.process.world import World, all_gather, cpu_group
 QUESTIONS = ("stop", "checkpoint", "own_seconds")  # a signal's number; 1; see training/faults/stragglers.py
 
 
-class Agreement:
+class Consensus:
     """ask() on any rank, from any thread; exchange() on all ranks; then all of them have the same answers."""
 
     def __init__(self, world: World, config: TrainConfig):
@@ -25,7 +26,8 @@ class Agreement:
         self.lock = threading.Lock()
         self.asked = dict.fromkeys(QUESTIONS, 0.0)
         self.answers = torch.zeros(world.size, len(QUESTIONS), dtype=torch.float64)  # what each had asked
-        self.under_way = None  # (communication, what it sends, where it receives)
+        # (communication, what it sends, where it receives)
+        self.under_way: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
 
     def ask(self, question: str, value: float = 1) -> None:
         """Sent once, with the next exchange."""
@@ -58,6 +60,7 @@ class Agreement:
         self.under_way = work, mine, everyone  # gloo needs both tensors until it is done
 
     def _receive(self) -> torch.Tensor:
+        assert self.under_way, "_send() comes first"
         work, _, everyone = self.under_way
         if work:
             work.wait()

@@ -1,5 +1,5 @@
-"""The other processes of a run: which are gone, and which one the others wait for. No collective is used:
-this is for when one does not come back. Processes of this machine are looked up by their number, and every
+"""Liveness of the other ranks: which are gone, and which one the others wait for. It uses no collective,
+because it is needed when one does not come back. Processes of this machine are looked up by their number, and every
 rank writes into torchrun's store how far it is.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -19,8 +21,10 @@ NEVER_SEEN = (0, -1, "not started")
 PHASES = ("batch", "forward", "backward")  # of an iteration, in their order
 NAMED = 8  # ranks in one message
 
+Answer = TypeVar("Answer")
 
-class Peers:
+
+class Liveness:
     """One rank's view of the others. Everything but the construction is for the watching thread."""
 
     def __init__(self, world: World):
@@ -28,7 +32,7 @@ class Peers:
         self.world = world
         here = socket.gethostname()
         self.processes = gather_objects((here, os.getpid()), world)
-        self.neighbours = {
+        self.local_pids = {
             rank: pid
             for rank, (host, pid) in enumerate(self.processes)
             if host == here and rank != world.rank
@@ -42,11 +46,11 @@ class Peers:
 
     def gone(self) -> list[int]:
         """Ranks of this machine whose process has ended, however it did."""
-        return [rank for rank, pid in self.neighbours.items() if not _exists(pid)]
+        return [rank for rank, pid in self.local_pids.items() if not _exists(pid)]
 
     def is_first_here(self) -> bool:
         """Whether no lower rank of this machine is left to speak."""
-        return not any(_exists(pid) for rank, pid in self.neighbours.items() if rank < self.world.rank)
+        return not any(_exists(pid) for rank, pid in self.local_pids.items() if rank < self.world.rank)
 
     def publish(self, ticks: int, iteration: int, phase: str) -> None:
         """How far this rank is. `ticks` grows as long as the process is alive."""
@@ -69,7 +73,7 @@ class Peers:
         second = self._progress()
         if not second:
             return "torchrun's store does not answer, so nobody knows who is behind"
-        groups: dict[tuple, list[int]] = {}  # (is alive, iteration, phase) -> ranks
+        groups: dict[tuple[bool, int, str], list[int]] = {}  # (is alive, iteration, phase) -> ranks
         for rank in range(self.world.size):
             _, at, doing = second.get(rank, NEVER_SEEN)
             groups.setdefault((first.get(rank) != second.get(rank), at, doing), []).append(rank)
@@ -99,7 +103,7 @@ class Peers:
         """Without waiting for it."""
         return self._try(lambda store: store.get(key) if store.check([key]) else None)
 
-    def _try(self, action):
+    def _try(self, action: Callable[[dist.Store], Answer]) -> Answer | None:
         """What the store answers; None if it does not."""
         if self.store is None:
             return None
@@ -109,7 +113,7 @@ class Peers:
             return None
 
 
-def _least_first(group: tuple) -> tuple:
+def _least_first(group: tuple[tuple[bool, int, str], list[int]]) -> tuple:
     """The silent, then who is furthest behind."""
     (alive, iteration, phase), _ = group
     return alive, iteration, PHASES.index(phase) if phase in PHASES else -1, phase

@@ -1,7 +1,7 @@
-"""Replicas that drift apart. What several ranks hold must stay equal bit for bit: they start alike and make
-the same updates. A fault of a GPU or its memory changes one of them, and training goes on as if nothing had
-happened, with another model on each rank. So every drift_check_interval iterations each rank sums up the bit
-patterns of what it holds, tensor by tensor, and the sums are compared.
+"""The replica check: what several ranks hold must stay equal bit for bit. They start alike and make the same
+updates. A fault of a GPU or its memory changes one of them, and training goes on as if nothing had happened,
+with another model on each rank. So every drift_check_interval iterations each rank sums up the bit patterns of
+what it holds, tensor by tensor, and the sums are compared.
 
 The sums are of integers, so they are exact in any order; a single changed bit changes its tensor's sum.
 """
@@ -11,42 +11,45 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from training.checkpoints.train_state import TrainState
 from training.configuration.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.process.world import all_gather
-from training.records.rows import Logger
+from training.records.clock import Clock
+from training.records.run_record import RunRecord
 
 BITS = {4: torch.int32, 2: torch.int16}  # bytes of an element -> the integer of its size
 PART = 2**24  # elements summed at a time
 NAMED = 5  # tensors in the message
 
 
-class Drifted(RunError):
+class ReplicasDiffer(RunError):
     """Ranks that must hold the same hold something else."""
 
 
-class DriftCheck:
+class ReplicaCheck:
     """Compares at log rows, where the device is waited for anyway, and before a checkpoint is saved, which
     takes its parts from all ranks; the time is no iteration's. All ranks."""
 
-    def __init__(self, state: TrainState, config: TrainConfig, logger: Logger):
-        self.state, self.interval, self.logger = state, config.drift_check_interval, logger
-        self.agreed = logger.start  # updates after which the replicas were equal, or loaded
+    def __init__(
+        self, state: TrainState, config: TrainConfig, clock: Clock, record: RunRecord | None, start: int
+    ):
+        self.state, self.interval = state, config.drift_check_interval
+        self.clock, self.record = clock, record
+        self.agreed = start  # updates after which the replicas were equal, or loaded
 
-    def row(self, iteration: int) -> None:
-        """After the update of `iteration`, if that is due. Raises Drifted on all ranks."""
+    def after_update(self, iteration: int) -> None:
+        """Compares after the update of `iteration`, if that is due. Raises ReplicasDiffer on all ranks."""
         done = iteration + 1
         if self.interval and done // self.interval != self.agreed // self.interval:
             self.compare(done)
 
     def compare(self, done: int) -> None:
-        """After so many updates. Raises Drifted on all ranks."""
+        """After so many updates. Raises ReplicasDiffer on all ranks."""
         if not self.interval or done == self.agreed:
             return
-        with self.logger.paused():
+        with self.clock.paused():
             ranks, tensors = differences(self.state)
         if not tensors:
             self.agreed = done
@@ -56,9 +59,9 @@ class DriftCheck:
             f"the replicas have drifted apart: after iteration {done - 1} rank {', '.join(map(str, ranks))} "
             f"{'holds' if len(ranks) == 1 else 'hold'} different bits of {', '.join(tensors[:NAMED])}{more}"
         )
-        if self.logger.record is not None:
-            self.logger.record.add_event(done - 1, "drift", ranks=ranks, tensors=tensors, message=what)
-        raise Drifted(
+        if self.record is not None:
+            self.record.add_event(done - 1, "drift", ranks=ranks, tensors=tensors, message=what)
+        raise ReplicasDiffer(
             f"{what}. A GPU or its memory is the likely cause: test that machine. The replicas were last "
             f"equal at iteration {self.agreed:,}: resume from a checkpoint that is not newer"
         )
@@ -73,10 +76,11 @@ def differences(state: TrainState) -> tuple[list[int], list[str]]:
     mine = torch.stack([_bits(tensor) for tensor in held.values()])
     everyone = mine.new_empty(world.size * len(mine))
     all_gather(everyone, mine)
-    groups = defaultdict(list)  # ranks that hold the same part
+    groups: dict[int, list[int]] = defaultdict(list)  # ranks that hold the same part
     for rank in range(world.size):
-        groups[rank % parts(state)].append(rank)
-    ranks, tensors = set(), []
+        groups[rank % state.strategy.parts].append(rank)
+    ranks: set[int] = set()
+    tensors: list[str] = []
     for name, sums in zip(held, everyone.view(world.size, -1).t().tolist(), strict=True):
         odd = [rank for group in groups.values() for rank in _odd_ones(group, sums)]
         ranks.update(odd)
@@ -86,23 +90,15 @@ def differences(state: TrainState) -> tuple[list[int], list[str]]:
 
 def replicated(state: TrainState) -> dict[str, torch.Tensor]:
     """What other ranks hold, too: of the optimizer's weights and moments, and of the working weights."""
-    held = {}
+    held, copies = {}, state.strategy.working_copies()
     for shard in state.strategy.shards:
-        whole = not isinstance(shard.parameter, DTensor)
-        if whole and shard.parameter.data_ptr() != shard.local.data_ptr():
-            held[f"{shard.name} (working weights)"] = shard.parameter.data
+        if shard.name in copies:
+            held[f"{shard.name} (working weights)"] = copies[shard.name]
         if shard.replicas > 1:
             held[shard.name] = shard.local.data
             adam = state.optimizer.state[shard.local]
             held |= {f"{shard.name}.{moment}": adam[moment] for moment in ("exp_avg", "exp_avg_sq")}
     return held
-
-
-def parts(state: TrainState) -> int:
-    """How many parts of a tensor the first ranks hold, one each; those after them hold the same again. 1
-    where all hold the whole."""
-    whole = not isinstance(state.strategy.shards[0].parameter, DTensor)
-    return 1 if whole else state.world.size // state.strategy.shards[0].replicas
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from model_config import ModelConfig
-from ops.documents import dense_mask
+from ops.documents import Documents, dense_mask
 from training.hardware.capability import CUDNN, TORCH, capability
 
 CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
@@ -39,6 +39,13 @@ class AttentionChoice:
     reason: str  # why `used` differs from `asked`; empty when it does not
     attend: Callable
     mask: Callable | None = None  # documents' numbers (B, T) -> what attend takes as its mask
+
+    def documents(self, eot_id: int | None) -> Documents | None:
+        """What keeps the documents of a window apart, where the kernel was chosen to."""
+        if self.mask is None:
+            return None
+        assert eot_id is not None, "doc_masking needs it"
+        return Documents(eot_id, self.mask)
 
     def to_dict(self) -> dict:
         """For the record; 'line' is the one line that the log shows after 'Attention backend:'."""

@@ -7,18 +7,17 @@ and a sparse peak says so.
 
 from __future__ import annotations
 
-import platform
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import numpy
 import torch
 
 from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 from training.hardware.capability import FP8_NEEDS, capability, dotted
+from training.process.world import World, gather_objects
 
 PRECISIONS = ("bfloat16", "float16", "float32", "fp8")
 CUDA_GEMM = 8192  # a 16-bit operand is 134 MB, more than the L2 of any GPU below
@@ -190,29 +189,17 @@ def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device
     return [end - start for start, end in zip(marks[warmup - 1 :], marks[warmup:], strict=False)]
 
 
-def describe_hardware(device) -> dict:
-    """The machine and its software for the run record: a GPU's facts are None on a CPU, its name the CPU's.
-
-    gpu_memory_gb, as the record calls it, is one GPU's memory in GiB (2**30 bytes): 139.8 for a 141 GB H200.
-    """
-    device = torch.device(device)
-    cpu = _search(r"(?<=model name\t: ).+", "/proc/cpuinfo") or platform.processor() or platform.machine()
-    keys = ("gpu_name", "gpu_memory_gb", "compute_capability", "driver", "cuda", "cudnn", "nccl")
-    facts = dict.fromkeys(keys) | {"gpu_name": cpu}
-    if device.type == "cuda":
-        facts["gpu_name"] = torch.cuda.get_device_name(device)
-        facts["gpu_memory_gb"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 2)
-        facts["compute_capability"] = dotted(capability(device).compute)
-        facts["driver"] = _search(r"\b\d{3}\.\d+(?:\.\d+)?\b", "/proc/driver/nvidia/version")  # 580.126.20
-        facts["cuda"] = torch.version.cuda
-        facts["cudnn"] = torch.backends.cudnn.version()
-        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    versions = {"torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version()}
-    return facts | versions
+def agree_on_peak(config: TrainConfig, world: World) -> Peak:
+    """The peak of one device, by table, as stated, or measured. Rank 0 finds it, so that all use one figure;
+    all ranks call this."""
+    return gather_objects(_find_peak(config, world.device) if world.is_main else None, world)[0]
 
 
-def _search(pattern: str, path: str) -> str | None:
-    """The first match in a file that not every system has."""
-    found = re.search(pattern, Path(path).read_text()) if Path(path).exists() else None
-    return found and found[0]
+def _find_peak(config: TrainConfig, device: torch.device) -> Peak:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    precisions = [config.dtype] if config.low_precision == "none" else [config.dtype, "fp8"]
+    peak, *fp8 = (
+        resolve_peak(config.peak_tflops, name, precision, config.use_sparse_specs, device)
+        for precision in precisions
+    )
+    return replace(peak, fp8=fp8[0]) if fp8 else peak

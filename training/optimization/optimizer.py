@@ -7,6 +7,7 @@ both in 2 bytes; the arithmetic stays fp32.
 from __future__ import annotations
 
 import torch
+import torch.nn as nn
 
 from training.configuration.keys import DTYPES, TrainConfig
 from training.strategies.strategy import Shard
@@ -89,11 +90,11 @@ def build_optimizer(shards: list[Shard], config: TrainConfig) -> torch.optim.Ada
     return optimizer
 
 
-def describe_optimizer(shards: list[Shard], config: TrainConfig) -> dict:
+def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
     """The record's startup_info.optimizer: tensors and parameters of the whole model, per group."""
     groups = []
     for is_matrix, decay in ((True, config.weight_decay), (False, 0.0)):
-        members = [s.parameter for s in shards if s.is_matrix == is_matrix]
+        members = [p for p in model.parameters() if (p.ndim >= 2) == is_matrix]
         groups.append(
             {"weight_decay": decay, "tensors": len(members), "params": sum(p.numel() for p in members)}
         )

@@ -1,8 +1,9 @@
-"""Whether an iteration's loss and gradient norm can be trusted, decided before its update, on the device.
+"""The update guard: whether an iteration's loss and gradient norm can be trusted, decided before its update, on
+the device.
 
 Both numbers are the same on all ranks, and so is all that follows from them: no rank makes an update that
-another leaves out, nobody waits for the device, and a captured iteration (training/cuda_graphs/graphed_step.py) decides anew at
-each replay. What the decision means for the run, training/faults/anomalies.py says, a log row later.
+another leaves out, nobody waits for the device, and a captured iteration (training/cuda_graphs/) decides anew
+at each replay. training/faults/anomalies.py says, a log row later, what the decision means for the run.
 
 The trap is what an iteration changes here: the window of accepted values. It is written in place, it is in
 the checkpoints, and it is part of what a capture's check puts back.
@@ -21,7 +22,7 @@ LOSS, NORM, LOSS_SPIKE, NORM_SPIKE = 1, 2, 4, 8  # bits of a verdict; the first 
 SIGMA_FLOOR = 1e-3  # of the mean: where nothing varies, rounding must not be a spike
 
 
-class Health:
+class UpdateGuard:
     """Judges iterations, and remembers the loss and norm of the last spike_window that were accepted.
 
     A spike is skip_spikes standard deviations above the mean of a full window. Only above: as the loss falls,

@@ -1,44 +1,61 @@
-"""How a process ends: every error as one message and one exit status. 0 is completed, 1 failed, 2 an error
-that the user can fix, 128 + n stopped by signal n, after saving."""
+"""How a process ends: every error becomes one message and one exit status, and nothing can hold up the end.
+
+0 completed · 1 failed · 2 an error that the user can fix · 128 + n stopped by signal n, after saving
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import os
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from training.configuration.errors import RunError, UserError
 from training.process.console import write_to_log_file
 from training.process.redaction import redact
-from training.process.world import launch_info, leave_now, tell_launcher
+from training.process.world import World, launch_info
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
-RANK_0_SPEAKS_FIRST = 3.0  # seconds; an error that every rank has is printed once, by rank 0
+RANK_0_SPEAKS_FIRST_S = 3.0  # an error that every rank has is printed once, by rank 0
+FLUSH_TIMEOUT_S = 2.0  # for what was printed; a file system that hangs may never take it
 
 
-class OthersFailed(RunError):
-    """A collective failed because of another rank, which has said or will say why."""
+class OtherRankFailed(RunError):
+    """A collective failed because of another rank. That rank has said why, or will."""
+
+
+# --- errors ---
 
 
 def end_with(error: BaseException) -> int:
-    """Says why and gives the status. A rank of several ends at once: the others may be waiting for it in a
-    collective, and a normal exit would wait for them; torchrun stops them as soon as this one is gone."""
+    """Prints why the run ends and returns the exit status.
+
+    One of several ranks ends at once: the others may be waiting for it in a collective, and a normal exit
+    would wait for them. torchrun stops the others as soon as this process is gone.
+    """
     status, message = _describe(error)
     message = redact(message)
     rank, _, world_size = launch_info()
-    is_own = not isinstance(error, OthersFailed)
+    is_cause = not isinstance(error, OtherRankFailed)
     write_to_log_file(message)
-    if status == FAILED and is_own:
+    if status == FAILED and is_cause:
         tell_launcher(message)
-    if rank != 0 or not is_own:
-        time.sleep(RANK_0_SPEAKS_FIRST)  # torchrun may end it meanwhile
+    if rank != 0 or not is_cause:
+        time.sleep(RANK_0_SPEAKS_FIRST_S)  # torchrun may end this process meanwhile
     if status == USER_ERROR:
         tell_launcher(message)
     if rank == 0 or status != INTERRUPTED:
-        with contextlib.suppress(OSError):  # it may be a file on a full disk
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
             print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     if world_size > 1:
         leave_now(status)
@@ -46,7 +63,8 @@ def end_with(error: BaseException) -> int:
 
 
 def _describe(error: BaseException) -> tuple[int, str]:
-    if isinstance(error, KeyboardInterrupt):  # Ctrl-C before training/faults/watchdog.py has taken over
+    """(exit status, message)."""
+    if isinstance(error, KeyboardInterrupt):  # Ctrl-C before the watchdog has taken over the signals
         return INTERRUPTED, "interrupted"
     if isinstance(error, UserError):
         return USER_ERROR, f"error: {error}"
@@ -60,3 +78,54 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return FAILED, f"error: out of GPU memory; {hint}\n{error}"
     lines = "".join(traceback.format_exception(error))
     return FAILED, f"{lines}error: {type(error).__name__}: {error}"
+
+
+def tell_launcher(message: str) -> None:
+    """Puts the message into torchrun's summary. torchrun takes the earliest message for the root cause: call
+    this at once, and only on a rank that is the cause itself."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+# --- the last calls of a process ---
+
+
+def end_process(world: World, status: int = 0) -> None:
+    """The last call of a run that ends in order. All ranks. It does not return if there are several.
+
+    It ends them without tearing down: Python destroys a gloo group while it holds the interpreter lock, which
+    the group's own thread may need to let go of a tensor, and then neither ends (seen with torch 2.13).
+    """
+    if world.size == 1:
+        return
+    dist.barrier()
+    if dist.get_backend() == "nccl":
+        dist.destroy_process_group()  # NCCL warns about groups that are left open
+    leave_now(status)
+
+
+def leave_now(status: int) -> NoReturn:
+    """Ends this process at once, with what it has printed: no atexit and no destructor, which may wait."""
+    within(FLUSH_TIMEOUT_S, _flush)
+    os._exit(status)
+
+
+def _flush() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def within(seconds: float, action: Callable, *arguments: object) -> None:
+    """Calls action and returns after that time at the latest, whether action has returned or not. An error
+    that action raises is ignored."""
+
+    def run():
+        with contextlib.suppress(Exception):
+            action(*arguments)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)

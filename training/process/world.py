@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import json
-import logging
 import os
-import sys
-import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -24,10 +20,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 START_TIMEOUT = datetime.timedelta(hours=6)  # of joining: one rank may have a large dataset to scan first
-AFTER_THE_WATCH = (
-    2  # minutes; a collective times out by itself only if training/faults/watchdog.py has not ended it
-)
-FLUSH_SECONDS = 2.0  # for what was printed, at the end of a process; a hanging file system may never take it
+# A collective times out by itself so much later than the watchdog would have ended the process.
+WATCHDOG_FIRST_MINUTES = 2
 
 
 @dataclass(frozen=True)
@@ -47,15 +41,13 @@ class World:
 
 def launch_info() -> tuple[int, int, int]:
     """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) without it."""
-    return tuple(int(os.environ.get(name, default)) for name, default in _LAUNCH_VARIABLES)
+    environment = os.environ.get
+    return int(environment("RANK", 0)), int(environment("LOCAL_RANK", 0)), int(environment("WORLD_SIZE", 1))
 
 
 def machine_size() -> int:
     """Processes of this machine, as torchrun set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-_LAUNCH_VARIABLES = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
 
 
 def restart_count() -> int:
@@ -143,7 +135,11 @@ def _own_part_of(store: dist.Store, rank: int, size: int) -> dist.Store:
 
 def _timeout(config: TrainConfig) -> datetime.timedelta:
     minutes = max(config.timeout_minutes, config.start_timeout_minutes)
-    return datetime.timedelta(minutes=minutes + AFTER_THE_WATCH) if config.timeout_minutes else START_TIMEOUT
+    return (
+        datetime.timedelta(minutes=minutes + WATCHDOG_FIRST_MINUTES)
+        if config.timeout_minutes
+        else START_TIMEOUT
+    )
 
 
 FLIGHT_RECORDER = "flight_recorder_rank_"  # and the rank: a file in out_dir, for torchfrtrace
@@ -170,55 +166,6 @@ def cpu_group(world: World, config: TrainConfig) -> dist.ProcessGroup | None:
             f"the processes cannot reach each other by gloo, which carries stop requests: {error}; "
             "name the network interface between the machines: GLOO_SOCKET_IFNAME=eth0"
         ) from error
-
-
-def end_process(world: World, status: int = 0) -> None:
-    """The last call of a run that ends in order. All ranks. Does not return if there are several.
-
-    Ends them without tearing down: Python destroys a gloo group while it holds the interpreter lock, which
-    the group's own thread may need to let go of a tensor, and then neither ends (seen with torch 2.13).
-    """
-    if world.size == 1:
-        return
-    dist.barrier()
-    if dist.get_backend() == "nccl":
-        dist.destroy_process_group()  # NCCL warns about groups that are left open
-    leave_now(status)
-
-
-def leave_now(status: int) -> None:
-    """Ends this process at once, with what it has printed: no atexit and no destructor, which may wait."""
-    within(FLUSH_SECONDS, _flush)
-    os._exit(status)
-
-
-def _flush() -> None:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def within(seconds: float, action, *arguments) -> None:
-    """Calls action and goes on after that time, whether it has returned or not; its errors are nobody's."""
-
-    def run():
-        try:
-            action(*arguments)
-        except Exception:
-            pass
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-def tell_launcher(message: str) -> None:
-    """What torchrun's summary says of this process. The earliest of all is its root cause: call it at once,
-    and only on a rank whose failure is its own."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def mean_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:

@@ -1,167 +1,73 @@
-"""The start-up report: what will run, on what, how it is counted. As text for the console and log, and as the
-record's startup_info. Also the whole output of --dry_run=True."""
+"""The start-up report, as the console and the log show it. It is the whole output of --dry_run=True."""
 
 from __future__ import annotations
 
-import subprocess
+import logging
+from pathlib import Path
+from typing import Any
 
-from model_config import ModelConfig
-from training.configuration.keys import ROOT, TrainConfig
+from training.configuration.keys import TrainConfig
+from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
-from training.optimization.compile import is_recomputed
-from training.process.world import machine_size
-from training.strategies.parallelize import strategy_name
+from training.process.console import start_logging
+from training.process.world import launch_info
+from training.records.run_record import RunRecord, accumulation_steps
+from training.records.startup_info import startup_info
+from training.records.utilization import count_flops
 
-GB = 2**30
-SOFTWARE = (
-    "python",
-    "torch",
-    "numpy",
-    "cuda",
-    "cudnn",
-    "nccl",
-    "driver",
-)  # versions that a number depends on
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+log = logging.getLogger("nanomfu")
 
 Section = list[tuple[str, str]]
 
 
-def estimate_memory(
-    model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
-) -> dict[str, float]:
-    """Estimated GiB per GPU by part, when the last forward has just ended: the peak. Without the allocator's
-    reserve and the temporaries of a backward. Assumes a fused attention kernel and compiled blocks; without
-    compile, more is needed."""
-    shards = world_size
-    if config.use_fsdp and config.fsdp_sharding == "hybrid":
-        shards = min(machine_size(), world_size)
-    stored, moment, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
-    adam_shards = shards if config.use_zero1 or config.use_fsdp else 1
-    logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
-    head = model.vocab_size * model.n_embd
-    parts = {
-        f"weights ({config.param_dtype})": stored * parameters / adam_shards,
-        f"Adam moments ({config.adam_dtype})": 2 * moment * parameters / adam_shards,
-        **_weights_and_gradients(model, parameters, config, shards),
-        "activations": _activation_bytes(model, config),
-        "logits": logits,
-        "head's gradient (float32)": 4 * head,
-    }
-    if config.low_precision != "none":
-        with_head = config.low_precision_scope == "layers_and_head"
-        parts["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
-        parts["logits"] += with_head * 2 / compute * logits  # their gradient in fp8, both layouts
-    return {name: size / GB for name, size in parts.items()}
+def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None, start: int) -> None:
+    """The report of a run that begins at iteration `start`, and a record that exists from here on. Rank 0
+    writes."""
+    for line in report_lines(config, info):
+        log.info(line)
+    if record:
+        record.save()
+    log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
+    if info["resumed_from"]:
+        log.info(f"Resuming from {info['resumed_from']}: iteration {start:,}")
+        for name, (old, new) in info["changed_since_checkpoint"].items():
+            log.info(f"  {name} was {old!r} when it was saved, is {new!r} now")
+    if record and record.attempt > 1:
+        log.info(f"Attempt {record.attempt} at this run; its record begins with the rows of those before")
+    if config.compile:
+        log.info("Compiling during the first iteration; it can take a minute")
 
 
-def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainConfig, shards: int) -> dict:
-    """Bytes of what the model computes with, where that is not the optimizer's own, and of the gradients."""
-    stored, compute = BYTES[config.param_dtype], BYTES[config.dtype]
-    if not config.use_fsdp:
-        rounded = 0 if config.param_dtype == "float32" else stored / (shards if config.use_zero1 else 1)
-        parts = {"gradient sums (float32)": (4 + rounded) * parameters}  # and as the optimizer takes them
-        if config.use_zero1 or config.dtype != config.param_dtype:
-            parts[f"working weights ({config.dtype})"] = compute * parameters
-        return parts
-    gathered = parameters
-    if config.reshard_after_forward:  # two blocks, one of them on its way, and what is in no block
-        gathered -= max(0, model.n_layer - 2) * _block_weights(model)
-    parts = {
-        f"gradients ({config.param_dtype})": stored * parameters / shards,
-        f"gathered weights ({config.dtype})": compute * gathered,
-        "head's gradient, again": (4 + compute) * model.vocab_size * model.n_embd,  # scaled, and rounded
-    }
-    if config.gradient_accumulation_steps > 1:
-        parts[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
-    return parts
+def closing_lines(
+    config: TrainConfig, run_path: Path, checkpoint: Path | None, waited_seconds: float
+) -> list[str]:
+    """What a run says at its end. waited_seconds: total time that the loop waited for batches."""
+    lines = [
+        f"\nRun record:  {run_path}" if config.save_log_to_json else "",
+        f"Log:         {run_path.with_suffix('.log')}",
+    ]
+    if checkpoint:
+        lines.append(f"Checkpoint:  {checkpoint}")
+    return [*lines, f"Data:        the loop waited {waited_seconds:.2f} s for batches in all"]
 
 
-def _block_weights(model: ModelConfig) -> int:
-    """Elements of one block's matrices."""
-    attention = 2 * model.n_embd * (model.n_embd + model.n_kv_head * model.head_dim)
-    return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
-
-
-def _activation_bytes(model: ModelConfig, config: TrainConfig) -> float:
-    """What the forward of all blocks keeps for the backward. A recomputed block keeps its input alone, and
-    one at a time has everything."""
-    compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
-    C, F = model.n_embd, model.d_ff
-    qkv = C + 2 * model.n_kv_head * model.head_dim
-    heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as attention takes them
-    up = 2 * F if model.ffn_type == "swiglu" else F
-    inputs = 2 * C + F  # of qkv, up and down; that of out is the context below
-    layer = 3 * C + heads + up  # two residuals and the context
-    if config.low_precision == "none":
-        layer = compute * (layer + inputs)
-    else:
-        layer = compute * layer + inputs + C  # in fp8, which the context is not
-    recomputed = sum(is_recomputed(i, config.activation_checkpointing) for i in range(model.n_layer))
-    whole = model.n_layer - recomputed + (recomputed > 0)
-    return tokens * (whole * layer + recomputed * compute * C)
-
-
-def startup_info(
-    config: TrainConfig,
-    model: ModelConfig,
-    counts: dict[str, int],
-    flops: dict,
-    peak: Peak,
-    hardware: dict,
-    optimizer: dict,
-    attention: dict,
-    world_size: int,
-) -> dict:
-    """The record's startup_info. hardware is describe_hardware's result."""
-    software = {name: hardware[name] for name in SOFTWARE}
-    hardware = {name: value for name, value in hardware.items() if name not in SOFTWARE}
-    return {
-        "model": {
-            "total_params": counts["total"],
-            "trainable_params": counts["trainable"],
-            "non_embedding_params": counts["non_embedding"],
-            "architecture": model.to_dict(),
-        },
-        "optimizer": optimizer,
-        "hardware": {
-            **hardware,
-            "num_gpus": world_size,
-            "precision": config.dtype,
-            "parallelism": strategy_name(config, world_size),
-            "peak": _describe_peak(peak),
-            **({"peak_fp8": _describe_peak(peak.fp8)} if peak.fp8 else {}),
-        },
-        "software": software,
-        "git": git_state(),
-        "attention": attention,
-        "flops": flops,
-        "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
-        "estimated_memory_gb": estimate_memory(model, counts["total"], config, world_size),
-    }
-
-
-def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
-    """Both counts by name: a log that gave one number for 2 and for 8 GPUs once hid a wrong MFU."""
-    per_gpu = config.gradient_accumulation_steps
-    return {
-        "gradient_accumulation_steps_per_gpu": per_gpu,
-        "gradient_accumulation_steps_global": per_gpu * world_size,
-    }
-
-
-def git_state() -> dict:
-    """Commit of this code and whether it was changed; None outside a git checkout."""
-
-    def git(*arguments):
-        try:
-            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return {"commit": commit, "modified": bool(git("status", "--porcelain", "-uno")) if commit else None}
+def dry_run(config: TrainConfig, world_size: int) -> None:
+    """Prints the report from the meta device: no GPU, no data, no process group, no file."""
+    stated = config.peak_tflops if isinstance(config.peak_tflops, float) else None
+    reason = None if stated else "a dry run looks at no device; state one with --peak_tflops=..."
+    source = "stated by peak_tflops" if stated else "none"
+    line = f"asked for {config.attention_backend}; chosen on the device, not in a dry run"
+    info = startup_info(
+        config,
+        count_flops(config),
+        Peak(stated, source, reason, config.use_sparse_specs),
+        {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"},
+        {"line": line},
+        world_size,
+    )
+    start_logging(None, console=launch_info()[0] == 0)
+    for line in report_lines(config, info):
+        log.info(line)
 
 
 # --- text ---
@@ -321,16 +227,6 @@ def _parallelism(config: TrainConfig, strategy: str) -> str:
         f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
     ]
     return ", ".join([strategy, *filter(None, extras)])
-
-
-def _describe_peak(peak: Peak) -> dict:
-    return {
-        "tflops_per_gpu": peak.tflops,
-        "source": peak.source,
-        "reason": peak.reason,
-        "sparse": peak.sparse,
-        "measured": peak.measured,
-    }
 
 
 def _peak(peak: dict) -> str:

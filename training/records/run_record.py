@@ -19,9 +19,13 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from training.configuration.keys import TrainConfig
+from training.process.console import start_logging
 from training.process.redaction import redact_all
-from training.records.attempts import SECTIONS, carry_over, journal_path
+from training.process.world import World, gather_objects
+from training.records.attempts import SECTIONS, carry_over, find_history, journal_path
 
 SAVING_SHARE = 0.01  # of the time, for rewriting the JSON
 
@@ -39,6 +43,14 @@ def new_run_path(out_dir: Path) -> Path:
     name = f"run_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
     return next(path for path in candidates if not path.exists() and not path.with_suffix(".log").exists())
+
+
+def open_log(config: TrainConfig, world: World) -> Path:
+    """The path of this run's record, the same on all ranks. The log beside it is open from here on; rank 0
+    writes it. All ranks."""
+    path = gather_objects(new_run_path(Path(config.out_dir)) if world.is_main else None, world)[0]
+    start_logging(path.with_suffix(".log") if world.is_main else None, console=world.is_main)
+    return path
 
 
 class RunRecord:
@@ -160,6 +172,32 @@ class RunRecord:
                 over = self.content["end_time"] is not None
                 then = "what it lacks is lost" if over else "training goes on, and it is tried again"
                 log.warning("could not write %s: %s; %s", what, error, then)
+
+
+def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
+    """Both counts by name: a log that gave one number for 2 and for 8 GPUs once hid a wrong MFU."""
+    per_gpu = config.gradient_accumulation_steps
+    return {
+        "gradient_accumulation_steps_per_gpu": per_gpu,
+        "gradient_accumulation_steps_global": per_gpu * world_size,
+    }
+
+
+def open_record(
+    config: TrainConfig,
+    world: World,
+    path: Path,
+    info: dict[str, Any],
+    resumed_run: str | None,
+    start: int,
+) -> RunRecord | None:
+    """The record of this attempt, with the rows of those before; None on all ranks but 0. resumed_run is the
+    run that saved the checkpoint which this one goes on from."""
+    if not world.is_main:
+        return None
+    keys = {**config.to_dict(), **accumulation_steps(config, world.size)}
+    history = None if config.eval_only else find_history(path.parent, resumed_run, info["launch"])
+    return RunRecord(path, keys, info, config.save_log_to_json, history, start)
 
 
 class Journal:

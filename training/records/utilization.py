@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import model_builder
+from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.optimization.compile import is_recomputed
 
-WARMUP_ITERS = 5  # of this process; rows that include one of them stay out of the medians
+FORMULAS = (model_builder_v1, model_builder_v2, model_builder_v3)
 
 
 def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
@@ -114,6 +117,21 @@ def audit_flops(meta_model: torch.nn.Module, flops: dict, seq_len: int, exact: b
         "formula_over_counted": formula / counted,
         "exact": counted == formula,
     }
+
+
+def count_flops(config: TrainConfig) -> dict[str, Any]:
+    """The record's startup_info.flops: the active formula's counts, all formulas' totals, and the audit of the
+    active one. Raises RuntimeError if that formula claims to be exact and is not."""
+    model_config = config.model_config()
+    flops = model_builder.count_flops(model_config, config.block_size)
+    flops["calculation_method"] = model_builder.CALCULATION_METHOD
+    flops["totals"] = {
+        formula.CALCULATION_METHOD: formula.count_flops(model_config, config.block_size)["flops_per_token"]
+        for formula in FORMULAS
+    }
+    on_meta = model_builder.build_model(model_config)
+    flops["audit"] = audit_flops(on_meta, flops, config.block_size, model_builder.EXACT)
+    return flops
 
 
 def summarize(rows: list[dict]) -> dict:

@@ -1,4 +1,4 @@
-"""The strategy that shards everything: FSDP2. training/strategies/parallelize.py says what each method is for."""
+"""The strategy that shards everything: FSDP2. training/strategies/strategy.py says what each method is for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ops.linear import refresh_weights
 from training.configuration.keys import DTYPES, TrainConfig
+from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.strategy import Shard, norm
 
@@ -22,7 +23,7 @@ class Fsdp:
     after every forward. fsdp_sharding='hybrid' shards over one machine's processes, replicates over machines.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         dtype = DTYPES[config.dtype]
         if config.fsdp_sharding == "hybrid":
             machines = world.size // world.local_size
@@ -36,7 +37,7 @@ class Fsdp:
             cast_forward_inputs=False,  # the rotary angles must stay fp32
         )
         self.reshard = config.reshard_after_forward
-        self.quantised = config.low_precision != "none"
+        self.quantized = config.low_precision != "none"
         for parameter in model.parameters():  # and not model.to(), which would round the rotary angles, too
             parameter.data = parameter.data.to(DTYPES[config.param_dtype])
         refresh_weights(model)
@@ -45,10 +46,23 @@ class Fsdp:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.module = self.forward = model
         self.world, self.replicas = world, world.size // mesh.shape[-1]
+        self.parts = world.size // self.replicas
         self.shards = [
             Shard(name, p, nn.Parameter(p.detach().to_local()), self.replicas)
             for name, p in model.named_parameters()
         ]
+        if timer:
+            self._measure_waits(timer)
+
+    def _measure_waits(self, timer: WorkTimer) -> None:
+        """Around FSDP's own hooks, which wait for the weights of other ranks."""
+        for unit in self._units():
+            unit.register_forward_pre_hook(lambda module, inputs: timer.begin_wait(), prepend=True)
+            unit.register_forward_pre_hook(lambda module, inputs: timer.end_wait())
+
+    def _units(self) -> list[nn.Module]:
+        """What is gathered as one: each block, and the rest of the model."""
+        return [*self.module.blocks, self.module]
 
     def micro_step(self, last: bool) -> None:
         self.module.set_requires_gradient_sync(last)
@@ -68,10 +82,10 @@ class Fsdp:
         return loss, squares.sqrt()
 
     def publish(self) -> None:
-        """The next forward gathers the new weights; to be quantised, they are gathered here."""
-        if not self.quantised:
+        """The next forward gathers the new weights; to be quantized, they are gathered here."""
+        if not self.quantized:
             return
-        units = [*self.module.blocks, self.module]
+        units = self._units()
         for unit in units:
             unit.reshard()
         gathers = [unit.unshard(async_op=True) for unit in units]
@@ -86,6 +100,15 @@ class Fsdp:
     def clear_gradients(self) -> None:
         for shard in self.shards:
             shard.parameter.grad = shard.local.grad = None
+
+    def working_copies(self) -> dict[str, torch.Tensor]:
+        return {}  # gathered weights are freed, or written anew from the shards
+
+    def abandon_iteration(self) -> None:
+        self.clear_gradients()
+
+    def has_gradients(self) -> bool:
+        return any(shard.parameter.grad is not None for shard in self.shards)
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         whole = shard.parameter

@@ -1,7 +1,9 @@
-"""Strategies that hold whole working weights on every rank: one process, DDP and ZeRO-1. training/strategies/parallelize.py
-says what each method is for."""
+"""Strategies that hold whole working weights on every rank: one process, DDP and ZeRO-1.
+training/strategies/strategy.py says what each method is for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.tensor import Shard as ShardOn
 
 from ops.linear import Embedding, Linear, refresh_weights
 from training.configuration.keys import DTYPES, TrainConfig
+from training.process.work_timer import WorkTimer
 from training.process.world import World, all_gather, reduce_scatter
 from training.strategies.strategy import Shard, norm
 
@@ -50,12 +53,15 @@ class Replicated:
     micro-step's backward has left the block, its all-reduce starts, beside the backward of the block below.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+    parts = 1  # every rank holds the whole of what it shares with others
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None):
+        """No forward waits for another rank here, so `timer` has nothing to measure."""
         self.module = self.forward = model
         self.world, self.last = world, False
         self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
         self.reduce_dtype = DTYPES[config.reduce_dtype]
-        self.works = []  # (communication under way, what to do after it or None)
+        self.works: list[tuple[dist.Work, Callable[[], object] | None]] = []  # under way, and what follows
         named = dict(model.named_parameters())
         if world.size > 1:
             for parameter in named.values():
@@ -71,7 +77,7 @@ class Replicated:
     def _make_buckets(self, named: dict[str, nn.Parameter]) -> list[Bucket]:
         """One for each block and one for the head, which start by themselves; the rest, embeddings above all,
         is last."""
-        groups = {"rest": {}}
+        groups: dict[str, dict[str, nn.Parameter]] = {"rest": {}}
         for name, parameter in named.items():
             top, *path = name.split(".")
             part = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
@@ -90,11 +96,11 @@ class Replicated:
             if self.last:
                 self._reduce(bucket)
 
-        def watch(module, inputs):
+        def hook_input(module, inputs):
             if torch.is_grad_enabled():
                 inputs[0].register_hook(start)
 
-        module.register_forward_pre_hook(watch)
+        module.register_forward_pre_hook(hook_input)
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
         """Gives the optimizer its own tensor and leaves the parameter in the compute dtype. In fp32, both are
@@ -174,6 +180,17 @@ class Replicated:
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def working_copies(self) -> dict[str, torch.Tensor]:
+        copies = [s for s in self.shards if s.parameter.data_ptr() != s.local.data_ptr()]
+        return {shard.name: shard.parameter.data for shard in copies}
+
+    def abandon_iteration(self) -> None:
+        self.works.clear()
+        self.clear_gradients()
+
+    def has_gradients(self) -> bool:
+        return any(bool(bucket.flat.any()) for bucket in self.buckets)  # sync point
+
 
 class Zero1(Replicated):
     """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients replicated; the
@@ -184,10 +201,12 @@ class Zero1(Replicated):
     updated by every rank.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World):
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
-        self.padded = {}  # name -> the working matrix with its padding, which is what is gathered
-        super().__init__(model, config, world)
+        self.padded: dict[
+            str, torch.Tensor
+        ] = {}  # name -> the working matrix with its padding, which is what is gathered
+        super().__init__(model, config, world, timer)
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
         if parameter.ndim < 2:

@@ -1,9 +1,13 @@
-"""How much memory this machine has left."""
+"""Units of memory, and how much of it this machine has left. Figures in the run record whose names end in _gb
+are GiB, as torch and nvidia-smi count."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+
+GIB = 2**30
+GB = 10**9
 
 
 def free_host_bytes() -> float:

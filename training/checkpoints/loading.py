@@ -1,0 +1,82 @@
+"""Loads a checkpoint: into a run, or its weights alone into a model."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from model_config import ModelConfig
+from training.checkpoints.folder import damaged, read_state, recorded_files
+from training.checkpoints.format_1 import METADATA, Format1
+from training.checkpoints.tensor_files import SUFFIX, TensorFiles
+from training.checkpoints.train_state import Progress, TrainState
+from training.configuration.errors import UserError
+
+FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
+
+
+def check_architecture(folder: Path, saved: dict, wanted: ModelConfig) -> None:
+    """Raises UserError naming every field in which the saved model differs from the configured one."""
+    differences = [
+        f"{name}: checkpoint {saved.get(name)!r}, configuration {value!r}"
+        for name, value in wanted.to_dict().items()
+        if saved.get(name) != value and name not in FREE_TO_CHANGE
+    ]
+    if differences:
+        raise UserError(f"{folder} holds another architecture: {'; '.join(differences)}")
+
+
+def load_progress(checkpoint: Path | None, state: TrainState, model_config: ModelConfig) -> Progress:
+    """Where a run stands: at its beginning, or at the checkpoint that is loaded here. All ranks."""
+    return load_checkpoint(checkpoint, state, model_config) if checkpoint else Progress(0, 0)
+
+
+def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) -> Progress:
+    """Loads a checkpoint into state's tensors, bit for bit. Verify first. All ranks. Raises UserError."""
+    saved = read_state(folder)
+    check_architecture(folder, saved["model_config"], model_config)
+    reader = _open(folder)
+    there = {name: tensor.size for name, tensor in reader.metadata.state_dict_metadata.items()}
+    optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
+    tensors = {**state.tensors(), **optional}
+    _load(folder, reader, tensors, no_dist=state.world.size == 1)
+    state.after_load(tensors)
+    fields = Progress.__dataclass_fields__
+    return Progress(**{name: saved[name] for name in fields})
+
+
+def load_weights(folder: Path, model: torch.nn.Module) -> None:
+    """The weights alone, into one process's model, for sampling and export. Verify first."""
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    _load(folder, _open(folder), tensors, no_dist=True)
+
+
+def _open(folder: Path) -> dcp.StorageReader:
+    """A reader of the folder's tensors. Files that the manifest does not list are not looked at."""
+    try:
+        names = recorded_files(folder)
+        if METADATA in names:
+            return Format1(folder, set(names))
+        return TensorFiles([folder / name for name in names if name.endswith(SUFFIX)])
+    except (ValueError, OSError) as error:
+        raise damaged(folder, [str(error)]) from None
+
+
+def _load(folder: Path, reader: dcp.StorageReader, tensors: dict[str, torch.Tensor], no_dist: bool) -> None:
+    try:
+        with _one_process_is_fine():
+            dcp.load(tensors, storage_reader=reader, no_dist=no_dist)
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error
+
+
+@contextlib.contextmanager
+def _one_process_is_fine():
+    """DCP warns that no process group exists even when it is told that there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield

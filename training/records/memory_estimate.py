@@ -1,0 +1,86 @@
+"""Memory that a run will need on each GPU, estimated from its configuration, part by part."""
+
+from __future__ import annotations
+
+from model_config import ModelConfig
+from training.configuration.keys import TrainConfig
+from training.optimization.compile import is_recomputed
+from training.process.memory import GIB
+from training.process.world import machine_size
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def estimate_memory(
+    model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
+) -> dict[str, float]:
+    """Estimated GiB per GPU by part, when the last forward has just ended: the peak. Without the allocator's
+    reserve and the temporaries of a backward. Assumes a fused attention kernel and compiled blocks; without
+    compile, more is needed."""
+    shards = world_size
+    if config.use_fsdp and config.fsdp_sharding == "hybrid":
+        shards = min(machine_size(), world_size)
+    stored, moment, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
+    adam_shards = shards if config.use_zero1 or config.use_fsdp else 1
+    logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
+    head = model.vocab_size * model.n_embd
+    parts = {
+        f"weights ({config.param_dtype})": stored * parameters / adam_shards,
+        f"Adam moments ({config.adam_dtype})": 2 * moment * parameters / adam_shards,
+        **_weights_and_gradients(model, parameters, config, shards),
+        "activations": _activation_bytes(model, config),
+        "logits": logits,
+        "head's gradient (float32)": 4 * head,
+    }
+    if config.low_precision != "none":
+        with_head = config.low_precision_scope == "layers_and_head"
+        parts["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
+        parts["logits"] += with_head * 2 / compute * logits  # their gradient in fp8, both layouts
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainConfig, shards: int) -> dict:
+    """Bytes of what the model computes with, where that is not the optimizer's own, and of the gradients."""
+    stored, compute = BYTES[config.param_dtype], BYTES[config.dtype]
+    if not config.use_fsdp:
+        rounded = 0 if config.param_dtype == "float32" else stored / (shards if config.use_zero1 else 1)
+        parts = {"gradient sums (float32)": (4 + rounded) * parameters}  # and as the optimizer takes them
+        if config.use_zero1 or config.dtype != config.param_dtype:
+            parts[f"working weights ({config.dtype})"] = compute * parameters
+        return parts
+    gathered = parameters
+    if config.reshard_after_forward:  # two blocks, one of them on its way, and what is in no block
+        gathered -= max(0, model.n_layer - 2) * _block_weights(model)
+    parts = {
+        f"gradients ({config.param_dtype})": stored * parameters / shards,
+        f"gathered weights ({config.dtype})": compute * gathered,
+        "head's gradient, again": (4 + compute) * model.vocab_size * model.n_embd,  # scaled, and rounded
+    }
+    if config.gradient_accumulation_steps > 1:
+        parts[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
+    return parts
+
+
+def _block_weights(model: ModelConfig) -> int:
+    """Elements of one block's matrices."""
+    attention = 2 * model.n_embd * (model.n_embd + model.n_kv_head * model.head_dim)
+    return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
+
+
+def _activation_bytes(model: ModelConfig, config: TrainConfig) -> float:
+    """What the forward of all blocks keeps for the backward. A recomputed block keeps its input alone, and
+    one at a time has everything."""
+    compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
+    C, F = model.n_embd, model.d_ff
+    qkv = C + 2 * model.n_kv_head * model.head_dim
+    heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as attention takes them
+    up = 2 * F if model.ffn_type == "swiglu" else F
+    inputs = 2 * C + F  # of qkv, up and down; that of out is the context below
+    layer = 3 * C + heads + up  # two residuals and the context
+    if config.low_precision == "none":
+        layer = compute * (layer + inputs)
+    else:
+        layer = compute * layer + inputs + C  # in fp8, which the context is not
+    recomputed = sum(is_recomputed(i, config.activation_checkpointing) for i in range(model.n_layer))
+    whole = model.n_layer - recomputed + (recomputed > 0)
+    return tokens * (whole * layer + recomputed * compute * C)

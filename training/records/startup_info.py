@@ -1,0 +1,101 @@
+"""The record's startup_info: what runs, on what, and how it is counted. The start-up report shows the same."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import model_builder
+from training.batches.sources import Source, describe_sources
+from training.batches.windows import Split
+from training.checkpoints.resume import Resume
+from training.configuration.keys import ROOT, TrainConfig
+from training.hardware.peaks import Peak
+from training.optimization.optimizer import describe_optimizer
+from training.process.world import launch_record
+from training.records.memory_estimate import estimate_memory
+from training.strategies.parallelize import strategy_name
+
+# versions that a number depends on
+SOFTWARE = ("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver")
+
+
+def startup_info(
+    config: TrainConfig,
+    flops: dict[str, Any],
+    peak: Peak,
+    machine: dict[str, Any],
+    attention: dict[str, Any],
+    world_size: int,
+) -> dict[str, Any]:
+    """All that does not depend on the data or on an earlier run. flops is count_flops' result, machine
+    describe_hardware's."""
+    model_config = config.model_config()
+    model = model_builder.build_model(model_config)  # on the meta device: it is only counted
+    counts = model.count_parameters()
+    return {
+        "model": {
+            "total_params": counts["total"],
+            "trainable_params": counts["trainable"],
+            "non_embedding_params": counts["non_embedding"],
+            "architecture": model_config.to_dict(),
+        },
+        "optimizer": describe_optimizer(model, config),
+        "hardware": {
+            **{name: value for name, value in machine.items() if name not in SOFTWARE},
+            "num_gpus": world_size,
+            "precision": config.dtype,
+            "parallelism": strategy_name(config, world_size),
+            "peak": _describe_peak(peak),
+            **({"peak_fp8": _describe_peak(peak.fp8)} if peak.fp8 else {}),
+        },
+        "software": {name: machine[name] for name in SOFTWARE},
+        "git": git_state(),
+        "attention": attention,
+        "flops": flops,
+        "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
+        "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),
+    }
+
+
+def run_info(
+    config: TrainConfig,
+    sources: list[Source],
+    windows: dict[str, Split],
+    fingerprint: str,
+    resume: Resume,
+    world_size: int,
+) -> dict[str, Any]:
+    """The rest of the record's startup_info: the data, who started the run, and where it goes on."""
+    samples = config.max_iters * config.samples_per_iter(world_size)
+    return {
+        "data": describe_sources(sources, windows, samples, fingerprint),
+        "launch": launch_record(),
+        "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,
+        "changed_since_checkpoint": resume.changed,
+        "checkpoints_set_aside": resume.renamed,
+    }
+
+
+def git_state() -> dict:
+    """Commit of this code and whether it was changed; None outside a git checkout."""
+
+    def git(*arguments):
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return {"commit": commit, "modified": bool(git("status", "--porcelain", "-uno")) if commit else None}
+
+
+def _describe_peak(peak: Peak) -> dict:
+    return {
+        "tflops_per_gpu": peak.tflops,
+        "source": peak.source,
+        "reason": peak.reason,
+        "sparse": peak.sparse,
+        "measured": peak.measured,
+    }

@@ -1,0 +1,31 @@
+"""Mirrors rows to an experiment tracker: Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.configuration.keys import TrainConfig
+from training.process.redaction import redact, redact_all
+
+
+class WandbTracker:
+    """Numbers of rows and evaluations, by iteration. Rank 0 only."""
+
+    def __init__(self, config: TrainConfig, run_name: str):
+        import wandb  # type: ignore[import-not-found]  # optional; the configuration has checked that it is there
+
+        self.wandb = wandb
+        name = config.wandb_run_name or run_name
+        settings = redact_all(config.to_dict())
+        wandb.init(project=redact(config.wandb_project), name=redact(name), config=settings)
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        flat = {**row, **{f"mfu/{name}": value for name, value in (row["mfu"] or {}).items()}}
+        numbers = {name: value for name, value in flat.items() if isinstance(value, (int, float))}
+        self.wandb.log(numbers, step=row["iter"])
+
+    def add_evaluation(self, iteration: int, losses: dict[str, Any]) -> None:
+        self.wandb.log({"eval/train_loss": losses["train"], "eval/val_loss": losses["val"]}, step=iteration)
+
+    def close(self, status: str) -> None:
+        self.wandb.finish(exit_code=0 if status == "completed" else 1)
