@@ -36,8 +36,9 @@ from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.resume import find_resume
 from training.checkpoints.start import settle_start
 from training.checkpoints.train_state import Progress, TrainState, load_checkpoint
+from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.keys import TrainConfig
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
 from training.evaluate_and_save import Milestones

@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 from training.configuration.errors import UserError
-from training.configuration.keys import CHOICES
+from training.configuration.keys import KEYS
 from training.hardware.capability import (
     CPU,
     CUDNN,
@@ -105,7 +105,7 @@ def test_a_recipe_runs_where_its_matmuls_do_and_none_runs_everywhere(compute):
             require_low_precision(recipe, here)
 
 
-@pytest.mark.parametrize("recipe", CHOICES["low_precision"])
+@pytest.mark.parametrize("recipe", KEYS["low_precision"].choices)
 def test_every_recipe_that_a_user_can_set_runs_on_a_cpu(recipe):
     require_low_precision(recipe, CPU)
 

@@ -10,8 +10,8 @@ import model_builder
 from model import manual_attention
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader, Windows
+from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer

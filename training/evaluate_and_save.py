@@ -13,7 +13,8 @@ from training.batches.loader import Loader, Split
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.errors import RunError
-from training.configuration.keys import TrainConfig, checkpoint_interval
+from training.configuration.keys import TrainConfig
+from training.configuration.rules import checkpoint_interval
 from training.evaluation import evaluate
 from training.faults.anomalies import Diverged
 from training.faults.watchdog import Watch

@@ -281,7 +281,7 @@ def _tf(tflops: float) -> str:
 
 
 def _start_wandb(config: TrainConfig, record: RunRecord):
-    import wandb  # optional; training/configuration/keys.py has checked that it is there
+    import wandb  # optional; training/configuration/rules.py has checked that it is there
 
     name = config.wandb_run_name or record.content["run_name"]
     wandb.init(project=redact(config.wandb_project), name=redact(name), config=redact_all(config.to_dict()))
