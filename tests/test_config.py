@@ -1,6 +1,8 @@
 """Configuration: what a file and flags may say, and that what is wrong is named before anything starts."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from helpers import ROOT, TINY, write_config
@@ -8,8 +10,9 @@ from helpers import ROOT, TINY, write_config
 import model_config
 from training.configuration.dtypes import DTYPES
 from training.configuration.errors import UserError
-from training.configuration.files_and_flags import load_config
-from training.configuration.keys import GUARDED, KEYS
+from training.configuration.files_and_flags import USAGE, load_config
+from training.configuration.help import help_text
+from training.configuration.keys import ALIASES, GUARDED, KEYS
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 
@@ -253,6 +256,33 @@ def test_every_dtype_that_a_key_takes_is_one_of_torch():
 def test_model_keys_name_the_choices_that_the_model_has():
     for name, choices in {**model_config.CHOICES, "arch_preset": model_config.PRESETS}.items():
         assert [choice for choice in choices if repr(choice) not in KEYS[name].help] == []
+
+
+def test_help_shows_every_key_with_its_default_and_help_in_its_section():
+    text = help_text()
+    assert text.startswith(USAGE)
+    assert [name for name in ALIASES if f"\n  --{name}  (" not in text] == []
+    places = [text.index(f"\n  --{name}={key.default}  (") for name, key in KEYS.items()]
+    assert places == sorted(places)
+    assert [name for name, key in KEYS.items() if f"\n      {key.help}\n" not in text] == []
+    for section, first, last in (("run", "out_dir", "dry_run"), ("data", "dataset", "dataloader_prefetch")):
+        inside = text.partition(f"\n\n{section}\n")[2].partition("\n\n")[0]
+        assert inside.startswith(f"  --{first}=") and f"\n  --{last}" in inside
+    for line in (
+        "  --batch_size=12  (int, at least 1, guarded)",
+        "  --backend=None  (None | 'nccl' | 'gloo')",
+        "  --d_ff=None  (int | None)",
+        "  --packing=stream  ('stream' | 'truncate', guarded)",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_help_needs_neither_torch_nor_a_device():
+    code = (
+        "import sys; from training.configuration.help import help_text; help_text();"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # --- the file ---
