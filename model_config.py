@@ -53,7 +53,7 @@ class ModelConfig:
     def _check(self):
         for name in ("n_layer", "n_head", "n_embd", "n_kv_head", "d_ff", "vocab_size", "block_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{_key(name)}={getattr(self, name)} must be at least 1")
+                raise ValueError(f"{config_key(name)}={getattr(self, name)} must be at least 1")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -124,6 +124,6 @@ def model_config(preset: str, **overrides) -> ModelConfig:
     return ModelConfig(arch=preset, **{**PRESETS[preset], **given})
 
 
-def _key(field: str) -> str:
+def config_key(field: str) -> str:
     """The configuration key that a user typed for this field."""
     return {"n_kv_head": "num_key_value_heads"}.get(field, field)

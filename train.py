@@ -36,8 +36,10 @@ from training.checkpoints.loading import load_progress
 from training.checkpoints.resume import choose_start, find_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
+from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.help import help_text
+from training.configuration.keys import TrainConfig
 from training.cuda_graphs.graphed_step import graphed
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
@@ -90,6 +92,9 @@ class Run:
 
 def main(argv: list[str]) -> int:
     """A whole run; its exit status."""
+    if "--help" in argv:
+        print(help_text())
+        return 0
     _, _, world_size = launch_info()
     config = load_config(argv, world_size)
     if config.dry_run:

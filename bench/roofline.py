@@ -25,8 +25,9 @@ from bench.operations import copy_bandwidth, time_attention, time_matmul
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
+from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, resolve_peak
 from training.process.world import check_device
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import model_builder
 import train
 from training.checkpoints.train_state import TrainState
+from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES
 from training.faults.anomalies import Diverged
 from training.faults.replica_check import ReplicaCheck, ReplicasDiffer, differences
 from training.optimization.optimizer import build_optimizer

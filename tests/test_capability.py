@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 from training.configuration.errors import UserError
-from training.configuration.keys import CHOICES
+from training.configuration.keys import KEYS
 from training.hardware.capability import (
     CPU,
     CUDNN,
@@ -105,7 +105,7 @@ def test_a_recipe_runs_where_its_matmuls_do_and_none_runs_everywhere(compute):
             require_low_precision(recipe, here)
 
 
-@pytest.mark.parametrize("recipe", CHOICES["low_precision"])
+@pytest.mark.parametrize("recipe", KEYS["low_precision"].choices)
 def test_every_recipe_that_a_user_can_set_runs_on_a_cpu(recipe):
     require_low_precision(recipe, CPU)
 
@@ -116,6 +116,7 @@ def test_a_cpu_has_no_block_scaled_matmuls():
 
 
 def test_nothing_else_asks_for_the_capability():
-    files = [path for pattern in ("*.py", "training/*.py", "bench/*.py") for path in ROOT.glob(pattern)]
+    patterns = ("*.py", "training/**/*.py", "ops/**/*.py", "bench/*.py")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     asks = re.compile(r"get_device_capability|\.(major|minor)\b")
     assert [path.name for path in files if asks.search(path.read_text())] == ["capability.py"]

@@ -1,13 +1,18 @@
 """Configuration: what a file and flags may say, and that what is wrong is named before anything starts."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from helpers import ROOT, TINY, write_config
 
+import model_config
+from training.configuration.dtypes import DTYPES
 from training.configuration.errors import UserError
-from training.configuration.files_and_flags import load_config
-from training.configuration.keys import KEYS
+from training.configuration.files_and_flags import USAGE, load_config
+from training.configuration.help import help_text
+from training.configuration.keys import ALIASES, GUARDED, KEYS
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 
@@ -179,6 +184,105 @@ def test_aliases_set_the_key_that_they_stand_for(load):
 
 def test_every_key_that_users_already_type_is_known():
     assert [key for key in KEYS_USERS_TYPE if key not in KEYS] == []
+
+
+# --- one line a key: what it says is what is checked ---
+
+WITH_CHOICES = [name for name in KEYS if KEYS[name].choices]
+WITH_MINIMUM = [name for name in KEYS if KEYS[name].minimum is not None]
+
+
+def refusal_or_none(load, *flags) -> str:
+    """The error, if there is one: another rule may refuse what the one in question allows."""
+    try:
+        load(*flags)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_key_says_what_it_means_and_has_a_default_that_it_allows(name):
+    key = KEYS[name]
+    assert len(key.help) > 9 and key.help == key.help.strip(" .")
+    assert type(key.default) in key.types
+    assert key.default in key.choices or not key.choices
+    assert key.minimum is None or key.default >= key.minimum
+
+
+def test_there_are_keys_with_choices_and_keys_with_a_minimum():
+    assert len(WITH_CHOICES) > 15 and len(WITH_MINIMUM) > 20
+
+
+@pytest.mark.parametrize("name", WITH_CHOICES)
+def test_every_choice_of_a_key_is_allowed_and_no_other(load, name):
+    choices = KEYS[name].choices
+    for choice in choices:
+        assert f"{name}={choice!r} is not one of" not in refusal_or_none(load, f"--{name}={choice}")
+    listed = ", ".join(map(repr, choices))
+    assert refusal(load, f"--{name}=zzz") == f"{name}='zzz' is not one of {listed}"
+
+
+@pytest.mark.parametrize("name", WITH_MINIMUM)
+def test_the_minimum_of_a_key_is_allowed_and_what_is_below_is_not(load, name):
+    minimum, number = KEYS[name].minimum, KEYS[name].types[0]
+    below = number(minimum - 1)
+    assert "must be at least" not in refusal_or_none(load, f"--{name}={minimum}")
+    assert refusal(load, f"--{name}={below}") == f"{name}={below} must be at least {minimum}"
+
+
+@pytest.mark.parametrize("name", [*KEYS, "processes"])
+def test_allow_changes_takes_the_guarded_keys_and_no_other(load, name):
+    if name == "processes" or KEYS[name].guarded:
+        assert load(f"--allow_changes={name}").allow_changes == name
+        return
+    message = refusal(load, f"--allow_changes={name}")
+    assert message.startswith(
+        f"allow_changes: {name!r} is not one of dataset, seed, batch_size, gradient_accumulation_steps, "
+        "processes, doc_masking, packing, learning_rate, min_lr, "
+    )
+
+
+def test_guarded_names_each_guarded_key_once():
+    assert sorted(GUARDED) == sorted([*(name for name in KEYS if KEYS[name].guarded), "processes"])
+
+
+def test_every_dtype_that_a_key_takes_is_one_of_torch():
+    assert set(KEYS["dtype"].choices) == set(DTYPES)
+    for name in ("param_dtype", "adam_dtype", "reduce_dtype"):
+        assert set(KEYS[name].choices) <= set(DTYPES)
+
+
+def test_model_keys_name_the_choices_that_the_model_has():
+    for name, choices in {**model_config.CHOICES, "arch_preset": model_config.PRESETS}.items():
+        assert [choice for choice in choices if repr(choice) not in KEYS[name].help] == []
+
+
+def test_help_shows_every_key_with_its_default_and_help_in_its_section():
+    text = help_text()
+    assert text.startswith(USAGE)
+    assert [name for name in ALIASES if f"\n  --{name}  (" not in text] == []
+    places = [text.index(f"\n  --{name}={key.default}  (") for name, key in KEYS.items()]
+    assert places == sorted(places)
+    assert [name for name, key in KEYS.items() if f"\n      {key.help}\n" not in text] == []
+    for section, first, last in (("run", "out_dir", "dry_run"), ("data", "dataset", "dataloader_prefetch")):
+        inside = text.partition(f"\n\n{section}\n")[2].partition("\n\n")[0]
+        assert inside.startswith(f"  --{first}=") and f"\n  --{last}" in inside
+    for line in (
+        "  --batch_size=12  (int, at least 1, guarded)",
+        "  --backend=None  (None | 'nccl' | 'gloo')",
+        "  --d_ff=None  (int | None)",
+        "  --packing=stream  ('stream' | 'truncate', guarded)",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_help_needs_neither_torch_nor_a_device():
+    code = (
+        "import sys; from training.configuration.help import help_text; help_text();"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # --- the file ---

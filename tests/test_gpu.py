@@ -11,8 +11,8 @@ from model import manual_attention
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
 from training.batches.windows import Windows
+from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer

@@ -17,7 +17,8 @@ from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
 from training.batches.windows import Windows
 from training.checkpoints.train_state import TrainState
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.dtypes import DTYPES
+from training.configuration.keys import TrainConfig
 from training.cuda_graphs import graphed_step as graphs_module
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES, GraphedStep

@@ -23,9 +23,9 @@ import model_builder
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state
 from training.checkpoints.loading import load_weights
+from training.configuration.dtypes import DTYPES
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import DTYPES
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
 from training.process.world import World

@@ -12,7 +12,8 @@ from training.batches.windows import Split
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.errors import RunError
-from training.configuration.keys import TrainConfig, checkpoint_interval
+from training.configuration.keys import TrainConfig
+from training.configuration.rules import checkpoint_interval
 from training.evaluation import evaluate
 from training.faults.anomalies import AnomalyPolicy, Diverged
 from training.faults.replica_check import ReplicaCheck

@@ -9,15 +9,15 @@ it leaves must be a key of TrainConfig; it may import, compute and use _private 
 from __future__ import annotations
 
 import ast
-import difflib
 import traceback
-import types
-import typing
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from training.configuration.dataset_name import parse_dataset
 from training.configuration.errors import UserError
-from training.configuration.keys import ALIAS_TYPES, ALIASES, KEYS, ROOT, TYPES, TrainConfig, check
+from training.configuration.keys import ALIASES, KEYS, ROOT, TrainConfig
+from training.configuration.rules import check, did_you_mean
 
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
 
@@ -30,7 +30,7 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
         shipped = ", ".join(sorted(f"config/{path.name}" for path in (ROOT / "config").glob("*.py")))
         got = "no config file given" if not files else f"one config file expected, got {' '.join(files)}"
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
-    values = {}
+    values: dict[str, Any] = {}
     for name, value, where in _read_file(Path(files[0])) + [_read_flag(flag) for flag in flags]:
         for key, checked in _checked(name, value, where).items():
             values[key] = checked  # a flag comes after the file, so it wins
@@ -93,34 +93,29 @@ class _Text(str):
 def _checked(name: str, value: object, where: str) -> dict[str, object]:
     """{key: typed value}, aliases resolved. Raises UserError naming the place and the nearest key."""
     if name not in KEYS and name not in ALIASES:
-        near = difflib.get_close_matches(name, [*KEYS, *ALIASES], n=1, cutoff=0.6)
-        hint = (
-            f"; did you mean {near[0]!r}?"
-            if near
-            else "; training/configuration/keys.py documents every setting"
-        )
+        hint = did_you_mean(name, [*KEYS, *ALIASES])
+        hint = hint or "; training/configuration/keys.py documents every setting"
         raise UserError(f"unknown setting {name!r} in {where}{hint}")
-    expected = ALIAS_TYPES.get(name) or TYPES[name]
-    value = _typed(name, value, expected, where)
-    return ALIASES[name](value) if name in ALIASES else {name: value}
+    if name in ALIASES:
+        return ALIASES[name].sets(_typed(name, value, ALIASES[name].types, where))
+    return {name: _typed(name, value, KEYS[name].types, where)}
 
 
-def _typed(name: str, value: object, expected, where: str) -> object:
-    allowed = typing.get_args(expected) if isinstance(expected, types.UnionType) else (expected,)
+def _typed(name: str, value: object, allowed: tuple[type, ...], where: str) -> object:
     if isinstance(value, _Text):
         value = _parse(str(value), allowed)
     if type(value) in allowed:
         return value
     if float in allowed and type(value) is int:
         return float(value)
-    wanted = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+    wanted = " or ".join("None" if t is NoneType else t.__name__ for t in allowed)
     hint = ""
     if int in allowed and type(value) is float and value.is_integer():
         hint = f"; write {int(value)}"
     raise UserError(f"{name}={value!r} in {where} is {type(value).__name__}, expected {wanted}{hint}")
 
 
-def _parse(text: str, allowed: tuple) -> object:
+def _parse(text: str, allowed: tuple[type, ...]) -> object:
     """Command-line text as the first reading that the key allows, else as text."""
     if bool in allowed and text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -1,358 +1,203 @@
-"""Configuration. One frozen dataclass holds every key; what a value may be and what may go together is
-checked here, before a device or a process group is touched. training/configuration/files_and_flags.py reads files and flags.
+"""Every key of a run, one line each: its type and choices, default, meaning with its unit, least value, and
+whether a resume guards it. What else the program knows of a key is derived from its line, in KEYS.
+
+`# --- NAME ---` opens a section, here and in `python train.py --help`. What values may go together is in
+training/configuration/rules.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib.util
-import math
-import re
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import torch
+from model_config import ModelConfig, config_key, model_config
 
-from model_config import ModelConfig, model_config
-from training.configuration.errors import UserError
+ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+T = TypeVar("T")
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def key(default: T, help: str, *, minimum: float | None = None, guarded: bool = False) -> T:
+    """A field of TrainConfig. guarded: a resume may change it only if allow_changes names it."""
+    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "guarded": guarded})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     # --- run ---
-    out_dir: str = "out"  # run records, logs and checkpoints go here
-    max_iters: int = 25000  # optimizer updates in total, also after a resume
-    eval_interval: int = 1000  # iterations between evaluations; 0 never evaluates
-    eval_iters: int = 100  # evaluation batches of batch_size sequences, per split, over all GPUs together
-    eval_only: bool = False  # evaluate once and stop
-    eval_at_start: bool = False  # evaluate before the first update, too
-    log_interval: int = 10  # iterations between log rows; the only place where the GPU is waited for
-    gradient_log_interval: int = 100  # iterations between gradient mean and std in the rows; 0 never
-    always_save_checkpoint: bool = True  # save at every evaluation and at the end; False: only a new best
-    checkpoint_interval: int | str | None = None  # iterations, or a time ('30m', '2h'); None: see above only
-    async_checkpoint: bool = True  # write checkpoints while training goes on; needs host memory for a copy
-    keep_last: int = 2  # newest checkpoints that are kept, beside the best
-    keep_all_checkpoints: bool = False  # True deletes none
-    init_from: str = "scratch"  # 'scratch', 'resume' (a checkpoint of out_dir) or 'auto' (either)
-    resume_from: str = "latest"  # 'latest' (the newest that verifies), 'best' or a name: 'step-00001000'
-    allow_changes: str | None = None  # settings that may differ from the checkpoint's: 'seed,batch_size'
-    save_log_to_json: bool = True  # write out_dir/run_*.json
-    log_save_interval: int = 100  # iterations between rewrites of the JSON, 1 % of the time at most
-    wandb_log: bool = False  # mirror rows to Weights & Biases
-    wandb_project: str = "nanomfu"
-    wandb_run_name: str | None = None  # None: the run's own name
-    seed: int = 1337  # initial weights, data order and dropout
-    dry_run: bool = False  # build on the meta device, print the start-up report, stop
+    out_dir: str = key("out", "folder of run records, logs and checkpoints")
+    max_iters: int = key(25000, "optimizer updates in total, also after a resume", minimum=0)
+    eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
+    eval_iters: int = key(100, "batches of batch_size sequences per split, over all GPUs together", minimum=1)
+    eval_only: bool = key(False, "evaluate once, and stop")
+    eval_at_start: bool = key(False, "also evaluate before the first update")
+    log_interval: int = key(10, "iterations between log rows; only a row waits for the GPU", minimum=1)
+    gradient_log_interval: int = key(100, "iterations between gradient mean and std; 0: never", minimum=0)
+    always_save_checkpoint: bool = key(True, "save at each evaluation and the end; False: only new bests")
+    checkpoint_interval: int | str | None = key(None, "also save every N iterations, or every '30m' or '2h'")
+    async_checkpoint: bool = key(True, "save while training goes on; needs host memory for a copy")
+    keep_last: int = key(2, "newest checkpoints that are kept, beside the best", minimum=1)
+    keep_all_checkpoints: bool = key(False, "delete no checkpoint")
+    init_from: Literal["scratch", "resume", "auto"] = key("scratch", "auto: resume if there is a checkpoint")
+    resume_from: str = key("latest", "'latest' (the newest that verifies), 'best' or a name: 'step-00001000'")
+    allow_changes: str | None = key(None, "keys that may differ from the checkpoint's: 'seed,batch_size'")
+    save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
+    log_save_interval: int = key(100, "iterations between record writes; 1 % of time at most", minimum=1)
+    wandb_log: bool = key(False, "also send the log rows to Weights & Biases")
+    wandb_project: str = key("nanomfu", "the project at Weights & Biases")
+    wandb_run_name: str | None = key(None, "the name at Weights & Biases; None: the run's own")
+    seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
+    dry_run: bool = key(False, "build on the meta device, print the start-up report, and stop")
 
     # --- data ---
-    dataset: str = "quickstart"  # a folder in data/, or a path to one; 'a:0.7,b:0.3' mixes several by weight
-    verify_data: str = "hash"  # files not yet read whole: 'hash' reads them once, 'size' trusts their sizes
-    batch_size: int = 12  # sequences per GPU per micro-step
-    gradient_accumulation_steps: int = 1  # micro-steps per iteration, per GPU
-    block_size: int = 1024  # tokens per sequence
-    doc_masking: bool = False  # documents of a window do not see each other, and positions begin again
-    packing: str = "stream"  # windows: 'stream' (tokens cut anywhere) or 'truncate' (whole documents)
-    use_dataloader: bool = False  # worker processes read the batches; the batches are the same
-    dataloader_num_workers: int = 2  # processes
-    dataloader_prefetch_factor: int = 2  # iterations read ahead, per worker
+    dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)
+    verify_data: Literal["hash", "size"] = key("hash", "new files: read them whole once, or trust the sizes")
+    batch_size: int = key(12, "sequences per GPU per micro-step", minimum=1, guarded=True)
+    gradient_accumulation_steps: int = key(1, "micro-steps per iteration, per GPU", minimum=1, guarded=True)
+    block_size: int = key(1024, "tokens per sequence")
+    doc_masking: bool = key(False, "attention and positions stay inside each document", guarded=True)
+    packing: Literal["stream", "truncate"] = key(
+        "stream", "windows cut from the tokens anywhere, or filled with whole documents", guarded=True
+    )
+    use_dataloader: bool = key(False, "read batches in worker processes; the batches are the same")
+    dataloader_num_workers: int = key(2, "worker processes of use_dataloader, per GPU", minimum=0)
+    dataloader_prefetch_factor: int = key(2, "iterations that each worker reads ahead", minimum=1)
 
-    # --- model; None means what arch_preset says (model_config.py) ---
-    arch_preset: str = "gpt2"  # 'gpt2', 'llama', 'llama3' or 'qwen3': the style and vocabulary
-    n_layer: int = 12
-    n_head: int = 12  # query heads
-    n_embd: int = 768  # model width
-    num_key_value_heads: int | None = None  # None: n_head
-    d_ff: int | None = None  # feed-forward width; alias intermediate_size; None: 4x, or 8/3x for swiglu
-    vocab_size: int | None = None
-    normalization: str | None = None  # 'layernorm' or 'rmsnorm'
-    norm_eps: float | None = None
-    activation: str | None = None  # 'gelu' (tanh approximation) or 'silu'
-    position_encoding: str | None = None  # 'learned' or 'rope'
-    rope_theta: float | None = None
-    ffn_type: str | None = None  # 'mlp' or 'swiglu'
-    bias: bool | None = None  # on Linear layers and LayerNorm
-    dropout: float = 0.0
-    weight_tying: bool | None = None
-    qk_norm: bool | None = None
+    # --- model; None: what arch_preset says (model_config.py) ---
+    arch_preset: str = key("gpt2", "'gpt2', 'llama', 'llama3' or 'qwen3': the style and the vocabulary")
+    n_layer: int = key(12, "blocks of attention and feed-forward")
+    n_head: int = key(12, "query heads")
+    n_embd: int = key(768, "model width")
+    num_key_value_heads: int | None = key(None, "key/value heads; None: n_head")
+    d_ff: int | None = key(None, "feed-forward width; None: 4 x n_embd, or about 8/3 x n_embd for swiglu")
+    vocab_size: int | None = key(None, "number of token ids")
+    normalization: str | None = key(None, "'layernorm' or 'rmsnorm'")
+    norm_eps: float | None = key(None, "epsilon of the normalization")
+    activation: str | None = key(None, "'gelu' (tanh approximation) or 'silu'")
+    position_encoding: str | None = key(None, "'learned' or 'rope'")
+    rope_theta: float | None = key(None, "base of the rope frequencies")
+    ffn_type: str | None = key(None, "'mlp' or 'swiglu'")
+    bias: bool | None = key(None, "biases in LayerNorm and in all Linear layers but the output head")
+    dropout: float = key(0.0, "probability, from 0 to below 1")
+    weight_tying: bool | None = key(None, "the output head and the token embedding share their weights")
+    qk_norm: bool | None = key(None, "RMSNorm on each query and key head")
 
     # --- attention ---
-    attention_backend: str = "sdpa"  # flash_attn_3 > flash_attn_2 > sdpa > manual; falls back rightwards
+    attention_backend: Literal["flash_attn_3", "flash_attn_2", "sdpa", "manual"] = key(
+        "sdpa", "kernel of attention; if it cannot run here, the next one in this list does"
+    )
 
     # --- optimizer ---
-    learning_rate: float = 3e-4  # peak
-    min_lr: float = 3e-5  # at the end of the decay
-    decay_lr: bool = True  # False: constant after warm-up
-    lr_schedule: str = "cosine"  # 'cosine', 'wsd', 'linear' or 'constant', after a linear warm-up
-    warmup_iters: int = 2000  # iterations
-    lr_decay_iters: int = 25000  # iteration at which min_lr is reached
-    wsd_decay_fraction: float = 0.2  # share of lr_decay_iters that wsd spends decaying
-    weight_decay: float = 0.1  # on matrices only
-    beta1: float = 0.9
-    beta2: float = 0.95
-    grad_clip: float = 1.0  # global gradient norm; 0 does not clip
-    adam_dtype: str = "float32"  # storage of the Adam moments: 'float32' or 'bfloat16'
+    learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
+    min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
+    decay_lr: bool = key(True, "False: a constant learning rate after warm-up", guarded=True)
+    lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
+        "cosine", "the decay after a linear warm-up; wsd: stable, then linear", guarded=True
+    )
+    warmup_iters: int = key(2000, "iterations of linear warm-up", minimum=0, guarded=True)
+    lr_decay_iters: int = key(25000, "iteration at which min_lr is reached", minimum=1, guarded=True)
+    wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
+    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
+    beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)
+    beta2: float = key(0.95, "Adam's decay of the mean squared gradient, in [0, 1)", guarded=True)
+    grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, guarded=True)
+    adam_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the Adam moments")
 
     # --- bad numbers ---
-    on_nonfinite: str = "stop"  # a loss or gradient that is not finite: 'stop' the run, or 'skip' the update
-    skip_spikes: float = 0.0  # skip an update if its loss or gradient norm is this many sigmas high; 0: never
-    spike_window: int = 128  # accepted iterations that the mean and sigma of skip_spikes are taken over
-    max_skips: int = 10  # updates skipped in a row, by either key, that end the run
-    drift_check_interval: int = 1000  # iterations between comparisons of what ranks hold in common; 0 never
+    on_nonfinite: Literal["stop", "skip"] = key("stop", "on NaN or Inf: stop the run, or skip the update")
+    skip_spikes: float = key(0.0, "skip updates whose loss or norm is N sigmas high; 0: never", minimum=0)
+    spike_window: int = key(128, "accepted iterations that skip_spikes takes its sigma from", minimum=16)
+    max_skips: int = key(10, "updates skipped in a row, by either key, that end the run", minimum=1)
+    drift_check_interval: int = key(1000, "iterations between comparisons of replicas; 0: never", minimum=0)
 
     # --- system ---
-    device: str = "cuda"  # 'cuda' or 'cpu'
-    dtype: str = "bfloat16"  # compute: 'float32', 'bfloat16' or 'float16' (with loss scaling)
-    param_dtype: str = "float32"  # storage of the weights that Adam updates: 'float32' or 'bfloat16'
-    low_precision: str = "none"  # 'none', or 'fp8_tensorwise': fp8 matmuls, one scale per tensor
-    low_precision_scope: str = "layers"  # 'layers' (Linear layers of the blocks) or 'layers_and_head'
-    compile: bool = True  # torch.compile
-    compile_scope: str = "regional"  # 'regional' (each block by itself) or 'whole' (the model; one process)
-    use_cuda_graphs: bool = False  # capture an iteration and replay it; one process or DDP
-    loss_chunks: int = 1  # parts that the tokens are split into for logits and loss; more needs less memory
-    activation_checkpointing: str = "none"  # recompute: 'none', 'selective' (every second block) or 'full'
-    use_zero1: bool = False  # shard the optimizer state over the processes
-    use_fsdp: bool = False  # shard weights, gradients and optimizer state (FSDP2)
-    fsdp_sharding: str = "full"  # over 'full' (all processes) or 'hybrid' (those of one machine, replicated)
-    reshard_after_forward: bool = False  # FSDP frees gathered weights after each forward: less memory, slower
-    reduce_dtype: str = "float32"  # gradients on their way between processes: 'float32' or 'bfloat16'
-    use_sparse_specs: bool = False  # count MFU against the 2:4-sparse peak; marks every record
-    peak_tflops: float | str | None = None  # dense TFLOPS of one GPU; 'measure' times a GEMM; None: the table
-    backend: str | None = None  # process group: None picks nccl for cuda, gloo for cpu
-    timeout_minutes: float = 10.0  # an iteration that takes longer hangs: the run ends, naming who; 0: never
-    start_timeout_minutes: float = 60.0  # the same for what may take long: compilation, evaluation, saving
+    device: Literal["cuda", "cpu"] = key("cuda", "where to train")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "computation; float16 scales the loss")
+    param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
+    low_precision: Literal["none", "fp8_tensorwise"] = key("none", "fp8 matmuls, one scale per tensor")
+    low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "blocks only, or also the head")
+    compile: bool = key(True, "use torch.compile")
+    compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
+    use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")
+    loss_chunks: int = key(1, "parts that logits and loss are computed in; more need less memory", minimum=1)
+    activation_checkpointing: Literal["none", "selective", "full"] = key(
+        "none", "which blocks the backward pass recomputes; selective: every second one"
+    )
+    use_zero1: bool = key(False, "shard the optimizer state over the processes")
+    use_fsdp: bool = key(False, "shard weights, gradients and optimizer state (FSDP2)")
+    fsdp_sharding: Literal["full", "hybrid"] = key("full", "shard over all processes, or within a machine")
+    reshard_after_forward: bool = key(False, "FSDP frees weights after each forward: less memory, slower")
+    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "gradients sent between processes")
+    use_sparse_specs: bool = key(False, "count MFU against the 2:4-sparse peak; marks every record")
+    peak_tflops: float | str | None = key(None, "dense TFLOPS of one GPU; 'measure': a GEMM; None: table")
+    backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
+    timeout_minutes: float = key(10.0, "minutes without progress that end the run; 0: never", minimum=0)
+    start_timeout_minutes: float = key(60.0, "the same, in minutes, to compile, evaluate or save", minimum=0)
 
     def model_config(self) -> ModelConfig:
         """The model's shape. Raises ValueError."""
-        return model_config(
-            self.arch_preset,
-            n_layer=self.n_layer,
-            n_head=self.n_head,
-            n_embd=self.n_embd,
-            n_kv_head=self.num_key_value_heads,
-            d_ff=self.d_ff,
-            vocab_size=self.vocab_size,
-            block_size=self.block_size,
-            normalization=self.normalization,
-            norm_eps=self.norm_eps,
-            activation=self.activation,
-            position_encoding=self.position_encoding,
-            rope_theta=self.rope_theta,
-            ffn_type=self.ffn_type,
-            bias=self.bias,
-            dropout=self.dropout,
-            weight_tying=self.weight_tying,
-            qk_norm=self.qk_norm,
-        )
+        fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "arch"]
+        return model_config(self.arch_preset, **{name: getattr(self, config_key(name)) for name in fields})
 
     def samples_per_iter(self, world_size: int) -> int:
         """Sequences that one update sees, over all GPUs."""
         return self.batch_size * self.gradient_accumulation_steps * world_size
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """{key: value}. Redact it before it is written anywhere (training/process/redaction.py)."""
         return dataclasses.asdict(self)
 
 
-KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-TYPES = typing.get_type_hints(TrainConfig)
+# --- derived from the lines above ---
 
-# alias -> what it sets, given its value
-ALIASES = {
-    "intermediate_size": lambda value: {"d_ff": value},
-    "flash_attn": lambda value: {"attention_backend": "flash_attn_2"} if value else {},
-}
-ALIAS_TYPES = {"intermediate_size": TYPES["d_ff"], "flash_attn": bool}
 
-CHOICES = {
-    "init_from": ("scratch", "resume", "auto"),
-    "verify_data": ("hash", "size"),
-    "packing": ("stream", "truncate"),
-    "device": ("cuda", "cpu"),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "param_dtype": ("float32", "bfloat16"),
-    "adam_dtype": ("float32", "bfloat16"),
-    "reduce_dtype": ("float32", "bfloat16"),
-    "on_nonfinite": ("stop", "skip"),
-    "low_precision": ("none", "fp8_tensorwise"),
-    "low_precision_scope": ("layers", "layers_and_head"),
-    "compile_scope": ("regional", "whole"),
-    "activation_checkpointing": ("none", "selective", "full"),
-    "fsdp_sharding": ("full", "hybrid"),
-    "lr_schedule": ("cosine", "wsd", "linear", "constant"),
-    "attention_backend": ("flash_attn_3", "flash_attn_2", "sdpa", "manual"),
-    "backend": (None, "nccl", "gloo"),
-}
+class Key(NamedTuple):
+    """What the line of one key says."""
+
+    types: tuple[type, ...]  # that a value may have; None comes last
+    choices: tuple[str | None, ...]  # () where the type allows any value
+    default: object
+    help: str
+    minimum: float | None
+    guarded: bool
+
+
+def _read_line(hint: object, field: dataclasses.Field) -> Key:
+    """`int | None` allows two types; Literal["a", "b"] allows these choices, of type str."""
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    alternatives = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    types = dict.fromkeys(type(choice) for choice in choices) or alternatives
+    ordered = tuple(sorted(types, key=lambda t: t is NoneType))
+    return Key(ordered, choices, field.default, **field.metadata)
+
+
+_HINTS = typing.get_type_hints(TrainConfig)
+KEYS = {field.name: _read_line(_HINTS[field.name], field) for field in dataclasses.fields(TrainConfig)}
+
 # What a resume may change only if allow_changes names it: which samples an iteration sees, and what an update
-# does with them. 'processes' is no key, but how many there are.
-GUARDED = (
-    *("dataset", "seed", "batch_size", "gradient_accumulation_steps", "processes", "doc_masking", "packing"),
-    *("learning_rate", "min_lr", "decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters"),
-    *("wsd_decay_fraction", "weight_decay", "beta1", "beta2", "grad_clip"),
-)
-AT_LEAST = {
-    "max_iters": 0,
-    "keep_last": 1,
-    "eval_interval": 0,
-    "eval_iters": 1,
-    "log_interval": 1,
-    "gradient_log_interval": 0,
-    "log_save_interval": 1,
-    "seed": 0,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "loss_chunks": 1,
-    "dataloader_num_workers": 0,
-    "dataloader_prefetch_factor": 1,
-    "warmup_iters": 0,
-    "lr_decay_iters": 1,
-    "learning_rate": 0,
-    "min_lr": 0,
-    "weight_decay": 0,
-    "grad_clip": 0,
-    "skip_spikes": 0,
-    "spike_window": 16,
-    "max_skips": 1,
-    "drift_check_interval": 0,
-    "timeout_minutes": 0,
-    "start_timeout_minutes": 0,
+# does with them. Errors list them in this order. 'processes' is no key, but how many there are.
+_SAMPLES = ("dataset", "seed", "batch_size", "gradient_accumulation_steps", "processes")
+GUARDED = (*_SAMPLES, *(name for name in KEYS if KEYS[name].guarded and name not in _SAMPLES))
+
+
+class Alias(NamedTuple):
+    """A name that is no key, but sets one."""
+
+    types: tuple[type, ...]
+    help: str
+    sets: Callable[[Any], dict[str, Any]]  # its value -> {key: value}
+
+
+ALIASES = {
+    "intermediate_size": Alias(KEYS["d_ff"].types, "the same as d_ff", lambda value: {"d_ff": value}),
+    "flash_attn": Alias(
+        (bool,),
+        "True is attention_backend='flash_attn_2'",
+        lambda value: {"attention_backend": "flash_attn_2"} if value else {},
+    ),
 }
-
-
-# --- what may go together ---
-
-
-def check(config: TrainConfig, world_size: int) -> None:
-    """Every rule that needs no device. Raises UserError naming the settings in conflict."""
-    for name, allowed in CHOICES.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
-    for name, minimum in AT_LEAST.items():
-        if not getattr(config, name) >= minimum:  # also catches NaN
-            raise UserError(f"{name}={getattr(config, name)} must be at least {minimum}")
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name}={value} is not a finite number")
-    for name in ("out_dir", "dataset"):
-        if not getattr(config, name):
-            raise UserError(f"{name} is empty; name a folder")
-        if "://" in getattr(config, name):
-            raise UserError(f"{name}={getattr(config, name)!r} is a URL; name a folder")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)} is not in [0, 1)")
-    try:
-        config.model_config()
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    _check_checkpoints(config)
-    _check_schedule(config)
-    _check_system(config, world_size)
-
-
-def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
-    """(iterations, seconds) between checkpoints, one of them 0, or both. Raises UserError."""
-    value = config.checkpoint_interval
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh])", value)
-        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0
-        if not seconds:
-            raise UserError(
-                f"checkpoint_interval={value!r} is neither a number of iterations nor a time such as '30m'"
-            )
-        return 0, seconds
-    if value is not None and value < 0:
-        raise UserError(f"checkpoint_interval={value} must be at least 0")
-    return value or 0, 0.0
-
-
-def _check_checkpoints(config: TrainConfig) -> None:
-    checkpoint_interval(config)
-    for name in filter(None, (config.allow_changes or "").split(",")):
-        if name not in GUARDED:
-            near = difflib.get_close_matches(name, GUARDED, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"allow_changes: {name!r} is not one of {', '.join(GUARDED)}{hint}")
-    if config.resume_from != "latest" and config.init_from != "resume":
-        raise UserError(f"resume_from={config.resume_from!r} says where to go on; add --init_from=resume")
-
-
-def _check_schedule(config: TrainConfig) -> None:
-    decays = config.decay_lr and config.lr_schedule != "constant"
-    if decays and config.min_lr > config.learning_rate:
-        raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
-    if decays and config.warmup_iters >= config.lr_decay_iters:
-        raise UserError(
-            f"warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}; "
-            "the rate would have no time to decay"
-        )
-    if not 0 < config.wsd_decay_fraction <= 1:
-        raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")
-
-
-BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
-
-
-def _check_system(config: TrainConfig, world_size: int) -> None:
-    if config.use_zero1 and config.use_fsdp:
-        raise UserError(
-            "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
-        )
-    for name in ("use_zero1", "use_fsdp"):
-        if getattr(config, name) and world_size == 1 and not config.dry_run:
-            raise UserError(
-                f"{name}=True shards over processes, but this run has one; start it with "
-                f"torchrun --standalone --nproc_per_node=N, or set --{name}=False"
-            )
-    for name, default in (("fsdp_sharding", "full"), ("reshard_after_forward", False)):
-        value = getattr(config, name)
-        if value != default and not config.use_fsdp:
-            raise UserError(
-                f"{name}={value!r} is a way of sharding, but use_fsdp=False; "
-                f"set use_fsdp=True, or {name}={default!r}"
-            )
-    if config.adam_dtype == "bfloat16" and max(config.beta1, config.beta2) > BF16_MAX_BETA:
-        raise UserError(
-            f"adam_dtype='bfloat16' rounds away what an iteration changes at beta1={config.beta1:g}, "
-            f"beta2={config.beta2:g}; set both to at most {BF16_MAX_BETA}, or adam_dtype='float32'"
-        )
-    if config.param_dtype == "bfloat16" and config.dtype != "bfloat16":
-        raise UserError(
-            f"param_dtype='bfloat16' stores less than dtype={config.dtype!r} computes with; "
-            "set dtype='bfloat16', or param_dtype='float32'"
-        )
-    if config.low_precision != "none" and config.dtype != "bfloat16":
-        raise UserError(
-            f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
-            "set dtype='bfloat16', or low_precision='none'"
-        )
-    if config.compile and config.compile_scope == "whole" and world_size > 1:
-        raise UserError(
-            "compile_scope='whole' leaves no place between blocks for communication; "
-            "set compile_scope='regional' for several processes"
-        )
-    if config.use_cuda_graphs and (config.use_zero1 or config.use_fsdp):
-        raise UserError(
-            "use_cuda_graphs=True captures one process or DDP; set it to False with use_zero1 or use_fsdp"
-        )
-    if config.use_cuda_graphs and config.device == "cpu":
-        raise UserError("use_cuda_graphs=True needs device='cuda'; set it to False for device='cpu'")
-    if config.backend == "nccl" and config.device == "cpu":
-        raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
-    if config.wandb_log and importlib.util.find_spec("wandb") is None:
-        raise UserError("wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False")
-    peak = config.peak_tflops
-    if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
-        raise UserError(f"peak_tflops={peak!r} is neither a positive number nor 'measure'")
-    if peak == "measure" and config.use_sparse_specs:
-        raise UserError(
-            "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak"
-        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.dtypes import DTYPES
+from training.configuration.keys import TrainConfig
 from training.strategies.strategy import Shard
 
 PART = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies, 64 MiB, stay near a GPU's cache
@@ -20,7 +21,7 @@ class MixedAdamW(torch.optim.AdamW):
 
     torch's fused kernel wants one dtype for all, so it is given fp32 copies of a part of a tensor at a time,
     which are then rounded back to nearest. Trap: rounding hides a change of less than 2^-8 of a moment, and a
-    moment decays by 1 - beta an iteration; training/configuration/keys.py refuses betas above 0.99. Stochastic rounding
+    moment decays by 1 - beta an iteration; training/configuration/rules.py refuses betas above 0.99. Stochastic rounding
     would allow them, for a random number an element. No value is looked at, so nothing waits for the device,
     and found_inf = 1 leaves every bit as it is: what the kernel does not change rounds back to itself.
     """

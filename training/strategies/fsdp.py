@@ -10,7 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ops.linear import refresh_weights
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.dtypes import DTYPES
+from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.strategy import Shard, norm

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOn
 
 from ops.linear import Embedding, Linear, refresh_weights
-from training.configuration.keys import DTYPES, TrainConfig
+from training.configuration.dtypes import DTYPES
+from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World, all_gather, reduce_scatter
 from training.strategies.strategy import Shard, norm

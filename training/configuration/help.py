@@ -1,0 +1,44 @@
+"""What `python train.py --help` prints: every key by section, as its line in keys.py says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import NoneType
+
+from training.configuration.files_and_flags import USAGE
+from training.configuration.keys import ALIASES, KEYS, Key, TrainConfig
+
+INTRODUCTION = """
+A config file is Python that sets keys; flags override it. Each key is shown with its default, and then the
+values that it takes. A resume refuses another value of a guarded key, unless --allow_changes names the key.
+Exit status: 0 completed, 1 failed, 2 an error that you can fix, 128 + n stopped by signal n, after saving."""
+
+
+def help_text() -> str:
+    """The usage and every key, without looking at a device or a file of the user's."""
+    section_at = dict(re.findall(r"# --- (.+) ---\n +(\w+):", inspect.getsource(TrainConfig)))
+    section_of = {name: section for section, name in section_at.items()}
+    lines = [USAGE, INTRODUCTION]
+    for name, key in KEYS.items():
+        if name in section_of:
+            lines += ["", section_of[name]]
+        lines += [f"  --{name}={key.default}  ({_values(key)})", f"      {key.help}"]
+    lines += ["", "other names of keys"]
+    for name, alias in ALIASES.items():
+        lines += [f"  --{name}  ({_type_names(alias.types)})", f"      {alias.help}"]
+    return "\n".join(lines)
+
+
+def _values(key: Key) -> str:
+    """'int, at least 1, guarded', or the choices: "'stream' | 'truncate', guarded"."""
+    facts = [" | ".join(map(repr, key.choices)) if key.choices else _type_names(key.types)]
+    if key.minimum is not None:
+        facts.append(f"at least {key.minimum}")
+    if key.guarded:
+        facts.append("guarded")
+    return ", ".join(facts)
+
+
+def _type_names(types: tuple[type, ...]) -> str:
+    return " | ".join("None" if t is NoneType else t.__name__ for t in types)

@@ -1,0 +1,158 @@
+"""What a value may be and what may go together: every rule that needs no device, checked before a device or a
+process group is touched. Choices and least values are those that each key's line in keys.py states.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import math
+import re
+from collections.abc import Iterable
+
+from training.configuration.errors import UserError
+from training.configuration.keys import GUARDED, KEYS, TrainConfig
+
+
+def check(config: TrainConfig, world_size: int) -> None:
+    """Every rule that needs no device. Raises UserError naming the settings in conflict."""
+    values = config.to_dict()
+    for name, known in KEYS.items():
+        if known.choices and values[name] not in known.choices:
+            hint = did_you_mean(str(values[name]), map(str, known.choices))
+            listed = ", ".join(map(repr, known.choices))
+            raise UserError(f"{name}={values[name]!r} is not one of {listed}{hint}")
+    for name, known in KEYS.items():
+        if known.minimum is not None and not values[name] >= known.minimum:  # also catches NaN
+            raise UserError(f"{name}={values[name]} must be at least {known.minimum}")
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value} is not a finite number")
+    for name in ("out_dir", "dataset"):
+        if not values[name]:
+            raise UserError(f"{name} is empty; name a folder")
+        if "://" in values[name]:
+            raise UserError(f"{name}={values[name]!r} is a URL; name a folder")
+    for name in ("beta1", "beta2"):
+        if not 0 <= values[name] < 1:
+            raise UserError(f"{name}={values[name]} is not in [0, 1)")
+    try:
+        config.model_config()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    _check_checkpoints(config)
+    _check_schedule(config)
+    _check_sharding(config, world_size)
+    _check_precision(config)
+    _check_system(config, world_size)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What an error ends with if one of the known names is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
+    """(iterations, seconds) between checkpoints, one of them 0, or both. Raises UserError."""
+    value = config.checkpoint_interval
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh])", value)
+        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0
+        if not seconds:
+            raise UserError(
+                f"checkpoint_interval={value!r} is neither a number of iterations nor a time such as '30m'"
+            )
+        return 0, seconds
+    if value is not None and value < 0:
+        raise UserError(f"checkpoint_interval={value} must be at least 0")
+    return value or 0, 0.0
+
+
+def _check_checkpoints(config: TrainConfig) -> None:
+    checkpoint_interval(config)
+    for name in filter(None, (config.allow_changes or "").split(",")):
+        if name not in GUARDED:
+            hint = did_you_mean(name, GUARDED)
+            raise UserError(f"allow_changes: {name!r} is not one of {', '.join(GUARDED)}{hint}")
+    if config.resume_from != "latest" and config.init_from != "resume":
+        raise UserError(f"resume_from={config.resume_from!r} says where to go on; add --init_from=resume")
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    decays = config.decay_lr and config.lr_schedule != "constant"
+    if decays and config.min_lr > config.learning_rate:
+        raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
+    if decays and config.warmup_iters >= config.lr_decay_iters:
+        raise UserError(
+            f"warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}; "
+            "the rate would have no time to decay"
+        )
+    if not 0 < config.wsd_decay_fraction <= 1:
+        raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")
+
+
+def _check_sharding(config: TrainConfig, world_size: int) -> None:
+    if config.use_zero1 and config.use_fsdp:
+        raise UserError(
+            "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
+        )
+    for name in ("use_zero1", "use_fsdp"):
+        if getattr(config, name) and world_size == 1 and not config.dry_run:
+            raise UserError(
+                f"{name}=True shards over processes, but this run has one; start it with "
+                f"torchrun --standalone --nproc_per_node=N, or set --{name}=False"
+            )
+    for name, default in (("fsdp_sharding", "full"), ("reshard_after_forward", False)):
+        value = getattr(config, name)
+        if value != default and not config.use_fsdp:
+            raise UserError(
+                f"{name}={value!r} is a way of sharding, but use_fsdp=False; "
+                f"set use_fsdp=True, or {name}={default!r}"
+            )
+
+
+BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
+
+
+def _check_precision(config: TrainConfig) -> None:
+    if config.adam_dtype == "bfloat16" and max(config.beta1, config.beta2) > BF16_MAX_BETA:
+        raise UserError(
+            f"adam_dtype='bfloat16' rounds away what an iteration changes at beta1={config.beta1:g}, "
+            f"beta2={config.beta2:g}; set both to at most {BF16_MAX_BETA}, or adam_dtype='float32'"
+        )
+    if config.param_dtype == "bfloat16" and config.dtype != "bfloat16":
+        raise UserError(
+            f"param_dtype='bfloat16' stores less than dtype={config.dtype!r} computes with; "
+            "set dtype='bfloat16', or param_dtype='float32'"
+        )
+    if config.low_precision != "none" and config.dtype != "bfloat16":
+        raise UserError(
+            f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
+            "set dtype='bfloat16', or low_precision='none'"
+        )
+
+
+def _check_system(config: TrainConfig, world_size: int) -> None:
+    if config.compile and config.compile_scope == "whole" and world_size > 1:
+        raise UserError(
+            "compile_scope='whole' leaves no place between blocks for communication; "
+            "set compile_scope='regional' for several processes"
+        )
+    if config.use_cuda_graphs and (config.use_zero1 or config.use_fsdp):
+        raise UserError(
+            "use_cuda_graphs=True captures one process or DDP; set it to False with use_zero1 or use_fsdp"
+        )
+    if config.use_cuda_graphs and config.device == "cpu":
+        raise UserError("use_cuda_graphs=True needs device='cuda'; set it to False for device='cpu'")
+    if config.backend == "nccl" and config.device == "cpu":
+        raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
+    if config.wandb_log and importlib.util.find_spec("wandb") is None:
+        raise UserError("wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False")
+    peak = config.peak_tflops
+    if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
+        raise UserError(f"peak_tflops={peak!r} is neither a positive number nor 'measure'")
+    if peak == "measure" and config.use_sparse_specs:
+        raise UserError(
+            "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak"
+        )
