@@ -57,7 +57,7 @@ def qwen_folder(folder: Path, newer: bool) -> Path:
             shared("tokenizers/qwen/tokenizer_config.qwen3.json"), folder / "tokenizer_config.json"
         )
         return folder
-    (folder / "merges.txt").write_bytes(merges.replace(b"\n", b"\r\n"))  # a copy made on Windows
+    (folder / "merges.txt").write_bytes(merges.replace(b"\n", b"\r\n"))  # a copy made on StreamWindows
     special = {"content": "<|im_end|>", "lstrip": False}
     config = {"tokenizer_class": "Qwen2TokenizerFast", "eos_token": special, "pad_token": "<|endoftext|>"}
     write_json(folder / "tokenizer_config.json", config)

@@ -23,7 +23,7 @@ from training.configuration.dataset_name import dataset_folder
 from training.configuration.errors import UserError
 from training.configuration.keys import ROOT, TrainConfig
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 REMEMBER_SECONDS = 10.0  # a start that is stopped while it reads goes on from there at the next one
 
 log = logging.getLogger("nanomfu")
@@ -41,7 +41,8 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
     """
     folder = dataset_folder(config)
     meta = _read_meta(folder, config)
-    splits, stats = {}, {}
+    splits: dict[str, TokenFiles] = {}
+    stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
         paths = [folder / name for name in _file_names(folder, split)]
         if not paths:

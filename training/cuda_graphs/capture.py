@@ -79,7 +79,9 @@ class CudaGraphs:
         return replay
 
     def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph, output, failure = torch.cuda.CUDAGraph(), None, None
+        graph = torch.cuda.CUDAGraph()
+        output: torch.Tensor | None = None
+        failure: Exception | None = None
         # thread_local: NCCL's watchdog and a loader's pinning thread may call CUDA meanwhile
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
@@ -91,9 +93,9 @@ class CudaGraphs:
         except Exception as error:
             self._tidy(graph)
             failure = failure or error
-        if failure:
+        if failure is not None or output is None:
             graph.reset()
-            raise failure
+            raise failure or Obstacle("the iteration gave no result")
         return graph, output
 
     def _tidy(self, graph: torch.cuda.CUDAGraph) -> None:

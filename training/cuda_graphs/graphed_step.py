@@ -244,4 +244,4 @@ def _unpack(values: torch.Tensor, with_gradient_sum: bool) -> StepResult:
     """By the names of StepResult's fields, of which grad_sum may not have been asked for."""
     names = [name for name in StepResult._fields if with_gradient_sum or name != "grad_sum"]
     found = dict(zip(names, values.unbind(), strict=True))
-    return StepResult(**{"grad_sum": None, **found})
+    return StepResult(grad_sum=found.pop("grad_sum", None), **found)

@@ -85,7 +85,7 @@ class AnomalyPolicy:
         for n, kind in enumerate(kinds):
             self.in_a_row = self.in_a_row + 1 if kind else 0
             self.skipped += kind is not None
-            if n in losses:
+            if kind and n in losses:
                 self._fault(first + n, kind, int(values[n]), losses[n], pending[n].grad_norm.item())
             elif self.in_a_row >= STUCK_ITERATIONS:
                 self.end = self.end or f"no gradient was finite in the last {self.in_a_row} iterations"

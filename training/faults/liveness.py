@@ -38,7 +38,9 @@ class Liveness:
             if host == here and rank != world.rank
         }
         # a connection of its own: the main thread may wait in the default one, which lets nobody else in
-        self.store = dist.distributed_c10d._get_default_store().clone() if world.size > 1 else None
+        self.store: dist.Store | None = None
+        if world.size > 1:
+            self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # no stub
 
     def name(self, rank: int) -> str:
         host, pid = self.processes[rank]
@@ -62,7 +64,7 @@ class Liveness:
 
     def reason_to_end(self) -> str | None:
         reason = self._get("over")
-        return reason and reason.decode()
+        return reason.decode() if reason else None
 
     def who_is_behind(self, ticks: int, iteration: int, phase: str) -> str:
         """Whom the others wait for. Takes as publish() does how far this rank is, and goes on publishing."""
@@ -77,7 +79,7 @@ class Liveness:
         for rank in range(self.world.size):
             _, at, doing = second.get(rank, NEVER_SEEN)
             groups.setdefault((first.get(rank) != second.get(rank), at, doing), []).append(rank)
-        parts = []
+        parts: list[str] = []
         for (alive, at, doing), ranks in sorted(groups.items(), key=_least_first):
             names = self._names(ranks, in_full=len(groups) > 1 and not parts)
             state = "alive, in" if alive else "silent, last seen in"

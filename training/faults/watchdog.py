@@ -283,5 +283,5 @@ def _write_collectives(path: Path) -> None:
         return
     from torch._C import _distributed_c10d as c10d
 
-    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace")  # noqa: B009 - torch declares neither
     path.write_bytes(dump())

@@ -27,7 +27,7 @@ class MixedAdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -36,8 +36,9 @@ class MixedAdamW(torch.optim.AdamW):
             for weight, step in zip(weights, steps, strict=True):
                 state = self.state[weight]
                 whole = (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"])
-                for part in zip(*(tensor.view(-1).split(PART) for tensor in whole), strict=True):
-                    _update(*part, step, group, scale, overflow)
+                parts = (tensor.view(-1).split(PART) for tensor in whole)
+                for part, gradient, mean, square in zip(*parts, strict=True):
+                    _update(part, gradient, mean, square, step, group, scale, overflow)
             if overflow is not None:
                 torch._foreach_sub_(steps, [overflow] * len(steps))
 

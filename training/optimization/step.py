@@ -81,8 +81,9 @@ class EagerStep:
 
         # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1:
         # clipping and unscaling cost no pass of their own, and a bad update never reaches the weights.
-        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)
-        self.optimizer.found_inf = verdict.clamp(max=1)
+        # torch does not declare these two attributes, which its fused optimizers read.
+        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
         self.optimizer.step()
         self.strategy.publish()
@@ -116,4 +117,4 @@ def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _gradient_sum(shards: list[Shard]) -> torch.Tensor:
-    return torch.stack([s.local.grad.sum(dtype=torch.float32) / s.replicas for s in shards]).sum()
+    return torch.stack([s.grad.sum(dtype=torch.float32) / s.replicas for s in shards]).sum()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class RunRecord:
     ):
         """`history` is the record of the attempt before (training/records/attempts.py), which this one carries on from
         iteration `start`. `startup_info` may still be filled in while the run goes on."""
-        self.path, self.enabled = path, enabled
+        self.path = path
         earlier = carry_over(history, start)
         self.attempt = len(earlier["attempts"]) + 1
         self.this_attempt = {
@@ -149,7 +150,7 @@ class RunRecord:
 
     def save(self, at_once: bool = False) -> None:
         """Rewrites the JSON, if that has not just been done."""
-        if not self.enabled or (time.monotonic() < self.save_not_before and not at_once):
+        if self.journal is None or (time.monotonic() < self.save_not_before and not at_once):
             return
         began = time.monotonic()
         with self._surviving(self.path):
@@ -205,7 +206,8 @@ class Journal:
     one that was cut off by a full disk does not spoil the next."""
 
     def __init__(self, path: Path):
-        self.path, self.file = path, None
+        self.path = path
+        self.file: FileIO | None = None
         self.lines = 0  # in the whole run
 
     def append(self, section: str, entry: dict) -> None:
