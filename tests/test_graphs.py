@@ -117,7 +117,7 @@ class Fake:
     def eager(self, run):
         return run()
 
-    def watched(self, run):
+    def eager_with_waits(self, run):
         return run(), self.waits
 
     def capture(self, run):

@@ -64,7 +64,8 @@ class Windows(Split):
 
     @abstractmethod
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64, cut as in the given epochs. A negative id is padding."""
+        """The windows (len(indices), T + 1) as int64, cut as in the given epochs. A negative id is
+        padding."""
 
     @property
     def parts(self) -> dict[str, tuple[Fraction, Windows]]:
@@ -84,7 +85,8 @@ class Windows(Split):
 
 
 class StreamWindows(Windows):
-    """packing='stream': the tokens are cut anywhere into windows of block_size inputs and the token after them."""
+    """packing='stream': the tokens are cut anywhere into windows of block_size inputs and the token after
+    them."""
 
     def __init__(self, tokens: TokenFiles, block_size: int):
         self.tokens, self.block_size = tokens, block_size
@@ -108,6 +110,7 @@ def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
 
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding: as a target no
-    loss counts it, and as an input it is the end-of-text id whose complement it is (training/batches/packing.py)."""
+    loss counts it, and as an input it is the end-of-text id whose complement it is
+    (training/batches/packing.py)."""
     x, y = tokens[..., :-1], tokens[..., 1:]
     return torch.where(x < 0, ~x, x), y.contiguous()

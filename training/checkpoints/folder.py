@@ -48,7 +48,9 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
             f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
             "or start a run with --init_from=scratch"
         )
-    found = {"latest": complete[-1], **{"best": folder for folder in by_loss(complete)[:1]}}
+    found = {"latest": complete[-1]}
+    if best := by_loss(complete):
+        found["best"] = best[0]
     found |= {folder.name: folder for folder in complete}
     if which not in found:
         raise UserError(f"{root} holds no checkpoint {which!r}; there are {', '.join(found)}")

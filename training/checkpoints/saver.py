@@ -4,7 +4,8 @@ waits for; a thread writes the copy to files while training goes on and changes 
 The trap is the other ranks. A collective in that thread would get between those of the training, so there is
 none: ranks meet in the file system. Each leaves a report beside its files; rank 0 waits for all of them, and
 a rank is done when the folder has its final name. A rank that fails raises in its own loop within an
-iteration, which ends the run (training/faults/watchdog.py); that checkpoint then does not exist, the others are whole.
+iteration, which ends the run (training/faults/watchdog.py); that checkpoint then does not exist, the others
+are whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Liveness of the other ranks: which are gone, and which one the others wait for. It uses no collective,
-because it is needed when one does not come back. Processes of this machine are looked up by their number, and every
-rank writes into torchrun's store how far it is.
+because it is needed when one does not come back. Processes of this machine are looked up by their number, and
+every rank writes into torchrun's store how far it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Liveness:
-    """One rank's view of the others. Everything but the construction is for the watching thread."""
+    """One rank's view of the others. Everything but the construction is for the watchdog's thread."""
 
     def __init__(self, world: World):
         """All ranks, after they have joined."""

@@ -6,8 +6,8 @@ handler until that returns. So the signals are blocked in the main thread and ar
 every process that it starts, too: data workers and compilers must outlive them, or nothing can be saved.
 
 A stop is a request: every rank hears of it in the same iteration (training/faults/consensus.py), check()
-raises Stopped there, the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it ends at
-once.
+raises Stopped there, the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it ends
+at once.
 """
 
 from __future__ import annotations

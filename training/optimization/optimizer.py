@@ -21,9 +21,10 @@ class MixedAdamW(torch.optim.AdamW):
 
     torch's fused kernel wants one dtype for all, so it is given fp32 copies of a part of a tensor at a time,
     which are then rounded back to nearest. Trap: rounding hides a change of less than 2^-8 of a moment, and a
-    moment decays by 1 - beta an iteration; training/configuration/rules.py refuses betas above 0.99. Stochastic rounding
-    would allow them, for a random number an element. No value is looked at, so nothing waits for the device,
-    and found_inf = 1 leaves every bit as it is: what the kernel does not change rounds back to itself.
+    moment decays by 1 - beta an iteration; training/configuration/rules.py refuses betas above 0.99.
+    Stochastic rounding would allow them, for a random number an element. No value is looked at, so nothing
+    waits for the device, and found_inf = 1 leaves every bit as it is: what the kernel does not change rounds
+    back to itself.
     """
 
     @torch.no_grad()

@@ -34,8 +34,8 @@ class Step(Protocol):
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
     ) -> StepResult:
-        """x, y (A, B, T) hold A micro-steps of token ids; learning_rate is a number, or a tensor on the device
-        where the step is captured (training/cuda_graphs/graphed_step.py)."""
+        """x, y (A, B, T) hold A micro-steps of token ids; learning_rate is a number, or a tensor on the
+        device where the step is captured (training/cuda_graphs/graphed_step.py)."""
 
     def close(self) -> None:
         """After the last iteration, before the process group ends."""
@@ -93,7 +93,8 @@ class EagerStep:
         return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended)
 
     def _forward_and_backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss of all micro-steps on this rank; gradients are summed where the strategy keeps them."""
+        """The mean loss of all micro-steps on this rank; gradients are summed where the strategy keeps
+        them."""
         micro_steps = len(x)
         losses = []
         for i in range(micro_steps):

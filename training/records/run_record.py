@@ -1,9 +1,9 @@
 """The run record (JSON) and the log beside it. Both are rank 0's, and neither can end a run: a full disk is a
 warning, once, and what could not be written is written when there is room again.
 
-The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as
-long as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since
-then is in a journal beside it, a line each, which training/records/attempts.py reads if the run does not come to its
+The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as long
+as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since then is
+in a journal beside it, a line each, which training/records/attempts.py reads if the run does not come to its
 end.
 """
 
@@ -67,8 +67,8 @@ class RunRecord:
         history: dict | None = None,
         start: int = 0,
     ):
-        """`history` is the record of the attempt before (training/records/attempts.py), which this one carries on from
-        iteration `start`. `startup_info` may still be filled in while the run goes on."""
+        """`history` is the record of the attempt before (training/records/attempts.py), which this one
+        carries on from iteration `start`. `startup_info` may still be filled in while the run goes on."""
         self.path = path
         earlier = carry_over(history, start)
         self.attempt = len(earlier["attempts"]) + 1
@@ -176,7 +176,7 @@ class RunRecord:
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
-    """Both counts by name: a log that gave one number for 2 and for 8 GPUs once hid a wrong MFU."""
+    """The count of one GPU and that of all: a log with one number for 2 and for 8 GPUs once hid a wrong MFU."""
     per_gpu = config.gradient_accumulation_steps
     return {
         "gradient_accumulation_steps_per_gpu": per_gpu,

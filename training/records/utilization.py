@@ -122,8 +122,8 @@ def audit_flops(meta_model: torch.nn.Module, flops: dict, seq_len: int, exact: b
 
 
 def count_flops(config: TrainConfig) -> dict[str, Any]:
-    """The record's startup_info.flops: the active formula's counts, all formulas' totals, and the audit of the
-    active one. Raises RuntimeError if that formula claims to be exact and is not."""
+    """The record's startup_info.flops: the active formula's counts, all formulas' totals, and the audit of
+    the active one. Raises RuntimeError if that formula claims to be exact and is not."""
     model_config = config.model_config()
     flops = model_builder.count_flops(model_config, config.block_size)
     flops["calculation_method"] = model_builder.CALCULATION_METHOD

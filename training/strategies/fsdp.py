@@ -1,4 +1,5 @@
-"""The strategy that shards everything: FSDP2. training/strategies/strategy.py says what each method is for."""
+"""The strategy that shards everything: FSDP2. training/strategies/strategy.py says what each method is
+for."""
 
 from __future__ import annotations
 

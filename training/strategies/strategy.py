@@ -67,7 +67,8 @@ class Strategy(Protocol):
         """A tensor shaped like shard.local as the whole that it is part of, for checkpoints."""
 
     def working_copies(self) -> dict[str, torch.Tensor]:
-        """{name: weight that this rank computes with} where it is whole and is no tensor of the optimizer's."""
+        """{name: weight that this rank computes with} where it is whole and is no tensor of the
+        optimizer's."""
 
     def abandon_iteration(self) -> None:
         """Drops gradients, and communication under way, of an iteration that was broken off."""
