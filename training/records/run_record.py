@@ -1,5 +1,5 @@
-"""The run record (JSON) and the log beside it. Both are rank 0's, and neither can end a run: a full disk is a
-warning, once, and what could not be written is written when there is room again.
+"""The run record: one JSON file a run, written by rank 0. It cannot end a run: a full disk is a warning, once,
+and what could not be written is written when there is room again.
 
 The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as long
 as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since then is
@@ -31,12 +31,6 @@ from training.records.attempts import SECTIONS, carry_over, find_history, journa
 SAVING_SHARE = 0.01  # of the time, for rewriting the JSON
 
 log = logging.getLogger("nanomfu")
-
-
-# --- the log ---
-
-
-# --- the record ---
 
 
 def new_run_path(out_dir: Path) -> Path:
@@ -176,7 +170,7 @@ class RunRecord:
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
-    """The count of one GPU and that of all: a log with one number for 2 and for 8 GPUs once hid a wrong MFU."""
+    """The count of one GPU and that of all: a log with one number for both once hid a wrong MFU."""
     per_gpu = config.gradient_accumulation_steps
     return {
         "gradient_accumulation_steps_per_gpu": per_gpu,
