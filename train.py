@@ -1,4 +1,4 @@
-"""Trains GPT-2, LLaMA or Qwen3, and says how well the hardware was used.
+"""Trains GPT-2, LLaMA or Qwen3 models, and measures how well the hardware is used.
 
     python train.py config/quickstart.py --max_iters=100
     torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py --batch_size=22
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Less fragmentation. Set before torch is imported, which may read it then.
+# Reduces memory fragmentation. It is set here because torch may read it while it is imported.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # NCCL must not register such memory for CUDA graphs: illegal addresses (Megatron-LM demands the same).
 os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -72,14 +72,14 @@ log = logging.getLogger("nanomfu")
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop calls, assembled once."""
+    """The objects that the loop uses, assembled once."""
 
     config: TrainConfig
     world: World
     watchdog: Watchdog
     path: Path  # of the run record
     info: dict[str, Any]  # the record's startup_info
-    resumed_from: Path | None  # a checkpoint
+    resumed_from: Path | None  # the checkpoint that this process resumed from
     start: int  # the first iteration of this process
     step: Step
     loader: Loader
@@ -91,7 +91,7 @@ class Run:
 
 
 def main(argv: list[str]) -> int:
-    """A whole run; its exit status."""
+    """Runs everything and returns the exit status."""
     if "--help" in argv:
         print(help_text())
         return 0
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     if config.dry_run:
         dry_run(config, world_size)
         return 0
-    # for signals, for ranks that fail and for ranks that hang; for a second run in this out_dir
+    # the watchdog handles signals, failed ranks and hanging ranks; the lock refuses a second run in out_dir
     with Watchdog(config) as watchdog, RunLock(Path(config.out_dir)) as lock:
         run = assemble(config, watchdog, lock)
         exit_status = train(run)
@@ -109,11 +109,11 @@ def main(argv: list[str]) -> int:
 
 
 def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
-    # 1) check the inputs: whatever can be wrong without a device is found here
+    # 1) check the inputs: every error that can be found without a device is found here
     flops = count_flops(config)
     sources = check_inputs(config, lock)
 
-    # 2) join the ranks; the log is open from here on
+    # 2) join the ranks; from here on the log is open
     world = init_world(config)
     watchdog.join(world)
     path = open_log(config, world)
@@ -128,7 +128,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     model, attention = build(config, sources, world.device)
     compile_and_checkpoint(model, config)
 
-    # 5) parallelize: a strategy hooks into compiled blocks, and the optimizer binds to the strategy's shards
+    # 5) parallelize: after compiling, because a strategy puts hooks on compiled blocks; before the optimizer,
+    # which updates the strategy's shards
     timer = make_work_timer(config, world, watchdog)
     strategy = parallelize(model, config, world, timer)
     optimizer = build_optimizer(strategy.shards, config)
@@ -136,7 +137,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     guard = UpdateGuard(config, world.device)
     step: Step = EagerStep(strategy, optimizer, loss_scale, config, guard, model.documents, timer)
 
-    # 6) load weights, moments, generators and position; a new run seeds its dropout by rank
+    # 6) load weights, Adam moments, random generators and data position; in a new run each rank has a
+    # dropout seed of its own
     torch.manual_seed(hash_seed(config.seed, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     progress = load_progress(resume.checkpoint, state, config.model_config())
@@ -151,7 +153,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     clock = Clock(world.device)
     logger = watchdog.logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss)
 
-    # 8) what the loop calls
+    # 8) make what the loop calls
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
@@ -168,7 +170,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
 
 def train(run: Run) -> int:
-    """The run from its first iteration to its last, or to a stop. Its exit status."""
+    """Trains until the last iteration or until a stop, and returns the exit status."""
     status, exit_status = "failed", 0
     try:
         announce(run.config, run.info, run.logger.record, run.start)
@@ -189,10 +191,10 @@ def train(run: Run) -> int:
 
 
 def loop(run: Run) -> None:
-    """Nothing in it waits for the device, but for rows, evaluations and checkpoints."""
+    """The training loop. It waits for the device only at log rows, evaluations and checkpoints."""
     config, logger, anomalies = run.config, run.logger, run.anomalies
     gc.collect()
-    gc.freeze()  # what is alive now stays alive; the collector need not walk it again
+    gc.freeze()  # objects that are alive now stay alive, so the collector need not visit them again
     for iteration in range(run.start, config.max_iters):
         run.watchdog.check(iteration)
         rate = learning_rate(iteration, config)
@@ -212,7 +214,7 @@ def loop(run: Run) -> None:
 
 
 def finish(run: Run, exit_status: int) -> None:
-    """Says where everything is, and ends the process if there are several."""
+    """Logs where the record and the checkpoint are. If there are several processes, ends this one."""
     checkpoint = run.evaluate_and_save.last_checkpoint or run.resumed_from
     for line in closing_lines(run.config, run.path, checkpoint, run.loader.waited_seconds):
         log.info(line)
@@ -223,30 +225,30 @@ def finish(run: Run, exit_status: int) -> None:
     end_process(run.world, exit_status)
 
 
-# --- parts of the assembly ---
+# --- steps of the assembly ---
 
 
 def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
-    """Opens the datasets, after device and out_dir were found to be fit for the run. Raises UserError. Rank 0
-    looks at out_dir, one process of each machine reads the data."""
+    """Checks the device and out_dir, then opens the datasets. Raises UserError. Only rank 0 checks out_dir;
+    one process of each machine reads the data."""
     rank, local_rank, _ = launch_info()
     check_device(config)
     require_low_precision(config.low_precision, capability(torch.device(config.device)))
     out_dir = Path(config.out_dir)
     if rank == 0:
         check_writable(out_dir)
-        if not config.eval_only:  # which writes nothing but a record of its own
+        if not config.eval_only:  # an evaluation alone writes only a record of its own
             lock.acquire()
         if config.init_from == "resume":
-            find_checkpoint(out_dir, config.resume_from)  # is there one at all
+            find_checkpoint(out_dir, config.resume_from)  # raises UserError if there is none
     return open_sources(config, scan=local_rank == 0)
 
 
 def build(
     config: TrainConfig, sources: list[Source], device: torch.device
 ) -> tuple[Transformer, AttentionChoice]:
-    """The model on this rank's device. It is built on the meta device and drawn by (seed, name), so that
-    every rank starts alike."""
+    """The model on this rank's device. It is built on the meta device, then each weight is drawn from (seed,
+    its name), so that every rank starts with the same weights."""
     model_config, dtype = config.model_config(), DTYPES[config.dtype]
     attention = choose_attention(
         config.attention_backend, model_config, dtype, device, manual_attention, config.doc_masking

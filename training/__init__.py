@@ -1,16 +1,16 @@
-"""The training program. A package is one job; imports point down this list only, and a test keeps it so:
+"""The training program. Each package has one job. Imports point down this list only, and a test checks that:
 
-    evaluation, evaluate_and_save    what the loop calls by name
-    faults/           what ends or endangers a run
-    records/          what a run says
-    cuda_graphs/      the captured step
-    checkpoints/      saving, verifying, resuming
-    optimization/     the step and what it is made of
+    evaluation, evaluate_and_save    called directly by the loop
+    faults/           detects what can end or damage a run
+    records/          reports what a run does
+    cuda_graphs/      captures and replays the step
+    checkpoints/      saves, verifies, resumes
+    optimization/     step, optimizer, schedule
     strategies/       one process, DDP, ZeRO-1, FSDP
     batches/          from token files to batches
     hardware/         what the machine can do
     process/          ranks, console, exit statuses
     configuration/    the keys
 
-Below it stand the model, ops/ and data/, which know nothing of it.
+The model, ops/ and data/ stand below this package and never import it.
 """
