@@ -115,7 +115,7 @@ def test_mixture_that_cannot_be_read_is_refused_when_the_configuration_is_loaded
 def test_each_source_gets_its_weight_of_the_samples_each_in_order(weights):
     mixture, samples = shares(*weights), 40 * BLOCK
     sources, own = mixture.schedule(np.arange(samples), SEED)
-    for source, (weight, _) in enumerate(mixture.parts.values()):
+    for source, (weight, _) in enumerate(mixture.by_source.values()):
         numbers = own[sources == source]
         assert np.array_equal(numbers, np.arange(len(numbers)))  # none twice, none left out, in order
         assert abs(len(numbers) - weight * samples) < len(weights)
@@ -277,7 +277,7 @@ def test_validation_loss_is_the_mean_of_the_sources_by_weight(folders):
     assert a["val"] < 10_000 < b["val"]
     for split in ("train", "val"):
         assert losses[split] == pytest.approx(0.7 * a[split] + 0.3 * b[split])
-    part = windows["val"].parts[str(folders[1])]
+    part = windows["val"].by_source[str(folders[1])]
     assert len(eval_batches(part[1], settings, part[0])) == 3  # of ten
 
 

@@ -1,4 +1,4 @@
-"""Evaluation on fixed windows, the same for every strategy and world size, so that losses can be compared."""
+"""Evaluates on fixed token windows: the same for every strategy and world size, so losses can be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.batches.windows import Split, Windows, hash_seed, inputs_and_targe
 from training.configuration.keys import TrainConfig
 from training.process.world import World, sum_over_ranks
 
-EVAL_STREAM = 2**32 - 1  # a stream that no epoch reaches
+EVAL_STREAM = 2**32 - 1  # a seed stream that no epoch reaches
 
 
 def evaluate(
@@ -26,19 +26,19 @@ def evaluate(
     """{split: mean loss} over eval_iters batches of batch_size sequences per split. All ranks. `check` is
     called before each batch and may raise.
 
-    Of a mixture each source has its weight's part of the batches, one at least; the split's loss is the mean
-    of theirs by weight, and "sources" in the result is {source: {split: loss}}.
+    Each source of a mixture gets its weight's share of the batches, at least one. The split's loss is the
+    weighted mean of its sources' losses, and "sources" in the result is {source: {split: loss}}.
 
-    Batch i is rank (i mod world size)'s. Every rank makes equally many forward passes, because with FSDP each
-    of them communicates; the surplus ones count for nothing.
+    Rank (i mod world size) evaluates batch i. Every rank makes the same number of forward passes, because
+    with FSDP each pass communicates; surplus passes are not counted.
     """
     model.eval()
     losses: dict[str, Any] = {}
     sources: dict[str, dict[str, float]] = {}
     for split, mixture in windows.items():
         losses[split] = 0.0
-        for name, (weight, part) in mixture.parts.items():
-            loss = _mean_loss(model, part, eval_batches(part, config, weight), world, check)
+        for name, (weight, source) in mixture.by_source.items():
+            loss = _mean_loss(model, source, eval_batches(source, config, weight), world, check)
             losses[split] += float(weight) * loss
             sources.setdefault(name, {})[split] = loss
     model.train()

@@ -1,10 +1,10 @@
-"""Datasets and the checks on them. Every mismatch between tokens, meta.json and model is found here, on
-the CPU, before the first step: on the GPU it would be an illegal memory access or, worse, a wrong loss.
+"""Opens datasets and checks them. Every mismatch between tokens, meta.json and model is found here, on the
+CPU, before the first step: on the GPU it would be an illegal memory access or, worse, a wrong loss.
 
-data/NAME/ holds meta.json and, for each split, SPLIT.bin or shards SPLIT_*.bin: flat ids, one sequence.
-Names, sizes and the largest ids that meta.json records are checked at every start, hashes where a file has
-not been read whole before (data/pipeline/verified.py), the ids of a window when it is read
-(training/batches/token_files.py).
+data/NAME/ holds meta.json and, for each split, SPLIT.bin or shards SPLIT_*.bin: flat token ids, read as one
+sequence. Every start checks the names, the sizes and the largest ids that meta.json records. It checks the
+hash of a file that has not been read whole before (data/pipeline/verified.py). The ids of a token window are
+checked when it is read (training/batches/token_files.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training.configuration.errors import UserError
 from training.configuration.keys import ROOT, TrainConfig
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-REMEMBER_SECONDS = 10.0  # a start that is stopped while it reads goes on from there at the next one
+REMEMBER_SECONDS = 10.0  # results are stored this often while reading: after a stop, the next start continues
 
 log = logging.getLogger("nanomfu")
 
@@ -37,8 +37,8 @@ def needs_validation(config: TrainConfig) -> bool:
 def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
     """The checked splits ('train', and 'val' if the run evaluates) and meta.json's content. Raises UserError.
 
-    scan reads every file that has not been read whole before, for its largest id and its hash, unless
-    verify_data is 'size', and remembers the result beside it; one rank of each machine does that.
+    With scan, every file that has not been read whole before is read for its largest id and its hash, unless
+    verify_data is 'size'. The results are stored in the dataset's folder. One rank of each machine scans.
     """
     folder = dataset_folder(config)
     meta = _read_meta(folder, config)
@@ -51,7 +51,7 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
         _check_names(paths, split, meta, folder)
         stats |= {path: path.stat() for path in paths}
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
-    _check_apart(splits, stats)
+    _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
     _check_vocabulary(meta, config)
     for name, recorded in meta["files"].items():
@@ -112,7 +112,7 @@ def _how_to_make(folder: Path) -> str:
 
 
 def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> None:
-    """The shards that are there are those that meta.json lists: one more or less is another sequence."""
+    """The shards found must be those that meta.json lists: one more or less makes another sequence."""
     listed = {name for name in meta["files"] if name.startswith(f"{split}_")}
     found = {path.name for path in paths}
     if listed and listed != found:
@@ -121,9 +121,9 @@ def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> Non
         raise UserError(f"{name} {state} {folder}, which was not copied whole; {_how_to_make(folder)}")
 
 
-def _check_apart(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_result]) -> None:
-    """Validation is not a link to training. training/batches/sources.py compares hashes, also between
-    datasets."""
+def _check_no_overlap(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_result]) -> None:
+    """Refuses a validation file that is a link to a training file. training/batches/sources.py compares
+    hashes, also between datasets."""
     training = {(stats[path].st_dev, stats[path].st_ino): path for path in splits["train"].paths}
     for path in splits["val"].paths if "val" in splits else []:
         twin = training.get((stats[path].st_dev, stats[path].st_ino))
@@ -188,7 +188,7 @@ def _check_id(path: Path, largest: int, model_vocab: int) -> None:
 
 
 def _check_content(stats: dict[Path, os.stat_result], folder: Path, meta: dict, config: TrainConfig) -> None:
-    """Largest id and hash of every file, from memory where it has been read whole before."""
+    """Checks the largest id and the hash of every file. A file read whole before is not read again."""
     recorded = {path: meta["files"].get(path.name, {}).get("sha256") for path in stats}
     stamps = {path: stamp(stat, meta["dtype"], recorded[path]) for path, stat in stats.items()}
     known = recall(folder)

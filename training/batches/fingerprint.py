@@ -1,8 +1,8 @@
-"""What a dataset is, in a few numbers: a checkpoint has them, and a resume must find them again.
+"""Identifies a dataset by a few numbers: a checkpoint stores them, and a resume must find the same ones.
 
-The trap is a folder of the same name with other tokens in it, or the same tokens in another order: the
-position in the data would mean other text, and nothing would look wrong. Where the folder lies is not part
-of it.
+The trap is a folder of the same name that holds other tokens, or the same tokens in another order: the
+position in the data would mean other text, and no error would show it. The path of the folder is not part of
+the fingerprint.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from training.configuration.errors import UserError
 from training.process.world import World, gather_objects
 
 FACTS = ("dtype", "vocab_size", "eot_id")
-PROBES, PROBE_BYTES = 64, 4096  # of a file whose hash meta.json does not record
+PROBES, PROBE_BYTES = 64, 4096  # read from a file whose hash meta.json does not record
 
 
 def data_fingerprint(meta: dict, splits: dict[str, TokenFiles]) -> dict:
-    """Tokenizer, storage and files of each split, and one hash of it all."""
+    """Tokenizer, storage format and files of each split, and one hash of all of these."""
     tokenizer = meta.get("tokenizer") or {}
     content = {
         "tokenizer": _tokenizer(tokenizer if isinstance(tokenizer, dict) else {"name": str(tokenizer)}),
@@ -35,7 +35,7 @@ def data_fingerprint(meta: dict, splits: dict[str, TokenFiles]) -> dict:
 
 
 def run_fingerprint(sources: list[Source]) -> dict:
-    """The one dataset's, or those of the sources of a mixture in their order, with their weights."""
+    """The fingerprint of the one dataset, or of a mixture's sources in their order, with their weights."""
     prints = [data_fingerprint(source.meta, source.splits) for source in sources]
     if len(prints) == 1:
         return prints[0]
@@ -44,7 +44,7 @@ def run_fingerprint(sources: list[Source]) -> dict:
 
 
 def agree_on_data(sources: list[Source], world: World) -> dict:
-    """Rank 0's fingerprint. UserError if another machine has another dataset under the same name. All
+    """Rank 0's fingerprint. Raises UserError if another machine has another dataset under the same name. All
     ranks."""
     everyone = gather_objects(run_fingerprint(sources) if world.local_rank == 0 else None, world)
     for rank, other in enumerate(everyone):
@@ -57,24 +57,24 @@ def agree_on_data(sources: list[Source], world: World) -> dict:
 
 
 def data_differences(saved: dict, now: dict) -> list[str]:
-    """What `now` has that `saved` has not, named. Not what one of them does not know, such as a split that
-    was not opened, or a hash that a meta.json written by hand leaves out."""
+    """Names every difference between two fingerprints. A value that only one of them has is ignored, such as
+    a split that was not opened, or a hash that a meta.json written by hand leaves out."""
     was, is_now = (each.get("sources", [each]) for each in (saved, now))
     if len(was) != len(is_now):
         return [f"{len(is_now)} sources instead of {len(was)}"]
     if len(was) == 1:
-        return _differences_of_one(saved, now)
+        return _dataset_differences(saved, now)
     return [
         f"source {number + 1}: {difference}"
         for number, pair in enumerate(zip(was, is_now, strict=True))
-        for difference in _differences_of_one(*pair)
+        for difference in _dataset_differences(*pair)
     ]
 
 
-def _differences_of_one(saved: dict, now: dict) -> list[str]:
+def _dataset_differences(saved: dict, now: dict) -> list[str]:
     differences = []
     was, is_now = (each.get("tokenizer") or _tokenizer({}) for each in (saved, now))
-    key = "sha256" if was["sha256"] and is_now["sha256"] else "name"  # a name is only a folder's
+    key = "sha256" if was["sha256"] and is_now["sha256"] else "name"  # a name is only a folder name
     if _differ(was[key], is_now[key]):
         differences.append(f"tokenizer {_show(is_now)} instead of {_show(was)}")
     for name in (*FACTS, "weight"):
@@ -82,7 +82,7 @@ def _differences_of_one(saved: dict, now: dict) -> list[str]:
             differences.append(f"{name} {now[name]} instead of {saved[name]}")
     was, is_now = (each.get("splits", {}) for each in (saved, now))
     for split in was.keys() & is_now.keys():
-        differences += _of_files(was[split], is_now[split])
+        differences += _file_differences(was[split], is_now[split])
     return differences
 
 
@@ -94,7 +94,7 @@ def _show(tokenizer: dict) -> str:
     return f"{tokenizer['name']} ({(tokenizer['sha256'] or 'no hash recorded')[:16]})"
 
 
-def _of_files(saved: dict, now: dict) -> list[str]:
+def _file_differences(saved: dict, now: dict) -> list[str]:
     changed = [
         name
         for name in saved.keys() & now.keys()
@@ -126,7 +126,7 @@ def _file(path: Path, number: int, files: TokenFiles, meta: dict) -> dict:
 
 
 def _probe(path: Path, size: int) -> str:
-    """A hash of places all over the file: finds another file, if not every edit of one."""
+    """A hash of samples from the whole file: it detects another file, but not every edit of the same file."""
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
         for i in range(PROBES):

@@ -1,6 +1,6 @@
-"""Batches. A batch is a function of (seed, epoch, position) and of nothing else: windows of block_size tokens
-that do not overlap, in a permuted order, each once an epoch. The position is a number of samples, so a resume
-sees exactly the samples that were left, with any number of GPUs or workers.
+"""Loads batches. A batch is a function of (seed, epoch, position) and of nothing else: windows of block_size
+tokens that do not overlap, in a permuted order, each once per epoch. The position is a number of samples, so
+a resume sees exactly the samples that were left, with any number of GPUs or workers.
 
     B sequences per micro-step · A micro-steps · T tokens per sequence
 """
@@ -21,7 +21,7 @@ from training.process.world import World
 
 
 class IterationBatches(torch.utils.data.Dataset):
-    """This rank's micro-batches of any iteration, by the position that the iteration starts at."""
+    """This rank's micro-batches of any iteration, indexed by the position where the iteration starts."""
 
     def __init__(self, windows: Split, config: TrainConfig, world: World):
         self.windows, self.seed = windows, config.seed
@@ -42,10 +42,10 @@ class IterationBatches(torch.utils.data.Dataset):
 
 
 class Loader:
-    """Hands out one iteration after another and knows the position: the samples handed out so far.
+    """Returns the batches of one iteration after another. Its position is the number of samples returned.
 
-    The next iteration's tokens are copied to the device while this one's are trained on: a GPU's copy engine
-    works beside its kernels.
+    The next iteration's tokens are copied to the device during the current iteration: a GPU's copy engine
+    works in parallel to its kernels.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Loader:
             self._workers(config) if config.use_dataloader else self._inline()
         )
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.ahead: torch.Tensor | None = None  # the next iteration's tokens, on their way to the device
-        self.waited_seconds = 0.0  # in next(), in total
+        self.ahead: torch.Tensor | None = None  # the next iteration's tokens, being copied to the device
+        self.waited_seconds = 0.0  # total time spent in next()
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y (A, B, T) on the device; y is x shifted by one. Nothing waits for the device."""
+        """x, y (A, B, T) on the device; y is x shifted by one. Does not wait for the device."""
         if self.timer:
             self.timer.begin_batch()
         began = time.perf_counter()
@@ -85,12 +85,12 @@ class Loader:
 
     def _fetch(self) -> torch.Tensor:
         tokens = next(self.source)
-        with torch.cuda.stream(self.copies):  # None, on a CPU, changes nothing
+        with torch.cuda.stream(self.copies):  # on a CPU it is None, which has no effect
             return tokens.to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """Ends the worker processes, if there are any."""
-        self.source = iter(())  # workers end with the iterator over them
+        self.source = iter(())  # the workers end when their iterator is deleted
 
     def _positions(self) -> Iterator[int]:
         position = self.position
@@ -114,7 +114,7 @@ class Loader:
             prefetch_factor=config.dataloader_prefetch_factor if workers else None,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # its seed must not be drawn from the generator that dropout uses
+            generator=torch.Generator(),  # so that no seed is drawn from the generator that dropout uses
         )
         return iter(loader)
 
@@ -130,7 +130,7 @@ class _Endless(torch.utils.data.Sampler):
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Stop requests are the training process's to handle, which needs its batches until it has stopped; it
-    ends the workers by their queues, and they end by themselves if it is gone."""
+    """The training process handles stop requests, and it needs batches until it has stopped. It ends the
+    workers through their queues; if it has ended without that, they end by themselves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

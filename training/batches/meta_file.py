@@ -1,6 +1,6 @@
-"""Whether what a dataset's meta.json says can be true, and whether a token file is one at all. A dataset
-may come from anybody: nothing that it says may lead out of its folder, and meta.pkl, which it may have, is
-never read.
+"""Checks whether a dataset's meta.json can be true, and whether a token file holds token ids. A dataset may
+come from anybody: no file name in meta.json may lead out of its folder, and a meta.pkl, which it may contain,
+is never read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from training.configuration.dataset_name import is_plain_name
 from training.configuration.errors import UserError
 
-FORMAT = 1  # as data/pipeline/tokens.py writes it; absent if meta.json is written by hand
-# How other kinds of files begin. As token ids they would pass for text.
+FORMAT = 1  # the value that data/pipeline/tokens.py writes; a meta.json written by hand has none
+# The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
 OTHER_FILES = {
     b"\x93NUMPY": "a NumPy array (.npy)",
     b"PK\x03\x04": "a zip archive (.npz, .pt)",
@@ -26,7 +26,7 @@ OTHER_FILES = {
 
 
 def check_meta(path: Path, meta: dict) -> None:
-    """Raises UserError naming the field."""
+    """Raises UserError that names the wrong field."""
     vocab_size, eot_id = int(meta["vocab_size"]), meta.get("eot_id")
     if meta.get("format", FORMAT) != FORMAT:
         raise UserError(
@@ -54,12 +54,12 @@ def _impossible(path: Path, what: str) -> UserError:
 
 
 def _check_tokenizer(path: Path, tokenizer: dict) -> None:
-    """The file beside the tokens is the one that made them: what is sampled later is decoded by it."""
+    """The tokenizer file beside the tokens must be the one that made them: sample.py decodes with it."""
     if not is_plain_name(tokenizer["file"]):
         raise _impossible(path, f"the tokenizer file {tokenizer['file']!r}, which leads out of the folder")
     file = path.with_name(tokenizer["file"])
     if not file.is_file():
-        return  # training does without; sample.py will ask for it
+        return  # training does not need it; sample.py will ask for it
     sha256, recorded = hashlib.sha256(file.read_bytes()).hexdigest(), tokenizer.get("sha256")
     if recorded not in (None, sha256):
         raise UserError(
@@ -69,7 +69,7 @@ def _check_tokenizer(path: Path, tokenizer: dict) -> None:
 
 
 def check_is_tokens(path: Path) -> None:
-    """For a file of which meta.json records no hash. Raises UserError."""
+    """Checks a file whose hash meta.json does not record. Raises UserError."""
     with open(path, "rb") as file:
         begin = file.read(8)
     for magic, kind in OTHER_FILES.items():

@@ -1,8 +1,9 @@
-"""Several splits as one, sampled by weight. Which source sample s comes from, and which of the source's own
-samples it is, follows from (seed, s) alone, so a resume needs no state and any number of ranks sees the same.
+"""Mixes several splits into one, by weight. The source of sample s, and its number within that source, follow
+from (seed, s) alone, so a resume needs no stored state and any number of ranks sees the same samples.
 
-The schedule goes block by block: each has every source's share, what is left of a whole sample carried on to
-the next block, in an order of its own. Inside a source samples keep the order that it has alone.
+The schedule consists of blocks of BLOCK samples. Each block has every source's share, in an order of its own;
+a fraction of a sample that is left over is carried to the next block. Within a source, samples have the same
+order as without a mixture.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import numpy as np
 
 from training.batches.windows import Split, Windows, hash_seed, permute
 
-BLOCK = 256  # samples; an iteration of more has nearly the shares asked for
-BLOCK_STREAM = 2**33  # streams of seeds that no epoch and no evaluation reaches
+BLOCK = 256  # samples; an iteration with more samples has nearly the shares asked for
+BLOCK_STREAM = 2**33  # seed streams from here on; no epoch and no evaluation reaches them
 
 
 class Mixture(Split):
@@ -23,27 +24,27 @@ class Mixture(Split):
     def __init__(self, sources: dict[str, tuple[Fraction, Windows]]):
         self.sources = sources
         self.splits = [split for _, split in sources.values()]
-        self.shares = []  # of each source but the last, in what the sources before it leave
+        self.shares = []  # of each source but the last: its share of what the sources before it leave
         left = Fraction(1)
         for weight, _ in list(sources.values())[:-1]:
             self.shares.append(weight / left)
             left -= weight
 
     @property
-    def parts(self) -> dict[str, tuple[Fraction, Windows]]:
+    def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
         return self.sources
 
     def counts(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` each source has, where blocks end: its weight's part of them, but
-        for what rounding each share down moves."""
+        """How many of the first `samples` each source has, at the end of a block: its weight times `samples`,
+        up to the effect of rounding each share down."""
         counts = []
-        for share in self.shares:  # exact: floats would lose samples after 2^53
+        for share in self.shares:  # exact integers: floats would lose samples after 2^53
             counts.append(samples * share.numerator // share.denominator)
             samples -= counts[-1]
         return np.array([*counts, samples])
 
     def schedule(self, numbers: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, numbers inside them) of the samples with these numbers."""
+        """(source indices, numbers within each source) of the samples with these numbers."""
         blocks, inside = np.divmod(numbers, BLOCK)
         sources, own = np.empty_like(numbers), np.empty_like(numbers)
         for block in np.unique(blocks):
@@ -64,7 +65,7 @@ class Mixture(Split):
     def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:
         sources, own = self.schedule(numbers, seed)
         rows = [self.splits[source].samples(own[sources == source], seed) for source in np.unique(sources)]
-        order = np.argsort(sources, kind="stable")  # where the rows, source after source, belong
+        order = np.argsort(sources, kind="stable")  # where each row belongs; rows come source by source
         mixed = np.empty_like(rows[0], shape=(len(numbers), rows[0].shape[1]))
         mixed[order] = np.concatenate(rows)
         return mixed

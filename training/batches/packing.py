@@ -1,9 +1,9 @@
-"""packing='truncate': windows of whole documents. Each document is in one window, from its beginning; what is
-longer than a window is cut off, and what room is left over is padding that no loss counts.
+"""Packs whole documents into token windows (packing='truncate'). Each document is in one window, from its
+beginning. A document longer than a window is cut off; free space in a window is padding that no loss counts.
 
-Which documents share a window is decided once and kept beside the tokens, because it needs every document's
-length: documents in order, PACKED_TOGETHER at a time, longest first, each into the fullest window that still
-has room (best-fit decreasing; Johnson 1973).
+Which documents share a window depends on every document's length, so it is decided once and stored beside the
+tokens. Documents are taken in order, PACKED_TOGETHER at a time, longest first; each goes into the fullest
+window that still has space for it (best-fit decreasing; Johnson 1973).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from training.batches.windows import Windows
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 
-PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any room is left over
-CHUNK_TOKENS = 1 << 24  # read at a time to find documents
+PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any space is left over
+CHUNK_TOKENS = 1 << 24  # tokens read at a time, to find documents
 
 log = logging.getLogger("nanomfu")
 
@@ -46,10 +46,10 @@ def end_of_text_id(config: TrainConfig, meta: dict) -> int | None:
 
 
 class PackedWindows(Windows):
-    """A split as windows of whole documents."""
+    """A split as token windows of whole documents."""
 
     def __init__(self, tokens: TokenFiles, block_size: int, eot_id: int, folder: Path):
-        """folder: what pack_documents made of tokens."""
+        """folder: what pack_documents() returned for these tokens."""
         self.tokens, self.block_size, self.folder = tokens, block_size, folder
         self.padding = ~eot_id  # see inputs_and_targets
         self.description = json.loads((folder / "index.json").read_text())
@@ -58,26 +58,25 @@ class PackedWindows(Windows):
         self._open()
 
     def _open(self) -> None:
-        self.first = np.memmap(self.folder / "windows.bin", np.int64, mode="r")  # (count + 1,): of its pieces
-        self.pieces = np.memmap(self.folder / "pieces.bin", np.int64, mode="r").reshape(
-            -1, 2
-        )  # start, length
+        # (count + 1,): index of each window's first piece; then (pieces, 2): start and length of each piece
+        self.first = np.memmap(self.folder / "windows.bin", np.int64, mode="r")
+        self.pieces = np.memmap(self.folder / "pieces.bin", np.int64, mode="r").reshape(-1, 2)
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64, negative where no token is; alike in all epochs."""
+        """The windows (len(indices), T + 1) as int64, negative for padding; the same in all epochs."""
         rows = np.full((len(indices), self.block_size + 1), self.padding, dtype=np.int64)
         pieces = [self.pieces[self.first[i] : self.first[i + 1]].tolist() for i in indices]
         for start, length in chain.from_iterable(pieces):
             self.tokens.prefetch([start], length)
-        for row, parts in zip(rows, pieces, strict=True):
+        for row, window_pieces in zip(rows, pieces, strict=True):
             at = 0
-            for start, length in parts:
+            for start, length in window_pieces:
                 row[at : at + length] = self.tokens.read(start, length)
                 at += length
         return rows
 
     def __getstate__(self):
-        return {**self.__dict__, "first": None, "pieces": None}  # a worker process opens its own
+        return {**self.__dict__, "first": None, "pieces": None}  # a worker process opens the files itself
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -85,7 +84,7 @@ class PackedWindows(Windows):
 
 
 def pack_documents(tokens: TokenFiles, folder: Path, split: str, block_size: int, eot_id: int) -> Path:
-    """The folder that says which documents share a window, made now unless it is there. Raises UserError."""
+    """The folder that says which documents share a window; made here if there is none. Raises UserError."""
     final = folder / f".packed-{split}-{block_size}"
     stamp = [
         eot_id,
@@ -101,8 +100,8 @@ def pack_documents(tokens: TokenFiles, folder: Path, split: str, block_size: int
         temporary.mkdir()
         description = _write_index(tokens, temporary, block_size + 1, eot_id)
         (temporary / "index.json").write_text(json.dumps({"stamp": stamp, **description}))
-        if _stamp_of(final) != stamp:  # unless another machine was faster
-            if final.exists():  # of other tokens, or a part
+        if _stamp_of(final) != stamp:  # else another machine has made it meanwhile
+            if final.exists():  # made of other tokens, or incomplete
                 os.rename(final, old)
             os.rename(temporary, final)
     except OSError as error:
@@ -123,13 +122,13 @@ def _stamp_of(folder: Path) -> list | None:
         return None
 
 
-def _write_index(tokens: TokenFiles, folder: Path, room: int, eot_id: int) -> dict:
+def _write_index(tokens: TokenFiles, folder: Path, capacity: int, eot_id: int) -> dict:
     windows = pieces = kept = 0
     with open(folder / "windows.bin", "wb") as window_file, open(folder / "pieces.bin", "wb") as piece_file:
         window_file.write(np.zeros(1, np.int64).tobytes())
         for starts, lengths in _groups(tokens, eot_id):
-            lengths = np.minimum(lengths, room)
-            window, count = best_fit_decreasing(lengths, room)
+            lengths = np.minimum(lengths, capacity)
+            window, count = best_fit_decreasing(lengths, capacity)
             order = np.argsort(window, kind="stable")
             np.stack([starts[order], lengths[order]], axis=1).tofile(piece_file)
             ends = pieces + np.cumsum(np.bincount(window, minlength=count))
@@ -140,13 +139,13 @@ def _write_index(tokens: TokenFiles, folder: Path, room: int, eot_id: int) -> di
         "documents": pieces,
         "tokens_kept": kept,
         "tokens_cut_off": tokens.total - kept,
-        "share_padded": 1 - kept / (windows * room),
+        "share_padded": 1 - kept / (windows * capacity),
     }
 
 
 def _groups(tokens: TokenFiles, eot_id: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(starts, lengths) of PACKED_TOGETHER documents after another; empty ones, an end-of-text alone, are not
-    among them."""
+    """(starts, lengths) of PACKED_TOGETHER documents at a time. Empty documents, which are an end-of-text
+    alone, are left out."""
     ends, begin = np.empty(0, np.int64), 0
     for first in range(0, tokens.total, CHUNK_TOKENS):
         count = min(CHUNK_TOKENS, tokens.total - first)
@@ -155,36 +154,36 @@ def _groups(tokens: TokenFiles, eot_id: int) -> Iterator[tuple[np.ndarray, np.nd
         ends = np.concatenate([ends, np.flatnonzero(chunk == eot_id) + first + 1])
         last = first + len(chunk) == tokens.total
         if last and (not len(ends) or ends[-1] != tokens.total):
-            ends = np.append(ends, tokens.total)  # the last document has no end
+            ends = np.append(ends, tokens.total)  # the last document has no end-of-text
         while len(ends) >= PACKED_TOGETHER or (last and len(ends)):
             group, ends = ends[:PACKED_TOGETHER], ends[PACKED_TOGETHER:]
             starts = np.concatenate([[begin], group[:-1]])
             begin = int(group[-1])
-            some = group - starts > 1
-            if some.any():
-                yield starts[some], (group - starts)[some]
+            filled = group - starts > 1
+            if filled.any():
+                yield starts[filled], (group - starts)[filled]
 
 
-def best_fit_decreasing(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
-    """The window of each document, and the number of windows, each with `room` for tokens."""
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """The window of each document, and the number of windows. A window holds `capacity` tokens."""
     window = np.empty(len(lengths), np.int64)
-    rooms: list[int] = []  # that some window has left, sorted
-    with_room: dict[int, list[int]] = {}  # and these windows
+    spaces: list[int] = []  # the sizes of free space that windows have, sorted
+    with_space: dict[int, list[int]] = {}  # size of free space -> windows that have it
     count = 0
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            mine, left, count = count, room - length, count + 1
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            chosen, left, count = count, capacity - length, count + 1
         else:
-            most = rooms[at]
-            mine, left = with_room[most].pop(), most - length
-            if not with_room[most]:
-                del rooms[at], with_room[most]
-        window[document] = mine
+            space = spaces[at]
+            chosen, left = with_space[space].pop(), space - length
+            if not with_space[space]:
+                del spaces[at], with_space[space]
+        window[document] = chosen
         if left > 1:
-            if left not in with_room:
-                insort(rooms, left)
-                with_room[left] = []
-            with_room[left].append(mine)
+            if left not in with_space:
+                insort(spaces, left)
+                with_space[left] = []
+            with_space[left].append(chosen)
     return window, count

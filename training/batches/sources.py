@@ -1,7 +1,7 @@
-"""The datasets of a run, one or several mixed by weight: opened, checked against each other, described.
+"""Opens the datasets of a run, one or several mixed by weight; checks them against each other.
 
-The trap: text of one tokenizer is nonsense in another, also where both have as many ids, so a mixture is
-refused unless all of its sources name the same tokenizer.
+The trap: the ids of one tokenizer are nonsense to another, even if both have the same number of ids. So a
+mixture is refused unless all of its sources name the same tokenizer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from training.configuration.keys import TrainConfig
 @dataclass(frozen=True)
 class Source:
     name: str
-    weight: Fraction  # of all samples; those of a run add up to 1
+    weight: Fraction  # share of all samples; the weights of a run add up to 1
     folder: Path
     splits: dict[str, TokenFiles]
     meta: dict
 
 
 def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
-    """The datasets that config.dataset names, checked (training/batches/dataset.py). Raises UserError."""
+    """Opens and checks the datasets that config.dataset names (training/batches/dataset.py). Raises
+    UserError."""
     sources = []
     for name, weight in parse_dataset(config.dataset).items():
         alone = dataclasses.replace(config, dataset=name)
@@ -43,17 +44,17 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
                 packing_of(sources[-1], split, config)
     for source in sources[1:]:
         _check_same_tokenizer(sources[0], source)
-    _check_apart(sources)
-    end_of_text_id(config, sources[0].meta)  # is there one, if the run needs it
+    _check_no_overlap(sources)
+    end_of_text_id(config, sources[0].meta)  # raises UserError if the run needs one and there is none
     return sources
 
 
 def make_windows(sources: list[Source], config: TrainConfig) -> dict[str, Split]:
-    """{split: what a loader and an evaluation read}."""
+    """{split: what the loader and the evaluation read}."""
     splits: dict[str, Split] = {}
     for split in sources[0].splits:
-        parts = {source.name: (source.weight, _windows(source, split, config)) for source in sources}
-        splits[split] = Mixture(parts) if len(parts) > 1 else parts[sources[0].name][1]
+        by_source = {source.name: (source.weight, _windows(source, split, config)) for source in sources}
+        splits[split] = Mixture(by_source) if len(by_source) > 1 else by_source[sources[0].name][1]
     return splits
 
 
@@ -66,7 +67,7 @@ def _windows(source: Source, split: str, config: TrainConfig) -> Windows:
 
 
 def packing_of(source: Source, split: str, config: TrainConfig) -> Path:
-    """Where it is kept which documents share a window; made if it is not there."""
+    """The folder that says which documents share a window; made here if there is none."""
     eot_id = _eot_id(source, config)
     return pack_documents(source.splits[split], source.folder, split, config.block_size, eot_id)
 
@@ -94,7 +95,7 @@ def _check_same_tokenizer(one: Source, other: Source) -> None:
 
 
 def _tokenizer(source: Source) -> dict:
-    """What tells tokenizers apart, as far as meta.json records it. A name is a folder's; a hash says more."""
+    """What meta.json records to distinguish tokenizers. A name is only a folder name; a hash says more."""
     recorded = source.meta.get("tokenizer") or {}
     if not isinstance(recorded, dict):
         recorded = {"name": str(recorded)}
@@ -108,8 +109,8 @@ def _show(tokenizer: dict) -> str:
     return f"{name} ({tokenizer['vocab_size']:,} ids, end-of-text {tokenizer['eot_id']}{sha256})"
 
 
-def _check_apart(sources: list[Source]) -> None:
-    """No folder twice, and no validation file that is a training file, of any source."""
+def _check_no_overlap(sources: list[Source]) -> None:
+    """Refuses a folder that is named twice, and a validation file that is a training file of any source."""
     folders: dict[Path, Source] = {}
     for source in sources:
         twin = folders.setdefault(source.folder.resolve(), source)
@@ -136,9 +137,9 @@ def _hashes(source: Source, split: str) -> Iterator[tuple[Path, str]]:
 def describe_sources(
     sources: list[Source], windows: dict[str, Split], samples: int, fingerprint: str
 ) -> dict:
-    """The record's data entry, without file names, of which there can be thousands. samples: sequences that
-    max_iters see."""
-    parts = windows["train"].parts.values()
+    """The record's data entry. It lists no file names, because there can be thousands. samples: number of
+    sequences in max_iters iterations."""
+    by_source = windows["train"].by_source.values()
     return {
         "tokens": {
             split: sum(source.splits[split].total for source in sources) for split in sources[0].splits
@@ -154,6 +155,6 @@ def describe_sources(
                 **({"packing": split.description} if isinstance(split, PackedWindows) else {}),
                 "meta": {key: value for key, value in source.meta.items() if key != "files"},
             }
-            for source, (weight, split) in zip(sources, parts, strict=True)
+            for source, (weight, split) in zip(sources, by_source, strict=True)
         ],
     }

@@ -1,8 +1,8 @@
-"""The token files of one split as one sequence of ids.
+"""Reads the token files of one split as one sequence of ids.
 
-The trap: windows come from anywhere in a dataset, and the system reads ahead in a memory-mapped file, up to
-megabytes for a window of kilobytes. Files are mapped for random access, and what an iteration needs is asked
-for at once.
+The trap: token windows come from anywhere in a dataset, and of a memory-mapped file the operating system
+reads ahead, up to megabytes for a window of kilobytes. So files are mapped for random access, and everything
+that an iteration needs is requested at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import numpy as np
 
 from training.configuration.errors import RunError
 
-OPEN_FILES = 256  # of all datasets together; a process may have 1024 open, a dataset has thousands of shards
+# Of all datasets together: a process may have 1024 files open, and a dataset can have thousands of shards.
+OPEN_FILES = 256
 
 
 class TokenFiles:
     """The files of one split as one sequence of token ids, memory-mapped while they are in use."""
 
     def __init__(self, paths: list[Path], sizes: list[int], dtype: np.dtype, vocab_size: int):
-        """sizes: bytes of each file; vocab_size: ids from there on are refused."""
+        """sizes: bytes of each file; vocab_size: an id that is not below it is refused."""
         self.paths, self.sizes, self.dtype, self.vocab_size = paths, sizes, dtype, vocab_size
         self.starts = list(accumulate((size // dtype.itemsize for size in sizes), initial=0))  # in tokens
         _map_file.cache_clear()  # a file may have been replaced since it was mapped
@@ -35,7 +36,7 @@ class TokenFiles:
         return self.starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """count ids from position start on, across file boundaries, and from the end on to the beginning."""
+        """`count` ids from position `start` on, across file boundaries; after the last id comes the first."""
         pieces = []
         for file, offset, length in self._pieces(start, count):
             ids = self._map(file)[1][offset : offset + length]
@@ -45,7 +46,7 @@ class TokenFiles:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def prefetch(self, starts: Iterable[int], count: int) -> None:
-        """Asks the system for all these places at once, so that read() need not wait for each in turn."""
+        """Requests all these places at once, so that read() need not wait for one after the other."""
         for start in starts:
             for file, offset, length in self._pieces(int(start), count):
                 first, last = offset * self.dtype.itemsize, (offset + length) * self.dtype.itemsize
@@ -53,7 +54,7 @@ class TokenFiles:
                 self._map(file)[0].madvise(mmap.MADV_WILLNEED, page, last - page)
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(file, offset in it, length), all in tokens."""
+        """(number of a file, offset in it, length) of each piece; offset and length in tokens."""
         start %= self.total
         file = bisect_right(self.starts, start) - 1
         while count > 0:
@@ -77,7 +78,7 @@ class TokenFiles:
 
 @functools.lru_cache(OPEN_FILES)
 def _map_file(path: Path, size: int, dtype: np.dtype) -> tuple[mmap.mmap, np.ndarray]:
-    """A view that is still in use keeps its own file open."""
+    """Maps a file. A file that the cache has dropped stays open as long as a view of it is in use."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(mapping) != size:

@@ -1,5 +1,5 @@
-"""Which tokens a sample is: windows of block_size tokens that do not overlap, in a permuted order, each once
-an epoch. A sample is a function of (seed, epoch, position) and of nothing else.
+"""Defines which tokens a sample is: windows of block_size tokens that do not overlap, in a permuted order,
+each once per epoch. A sample is a function of (seed, epoch, position) and of nothing else.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 from training.batches.token_files import TokenFiles
 
-ROUNDS = 6  # Feistel rounds; four already pass for random (Luby and Rackoff 1988), two more cost nothing
+ROUNDS = 6  # Feistel rounds; four already look random (Luby and Rackoff 1988), two more cost nothing
 
 
 def permute(index: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Where a permutation of range(n), drawn by seed, sends each index; needs no memory proportional to n.
+    """Permutes each index by a permutation of range(n) drawn from seed; needs no memory proportional to n.
 
-    A Feistel network on the smallest even number of bits that holds n, walked until it lands below n
-    (Black and Rogaway 2002, sec. 4).
+    A Feistel network on the smallest even number of bits that can hold n, applied again until the result is
+    below n (Black and Rogaway 2002, sec. 4).
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -45,12 +45,12 @@ def hash_seed(seed: int, stream: int) -> int:
 
 
 class Split(ABC):
-    """What a loader reads: samples by their numbers."""
+    """Samples, read by their numbers."""
 
     @property
     @abstractmethod
-    def parts(self) -> dict[str, tuple[Fraction, Windows]]:
-        """{source: (weight, its windows)}; only a Mixture has several."""
+    def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
+        """{source: (weight, its windows)}; only a Mixture has several sources."""
 
     @abstractmethod
     def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:
@@ -58,21 +58,20 @@ class Split(ABC):
 
 
 class Windows(Split):
-    """A split of one dataset: `count` windows an epoch, in a permuted order, each once."""
+    """A split of one dataset: `count` token windows per epoch, in a permuted order, each once."""
 
     count: int
 
     @abstractmethod
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64, cut as in the given epochs. A negative id is
-        padding."""
+        """The windows (len(indices), T + 1) as int64, cut as in these epochs. A negative id is padding."""
 
     @property
-    def parts(self) -> dict[str, tuple[Fraction, Windows]]:
+    def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
         return {"": (Fraction(1), self)}
 
     def places(self, numbers: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """(window indices, epochs) of the samples with these numbers, each window once an epoch."""
+        """(window indices, epochs) of the samples with these numbers; each window comes once per epoch."""
         epochs, inside = np.divmod(numbers, self.count)
         indices = np.empty_like(inside)
         for epoch in np.unique(epochs):
@@ -85,8 +84,8 @@ class Windows(Split):
 
 
 class StreamWindows(Windows):
-    """packing='stream': the tokens are cut anywhere into windows of block_size inputs and the token after
-    them."""
+    """packing='stream': the tokens are cut anywhere into windows. A window is block_size inputs and the one
+    token after them."""
 
     def __init__(self, tokens: TokenFiles, block_size: int):
         self.tokens, self.block_size = tokens, block_size
@@ -101,16 +100,17 @@ class StreamWindows(Windows):
 
 
 def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
-    """Where an epoch's first window starts; the tokens wrap around. Each epoch cuts them elsewhere, so that a
-    token is not always in the same place behind the same context: with one cut for all epochs small data is
-    learned by heart sooner (LOG.md). Golden-ratio steps spread the cuts; epoch 0 starts at the first token.
+    """Where an epoch's first window starts; the tokens wrap around. Each epoch cuts them at other places, so
+    that a token is not always at the same place of a window, after the same context: with the same cuts in
+    all epochs, small data is memorized sooner (LOG.md). Golden-ratio steps spread the cuts; epoch 0 starts at
+    the first token.
     """
     return (epoch * int(block_size * 0.6180339887498949)) % block_size
 
 
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding: as a target no
-    loss counts it, and as an input it is the end-of-text id whose complement it is
-    (training/batches/packing.py)."""
+    """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding, the bitwise
+    complement of the end-of-text id (training/batches/packing.py): as a target, no loss counts it; as an
+    input, it becomes the end-of-text id."""
     x, y = tokens[..., :-1], tokens[..., 1:]
     return torch.where(x < 0, ~x, x), y.contiguous()
