@@ -1,4 +1,4 @@
-"""Evaluates and saves at the iterations where that is due, and knows the best loss so far."""
+"""Evaluates and saves a checkpoint at the iterations where that is due."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from training.records.rows import Logger
 log = logging.getLogger("nanomfu")
 
 SHUTDOWN_SAVE_TIMEOUT_S = 15.0  # how long a failed run waits for the checkpoint that is being written
-LOGGED_WAIT_S = 1.0  # waiting longer than this for the checkpoint before is worth a line
+LOGGED_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class EvaluateAndSave:
-    """Owns the last checkpoint; the best validation loss is the logger's to keep. All ranks call it."""
+    """Knows the last checkpoint; the logger keeps the best validation loss. All ranks call it."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class EvaluateAndSave:
         self.windows, self.loader, self.saver = windows, loader, saver
         self.logger, self.anomalies, self.replica_check = logger, anomalies, replica_check
         self.start, self.watchdog = progress.iteration, watchdog
-        self.evaluated_before = progress.val_loss is not None  # unless a stop request had come in between
-        self.last_checkpoint: Path | None = None  # the last that is complete
+        self.evaluated_before = progress.val_loss is not None  # False if a stop came first
+        self.last_checkpoint: Path | None = None  # the last complete one
         self.every_iterations, self.every_seconds = checkpoint_interval(config)
-        self.saved_at, self.saved_time = self.start, time.monotonic()  # when the last one was begun
+        self.saved_at, self.saved_time = self.start, time.monotonic()  # when the last save began
         may_save = config.always_save_checkpoint or config.eval_interval or config.checkpoint_interval
         if may_save and self.start < config.max_iters and not config.eval_only:
             saver.prepare()
@@ -60,21 +60,21 @@ class EvaluateAndSave:
         checkpoint could not be written."""
         self._conclude()
         if iteration == self.start:
-            missed = iteration > 0 and self._evaluates(iteration) and not self.evaluated_before
+            missed = iteration > 0 and self._evaluation_is_due(iteration) and not self.evaluated_before
             if self.config.eval_at_start or missed:
                 self.evaluate(iteration, learning_rate)
             return  # there is nothing new to save
-        due = self._saves(iteration)
+        due = self._save_is_due(iteration)
         val_loss, improved = None, False
-        if self._evaluates(iteration):
+        if self._evaluation_is_due(iteration):
             val_loss, improved = self.evaluate(iteration, learning_rate)
             due = due or self.config.always_save_checkpoint
         if improved or due:
             self.save(iteration, val_loss, improved)
-            self.watchdog.check(at_once=True)  # who was asked to stop meanwhile need not save again
+            self.watchdog.check(at_once=True)  # a stop asked for meanwhile need not save again
 
     def stop(self, iteration: int) -> None:
-        """Instead of the update of `iteration`, as the run was asked to stop: saves what is not saved."""
+        """Runs instead of the update of `iteration` if the run was asked to stop: saves what is not saved."""
         if iteration == self.start:
             log.info("Nothing to save: no iteration was completed")
         elif not (self.config.always_save_checkpoint or self.config.checkpoint_interval):
@@ -84,13 +84,13 @@ class EvaluateAndSave:
         self._complete()
 
     def finish(self, learning_rate: float) -> None:
-        """After the last update. always_save_checkpoint saves here whether an evaluation is due or not."""
+        """After the last update. With always_save_checkpoint, saves here even if no evaluation is due."""
         iteration = self.config.max_iters
         if iteration <= self.start:
             log.info(f"Nothing was left to train: iteration {self.start:,} of max_iters={iteration:,}")
             return
         val_loss, improved = None, False
-        if self._evaluates(iteration):
+        if self._evaluation_is_due(iteration):
             val_loss, improved = self.evaluate(iteration, learning_rate)
         if improved or self.config.always_save_checkpoint or self.config.checkpoint_interval:
             self.save(iteration, val_loss, improved)
@@ -116,7 +116,7 @@ class EvaluateAndSave:
         return val_loss, improved
 
     def save(self, iteration: int, val_loss: float | None, best: bool) -> None:
-        """Begins a checkpoint; when it is complete, before_update() hears of it."""
+        """Begins a checkpoint. A later before_update() notes that it is complete."""
         self.anomalies.read_now()
         self.replica_check.compare(iteration)
         progress = Progress(iteration, self.loader.position, self.logger.best_val_loss, val_loss)
@@ -130,7 +130,7 @@ class EvaluateAndSave:
         self._conclude()
 
     def _conclude(self, wait: float | None = 0.0) -> None:
-        """Notes the checkpoint under way if it is complete within `wait` seconds; None: waits for it."""
+        """Notes the checkpoint in progress if it is complete within `wait` seconds; None: waits for it."""
         save = self.saver.finished(wait)
         if save:
             self.last_checkpoint = save.final
@@ -142,23 +142,22 @@ class EvaluateAndSave:
             self._conclude(wait=None)
 
     def close(self) -> None:
-        """After the loop, however it ended: what a failed run was still writing is worth a moment."""
+        """After the loop, however it ended: a failed run waits a moment for the checkpoint in progress."""
         try:
             self._conclude(wait=SHUTDOWN_SAVE_TIMEOUT_S)
-        except RunError as error:  # the run ends with an error of its own
+        except RunError as error:  # the run itself ends with another error
             log.warning(str(error))
 
-    def _saves(self, iteration: int) -> bool:
-        """Whether checkpoint_interval is over. The time is rank 0's; an iteration later, all know."""
+    def _save_is_due(self, iteration: int) -> bool:
+        """Whether checkpoint_interval has passed. Rank 0 measures the time; an iteration later, all know."""
         if self.every_iterations:
             return iteration % self.every_iterations == 0
         if not self.every_seconds:
             return False
         if self.state.world.is_main and time.monotonic() - self.saved_time >= self.every_seconds:
             self.watchdog.consensus.ask("checkpoint", iteration)
-        return (
-            self.watchdog.consensus.answer("checkpoint") > self.saved_at
-        )  # not one from before the last save
+        # a request from before the last save does not count
+        return self.watchdog.consensus.answer("checkpoint") > self.saved_at
 
-    def _evaluates(self, iteration: int) -> bool:
+    def _evaluation_is_due(self, iteration: int) -> bool:
         return bool(self.config.eval_interval) and iteration % self.config.eval_interval == 0

@@ -1,9 +1,9 @@
-"""Checkpoint folders: which are complete, which one to use, whether its files are what was written, and which
-stay: the newest `keep_last` whose files verify, and the best. It knows nothing of tensors.
+"""Manages checkpoint folders: which are complete, which one to use, whether its files are what was written,
+and which to keep: the newest `keep_last` whose files verify, and the best. It knows nothing of tensors.
 
-The trap is a damaged checkpoint that counts as one: the last good one would be deleted for its sake. So
-nothing is deleted before enough newer ones have been verified. Links are not followed, and what cannot be
-deleted is a warning: an old checkpoint is no reason to stop training. Only rank 0 changes the folder.
+The trap is a damaged checkpoint that counts as a good one: the last good one would then be deleted. So
+nothing is deleted before enough newer checkpoints have been verified. Links are not followed. If deleting
+fails, that is a warning: an old checkpoint is no reason to stop training. Only rank 0 changes the folder.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ FORMAT, READABLE = 2, (1, 2)
 log = logging.getLogger("nanomfu")
 
 MANIFEST, STATE = "manifest.json", "state.json"
-HASH_THREADS = 4  # files hashed side by side
+HASH_THREADS = 4  # files hashed in parallel
 HASH_CHUNK = 1 << 22  # bytes
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Everything in root that is called step- and a number, oldest first, whole or not."""
+    """Everything in root whose name is step- and a number, oldest first, complete or not."""
     return sorted(p for p in root.glob("step-*") if p.name.removeprefix("step-").isdigit())
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoint directories that were committed, oldest first."""
+    """Checkpoint folders that have a manifest, oldest first."""
     return [folder for folder in step_folders(root) if (folder / MANIFEST).is_file()]
 
 
 def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
-    """The newest complete checkpoint of out_dir, or the 'best', or one by its name. Raises UserError."""
+    """The newest complete checkpoint of out_dir, or the 'best', or the one of this name. Raises UserError."""
     root = out_dir / "checkpoints"
     complete = complete_checkpoints(root)
     if not complete:
@@ -58,8 +58,8 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
 
 
 def by_loss(folders: list[Path]) -> list[Path]:
-    """Those with a validation loss, the best first, by what they say themselves: a kill may have left the
-    pointer behind."""
+    """The checkpoints with a validation loss, the best first. The loss is read from each checkpoint, because
+    a kill may have left the pointer out of date."""
     losses = {folder: loss for folder in folders if (loss := _val_loss(folder)) is not None}
     return sorted(losses, key=lambda folder: losses[folder])
 
@@ -67,7 +67,7 @@ def by_loss(folders: list[Path]) -> list[Path]:
 def _val_loss(folder: Path) -> float | None:
     try:
         return float(json.loads((folder / STATE).read_text())["val_loss"])
-    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged: whoever loads it will hear of it
+    except (OSError, ValueError, TypeError, KeyError):  # no loss, or damaged: loading it will report that
         return None
 
 
@@ -88,13 +88,13 @@ def read_state(folder: Path) -> dict:
 
 
 def verify_checkpoint(folder: Path, world: World) -> None:
-    """Compares every file with the manifest. All ranks, each its share. UserError names the bad files."""
+    """Compares every file with the manifest. All ranks, each for its share. UserError names the bad files."""
     if problems := damage(folder, world):
         raise damaged(folder, problems)
 
 
 def damage(folder: Path, world: World) -> list[str]:
-    """What is wrong with a checkpoint; nothing if its files are as they were written. All ranks."""
+    """The problems of a checkpoint; none if its files are as they were written. All ranks."""
     shares = gather_objects(damage_of_share(folder, world.rank, world.size), world)
     return list(dict.fromkeys(problem for share in shares for problem in share))
 
@@ -109,7 +109,7 @@ def damage_of_share(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
 
 
 def recorded_files(folder: Path) -> dict[str, dict]:
-    """{name: {sha256, bytes}} by the manifest. Raises ValueError if it is none."""
+    """{name: {sha256, bytes}} from the manifest. Raises ValueError if it is not a valid manifest."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         sizes = [recorded["bytes"] + len(recorded["sha256"]) for recorded in files.values()]
@@ -152,7 +152,7 @@ def digest(path: Path) -> dict:
 
 def write_pointer(path: Path, name: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a kill's, or a link to somewhere else
+    temporary.unlink(missing_ok=True)  # left by a kill, or a link to somewhere else
     write_synced(temporary, name + "\n")
     os.replace(temporary, path)
 
@@ -176,8 +176,8 @@ def sync_folder(folder: Path) -> None:
 
 
 class Retention:
-    """Keeps the pointers and deletes what is to spare. Remembers what it has verified, by size and time of
-    every file, so that each checkpoint is read once."""
+    """Updates the pointers and deletes checkpoints that are no longer needed. Remembers what it has verified,
+    by size and time of every file, so that each checkpoint is read only once."""
 
     def __init__(self, keep_last: int, keep_all: bool):
         self.keep_last, self.keep_all = keep_last, keep_all
@@ -193,11 +193,11 @@ class Retention:
         return self.seen[folder][1]
 
     def trust(self, folder: Path) -> None:
-        """It has just been written, and read back."""
+        """Counts a checkpoint as valid: it has just been written and read back."""
         self.seen[folder] = _stamp(folder), True
 
     def after_save(self, root: Path) -> None:
-        """The pointers move, then older checkpoints go."""
+        """Updates the pointers, then deletes older checkpoints."""
         complete = complete_checkpoints(root)
         best = next(filter(self.is_valid, by_loss(complete)), None)
         for pointer, folder in (("latest", complete[-1]), ("best", best)):
@@ -207,7 +207,7 @@ class Retention:
             self.prune(complete, best)
 
     def prune(self, complete: list[Path], best: Path | None) -> None:
-        """complete is oldest first."""
+        """Deletes what is older than the newest keep_last valid ones. `complete` is oldest first."""
         kept = 0
         while complete and kept < self.keep_last:
             kept += self.is_valid(complete[-1])
@@ -218,12 +218,13 @@ class Retention:
 
 
 def _stamp(folder: Path) -> list[tuple]:
+    """Names, sizes and times of a folder's files: while they stay the same, the files count as unchanged."""
     stats = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
     return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def delete(path: Path) -> None:
-    """Renamed first, so that a checkpoint is never seen half deleted; rmtree does not follow links."""
+    """Renames first, so that nobody sees a half-deleted checkpoint; rmtree does not follow links."""
     if path.is_symlink():
         return
     doomed = path.with_name(f"{path.name.split('.tmp-')[0]}.tmp-delete-{uuid.uuid4().hex[:8]}")
@@ -235,7 +236,7 @@ def delete(path: Path) -> None:
 
 
 def delete_remains(root: Path) -> None:
-    """What a save or a deletion left that was killed."""
+    """Deletes what a killed save or a killed deletion left."""
     for path in root.glob("step-*.tmp-*"):
         delete(path)
 
@@ -244,26 +245,26 @@ def delete_remains(root: Path) -> None:
 
 
 def move_aside(root: Path, start: int) -> Path | None:
-    """Moves out of the way what this run, begun at iteration `start`, did not come from: the checkpoints
-    of an earlier run, or those after the one that was chosen. Never deletes them."""
+    """Moves away the checkpoints that this run, which began at iteration `start`, did not come from: those of
+    an earlier run, or those after the one that was chosen. Never deletes them."""
     after = [folder for folder in step_folders(root) if int(folder.name.removeprefix("step-")) > start]
     if not after:
         return None
     aside = _unused(root.with_name(f"checkpoints-before-{time.strftime('%Y%m%d_%H%M%S')}"))
     if start == 0:
-        os.rename(root, aside)  # all at once: a kill must not leave half of another run's
+        os.rename(root, aside)  # all at once: a kill must not leave half of another run here
         return aside
     aside.mkdir()
-    for folder in reversed(after):  # the newest first: a resume never meets one without those before it
+    for folder in reversed(after):  # newest first: a resume never finds one without those before it
         os.rename(folder, aside / folder.name)
     return aside
 
 
 def rename_damaged(folder: Path) -> Path:
-    """So that no search finds it again; nothing is lost for whoever wants to look at it."""
-    aside = _unused(folder.with_name(f"{folder.name}.corrupt"))
-    os.rename(folder, aside)
-    return aside
+    """Renames a checkpoint so that no search finds it again. Its files stay, so they can be examined."""
+    renamed = _unused(folder.with_name(f"{folder.name}.corrupt"))
+    os.rename(folder, renamed)
+    return renamed
 
 
 def _unused(path: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Checkpoints of format 1, the first: torch.distributed.checkpoint's own files. They are read, not written.
+"""Reads checkpoints of format 1, the first: torch.distributed.checkpoint's own files. They are never written.
 
-Their .metadata is a pickle, and a manifest proves nothing about who wrote both. So it may name the classes
-that such a file consists of and nothing else, and must describe tensors alone: anything else torch would
-unpickle without a restriction. The tensors themselves are read by torch.load, which allows no code.
+Their .metadata is a pickle, and a manifest does not prove who wrote the files. So the pickle may name only
+the classes that such a file consists of, and may describe only tensors: torch would unpickle anything else
+without a restriction. The tensors themselves are read by torch.load, which allows no code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALLOWED |= {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda name: torch.strided,
     **{("torch", name): getattr(torch, name) for name in ("float32", "bfloat16", "int32", "uint8")},
-    # where it was written, which nobody needs; Python 3.13 names the module differently
+    # the path where it was written, which is not needed; Python 3.13 names the module differently
     **{(module, "PosixPath"): lambda *parts: None for module in ("pathlib", "pathlib._local")},
 }
 
@@ -46,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Format1(FileSystemReader):
-    """Reads one such checkpoint, of whose files `names` are verified. Raises ValueError."""
+    """Reads one checkpoint of format 1. `names` are its verified files. Raises ValueError."""
 
     def __init__(self, folder: Path, names: set[str]):
         super().__init__(folder)
@@ -54,7 +54,7 @@ class Format1(FileSystemReader):
             with open(folder / METADATA, "rb") as file:
                 self.metadata = _Unpickler(file).load()
             _check(self.metadata, names)
-        except Exception as error:  # what a pickle of the wrong shape raises depends on the shape
+        except Exception as error:  # a malformed pickle can raise any type of error
             raise ValueError(f"{METADATA} is refused: {type(error).__name__}: {error}") from None
 
     def read_metadata(self) -> metadata.Metadata:

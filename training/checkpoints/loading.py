@@ -1,4 +1,4 @@
-"""Loads a checkpoint: into a run, or its weights alone into a model."""
+"""Loads a checkpoint into a run, or only its weights into a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change wh
 
 
 def check_architecture(folder: Path, saved: dict, wanted: ModelConfig) -> None:
-    """Raises UserError naming every field in which the saved model differs from the configured one."""
+    """Raises UserError that names every field in which the saved model differs from the configured one."""
     differences = [
         f"{name}: checkpoint {saved.get(name)!r}, configuration {value!r}"
         for name, value in wanted.to_dict().items()
@@ -32,18 +32,18 @@ def check_architecture(folder: Path, saved: dict, wanted: ModelConfig) -> None:
 
 
 def load_progress(checkpoint: Path | None, state: TrainState, model_config: ModelConfig) -> Progress:
-    """Where a run stands: at its beginning, or at the checkpoint that is loaded here. All ranks."""
+    """Where a run continues: at its beginning, or at the checkpoint, which is loaded here. All ranks."""
     return load_checkpoint(checkpoint, state, model_config) if checkpoint else Progress(0, 0)
 
 
 def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) -> Progress:
-    """Loads a checkpoint into state's tensors, bit for bit. Verify first. All ranks. Raises UserError."""
+    """Loads a verified checkpoint into the tensors of `state`, bit for bit. All ranks. Raises UserError."""
     saved = read_state(folder)
     check_architecture(folder, saved["model_config"], model_config)
     reader = _open(folder)
     entries = reader.read_metadata().state_dict_metadata.items()
-    there = {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-    optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
+    saved_sizes = {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    optional = {name: t for name, t in state.optional_tensors().items() if saved_sizes.get(name) == t.shape}
     tensors = {**state.tensors(), **optional}
     _load(folder, reader, tensors, no_dist=state.world.size == 1)
     state.after_load(tensors)
@@ -52,13 +52,13 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
 
 
 def load_weights(folder: Path, model: torch.nn.Module) -> None:
-    """The weights alone, into one process's model, for sampling and export. Verify first."""
+    """Loads only the weights of a verified checkpoint, into one process's model, for sampling and export."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     _load(folder, _open(folder), tensors, no_dist=True)
 
 
 def _open(folder: Path) -> dcp.StorageReader:
-    """A reader of the folder's tensors. Files that the manifest does not list are not looked at."""
+    """A reader of the folder's tensors. Files that the manifest does not list are ignored."""
     try:
         names = recorded_files(folder)
         if METADATA in names:
@@ -70,15 +70,15 @@ def _open(folder: Path) -> dcp.StorageReader:
 
 def _load(folder: Path, reader: dcp.StorageReader, tensors: dict[str, torch.Tensor], no_dist: bool) -> None:
     try:
-        with _one_process_is_fine():
+        with _no_group_warning():
             dcp.load(tensors, storage_reader=reader, no_dist=no_dist)
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error
 
 
 @contextlib.contextmanager
-def _one_process_is_fine():
-    """DCP warns that no process group exists even when it is told that there is none."""
+def _no_group_warning():
+    """Hides a warning of DCP: that no process group exists, even if no_dist=True has told it so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield

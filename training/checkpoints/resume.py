@@ -1,13 +1,13 @@
 """Chooses where a run starts: from scratch, or from which checkpoint and with which settings.
 
-The newest checkpoint whose files are what was written is taken; a damaged one is renamed and named, never
-used and never deleted. What would silently make it another run (other data, another batch, another schedule)
-is refused, field by field, unless allow_changes names the field.
+It takes the newest checkpoint whose files are what was written. It renames and reports a damaged one, and
+never uses or deletes it. A change that would silently make it another run (other data, another batch, another
+schedule) is refused, field by field, unless allow_changes names the field.
 
 The trap is torchrun --max-restarts, which starts the same command line again. A run that began from scratch,
-or from one certain checkpoint, must then go on from the newest that it saved itself: it must not begin again,
-and it must not take one that was there before it. So the first start lists what is there, and a restart
-compares.
+or from one certain checkpoint, must then resume from the newest checkpoint that it saved itself: it must not
+begin again, and it must not take a checkpoint that was there before it. So the first start lists the existing
+checkpoints, and a restart compares.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from training.process.world import World, gather_objects, may_restart, restart_c
 
 log = logging.getLogger("nanomfu")
 
-# where and how a run is started says nothing about what it computes
+# where and how a run is started does not change what it computes
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
-EARLIER = "earlier.json"  # in checkpoints/: what was there before this run; moves away with it
+EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what was there before this run
 
 
 # --- from scratch, or from a checkpoint ---
 
 
 def choose_start(config: TrainConfig, world: World) -> TrainConfig:
-    """The configuration with init_from 'scratch' or 'resume', as it turns out. All ranks."""
+    """The configuration, with init_from decided: 'scratch' or 'resume'. All ranks."""
     return gather_objects(_choose_start(config) if world.is_main else None, world)[0]
 
 
 def _choose_start(config: TrainConfig) -> TrainConfig:
     root = Path(config.out_dir) / "checkpoints"
-    there = _stamps(root)
+    existing = _modification_times(root)
     if restart_count():
         log.info(f"Restart {restart_count()} by torchrun: a process of this run had failed")
-        if there.items() - _earlier(root).items():
+        if existing.items() - _earlier(root).items():
             return replace(config, init_from="resume", resume_from="latest")
         log.info("It had saved no checkpoint, so it begins again as it began")
     elif may_restart() and root.is_dir():
-        (root / EARLIER).write_text(json.dumps(there))
+        (root / EARLIER).write_text(json.dumps(existing))
     if config.init_from == "auto":
-        return replace(config, init_from="resume" if there else "scratch")
+        return replace(config, init_from="resume" if existing else "scratch")
     return config
 
 
-def _stamps(root: Path) -> dict[str, int]:
-    """{name: time of its last change} of everything that is or was a checkpoint, whole or damaged: where one
-    is, nothing begins from scratch by itself."""
+def _modification_times(root: Path) -> dict[str, int]:
+    """{name: time of its last change} of everything that is or was a checkpoint, complete or damaged. If
+    there is any, init_from='auto' does not begin from scratch."""
     folders = [path for path in root.glob("step-*") if ".tmp-" not in path.name]
     return {path.name: path.stat().st_mtime_ns for path in folders}
 
@@ -82,12 +82,12 @@ def _earlier(root: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on; checkpoint is None for a run from scratch."""
+    """Where a run continues; checkpoint is None for a run from scratch."""
 
     checkpoint: Path | None = None
     changed: dict[str, list] = field(default_factory=dict)  # setting -> [in the checkpoint, now]
     renamed: list[dict[str, str]] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
-    run: str | None = None  # name of the record of the run that saved it
+    run: str | None = None  # name of the record of the run that saved the checkpoint
 
 
 def find_resume(config: TrainConfig, world: World, data: dict) -> Resume:
@@ -121,13 +121,14 @@ def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, list[di
 
 
 def _candidates(config: TrainConfig) -> list[Path]:
-    """The newest first. Folders without a manifest are among them: they, too, are damaged checkpoints."""
+    """The newest first. Folders without a manifest are included: they, too, are damaged checkpoints."""
     chosen = find_checkpoint(Path(config.out_dir), config.resume_from)
     return [chosen] if config.resume_from != "latest" else step_folders(chosen.parent)[::-1]
 
 
 def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, world: World) -> dict[str, str]:
-    """Not by an evaluation, which holds no lock: a training run may be at work in that folder."""
+    """Renames a damaged checkpoint, but not in an evaluation alone: it holds no lock, so a training run may
+    be using that folder."""
     renames = world.is_main and not config.eval_only
     renamed = gather_objects(rename_damaged(folder) if renames else folder, world)[0]
     log.warning("%s is damaged: %s. It is now %s; %s is used", folder, problem, renamed.name, instead.name)
@@ -138,7 +139,7 @@ def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, worl
 
 
 def changed_settings(saved: dict, config: TrainConfig) -> dict[str, list]:
-    """{key: [value in the checkpoint, value now]} for every setting that differs and that it knew."""
+    """{key: [value in the checkpoint, value now]} for every setting that both know and that differs."""
     old, now = saved["config"], redact_all(config.to_dict())
     return {
         name: [old[name], value]
@@ -148,10 +149,10 @@ def changed_settings(saved: dict, config: TrainConfig) -> dict[str, list]:
 
 
 def refuse_changes(folder: Path, saved: dict, config: TrainConfig, processes: int, data: dict) -> None:
-    """Raises UserError naming every guarded field that changed, and the flag to go on all the same."""
+    """Raises UserError that names every guarded field that changed, and the flag that accepts the changes."""
     changed = changed_settings(saved, config)
     found = {name: changed[name] for name in GUARDED if name in changed}
-    found.pop("dataset", None)  # a folder may be called otherwise, if its content is the same
+    found.pop("dataset", None)  # the folder may have another name if its content is the same
     old = saved["config"]
     per_iteration = [
         old["batch_size"] * old["gradient_accumulation_steps"] * saved["world_size"],

@@ -1,11 +1,11 @@
-"""Saving, beside the training: what this rank writes is copied to host memory, which is all that the loop
-waits for; a thread writes the copy to files while training goes on and changes the originals.
+"""Saves checkpoints during training. What this rank writes is first copied to host memory; the loop waits
+only for that copy. A thread writes the copy to files while training continues and changes the originals.
 
-The trap is the other ranks. A collective in that thread would get between those of the training, so there is
-none: ranks meet in the file system. Each leaves a report beside its files; rank 0 waits for all of them, and
-a rank is done when the folder has its final name. A rank that fails raises in its own loop within an
-iteration, which ends the run (training/faults/watchdog.py); that checkpoint then does not exist, the others
-are whole.
+The trap is the other ranks. A collective in that thread would get between the collectives of the training, so
+it uses none: ranks communicate through the file system. Each rank leaves a report beside its files. Rank 0
+waits for all reports; the other ranks wait until the folder has its final name. A rank that fails raises the
+error in its own loop within one iteration, which ends the run (training/faults/watchdog.py). That checkpoint
+then does not exist; the earlier ones are complete.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from training.process.world import gather_objects
 
 log = logging.getLogger("nanomfu")
 
-WRITER_THREADS = 4  # files that a rank writes side by side
-FILE_BYTES = 256 << 20  # of a file at least, before there is a second one
-ROOM = 1.2  # bytes free on the disk for each byte of a checkpoint
-WRITE_TIMEOUT_S = 3600.0  # for the other ranks to write their parts
-POLL_S = 0.002, 0.25  # between two looks into the folder: the first, the longest
+WRITER_THREADS = 4  # files that a rank writes in parallel
+FILE_BYTES = 256 << 20  # a rank writes one file, and one more for each of these 256 MiB
+ROOM = 1.2  # free bytes needed on the disk for each byte of a checkpoint
+WRITE_TIMEOUT_S = 3600.0  # how long to wait for the other ranks to write their parts
+POLL_S = 0.002, 0.25  # pause between two checks of the folder: the first, the longest
 
 Work = list[tuple[Part, torch.Tensor]]
 
 
 @dataclass
 class Save:
-    """One checkpoint on its way."""
+    """One checkpoint that is being written, or has been."""
 
     root: Path
     progress: Progress
-    token: str  # of its temporary folder: equal on all ranks, new for every save
-    is_first: bool  # of this process
-    note: str = ""  # for the log
+    token: str  # ends the temporary folder's name: equal on all ranks, new for every save
+    is_first: bool  # the first save of this process
+    note: str = ""  # added to the log line
     began: float = field(default_factory=time.monotonic)
-    blocked_seconds: float = 0.0  # that the loop has waited for it
-    seconds: float = 0.0  # from its beginning to its end
+    blocked_seconds: float = 0.0  # how long the loop has waited for it
+    seconds: float = 0.0  # from the beginning of the save to its end
     error: Exception | None = None
 
     @property
@@ -81,10 +81,10 @@ class Save:
 
 
 class Saver:
-    """Saves one run's checkpoints, one at a time. All ranks call it alike, from the main thread."""
+    """Saves one run's checkpoints, one at a time. All ranks make the same calls, from the main thread."""
 
     def __init__(self, config: TrainConfig, state: TrainState, facts: dict[str, Any], start: int):
-        """`facts` are the run's name and its data's fingerprint, `start` this process's first iteration."""
+        """`facts`: the run's name and its data's fingerprint; `start`: this process's first iteration."""
         self.config, self.state, self.world, self.start = config, state, state.world, start
         self.root = Path(config.out_dir) / "checkpoints"
         self.facts = {
@@ -102,8 +102,8 @@ class Saver:
         self.thread: threading.Thread | None = None
 
     def prepare(self) -> list[Part]:
-        """Divides the work among the ranks, looks for room, takes the host memory; returns what this rank
-        writes. All ranks, before the first save. Raises UserError."""
+        """Divides the work among the ranks, checks for free disk space, allocates the host memory. Returns
+        what this rank writes. All ranks, before the first save. Raises UserError."""
         self.run = gather_objects(uuid.uuid4().hex[:8], self.world)[0]
         plans = plan_parts(self._tensors(), self.world)
         self.parts = plans[self.world.rank]
@@ -130,8 +130,8 @@ class Saver:
         return need <= free
 
     def begin(self, progress: Progress, note: str = "", waited: float = 0.0) -> None:
-        """Starts a checkpoint of the run as it is now; finished() must have returned the one before, for
-        which the loop has waited so many seconds."""
+        """Starts a checkpoint of the run as it is now. finished() must have returned the previous save;
+        `waited`: seconds that the loop has waited for that."""
         assert self.save is None, self.save
         parts = self.prepare() if self.parts is None else self.parts
         save = Save(self.root, progress, f"{self.run}-{self.count}", self.count == 0, note)
@@ -146,8 +146,8 @@ class Saver:
         save.blocked_seconds = waited + time.monotonic() - save.began
 
     def finished(self, wait: float | None = 0.0) -> Save | None:
-        """The save under way, once, if it is complete within `wait` seconds (None: however long it takes).
-        Raises RunError if it failed."""
+        """The save in progress, returned once, if it is complete within `wait` seconds (None: waits as long
+        as it takes). Raises RunError if it failed."""
         if self.thread:
             self.thread.join(wait)
             if self.thread.is_alive():
@@ -160,12 +160,12 @@ class Saver:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**self.state.tensors(), **self.state.optional_tensors()}
 
-    # --- beside the main thread ---
+    # --- in the thread; in the main thread if there is no host memory for the copy ---
 
     def _run(self, save: Save, work: Work) -> None:
         try:
             self._write(save, work)
-        except Exception as error:  # whatever it is, the main thread must hear of it
+        except Exception as error:  # the main thread must learn of every error
             save.error = error
             if self.world.is_main and save.temporary.is_dir():
                 delete(save.temporary)
@@ -174,7 +174,7 @@ class Saver:
         save.seconds = time.monotonic() - save.began
 
     def _write(self, save: Save, work: Work) -> None:
-        """The order is what a kill at any moment relies on; SYSTEM_OVERVIEW.md has the table."""
+        """The order makes a kill harmless at any moment; SYSTEM_OVERVIEW.md has the table."""
         rank, is_main = self.world.rank, self.world.is_main
         if is_main:
             _begin(save, self.bytes, self.start)
@@ -192,7 +192,7 @@ class Saver:
         _update_pointers(save, self.retention)
 
 
-# --- the phases of a save: _write_files and _report are every rank's, the others rank 0's ---
+# --- the phases of a save: every rank calls _write_files and _report, rank 0 alone the others ---
 
 
 def _begin(save: Save, size: int, start: int) -> None:
@@ -207,7 +207,7 @@ def _begin(save: Save, size: int, start: int) -> None:
 
 
 def check_room(root: Path, size: int) -> None:
-    """Raises OSError if the disk has no room for a checkpoint of `size` bytes."""
+    """Raises OSError if the disk has no space for a checkpoint of `size` bytes."""
     folder = next(path for path in (root, *root.absolute().parents) if path.is_dir())
     need, free = ROOM * size, shutil.disk_usage(folder).free
     if free < need:
@@ -218,7 +218,7 @@ def check_room(root: Path, size: int) -> None:
 
 
 def _write_files(save: Save, rank: int, work: Work) -> dict[str, dict]:
-    """{name: digest} of this rank's files, each read back after it was written."""
+    """{name: digest} of this rank's files. Each file is read back after it was written."""
     files = {f"tensors-{rank:05d}-{n}{SUFFIX}": part for n, part in enumerate(_divide(work)) if part}
 
     def write(name: str) -> dict:
@@ -233,7 +233,7 @@ def _write_files(save: Save, rank: int, work: Work) -> dict[str, dict]:
 
 
 def _divide(work: Work) -> list[Work]:
-    """Into files of about one size."""
+    """Divides the work into files of about the same size."""
     total = sum(part.bytes for part, _ in work)
     files: list[Work] = [[] for _ in range(min(WRITER_THREADS, 1 + total // FILE_BYTES))]
     sizes = [0] * len(files)
@@ -255,7 +255,7 @@ def _report_path(save: Save, rank: int) -> Path:
 
 
 def _collect(save: Save, ranks: int) -> dict[str, dict]:
-    """{name: digest} of all ranks' files, when all have reported."""
+    """{name: digest} of all ranks' files, once all ranks have reported."""
     files: dict[str, dict] = {}
     for rank in range(ranks):
         path = _report_path(save, rank)
@@ -266,7 +266,7 @@ def _collect(save: Save, ranks: int) -> dict[str, dict]:
 
 
 def _commit(save: Save, files: dict[str, dict], state: dict) -> None:
-    """The manifest is last: a folder without it is no checkpoint."""
+    """Writes the manifest last: a folder without it is no checkpoint."""
     write_synced(save.temporary / STATE, json.dumps(state, indent=1))
     files[STATE] = digest(save.temporary / STATE)
     manifest = {"format": FORMAT, "iteration": state["iteration"], "files": dict(sorted(files.items()))}
@@ -275,7 +275,7 @@ def _commit(save: Save, files: dict[str, dict], state: dict) -> None:
 
 
 def _rename(save: Save) -> None:
-    """From here on the checkpoint exists. A folder that has its name already is an error."""
+    """From here on the checkpoint exists. It is an error if a folder of its name already exists."""
     os.rename(save.temporary, save.final)
     sync_folder(save.root)
 

@@ -1,7 +1,7 @@
-"""What a rank writes of a checkpoint, and the host memory that it is copied to first.
+"""Plans what each rank writes of a checkpoint, and holds the host memory that it is copied to first.
 
-Each part of each tensor is written once: of replicated tensors every rank takes a share, so each rank of DDP
-holds and writes a part of the model. The memory is kept from save to save.
+Each part of each tensor is written once. Replicated tensors are divided among the ranks, so each rank of DDP
+copies and writes a share of the model. The memory is kept from save to save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context
 
 
 def plan_parts(tensors: dict[str, torch.Tensor], world: World) -> list[list[Part]]:
-    """What each rank writes of tensors that are sharded, replicated or its own, shared out by size. All
+    """What each rank writes, divided by size. A tensor may be sharded, replicated, or a rank's own. All
     ranks."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=world.is_main)
@@ -35,13 +35,13 @@ def _part(item) -> Part:
 
 
 def local_tensors(parts: list[Part], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's own tensor of each of its parts."""
+    """For each part that this rank writes, its own tensor."""
     mine = [tensors[part.name] for part in parts]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in mine]
 
 
 class Staging:
-    """One copy of this rank's parts in host memory."""
+    """Host memory with one copy of this rank's parts."""
 
     def __init__(self, parts: list[Part], device: torch.device):
         self.device = device
@@ -49,7 +49,7 @@ class Staging:
         for part in parts:
             starts.append(end)
             end += -(-part.bytes // ALIGNMENT) * ALIGNMENT
-        memory = torch.zeros(end, dtype=torch.uint8)  # zeros, so that its pages exist before the first save
+        memory = torch.zeros(end, dtype=torch.uint8)  # zeros, so that its pages exist before a save
         if device.type == "cuda":
             _pin(self, memory)
         self.copies = [
@@ -59,8 +59,8 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same in host memory. On the training's stream, so after the last update; when it returns, the
-        originals may change."""
+        """Copies the tensors to host memory, on the training's stream, so after the last update. When it
+        returns, the originals may change."""
         for copy, tensor in zip(self.copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         if self.device.type == "cuda":
@@ -69,7 +69,7 @@ class Staging:
 
 
 def _pin(owner: Staging, memory: torch.Tensor) -> None:
-    """Page-locks it where it is: torch's own pinned allocator would round gigabytes up to a power of two."""
+    """Page-locks the memory in place: torch's pinned allocator would round gigabytes up to a power of two."""
     cudart = torch.cuda.cudart()
     status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
     if status:

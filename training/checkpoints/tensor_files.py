@@ -1,10 +1,10 @@
-"""Tensors in files: safetensors, that is the length of a header in 8 bytes, the header in JSON, raw bytes.
+"""Reads and writes tensors as safetensors files: header length in 8 bytes, header in JSON, raw bytes.
 
 Why not torch.distributed.checkpoint's own files: their .metadata is a pickle, and whoever can write a
-checkpoint can put code into it. Here are only numbers, each checked before it is used. torch's planners still
-decide which rank writes what, and which parts of which files a rank reads (resharding); the storage alone is
-this one. The header says where each part lies in its tensor, as torch's HuggingFaceStorageReader expects it:
-torch and every safetensors tool read these files, too.
+checkpoint could put code into it. These files contain only numbers, and each is checked before it is used.
+torch's planners still decide which rank writes what, and which parts of which files a rank reads
+(resharding); only the storage is ours. The header says where each part lies in its tensor, in the form of
+torch's HuggingFaceStorageReader: torch and every safetensors tool can read these files, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WRITE_CHUNK = 16 << 20  # bytes hashed and written at a time
 
 
 class Part(NamedTuple):
-    """A block of a tensor: where it begins in the whole, and its own shape."""
+    """A block of a tensor: where it begins in the whole tensor, and its own shape."""
 
     name: str
     offsets: tuple[int, ...]
@@ -63,13 +63,13 @@ class Part(NamedTuple):
 
 
 def write_parts(path: Path, parts: list[tuple[Part, torch.Tensor]]) -> dict:
-    """Writes and syncs a new file. Returns {sha256, bytes} of what was meant to be written, so that a disk
-    that kept something else is found out. Tensors on a GPU are copied to host memory one by one."""
-    parts = sorted(parts, key=lambda item: -item[0].dtype.itemsize)  # so that every number is aligned
+    """Writes and syncs a new file. Returns {sha256, bytes} of what should be in it, so that the caller can
+    detect a disk that stored something else. Tensors on a GPU are copied to host memory one by one."""
+    parts = sorted(parts, key=lambda item: -item[0].dtype.itemsize)  # aligns every number
     sha256, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
         for chunk in _chunks(parts):
-            sha256.update(chunk)  # this and the write release the interpreter lock
+            sha256.update(chunk)  # hashing and writing release the interpreter lock
             size += file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
@@ -101,14 +101,14 @@ def _header(parts: list[Part]) -> bytes:
 
 
 class Place(NamedTuple):
-    """Where a part's bytes are."""
+    """Where a part's bytes are in a file."""
 
     path: Path
     start: int
 
 
 def read_header(path: Path) -> dict[Part, Place]:
-    """The parts in a file. Raises ValueError if the header is not one, or points outside the file."""
+    """The parts in a file. Raises ValueError if the header is not valid, or points outside the file."""
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:
@@ -137,7 +137,7 @@ def _numbers(value: list) -> tuple[int, ...]:
 
 
 class TensorFiles(StorageReader):
-    """torch.distributed.checkpoint's view of some such files. Raises ValueError if a tensor is not whole."""
+    """Lets torch.distributed.checkpoint read such files. Raises ValueError if a tensor is incomplete."""
 
     def __init__(self, paths: list[Path]):
         self.places: dict[MetadataIndex, tuple[Part, Place]] = {}
@@ -180,7 +180,7 @@ class TensorFiles(StorageReader):
 
 
 def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
-    """What torch's planner wants to know of a tensor: its size, which its parts must fill, and the parts."""
+    """What torch's planner must know of a tensor: its size, which its parts must fill, and the parts."""
     ends = [tuple(map(sum, zip(part.offsets, part.shape, strict=True))) for part in parts]
     if len({(len(part.shape), part.dtype) for part in parts}) > 1:
         raise ValueError(f"the parts of {name} are not of one kind")
@@ -192,6 +192,6 @@ def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
 
 
 def _mapped(part: Part, place: Place) -> torch.Tensor:
-    """A part as the file has it, read where it is looked at."""
-    raw = np.memmap(place.path, np.uint8, "c", place.start, (part.bytes,))  # c: a copy if it is written to
+    """A part as it is in the file; the bytes are read when they are used."""
+    raw = np.memmap(place.path, np.uint8, "c", place.start, (part.bytes,))  # c: writing changes only a copy
     return torch.from_numpy(raw).view(part.dtype).view(part.shape)

@@ -1,13 +1,14 @@
-"""What a checkpoint holds. A checkpoint is one directory, complete or absent:
+"""Defines what a checkpoint holds. A checkpoint is one folder, complete or absent:
 
     out_dir/checkpoints/step-00001000/  tensors-RANK-N.safetensors  weights, Adam moments, RNG states
                                         state.json     iteration, samples seen, losses, configurations, data
                                         manifest.json  sha256 and size of every file above
     out_dir/checkpoints/latest, best    the names of the newest complete one and of the best
 
-saver.py writes one beside its final place, hashes, syncs and renames it; only then the pointers move and
-older ones go (folder.py). Tensors are stored by parameter name and place in the whole, so any strategy at any
-world size loads what any other saved. Nothing in a checkpoint can execute code.
+saver.py writes a checkpoint under a temporary name, hashes, syncs and renames it; only then does it update
+the pointers and delete older ones (folder.py). Tensors are stored by parameter name and by position in the
+whole tensor, so any strategy at any world size loads what any other saved. Nothing in a checkpoint can
+execute code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Progress:
 
 
 class TrainState:
-    """The tensors of a run by name, each as the whole it is part of. Loading writes into them in place."""
+    """The tensors of a run by name; a shard's tensor knows its place in the whole. Loading is in place."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class TrainState:
         return tensors
 
     def optional_tensors(self) -> dict[str, torch.Tensor]:
-        """Present only if the run that saved had them: this rank's generators, float16's loss scale, the
-        window that spikes are judged by."""
+        """Tensors that a checkpoint may lack: this rank's random generators, float16's loss scale, the update
+        guard's spike window."""
         tensors = {f"loss_scale.{name}": t for name, t in self.loss_scale.state().items()}
         if self.update_guard:  # "health" is its name in checkpoints
             tensors |= {f"health.{name}": t for name, t in self.update_guard.state().items()}
@@ -68,7 +69,7 @@ class TrainState:
         return tensors
 
     def after_load(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Spreads the loaded shards and sets this rank's generators."""
+        """Gives all ranks the loaded weights, and sets this rank's random generators."""
         self.strategy.publish()
         cpu, cuda = (loaded.get(f"rng.{self.world.rank}.{kind}") for kind in ("cpu", "cuda"))
         if cpu is not None:
