@@ -1,3 +1,3 @@
-"""The captured step, and the gate that it passes before it is trusted. It may import checkpoints/ and
+"""Captures the step as a CUDA graph, and checks it before it is trusted. It may import checkpoints/ and
 everything below it.
 """

@@ -1,5 +1,5 @@
-"""Captures of CUDA work: recording, replaying, and what has to be true around both.
-training/cuda_graphs/graphed_step.py says when to make one and whether to trust it."""
+"""Records and replays CUDA graphs, and keeps the conditions that both need.
+training/cuda_graphs/graphed_step.py decides when to capture and whether to trust a capture."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Obstacle(Exception):
 
 
 class CudaGraphs:
-    """Captures and their memory. Every eager iteration before them runs on the stream that will be captured:
-    nothing is initialized during a capture, and activations are not kept for two streams."""
+    """The captures and their memory. Every eager iteration before them runs on the stream that will be
+    captured, so that nothing is initialized during a capture and activations are kept for only one stream."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -47,8 +47,8 @@ class CudaGraphs:
         return result
 
     def eager_with_waits(self, run: Callable[[], StepResult]) -> tuple[StepResult, list[str]]:
-        """An eager iteration, and where it waited for the GPU. That would break a capture, and a capture that
-        CUDA breaks off leaves torch in disorder; this does not."""
+        """Runs an eager iteration and lists where it waited for the GPU. A wait would break a capture, and a
+        capture that CUDA breaks off leaves torch in an inconsistent state; this test does not."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -61,11 +61,11 @@ class CudaGraphs:
         return result, ["/".join(Path(w.filename).parts[-2:]) + f":{w.lineno}" for w in waits]
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Records run() without executing it. What is returned executes it, and copies its result."""
+        """Records run() without executing it. The returned function executes it and copies its result."""
         eager = torch.cuda.memory_reserved()
         gc.collect()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # eager activations make room for captured ones
+        torch.cuda.empty_cache()  # frees eager activations for captured ones
         with torch.cuda.stream(self.stream), _no_collection(), _capturable(self.optimizer):
             graph, output = self._record(run)
         self.graphs.append(graph)
@@ -82,7 +82,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         output: torch.Tensor | None = None
         failure: Exception | None = None
-        # thread_local: NCCL's watchdog and a loader's pinning thread may call CUDA meanwhile
+        # thread_local: NCCL's own threads and a loader's pinning thread may call CUDA during the capture
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -91,19 +91,19 @@ class CudaGraphs:
         try:
             graph.capture_end()
         except Exception as error:
-            self._tidy(graph)
+            self._clean_up(graph)
             failure = failure or error
         if failure is not None or output is None:
             graph.reset()
             raise failure or Obstacle("the iteration gave no result")
         return graph, output
 
-    def _tidy(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a capture that CUDA broke off: torch would go on allocating from the pool, and its generator
-        would refuse to draw outside of captures (CUDAGraph.cpp, "all kinds of weird states")."""
+    def _clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that CUDA broke off. Without it, torch would still allocate from the pool, and its
+        generator would refuse to draw outside of captures (CUDAGraph.cpp, "all kinds of weird states")."""
         self.refused.append(graph)
         device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # a later torch may have done it
+        with contextlib.suppress(RuntimeError):  # a later torch may do this itself
             torch._C._cuda_endAllocateToPool(device, self.pool)
             torch._C._cuda_releasePool(device, self.pool)
         generator = torch.cuda.default_generators[device]
@@ -114,13 +114,13 @@ class CudaGraphs:
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()
-        gc.collect()  # a failure's traceback holds what was recorded up to it
+        gc.collect()  # an error's traceback refers to what was recorded before it
         torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
 def _no_collection():
-    """No garbage collection: to free an old event or graph is not allowed during a capture."""
+    """Stops garbage collection: freeing an old event or graph is not allowed during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -132,8 +132,8 @@ def _no_collection():
 
 @contextlib.contextmanager
 def _capturable(optimizer: torch.optim.Optimizer):
-    """The fused kernel reads step, rate and scale on the device, so it is capturable as it is; torch asks for
-    the flag, and warns if it is set outside of a capture."""
+    """Sets the optimizer's flag `capturable`. The fused kernel reads step, rate and scale on the device, so
+    it could do without; but torch demands the flag, and warns if it is set outside of a capture."""
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     for group in groups:
         group["capturable"] = True

@@ -1,14 +1,15 @@
-"""CUDA Graphs: a whole iteration is captured once and replayed: one launch where the eager step makes
-thousands.
+"""Captures an iteration as a CUDA graph and replays it: one launch instead of the eager step's thousands.
 
-The first iterations run eagerly. The last two of them are then made again, from the same state, by replays of
-a capture: same batches, same learning rates. Only if losses, gradient norms and the state after them agree is
-the capture trusted; otherwise, or if anything could not be captured, the eager step runs on, and the log says
-why. Either way the run goes on from the eager step's state, as if nothing had happened.
+The first iterations run eagerly. The last two of them, the references, are then computed again by replays of
+a capture, from the same state, with the same batches and learning rates. Only if losses, gradient norms and
+the state after them agree is the capture trusted. Otherwise, or if anything could not be captured, the run
+keeps the eager step, and the log says why. In both cases the run continues from the eager step's state, as if
+nothing had happened.
 
-Traps that two replays show and one does not: a capture holds addresses, and every number that Python knew. A
-tensor that the step replaces instead of writing into, a gradient that is not cleared, a rate that is a Python
-float are all right the first time. tests/test_graphs.py has each known way to break a capture.
+Traps that a second replay shows and the first does not: a capture holds addresses, and every number that
+Python knew. If the step replaces a tensor instead of writing into it, does not clear a gradient, or has the
+rate as a Python float, the first replay is still right. tests/test_graphs.py has each known way to break a
+capture.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from training.process.world import gather_objects
 
 log = logging.getLogger("nanomfu")
 
-EAGER_ITERS = 10  # of this process, before the first replay
-REFERENCES = 2  # the last of them, made again by the capture
+EAGER_ITERS = 10  # eager iterations of this process before the first replay
+REFERENCES = 2  # the last of them, which the capture computes again
 
 Result = TypeVar("Result")
 
 
 class Batch(NamedTuple):
-    """What an iteration is given."""
+    """The inputs of an iteration."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -46,7 +47,7 @@ class Batch(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """An eager iteration that a capture will make again."""
+    """An eager iteration that a capture will compute again."""
 
     batch: Batch
     result: StepResult
@@ -60,20 +61,20 @@ def graphed(
     start: int,
     info: dict[str, Any],
 ) -> Step:
-    """The same step, replayed from a CUDA Graph once a capture of it is trusted. `paused` stops the clock of
-    the log rows: no row's time contains a capture. `start` is the first iteration of this process. `info`,
-    the record's startup_info, says what came of it, as the run finds out."""
+    """The same step, replayed from a CUDA graph once a capture of it is trusted. `paused` stops the clock of
+    the log rows, so that no log row's time contains a capture. `start` is this process's first iteration.
+    `info`, the record's startup_info, gets the outcome during the run."""
     graphed_step = GraphedStep(step, state, CudaGraphs(state.optimizer), paused, start)
     info["cuda_graphs"] = graphed_step.choice
     return graphed_step
 
 
 class GraphedStep:
-    """The eager step and, once that is proven, replays of it; with the eager step's signature.
+    """The eager step and, once a capture is trusted, replays of it; with the eager step's signature.
 
-    An iteration that also sums the gradients is a capture of its own, made when first asked for: a pass over
-    the gradients in every iteration would cost 1 % of a large model's and more of a small one's, and an eager
-    iteration between replays would need its activations beside the captured ones. It shares their memory.
+    An iteration that also sums the gradients is a second capture, made when it is first asked for. A pass
+    over the gradients in every iteration would cost 1 % of a large model's time and more of a small one's,
+    and an eager iteration between replays would need memory for its own activations. The captures share it.
     """
 
     def __init__(
@@ -88,14 +89,13 @@ class GraphedStep:
         self.first_replay = start + EAGER_ITERS
         self.calls = 0
         self.eager_only = False
-        self.inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = (
-            None  # what captures read: a Batch
-        )
+        # the memory from which captures read a Batch
+        self.inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.replays: dict[bool, Callable[[], StepResult]] = {}  # with_gradient_sum -> a replay
         self.snapshot: Snapshot | None = None
         self.references: list[Reference] = []
         reason = f"the run ended within its first {EAGER_ITERS} iterations"
-        # for the record
+        # for the run record
         self.choice: dict[str, str | None] = {"asked": "CUDA Graph", "used": "eager step", "reason": reason}
 
     def __call__(
@@ -119,7 +119,7 @@ class GraphedStep:
         return self._make_reference(batch, with_gradient_sum)
 
     def close(self) -> None:
-        """Lets go of the captures, before the process group ends: NCCL waits for graphs with its kernels."""
+        """Frees the captures. The process group must end later: NCCL waits for graphs with its kernels."""
         self.replays.clear()
         self.eager_only, self.snapshot, self.references = True, None, []
         self.graphs.close()
@@ -129,7 +129,7 @@ class GraphedStep:
         return self.replays[with_gradient_sum]()
 
     def _fill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copies the batch to where the captures read it. Nothing waits: a number is a kernel's argument."""
+        """Copies the batch to where the captures read it. Nothing waits: the rate is a kernel's argument."""
         if self.inputs is None:
             rate = torch.zeros((), device=batch.x.device)
             self.inputs = torch.empty_like(batch.x), torch.empty_like(batch.y), rate
@@ -142,7 +142,8 @@ class GraphedStep:
     # --- from the eager step to a trusted capture ---
 
     def _make_reference(self, batch: Batch, with_gradient_sum: bool) -> StepResult:
-        """An iteration made and timed as before that a capture will make again; after the last, captures."""
+        """Runs and times, as before, an iteration that a capture will compute again; then captures if it was
+        the last."""
         if not self.references:
             with self.paused():
                 self.snapshot = self._on_all_ranks(self._take_snapshot)
@@ -159,8 +160,8 @@ class GraphedStep:
         if len(self.references) < (REFERENCES if first else 1):
             return result
         with self.paused():
-            last = self._introduce(self.snapshot, False if first else with_gradient_sum)
-        # where the reference could not sum the gradients, the capture that agrees with it has
+            last = self._capture_and_check(self.snapshot, False if first else with_gradient_sum)
+        # a reference made by the other capture has no gradient sum; the new capture's result has one
         return last if last and not first else result
 
     def _take_snapshot(self) -> Snapshot:
@@ -172,8 +173,8 @@ class GraphedStep:
             )
         return Snapshot(self.state)
 
-    def _introduce(self, snapshot: Snapshot, with_gradient_sum: bool) -> StepResult | None:
-        """Captures, makes the references again, compares; the last result if the capture is trusted."""
+    def _capture_and_check(self, snapshot: Snapshot, with_gradient_sum: bool) -> StepResult | None:
+        """Captures, computes the references again, compares. Returns the last result if they agree."""
         began = time.perf_counter()
         references = self.references
         self.snapshot, self.references = None, []
@@ -216,14 +217,14 @@ class GraphedStep:
         return results[-1], agreement
 
     def _on_all_ranks(self, action: Callable[[], Result]) -> Result | None:
-        """What action returned; None on all ranks if it failed on any, and from then on the eager step is all
-        there is: a rank that replays and one that does not would wait for each other. All ranks."""
+        """What `action` returned. If it failed on any rank, None on all ranks, and all keep the eager step: a
+        rank that replays and a rank that does not would wait for each other. All ranks."""
         result = failure = None
         try:
             result = action()
         except Obstacle as error:
             failure = str(error)
-        except Exception as error:  # whatever a capture may raise; the eager step has its own errors
+        except Exception as error:  # a capture may raise anything; the eager step raises its own errors
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         failures = gather_objects(failure, self.state.world)
         if not any(failures):
@@ -237,12 +238,12 @@ class GraphedStep:
 
 
 def _pack(result: StepResult) -> torch.Tensor:
-    """One tensor, so that a replay's results are one copy; what is in a capture's memory does not last."""
+    """One tensor, so that one copy saves the results: the next replay overwrites the capture's memory."""
     return torch.stack([value.float() for value in result if value is not None])
 
 
 def _unpack(values: torch.Tensor, with_gradient_sum: bool) -> StepResult:
-    """By the names of StepResult's fields, of which grad_sum may not have been asked for."""
+    """The StepResult that _pack() has packed; grad_sum is missing if it was not asked for."""
     names = [name for name in StepResult._fields if with_gradient_sum or name != "grad_sum"]
     found = dict(zip(names, values.unbind(), strict=True))
     return StepResult(grad_sum=found.pop("grad_sum", None), **found)

@@ -1,7 +1,7 @@
-"""Parity: iterations made twice from one state, to see that two ways of making them agree.
+"""Checks that two ways of computing the same iterations, from the same state, agree.
 
-The first way's state is kept in host memory, tensor by tensor, so that a full GPU needs no room for a
-second one. It is what a checkpoint holds; working copies follow from it (publish).
+The state after the first way is kept in host memory, tensor by tensor, so that a full GPU needs no memory for
+a second one. It contains what a checkpoint holds; publish() derives the working copies from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from training.checkpoints.train_state import TrainState
 from training.optimization.step import StepResult
 
 # How far two ways may differ where they are not bit-equal: attention kernels add gradients in varying order,
-# and the next iteration rounds to bf16 from there. What a wrong capture does is of the order of 1.
+# and the next iteration rounds the result to bf16. The error of a wrong capture is of the order of 1.
 LOSS_TOLERANCE = 1e-4  # relative
 NORM_TOLERANCE = 1e-2  # relative
 UPDATE_TOLERANCE = 0.1  # of what the iterations changed, by norm, for weights and for each moment
@@ -24,7 +24,7 @@ CHUNK = 2**24  # elements compared at a time
 
 
 class Snapshot:
-    """A run's state as it was: tensors in host memory, generators. Waits for the device: sync points."""
+    """A copy of a run's state: tensors in host memory, generators. Waits for the device: sync points."""
 
     def __init__(self, state: TrainState):
         self.state = state
@@ -34,7 +34,7 @@ class Snapshot:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges what is kept with the state as it is now, and remembers by how much they differ."""
+        """Exchanges the kept state with the current one, and remembers by how much they differ."""
         self.change = self.distances()
         for name, tensor in _tensors(self.state).items():
             for now, kept in _chunks(tensor, self.kept[name]):
@@ -47,13 +47,13 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The run's state becomes the kept one."""
+        """Makes the kept state the current one."""
         for name, tensor in _tensors(self.state).items():
             tensor.copy_(self.kept[name])
         self._restore_derived()
 
     def _restore_derived(self) -> None:
-        """Whatever follows from the state, and nothing left over from an iteration that was broken off."""
+        """Renews what is derived from the state, and drops what an iteration that was broken off has left."""
         self.state.strategy.abandon_iteration()
         self.state.after_load(self.generators)
 
@@ -69,8 +69,9 @@ class Snapshot:
 
 
 def compare(expected: list[StepResult], actual: list[StepResult], snapshot: Snapshot) -> tuple[bool, str]:
-    """Whether the second way agrees with the first, whose end is kept in the snapshot; and in words."""
-    found = {}  # what -> (relative difference, what is allowed)
+    """Whether the second way agrees with the first, and a sentence about it. The snapshot holds the state
+    after the first way."""
+    found = {}  # what -> (relative difference, the largest one allowed)
     for name, allowed in (("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE), ("verdict", 0.0)):
         wanted, got = ([getattr(result, name).item() for result in way] for way in (expected, actual))
         found[name] = (
@@ -78,7 +79,7 @@ def compare(expected: list[StepResult], actual: list[StepResult], snapshot: Snap
             allowed,
         )
     for kind, distance in snapshot.distances().items():
-        if kind == "window":  # the losses and norms that were compared just now
+        if kind == "window":  # the spike window: its losses and norms were compared above
             continue
         found[f"update of {kind}"] = _relative(distance, snapshot.change[kind]), UPDATE_TOLERANCE
     left = snapshot.state.strategy.has_gradients()
@@ -116,10 +117,10 @@ def _generators(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _chunks(*tensors: torch.Tensor):
-    """Matching parts, views of a bounded size."""
+    """Matching chunks of the tensors, as views."""
     return zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True)
 
 
 def host_bytes(state: TrainState) -> int:
-    """What a snapshot takes of this machine's memory, for all of its processes."""
+    """The host memory that snapshots need on this machine, for all of its processes."""
     return state.world.local_size * sum(t.nbytes for t in _tensors(state).values())
