@@ -205,7 +205,7 @@ def loop(run: Run) -> None:
         logger.count(result)
         if logger.is_due(iteration):
             reading = logger.read(iteration, result, anomalies.pending_verdicts())  # sync point
-            anomalies.judge(reading.verdicts)
+            anomalies.act_on(reading.verdicts)
             logger.write(reading, rate, anomalies.take_skipped())
             anomalies.end_if_due()
             run.replica_check.after_update(iteration)

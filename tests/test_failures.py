@@ -16,7 +16,7 @@ from helpers import ROOT
 from training.checkpoints import resume as start
 from training.configuration.files_and_flags import load_config
 from training.faults.liveness import Liveness
-from training.faults.stragglers import Judge
+from training.faults.stragglers import StragglerDetector
 from training.process.work_timer import Iteration, WorkTimer
 from training.process.world import World
 
@@ -197,11 +197,11 @@ def test_item_14_a_single_process_that_hangs_ends_itself(config, folder):
 def judged(times) -> list[tuple[int, object]]:
     """[(iteration, what rank 0 says)] of times[iteration][rank], which each rank measures for itself."""
     clocks = [WorkTimer(on_gpu=False) for _ in times[0]]
-    judge, news = Judge(len(clocks)), []
+    detector, news = StragglerDetector(len(clocks)), []
     for iteration, seconds in enumerate(times):
         for clock, own in zip(clocks, seconds, strict=True):
             clock.unread.append(Iteration(0.0, [[0.5, 0.5]], own, waits_before_end=1))
-        news += [(iteration, found) for found in judge.look([clock.seconds() for clock in clocks])]
+        news += [(iteration, found) for found in detector.changes([clock.seconds() for clock in clocks])]
     return news
 
 

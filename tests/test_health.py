@@ -490,7 +490,7 @@ def test_item_18_the_odd_one_out_is_named_where_most_agree():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_item_18_the_sum_of_bits_sees_one_bit_and_no_order(dtype, device, monkeypatch):
-    monkeypatch.setattr(drift, "PART", 100)
+    monkeypatch.setattr(drift, "CHUNK", 100)
     tensor = torch.randn(37, 11, device=device).to(dtype)
     bits = drift._bits(tensor)
     assert drift._bits(tensor.flip(0)) == bits == drift._bits(tensor.t())

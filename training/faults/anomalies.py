@@ -1,8 +1,8 @@
-"""The anomaly policy: what a run makes of the update guard's verdicts: an event, its end, or nothing.
+"""The anomaly policy: decides what the update guard's verdicts mean for a run: an event, its end, or nothing.
 
-They are read where the device is waited for anyway: at a log row, and before an evaluation or a checkpoint,
-so that nothing is saved after a fault that ends the run. By then the updates in question have been left out
-long ago. All ranks have the same verdicts and do the same here.
+Verdicts are read where the run waits for the device anyway: at a log row, and before an evaluation or a
+checkpoint, so that nothing is saved after a fault that ends the run. By then the guard has long skipped the
+updates in question. All ranks have the same verdicts and act in the same way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from training.records.run_record import RunRecord
 
 log = logging.getLogger("nanomfu")
 
-MAX_PENDING = 100  # iterations whose verdicts wait for a row to be read with; more are read at once
-STUCK_ITERATIONS = 30  # overflows in a row; float16's loss scale needs up to 16 to fall from 2^16 to 1
+MAX_PENDING = 100  # iterations whose verdicts wait for the next log row; at this number they are read at once
+STUCK_ITERATIONS = 30  # consecutive overflows; float16's loss scale needs up to 16 to fall from 2^16 to 1
 
 
 class Diverged(RunError):
-    """The numbers of the run are not to be trusted any more. The advice is asked for when somebody reads it:
+    """The numbers of the run can no longer be trusted. The advice is made when the message is read, because
     the checkpoint that was being written may be complete by then."""
 
     def __init__(self, reason: str, advice: Callable[[], str] = str):
@@ -39,16 +39,16 @@ class Diverged(RunError):
 
 
 class AnomalyPolicy:
-    """Collects verdicts as device tensors, and acts on them once they have been read."""
+    """Collects verdicts as device tensors, and acts on them after they have been read."""
 
     def __init__(self, config: TrainConfig, world: World, record: RunRecord | None, start: int):
         self.config, self.world, self.record = config, world, record
-        self.pending: list[StepResult] = []  # of iterations that nobody has looked at
-        self.first = start  # the first of them
+        self.pending: list[StepResult] = []  # of iterations whose verdicts have not been read
+        self.first = start  # the first of these iterations
         self.saved_at = start or None  # iteration of the newest checkpoint
-        self.skipped = 0  # updates, since the last row
-        self.in_a_row = 0  # updates skipped, up to the last iteration looked at
-        self.end: str | None = None  # why the run cannot go on
+        self.skipped = 0  # updates skipped since the last log row
+        self.in_a_row = 0  # consecutive updates skipped, up to the last verdict that was read
+        self.end: str | None = None  # why the run must end
 
     def add(self, result: StepResult) -> None:
         """After every iteration. All ranks."""
@@ -57,14 +57,14 @@ class AnomalyPolicy:
             self.read_now()
 
     def pending_verdicts(self) -> list[torch.Tensor]:
-        """For the caller to read together with what else it wants to know."""
+        """For a caller that reads them together with other values."""
         return [result.verdict for result in self.pending]
 
     def read_now(self) -> None:
-        """Reads what is pending, and raises Diverged if the run must end: before an evaluation or a
-        checkpoint, so that nothing is saved after a fault. All ranks. Sync point."""
+        """Reads the pending verdicts, and raises Diverged if the run must end. Called before an evaluation or
+        a checkpoint, so that nothing is saved after a fault. All ranks. Sync point."""
         if self.pending:
-            self.judge(torch.stack(self.pending_verdicts()).tolist())
+            self.act_on(torch.stack(self.pending_verdicts()).tolist())
         self.end_if_due()
 
     def end_if_due(self) -> None:
@@ -72,14 +72,14 @@ class AnomalyPolicy:
         if self.end:
             raise Diverged(self.end, self._advice)
 
-    def judge(self, values: list[float]) -> None:
-        """The values of pending_verdicts(). All ranks: of bad iterations, they tell each other their
+    def act_on(self, values: list[float]) -> None:
+        """Acts on the values of pending_verdicts(). All ranks: for bad iterations, they exchange their
         losses."""
         pending, first = self.pending, self.first
         self.pending, self.first = [], first + len(pending)
         kinds = [self._kind(int(value)) for value in values]
         faults = [n for n, kind in enumerate(kinds) if kind not in (None, "overflow")]
-        losses = {}  # of a faulty iteration, for each rank
+        losses = {}  # faulty iteration -> the loss of each rank
         if faults:
             mine = [pending[n].loss.item() for n in faults]
             losses = dict(zip(faults, zip(*gather_objects(mine, self.world), strict=True), strict=True))

@@ -1,8 +1,8 @@
-"""What any rank asks of all: to stop, to save. Every rank hears of it at the same iteration.
+"""Lets any rank ask all ranks to stop or to save, so that every rank learns of it at the same iteration.
 
-The trap: a rank that stops alone leaves the others in a collective for ever, and a flag that travels through
-the GPU makes the host wait for it. So small numbers travel from CPU to CPU (gloo), beside the iteration, and
-are read before the next one: what a rank asks in iteration n, all know before n + 2.
+The trap: a rank that stops alone leaves the others in a collective forever, and a flag that travels through
+the GPU makes the host wait for the GPU. So small numbers travel from CPU to CPU (gloo), in parallel to the
+iteration, and are read before the next one: what a rank asks in iteration n, all know before n + 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from training.configuration.keys import TrainConfig
 from training.process.world import World, all_gather, cpu_group
 
-QUESTIONS = ("stop", "checkpoint", "own_seconds")  # a signal's number; 1; see training/faults/stragglers.py
+# Their values: a signal's number; an iteration; a time (training/faults/stragglers.py).
+QUESTIONS = ("stop", "checkpoint", "own_seconds")
 
 
 class Consensus:
@@ -25,18 +26,18 @@ class Consensus:
         self.world, self.group = world, cpu_group(world, config)
         self.lock = threading.Lock()
         self.asked = dict.fromkeys(QUESTIONS, 0.0)
-        self.answers = torch.zeros(world.size, len(QUESTIONS), dtype=torch.float64)  # what each had asked
+        self.answers = torch.zeros(world.size, len(QUESTIONS), dtype=torch.float64)  # what each rank asked
         # (communication, what it sends, where it receives)
         self.under_way: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
 
     def ask(self, question: str, value: float = 1) -> None:
-        """Sent once, with the next exchange."""
+        """Sends the value once, with the next exchange."""
         with self.lock:
             self.asked[question] = value
 
     def exchange(self, at_once: bool = False) -> None:
         """Takes the answers to what was asked before the last exchange, and sends what has been asked since.
-        With at_once, waits for the answers to that, too. All ranks."""
+        With at_once, waits for the answers to the latter, too. All ranks."""
         answers = [self._receive()] if self.under_way else []
         self._send()
         if at_once or self.group is None:
@@ -45,7 +46,7 @@ class Consensus:
             self.answers = torch.stack(answers).amax(0)
 
     def answer(self, question: str) -> float:
-        """The largest number that a rank has asked with; 0 if none has."""
+        """The largest value that any rank has asked with; 0 if none has asked."""
         return max(self.by_rank(question))
 
     def by_rank(self, question: str) -> list[float]:

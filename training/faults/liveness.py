@@ -1,6 +1,6 @@
-"""Liveness of the other ranks: which are gone, and which one the others wait for. It uses no collective,
-because it is needed when one does not come back. Processes of this machine are looked up by their number, and
-every rank writes into torchrun's store how far it is.
+"""Finds out which other ranks have ended, and which one the others wait for. It uses no collective, because
+it is needed when a collective does not return. Processes of this machine are checked by process id, and every
+rank writes its progress into torchrun's store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from training.process.world import World, gather_objects
 
-SECOND_LOOK = 3  # seconds; who has written nothing between two looks is silent
+SILENCE_SECONDS = 3  # a rank that has published nothing for so long is silent
 NEVER_SEEN = (0, -1, "not started")
 PHASES = ("batch", "forward", "backward")  # of an iteration, in their order
 NAMED = 8  # ranks in one message
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Liveness:
-    """One rank's view of the others. Everything but the construction is for the watchdog's thread."""
+    """One rank's view of the others. It is built in the main thread and used by the watchdog's."""
 
     def __init__(self, world: World):
         """All ranks, after they have joined."""
@@ -37,7 +37,7 @@ class Liveness:
             for rank, (host, pid) in enumerate(self.processes)
             if host == here and rank != world.rank
         }
-        # a connection of its own: the main thread may wait in the default one, which lets nobody else in
+        # a connection of its own: the main thread may be waiting in the default one, which blocks other calls
         self.store: dist.Store | None = None
         if world.size > 1:
             self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # no stub
@@ -47,19 +47,19 @@ class Liveness:
         return f"rank {rank} ({host}, process {pid})"
 
     def gone(self) -> list[int]:
-        """Ranks of this machine whose process has ended, however it did."""
+        """Ranks of this machine whose process has ended, for any reason."""
         return [rank for rank, pid in self.local_pids.items() if not _exists(pid)]
 
     def is_first_here(self) -> bool:
-        """Whether no lower rank of this machine is left to speak."""
+        """Whether no lower rank of this machine is alive, so that this one prints the message."""
         return not any(_exists(pid) for rank, pid in self.local_pids.items() if rank < self.world.rank)
 
     def publish(self, ticks: int, iteration: int, phase: str) -> None:
-        """How far this rank is. `ticks` grows as long as the process is alive."""
+        """Writes this rank's progress. `ticks` grows as long as the process is alive."""
         self._try(lambda store: store.set(f"progress/{self.world.rank}", f"{ticks} {iteration} {phase}"))
 
     def end_all(self, reason: str) -> str:
-        """Tells every rank, also of other machines, to end; gives the first reason that any rank gave."""
+        """Tells all ranks, also of other machines, to end. Returns the first reason that any rank gave."""
         return (self._try(lambda store: store.compare_set("over", "", reason)) or reason.encode()).decode()
 
     def reason_to_end(self) -> str | None:
@@ -67,9 +67,10 @@ class Liveness:
         return reason.decode() if reason else None
 
     def who_is_behind(self, ticks: int, iteration: int, phase: str) -> str:
-        """Whom the others wait for. Takes as publish() does how far this rank is, and goes on publishing."""
+        """Describes which ranks the others wait for. The arguments are those of publish(), which it calls
+        meanwhile."""
         first = self._progress()
-        for i in range(SECOND_LOOK):
+        for i in range(SILENCE_SECONDS):
             time.sleep(1)
             self.publish(ticks + 1 + i, iteration, phase)
         second = self._progress()
@@ -79,12 +80,12 @@ class Liveness:
         for rank in range(self.world.size):
             _, at, doing = second.get(rank, NEVER_SEEN)
             groups.setdefault((first.get(rank) != second.get(rank), at, doing), []).append(rank)
-        parts: list[str] = []
-        for (alive, at, doing), ranks in sorted(groups.items(), key=_least_first):
-            names = self._names(ranks, in_full=len(groups) > 1 and not parts)
+        found: list[str] = []
+        for (alive, at, doing), ranks in sorted(groups.items(), key=_furthest_behind_first):
+            names = self._names(ranks, in_full=len(groups) > 1 and not found)
             state = "alive, in" if alive else "silent, last seen in"
-            parts.append(f"{names} {state} iteration {at} ({doing})")
-        return "; ".join(parts)
+            found.append(f"{names} {state} iteration {at} ({doing})")
+        return "; ".join(found)
 
     def _names(self, ranks: list[int], in_full: bool) -> str:
         names = [self.name(rank) if in_full else f"rank {rank}" for rank in ranks[:NAMED]]
@@ -102,11 +103,11 @@ class Liveness:
         return table
 
     def _get(self, key: str) -> bytes | None:
-        """Without waiting for it."""
+        """The value of a key, None if it has none. Does not wait for it."""
         return self._try(lambda store: store.get(key) if store.check([key]) else None)
 
     def _try(self, action: Callable[[dist.Store], Answer]) -> Answer | None:
-        """What the store answers; None if it does not."""
+        """The store's answer; None if it does not answer."""
         if self.store is None:
             return None
         try:
@@ -115,8 +116,8 @@ class Liveness:
             return None
 
 
-def _least_first(group: tuple[tuple[bool, int, str], list[int]]) -> tuple:
-    """The silent, then who is furthest behind."""
+def _furthest_behind_first(group: tuple[tuple[bool, int, str], list[int]]) -> tuple:
+    """The key that sorts silent ranks first, then those that are furthest behind."""
     (alive, iteration, phase), _ = group
     return alive, iteration, PHASES.index(phase) if phase in PHASES else -1, phase
 
@@ -132,8 +133,8 @@ def _exists(pid: int) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether it has ended, and torchrun has not asked how."""
+    """Whether the process has ended, but torchrun has not yet read its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:  # it has just gone, or this is not Linux
+    except OSError:  # the process has just ended, or this is not Linux
         return False

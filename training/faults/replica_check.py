@@ -1,9 +1,9 @@
-"""The replica check: what several ranks hold must stay equal bit for bit. They start alike and make the same
-updates. A fault of a GPU or its memory changes one of them, and training goes on as if nothing had happened,
-with another model on each rank. So every drift_check_interval iterations each rank sums up the bit patterns
-of what it holds, tensor by tensor, and the sums are compared.
+"""The replica check: finds replicas that differ. What several ranks hold must stay equal bit for bit, because
+they start with the same values and make the same updates. A fault of a GPU or its memory changes one replica,
+and training would continue without an error, with a different model on each rank. So every
+drift_check_interval iterations each rank sums the bit patterns of each tensor, and the sums are compared.
 
-The sums are of integers, so they are exact in any order; a single changed bit changes its tensor's sum.
+The sums are sums of integers, so they are exact in any order; a single changed bit changes its tensor's sum.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from training.records.clock import Clock
 from training.records.run_record import RunRecord
 
 BITS = {4: torch.int32, 2: torch.int16}  # bytes of an element -> the integer of its size
-PART = 2**24  # elements summed at a time
-NAMED = 5  # tensors in the message
+CHUNK = 2**24  # elements summed at a time
+NAMED = 5  # tensors named in a message, at most
 
 
 class ReplicasDiffer(RunError):
-    """Ranks that must hold the same hold something else."""
+    """Ranks that must hold the same values hold different ones."""
 
 
 class ReplicaCheck:
-    """Compares at log rows, where the device is waited for anyway, and before a checkpoint is saved, which
-    takes its parts from all ranks; the time is no iteration's. All ranks."""
+    """Compares at log rows, where the run waits for the device anyway, and before a checkpoint is saved,
+    which takes its parts from all ranks. The time counts as no iteration's time. All ranks."""
 
     def __init__(
         self, state: TrainState, config: TrainConfig, clock: Clock, record: RunRecord | None, start: int
     ):
         self.state, self.interval = state, config.drift_check_interval
         self.clock, self.record = clock, record
-        self.agreed = start  # updates after which the replicas were equal, or loaded
+        self.agreed = start  # number of updates after which the replicas were last equal, or loaded
 
     def after_update(self, iteration: int) -> None:
         """Compares after the update of `iteration`, if that is due. Raises ReplicasDiffer on all ranks."""
@@ -46,7 +46,7 @@ class ReplicaCheck:
             self.compare(done)
 
     def compare(self, done: int) -> None:
-        """After so many updates. Raises ReplicasDiffer on all ranks."""
+        """Compares after `done` updates. Raises ReplicasDiffer on all ranks."""
         if not self.interval or done == self.agreed:
             return
         with self.clock.paused():
@@ -68,8 +68,8 @@ class ReplicaCheck:
 
 
 def differences(state: TrainState) -> tuple[list[int], list[str]]:
-    """(ranks that differ from the majority of those that hold the same, or all of these if there is none,
-    names of the tensors). All ranks. Sync point."""
+    """(ranks that differ, names of the tensors in which they differ). Ranks that should hold the same part
+    are compared with their majority; without a majority, all of them differ. All ranks. Sync point."""
     world, held = state.world, replicated(state)
     if world.size == 1 or not held:
         return [], []
@@ -89,7 +89,7 @@ def differences(state: TrainState) -> tuple[list[int], list[str]]:
 
 
 def replicated(state: TrainState) -> dict[str, torch.Tensor]:
-    """What other ranks hold, too: of the optimizer's weights and moments, and of the working weights."""
+    """The tensors that other ranks hold, too: weights and moments of the optimizer, and working weights."""
     held, copies = {}, state.strategy.working_copies()
     for shard in state.strategy.shards:
         if shard.name in copies:
@@ -102,9 +102,9 @@ def replicated(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """In parts, because the sum makes a copy in 8 bytes of what it is given."""
+    """The sum of the bit patterns. In chunks, because the sum first makes an 8-byte copy of each element."""
     integers = tensor.view(BITS[tensor.element_size()]).reshape(-1)
-    return torch.stack([part.sum(dtype=torch.int64) for part in integers.split(PART)]).sum()
+    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in integers.split(CHUNK)]).sum()
 
 
 def _odd_ones(group: list[int], sums: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Names the rank that the others wait for, and says so again when it has caught up."""
+"""Names a rank that the others wait for, and reports when it is no longer slow."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from training.records.run_record import RunRecord
 
 log = logging.getLogger("nanomfu")
 
-SLOW = 1.5  # times the median rank's own time
-SLOW_SECONDS = 0.02  # longer than that rank, at least; less is the noise of a busy operating system
-IN_A_ROW = 8  # iterations in which it must look slow: it is named within 20
+SLOW = 1.5  # a slow rank's own work takes more than this, times the median rank's own work
+SLOW_SECONDS = 0.02  # and takes at least so much longer; less is the noise of a busy operating system
+IN_A_ROW = 8  # consecutive iterations in which a rank must be slow: it is named within 20
 
 
 def make_work_timer(config: TrainConfig, world: World, watchdog: Watchdog) -> WorkTimer | None:
-    """A timer for the loader, the step and FSDP. None for one process, and with CUDA Graphs: nothing can be
-    measured inside a replay."""
+    """A timer for the loader, the step and FSDP. None for one process, and None with CUDA graphs, because
+    nothing can be measured inside a replay."""
     if world.size == 1 or config.use_cuda_graphs:
         return None
     return WorkTimer(world.device.type == "cuda", watchdog.enter_phase)
 
 
 class Stragglers:
-    """Each rank tells the others how long its own work takes; rank 0 logs who is slow."""
+    """Each rank tells the others how long its own work takes; rank 0 logs which ranks are slow."""
 
     def __init__(self, timer: WorkTimer | None, world: World, watchdog: Watchdog, record: RunRecord | None):
         self.timer, self.watchdog, self.record = timer, watchdog, record
-        self.judge = Judge(world.size) if world.is_main else None
+        self.detector = StragglerDetector(world.size) if world.is_main else None
 
     def check(self, iteration: int) -> None:
-        """In every iteration. All ranks. Nothing waits: the answers are those of an iteration before."""
+        """In every iteration. All ranks. Does not wait: the answers come from an earlier iteration."""
         if self.timer is None:
             return
         consensus = self.watchdog.consensus
         consensus.ask("own_seconds", self.timer.seconds())
-        if self.judge is None:
+        if self.detector is None:
             return
-        for change in self.judge.look(consensus.by_rank("own_seconds")):
+        for change in self.detector.changes(consensus.by_rank("own_seconds")):
             log.warning(f"{self.watchdog.name(change.rank)} {change}")
             if self.record is not None:
                 self.record.add_event(iteration, change.kind, rank=change.rank, **change.times)
@@ -50,7 +50,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Change:
-    """A rank has become slow, or is not slow any more."""
+    """A rank has become slow, or is no longer slow."""
 
     rank: int
     is_slow: bool
@@ -70,15 +70,15 @@ class Change:
         return {"own_ms": self.own_ms, "median_ms": self.median_ms}
 
 
-class Judge:
-    """Who is slow, from the medians of all ranks, iteration by iteration."""
+class StragglerDetector:
+    """Finds slow ranks, from the medians of all ranks, iteration by iteration."""
 
     def __init__(self, ranks: int):
         self.slow_for = [0] * ranks  # iterations in a row
         self.named: set[int] = set()
 
-    def look(self, seconds: list[float]) -> list[Change]:
-        """The ranks that have become slow, or are not slow any more. A zero says nothing yet."""
+    def changes(self, seconds: list[float]) -> list[Change]:
+        """The ranks that have become slow, or are no longer slow. A zero means: not measured yet."""
         if not all(seconds):
             return []
         usual = statistics.median_low(seconds)

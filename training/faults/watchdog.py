@@ -1,13 +1,14 @@
-"""The watchdog: one thread of each process that looks while the main thread trains. It receives signals, and
-it notices ranks that are gone and a run that makes no progress.
+"""The watchdog: one thread in each process that supervises the run while the main thread trains. It receives
+signals, and it notices ranks that have ended and a run that makes no progress.
 
-The main thread cannot do it: it may sit in a collective or a compiler for minutes, and Python runs no signal
-handler until that returns. So the signals are blocked in the main thread and arrive here. They are blocked in
-every process that it starts, too: data workers and compilers must outlive them, or nothing can be saved.
+The main thread cannot do this: it may be in a collective or a compiler for minutes, and Python runs no signal
+handler until that returns. So the signals are blocked in the main thread and arrive here. They are also
+blocked in every process that the main thread starts: data workers and compilers must outlive a signal, or
+nothing could be saved.
 
-A stop is a request: every rank hears of it in the same iteration (training/faults/consensus.py), check()
-raises Stopped there, the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it ends
-at once.
+A stop is a request: every rank learns of it in the same iteration (training/faults/consensus.py), check()
+raises Stopped there, and the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it
+ends at once.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from training.records.rows import Logger
 log = logging.getLogger("nanomfu")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-TICK_S = 1.0  # between two looks
-PATIENT_ITERATIONS = 12  # compilation, CUDA Graphs: the first ones may take start_timeout_minutes each
-SECOND_SIGNAL_S = 1.0  # after which another Ctrl-C is a second one: torchrun hands the first one on
-SHUTDOWN_TIMEOUT_S = 5.0  # for the record and the flight recorder of a process that is about to end
+TICK_S = 1.0  # between two checks
+PATIENT_ITERATIONS = 12  # the first ones may take start_timeout_minutes each: compilation, CUDA graphs
+SECOND_SIGNAL_S = 1.0  # a Ctrl-C after this time is a second one; before, torchrun repeats the first
+SHUTDOWN_TIMEOUT_S = 5.0  # for writing the record and the flight recorder before the process ends
 CAUSE_FIRST_S = 5.0  # torchrun blames the rank that ends first, so a rank that only waited ends later
-NEWS_TIMEOUT_S = 3.0  # for the news that another rank is gone, after a collective has failed
+NEWS_TIMEOUT_S = 3.0  # after a failed collective, for the news that another rank has ended
 LOST_CONTACT = re.compile(
     "gloo|nccl|connection (closed|reset|refused|was)|broken pipe|timed out waiting|socket", re.IGNORECASE
 )
-LAST_BARRIER_TIMEOUT_S = 60.0  # everything is saved by then
+LAST_BARRIER_TIMEOUT_S = 60.0  # for the last barrier of the run; everything is saved by then
 
 
 class Stopped(Exception):
-    """All ranks leave the loop before this iteration, because one of them was asked to."""
+    """All ranks leave the loop before this iteration, because one of them was asked to stop."""
 
     def __init__(self, number: int, iteration: int):
         super().__init__(f"stopped by {signal.Signals(number).name} before iteration {iteration}")
@@ -62,7 +63,7 @@ class Stopped(Exception):
 
 
 class Watchdog:
-    """Entered at the start of a run; join() when the other ranks are there, check() in every iteration."""
+    """Entered at the start of a run; join() when all ranks have joined, check() in every iteration."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
@@ -74,7 +75,7 @@ class Watchdog:
         self.stalled_seconds = 0.0  # since the last check(), while this process ran
         self.first: int | None = None  # first iteration of this process; None before the loop
         self.stop_asked_at: float | None = None
-        self.final_status: int | None = None  # once the run has nothing left to do but to end
+        self.final_status: int | None = None  # the exit status, once the run has only to end
         self.launcher = os.getppid()
         self.closed = threading.Event()
 
@@ -87,8 +88,8 @@ class Watchdog:
         self.handlers_before = [(number, signal.getsignal(number)) for number in SIGNALS]
         self.wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
         for number, handler in self.handlers_before:
-            if handler != signal.SIG_IGN or is_launched():  # nohup and the like, but not through torchrun
-                signal.signal(number, lambda number, frame: None)  # the byte in the socket is what counts
+            if handler != signal.SIG_IGN or is_launched():  # keeps nohup's choice, except under torchrun
+                signal.signal(number, lambda number, frame: None)  # the thread reads the byte in the socket
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.thread.start()
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -115,7 +116,7 @@ class Watchdog:
             raise OtherRankFailed(reason) from error
 
     def join(self, world: World) -> None:
-        """All ranks, once they have joined."""
+        """All ranks, after they have joined."""
         self._consensus = Consensus(world, self.config)
         self.stalled_seconds = 0.0
         self.liveness = Liveness(world)
@@ -126,13 +127,13 @@ class Watchdog:
         return self._consensus
 
     def name(self, rank: int) -> str:
-        """A rank as messages name it: with its machine and process."""
+        """A rank as messages name it, with its machine and process."""
         assert self.liveness, "join() comes first"
         return self.liveness.name(rank)
 
     def check(self, iteration: int | None = None, at_once: bool = False) -> None:
-        """Before every iteration, and between the parts of what takes long: all ranks tell each other what
-        they were asked for. Raises Stopped on all of them if one was asked to stop."""
+        """Called before every iteration, and between the steps of a long task. All ranks tell each other what
+        they were asked. Raises Stopped on all ranks if one was asked to stop."""
         if iteration is not None:
             if self.first is None:
                 self.first = iteration
@@ -144,12 +145,12 @@ class Watchdog:
             raise Stopped(number, self.iteration)
 
     def enter_phase(self, phase: str) -> None:
-        """A part of an iteration: a rank that hangs is named with it."""
+        """Notes the phase of the iteration: the message about a hanging rank names it."""
         self.phase = phase
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Around what is no iteration and may take long: an evaluation, a checkpoint."""
+        """Wraps work that is no iteration and may take long: an evaluation, a checkpoint."""
         before = self.phase, self.patient
         self.phase, self.patient, self.stalled_seconds = phase, True, 0.0
         try:
@@ -159,7 +160,7 @@ class Watchdog:
             self.stalled_seconds = 0.0
 
     def end(self, status: int) -> None:
-        """From here on other processes may end before this one."""
+        """From here on it is no error if other processes end before this one."""
         self.phase, self.stalled_seconds, self.final_status = "ending", 0.0, status
 
     def _cause(self, wait_seconds: float) -> str | None:
@@ -180,16 +181,16 @@ class Watchdog:
             ready, _, _ = select.select([self.inbox], [], [], TICK_S)
             if ready:
                 for number in self.inbox.recv(64):
-                    self._signal(number)
+                    self._handle_signal(number)
             now = time.monotonic()
             if now - last < TICK_S:
                 continue
-            # a process that was stopped, with all others perhaps, has not stalled in that time
+            # a process that was suspended, perhaps with all others, has not stalled in that time
             self.stalled_seconds += min(now - last, 2 * TICK_S)
             ticks, last = ticks + 1, now
-            self._look(ticks)
+            self._tick(ticks)
 
-    def _look(self, ticks: int) -> None:
+    def _tick(self, ticks: int) -> None:
         if self.final_status is not None:
             if self.stalled_seconds > LAST_BARRIER_TIMEOUT_S:
                 leave_now(self.final_status)
@@ -201,18 +202,18 @@ class Watchdog:
                 self._leave(self.liveness, self.liveness.end_all(reason))
         if is_launched() and os.getppid() != self.launcher and not self.stop_asked_at:
             log.warning("torchrun is gone: ending after this iteration")
-            self._signal(signal.SIGTERM)
+            self._handle_signal(signal.SIGTERM)
         minutes = self.config.start_timeout_minutes if self.patient else self.config.timeout_minutes
         if self.liveness and self.config.timeout_minutes and self.stalled_seconds > 60 * minutes:
-            self._hang(self.liveness, minutes, ticks)
+            self._end_hanging_run(self.liveness, minutes, ticks)
 
-    def _signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         if number not in SIGNALS:  # other libraries' handlers write to the same socket
             return
         name = signal.Signals(number).name
         if self.first is None:
             log.info(f"{name} before the first iteration: there is nothing to save")
-            if self.liveness:  # another rank may be an instant ahead, in its first iteration
+            if self.liveness:  # another rank may already be in its first iteration
                 reason = f"rank {self.liveness.world.rank} got {name} before its first iteration"
                 within(SHUTDOWN_TIMEOUT_S, self.liveness.end_all, f"{reason}: there is nothing to save")
             self._complete_record("interrupted")
@@ -234,8 +235,8 @@ class Watchdog:
         gone = liveness.gone()
         return f"{', '.join(map(liveness.name, gone))} has ended" if gone else None
 
-    def _hang(self, liveness: Liveness, minutes: float, ticks: int) -> None:
-        """Names who is behind, leaves traces for whoever looks for the reason, ends this process."""
+    def _end_hanging_run(self, liveness: Liveness, minutes: float, ticks: int) -> None:
+        """Names the ranks that are behind, writes traces that show the reason, and ends this process."""
         rank, where = liveness.world.rank, f"in iteration {self.iteration} ({self.phase})"
         if liveness.world.size > 1:
             where = liveness.who_is_behind(ticks, self.iteration, self.phase)
@@ -268,7 +269,7 @@ class Watchdog:
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether it is what a collective raises when another rank does not answer any more."""
+    """Whether a collective raises such an error when another rank no longer answers."""
     return isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)) is not None
 
 
@@ -278,7 +279,7 @@ def _write_stacks(path: Path) -> None:
 
 
 def _write_collectives(path: Path) -> None:
-    """NCCL's flight recorder, also where NCCL itself has not noticed a timeout."""
+    """Writes NCCL's flight recorder, even if NCCL itself has not noticed a timeout."""
     if not torch.cuda.is_available():
         return
     from torch._C import _distributed_c10d as c10d
