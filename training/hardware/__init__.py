@@ -1,3 +1,3 @@
-"""What the machine can do: capabilities, peaks, attention kernels, its description. It may import process/
-and everything below it.
+"""Knows what the machine can do: capabilities, peaks, attention kernels, its description. It may import
+process/ and everything below it.
 """

@@ -1,7 +1,7 @@
-"""What a device can do, by its CUDA compute capability: attention kernels, bf16, fp8 and fp4 matmuls.
+"""Tells what a device can do, by its CUDA compute capability: attention kernels, bf16, fp8 and fp4 matmuls.
 
-The only file that asks for the capability: another GPU is another row here, and tests fake one function.
-Trap: a larger number is not more. 12.0 (RTX 5090) is another design than 10.0 (B200), not a later one.
+No other file asks for the capability: a new GPU is a new row of the table, and tests replace one function.
+Trap: a larger number does not mean more. 12.0 (RTX 5090) is another design than 10.0 (B200), not a later one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from training.configuration.errors import UserError
 
-CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN by name, or what torch picks itself
+CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN, or the kernel that torch chooses
 FA2, FA3 = "flash_attn_2", "flash_attn_3"
 
 
@@ -23,23 +23,24 @@ class Capability:
     sdpa: tuple[str, ...]  # kernels to try inside attention backend sdpa, best first
     flash_attn: tuple[str, ...]  # attention backends whose package has kernels for it
     bf16: bool
-    fp8: str | None  # matmuls with one scale per tensor: 'native', 'emulated' (the values, no speed) or None
+    # matmuls with one scale per tensor: 'native', 'emulated' (the same values, no gain in speed) or None
+    fp8: str | None
     fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
     block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls; no recipe uses them yet
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
 
 
-# Measured for this table: 9.0 alone, on an H200 (LOG.md). The rest is from documents, read in November 2026:
+# Only the row 9.0 was measured, on an H200 (LOG.md). The others are from documents, read in November 2026:
 #   GPUs               developer.nvidia.com/cuda-gpus
 #   sdpa               torch, too, prefers cuDNN on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention)
 #   flash_attn         3: its README (H100, H800). 2: setup.py of 2.8.3 builds for 8.0, 9.0, 10.0 and 12.0; a
-#                      build runs on later minor numbers. The probe in attention.py has the last word
+#                      build runs on later minor numbers. The probe in attention_kernels.py decides
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above
 #   fast_accumulation  cuBLAS manual, CUBLASLT_MATMUL_DESC_FAST_ACCUM: has an effect on Ada and Hopper
 #   block_scaled       TransformerEngine's recipes, 10.0 or above; mxfp8 on 12.0: pytorch issue 198126
-# The layout of fp8 operands is no column. cuBLASLt insists on row-major times column-major ("TN") on 8.9, 9.0
-# and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 insists everywhere: all fp8 is TN.
+# The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
+# 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 TABLE = {
     (8, 0): Capability((TORCH,), (FA2,), True, None, False, False),  # A100
     (8, 6): Capability((TORCH,), (FA2,), True, None, False, False),  # A6000, RTX 30
@@ -51,13 +52,13 @@ TABLE = {
     (12, 1): Capability((TORCH,), (FA2,), True, "native", False, True),  # GB10
 }
 OLDER = Capability((TORCH,), (), False, None, False, False)  # before Ampere: V100, T4
-# A major number that the table does not have: what torch promises, and FA2 if its probe succeeds.
+# For a major number that is not in the table: what torch promises, and FA2 if its probe succeeds.
 NEWER = Capability((TORCH,), (FA2,), True, "native", False, False)
 CPU = Capability((TORCH,), (), True, "emulated", False, False)
 
 FP8_NEEDS = "fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, Blackwell)"
 BLOCK_SCALED_NEEDS = "block-scaled tensor cores (compute capability 10.0 or above: Blackwell)"
-RECIPES = {  # how low_precision begins: the column that says whether it runs, and what it needs
+RECIPES = {  # first word of low_precision -> (the column that says whether it runs, what it needs)
     "fp8": ("fp8", FP8_NEEDS),
     "mxfp8": ("block_scaled", BLOCK_SCALED_NEEDS),
     "nvfp4": ("block_scaled", BLOCK_SCALED_NEEDS),
@@ -69,14 +70,14 @@ def dotted(compute: tuple[int, int] | None) -> str:
 
 
 def lookup(compute: tuple[int, int], name: str) -> Capability:
-    """The row of this capability, else of the last one before it with the same major number."""
+    """The row of this capability, else the last row before it with the same major number."""
     known = [row for row in TABLE if row[0] == compute[0] and row <= compute]
     other = OLDER if compute < min(TABLE) else NEWER
     return replace(TABLE[max(known)] if known else other, compute=compute, name=name)
 
 
 def capability(device: torch.device | str) -> Capability:
-    """What this device can do. Tests fake this function."""
+    """What this device can do. Tests replace this function."""
     device = torch.device(device)
     if device.type != "cuda":
         return CPU

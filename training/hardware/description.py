@@ -1,4 +1,4 @@
-"""The machine and its software, for the run record."""
+"""Describes the machine and its software for the run record."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from training.process.memory import GIB
 
 
 def describe_hardware(device) -> dict:
-    """The machine and its software for the run record: a GPU's facts are None on a CPU, its name the CPU's.
+    """The record's facts about the machine. On a CPU, gpu_name is the CPU's name, other GPU facts are None.
 
-    gpu_memory_gb, as the record calls it, is one GPU's memory in GiB (2**30 bytes): 139.8 for a 141 GB H200.
+    gpu_memory_gb keeps its name in the record, but is in GiB (2**30 bytes): 139.8 for one H200 of 141 GB.
     """
     device = torch.device(device)
     cpu = _search(r"(?<=model name\t: ).+", "/proc/cpuinfo") or platform.processor() or platform.machine()
@@ -30,7 +30,7 @@ def describe_hardware(device) -> dict:
         facts["cuda"] = torch.version.cuda
         facts["cudnn"] = torch.backends.cudnn.version()
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+            facts["nccl"] = ".".join(str(number) for number in torch.cuda.nccl.version())
     versions = {"torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version()}
     return facts | versions
 

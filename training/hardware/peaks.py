@@ -1,8 +1,8 @@
-"""The peak that MFU divides by, and the machine it belongs to.
+"""Finds the peak that MFU divides by, for the GPU of this machine.
 
-Trap: a peak of the wrong GPU, or the 2:4-sparse figure taken for the dense one, gives a plausible, wrong MFU.
-So device names match in full and the compute capability must agree, an unknown GPU gets a reason and no peak,
-and a sparse peak says so.
+Trap: the peak of another GPU, or the 2:4-sparse figure instead of the dense one, gives a plausible but wrong
+MFU. So the whole device name must match and the compute capability must agree, an unknown GPU gets a reason
+instead of a peak, and a sparse peak is marked as sparse.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CPU_WARMUP, CPU_REPEATS = 2, 20
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that one GPU can do. tflops is None if that is not known; reason then says why and the fix."""
+    """The highest rate of one GPU. tflops is None if it is not known; reason then says why, and the fix."""
 
     tflops: float | None  # 1e12 FLOPs per second; dense, or 2:4 sparse if `sparse`
     source: str
     reason: str | None = None
     sparse: bool = False
     measured: bool = False
-    fp8: Peak | None = None  # beside it, for a run whose matmuls are fp8
+    fp8: Peak | None = None  # the fp8 peak, for a run whose matmuls are fp8
 
     @property
     def flops(self) -> float | None:
@@ -44,7 +44,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Gpu:
-    pattern: str  # regex for all of the device name after 'NVIDIA '; upper and lower case are the same
+    pattern: str  # regex for the whole device name after 'NVIDIA '; upper and lower case are the same
     name: str
     compute: tuple[int, int]  # capability; a row of training/hardware/capability.py
     bf16: float  # dense TFLOPS with fp32 accumulation; fp16 is the same figure
@@ -52,15 +52,15 @@ class Gpu:
     source: str  # what the sheet prints for bf16 and fp8, in TFLOPS; dense is half of sparse
 
 
-# Checked in November 2026 against public pages that quote these NVIDIA documents, not against the PDFs.
-# They round: half of 1,979 is the whitepaper's 989.4; half of 1,671 is the 835 printed for sparse TF32.
+# Checked in November 2026 against public pages that quote the NVIDIA documents, not against the PDFs.
+# NVIDIA rounds: half of 1,979 is the whitepaper's 989.4; half of 1,671 is the 835 printed for sparse TF32.
 GPUS = (
     Gpu("B200", "B200", (10, 0), 2250, 4500, "HGX B200 datasheet: 4,500 and 9,000 sparse"),
     Gpu("B300( SXM6 AC)?", "B300", (10, 3), 2250, 4500, "HGX B300 page: 36,000 and 72,000 sparse for 8 GPUs"),
     Gpu("GB200", "GB200", (10, 0), 2500, 5000, "GB200 NVL72 datasheet: 5,000 and 10,000 sparse for one GPU"),
     Gpu("H200", "H200 SXM", (9, 0), 989.4, 1978.9, "H200 datasheet: 1,979 and 3,958 sparse"),
     Gpu("H200 NVL", "H200 NVL", (9, 0), 835, 1670.5, "H200 datasheet: 1,671 and 3,341 sparse"),
-    # The memory in a GH200's name is the CPU's (480GB, 120GB) or the GPU's (144G); the Hopper chip is one.
+    # The memory in a GH200's name is the CPU's (480GB, 120GB) or the GPU's (144G); all have one Hopper chip.
     Gpu(
         "GH200 (480GB|120GB|144G HBM3e)",
         "GH200",
@@ -76,7 +76,7 @@ GPUS = (
     Gpu("RTX A6000", "RTX A6000", (8, 6), 154.8, None, "GA102 whitepaper v2, table 3: 154.8 dense"),
     # The sheet's bf16 disagrees with itself by 1 % (362.05 dense, 733 sparse) and names no accumulator.
     Gpu("L40S", "L40S", (8, 9), 362, 733, "L40S datasheet: 362.05 and 733 dense"),
-    # GeForce halves the rate when it accumulates in fp32; for fp8 the Ada whitepaper says so since v2.02.
+    # A GeForce has half the rate when it accumulates in fp32; for fp8 the Ada whitepaper says so since v2.02.
     Gpu(
         "GeForce RTX 4090",
         "RTX 4090",
@@ -121,8 +121,8 @@ def resolve_peak(
 ) -> Peak:
     """The peak that the settings ask for; gpu_name is None on a CPU. Raises UserError for a contradiction.
 
-    A stated number is taken as it is, also with sparse=True. It is the rate of the training dtype, so the fp8
-    peak beside it still comes from the table.
+    A stated number is used as it is, also with sparse=True. It is the rate of the training dtype, so the fp8
+    peak still comes from the table.
     """
     if peak_tflops == "measure":
         if sparse:
@@ -137,16 +137,16 @@ def resolve_peak(
 
 
 def measure_peak(precision: str, device) -> Peak:
-    """The rate of a large n x n GEMM (2 n^3 FLOPs) here; float32 at the matmul precision in force."""
+    """The measured rate of a large n x n GEMM (2 n^3 FLOPs); float32 at the current matmul precision."""
     device = torch.device(device)
     on_cuda = device.type == "cuda"
     if precision == "fp8" and capability(device).fp8 != "native":
         return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
     n = CUDA_GEMM if on_cuda else CPU_GEMM
     warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
-    # the fastest, since a peak is a most: other work on the machine can only make a repeat slower
+    # the fastest, because a peak is a maximum: other work on the machine can only make a repeat slower
     seconds = min(_timings(_gemm(precision, n, device), warmup, repeats, device))
-    if on_cuda:  # the buffers are gone; keep them out of the run's memory figures, too
+    if on_cuda:  # the buffers are freed; this also removes them from the run's memory figures
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     gemm = f"{n}x{n}x{n} {precision} GEMM on this machine, fastest of {repeats}"
@@ -155,8 +155,8 @@ def measure_peak(precision: str, device) -> Peak:
 
 
 def _gemm(precision: str, n: int, device: torch.device) -> Callable[[int], torch.Tensor]:
-    """A function of the repeat that multiplies one of two pairs of random n x n matrices, by turns."""
-    # Random: zeros draw less power, so the GPU clocks higher. An own generator leaves the run's seed alone.
+    """A function of the repeat's number that multiplies two pairs of random n x n matrices in turn."""
+    # Random: zeros draw less power, so the clock is higher. An own generator does not change the run's.
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.float8_e4m3fn if precision == "fp8" else getattr(torch, precision)
     pairs = torch.randn(2, 2, n, n, device=device, generator=generator).to(dtype)
@@ -174,7 +174,7 @@ def _gemm(precision: str, n: int, device: torch.device) -> Callable[[int], torch
 
 
 def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device) -> list[float]:
-    """Seconds of each call after the warm-up, which is at least one call."""
+    """Seconds of each call after the warm-up, which must have at least one call."""
     marks = []
     for repeat in range(warmup + repeats):
         multiply(repeat)
@@ -190,8 +190,8 @@ def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device
 
 
 def agree_on_peak(config: TrainConfig, world: World) -> Peak:
-    """The peak of one device, by table, as stated, or measured. Rank 0 finds it, so that all use one figure;
-    all ranks call this."""
+    """The peak of one device: from the table, stated or measured. Rank 0 finds it, so that all ranks use the
+    same figure; all ranks call this."""
     return gather_objects(_find_peak(config, world.device) if world.is_main else None, world)[0]
 
 
