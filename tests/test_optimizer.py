@@ -83,7 +83,7 @@ def test_fp32_is_torch_s_fused_adamw_bit_for_bit():
 @pytest.mark.parametrize("part", [1, 5, 2**22])
 def test_mixed_adamw_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch, part):
     """Also in parts, of which the last may be shorter."""
-    monkeypatch.setattr(optimizer_module, "PART", part)
+    monkeypatch.setattr(optimizer_module, "CHUNK", part)
     ours, theirs = shards(), shards()
     plain, reference = build_optimizer(ours, config()), torch_adamw(theirs)
     mixed = MixedAdamW(plain.param_groups, betas=(0.9, 0.95), fused=True)

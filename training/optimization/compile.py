@@ -1,7 +1,7 @@
-"""What is compiled, and what is recomputed in the backward: block by block, before a strategy has it.
+"""Compiles a model, and makes its backward recompute activations: block by block, before a strategy wraps it.
 
 All blocks share one compilation, so a start takes seconds, and communication fits between blocks. Compiling
-the whole model is a little faster on one GPU and takes a minute longer to start (LOG.md).
+the whole model is a little faster on one GPU, but takes a minute longer to start (LOG.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
         if is_recomputed(i, config.activation_checkpointing):
             block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
     if whole:
-        model.forward = _compiled(model.forward)  # type: ignore[method-assign]  # in place: hooks stay outside
+        model.forward = _compiled(model.forward)  # type: ignore[method-assign]  # in place; hooks stay outside
     elif config.compile:
         model.head.norm.add = _compiled(model.head.norm.add)
 

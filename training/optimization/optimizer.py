@@ -1,7 +1,7 @@
-"""AdamW over this rank's shards, fused into one pass. Loshchilov and Hutter 2019.
+"""The optimizer: AdamW over this rank's shards, fused into one pass. Loshchilov and Hutter 2019.
 
-With weights and moments in fp32 it is torch's own. adam_dtype or param_dtype='bfloat16' store one of them or
-both in 2 bytes; the arithmetic stays fp32.
+With weights and moments in fp32 it is torch's own. adam_dtype='bfloat16' stores the moments in 2 bytes,
+param_dtype='bfloat16' the weights; the arithmetic stays fp32.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.strategies.strategy import Shard
 
-PART = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies, 64 MiB, stay near a GPU's cache
+CHUNK = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies, 64 MiB, stay near a GPU's cache
 
 
 class MixedAdamW(torch.optim.AdamW):
     """AdamW whose weights and moments may be bf16, each with a dtype of its own.
 
-    torch's fused kernel wants one dtype for all, so it is given fp32 copies of a part of a tensor at a time,
-    which are then rounded back to nearest. Trap: rounding hides a change of less than 2^-8 of a moment, and a
-    moment decays by 1 - beta an iteration; training/configuration/rules.py refuses betas above 0.99.
-    Stochastic rounding would allow them, for a random number an element. No value is looked at, so nothing
-    waits for the device, and found_inf = 1 leaves every bit as it is: what the kernel does not change rounds
-    back to itself.
+    torch's fused kernel wants one dtype for all. So it gets fp32 copies of one chunk of a tensor at a time,
+    which are then rounded to nearest. Trap: rounding loses a change of less than 2^-8 of a moment, and a
+    moment decays by 1 - beta an iteration; so training/configuration/rules.py refuses betas above 0.99.
+    Stochastic rounding would allow them, but needs a random number per element. No value is read by the host,
+    so nothing waits for the device. found_inf = 1 leaves every bit as it is: a value that the kernel does not
+    change rounds to itself.
     """
 
     @torch.no_grad()
@@ -37,9 +37,9 @@ class MixedAdamW(torch.optim.AdamW):
             for weight, step in zip(weights, steps, strict=True):
                 state = self.state[weight]
                 whole = (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"])
-                parts = (tensor.view(-1).split(PART) for tensor in whole)
-                for part, gradient, mean, square in zip(*parts, strict=True):
-                    _update(part, gradient, mean, square, step, group, scale, overflow)
+                chunks = (tensor.view(-1).split(CHUNK) for tensor in whole)
+                for chunk, gradient, mean, square in zip(*chunks, strict=True):
+                    _update(chunk, gradient, mean, square, step, group, scale, overflow)
             if overflow is not None:
                 torch._foreach_sub_(steps, [overflow] * len(steps))
 
@@ -47,7 +47,7 @@ class MixedAdamW(torch.optim.AdamW):
 def _update(weight, gradient, mean, square, step, group: dict, grad_scale, found_inf) -> None:
     """AdamW's update of weight, mean and square in place; all four (n,), each in a dtype of its own."""
     if not len(weight):
-        return  # of a sharded matrix this rank may have no row
+        return  # this rank may have no row of a sharded matrix
     wide_weight, wide_mean, wide_square = (tensor.float() for tensor in (weight, mean, square))
     torch._fused_adamw_(
         [wide_weight],
@@ -66,14 +66,14 @@ def _update(weight, gradient, mean, square, step, group: dict, grad_scale, found
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
-    weight.copy_(wide_weight)  # if it is fp32, the two are one tensor, and nothing is copied
+    weight.copy_(wide_weight)  # if it is fp32, both are one tensor, and nothing is copied
     mean.copy_(wide_mean)
     square.copy_(wide_square)
 
 
 def build_optimizer(shards: list[Shard], config: TrainConfig) -> torch.optim.AdamW:
-    """Weight decay on matrices (embeddings too) and on nothing else. State is allocated at once, so a
-    checkpoint can be loaded into it and an out-of-memory shows before the first step."""
+    """AdamW with weight decay only on matrices (embeddings too). Its state is allocated here, so that a
+    checkpoint can be loaded into it and an out-of-memory error comes before the first step."""
     moments = DTYPES[config.adam_dtype]
     plain = moments == DTYPES[config.param_dtype] == torch.float32
     groups = [

@@ -1,4 +1,4 @@
-"""Learning-rate schedule. A pure function of the iteration, so resume needs no scheduler state."""
+"""Learning-rate schedule. A pure function of the iteration, so a resume needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def learning_rate(iteration: int, config: TrainConfig) -> float:
 
 
 def _cosine(progress: float, config: TrainConfig) -> float:
-    """Loshchilov and Hutter 2017, eq. 5, without restarts."""
+    """Loshchilov and Hutter 2017, eq. 5, without their warm restarts."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

@@ -1,5 +1,5 @@
-"""One iteration: every micro-step's forward and backward, one reduction, clip, update. Returns device
-tensors; nothing here waits for the device."""
+"""Computes one iteration: forward and backward of every micro-step, one reduction, clip, update. Returns
+device tensors; nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.strategies.strategy import Shard, Strategy
 class StepResult(NamedTuple):
     loss: torch.Tensor  # mean over this rank's tokens of the iteration
     grad_norm: torch.Tensor  # global, before clipping, unscaled; equal on all ranks
-    grad_sum: torch.Tensor | None  # this rank's part of the gradient's sum, when asked for
+    grad_sum: torch.Tensor | None  # this rank's share of the gradient's sum, if asked for
     overflow: torch.Tensor  # 1.0 if the gradient was not finite
     verdict: torch.Tensor  # 0, or why the update was skipped: bits of update_guard.py; equal on all ranks
     attended: torch.Tensor  # length of the document that a token is in, mean over this rank's tokens
@@ -34,15 +34,15 @@ class Step(Protocol):
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
     ) -> StepResult:
-        """x, y (A, B, T) hold A micro-steps of token ids; learning_rate is a number, or a tensor on the
-        device where the step is captured (training/cuda_graphs/graphed_step.py)."""
+        """x, y (A, B, T) are the token ids of A micro-steps. learning_rate is a number, or a device tensor if
+        the step is being captured (training/cuda_graphs/graphed_step.py)."""
 
     def close(self) -> None:
         """After the last iteration, before the process group ends."""
 
 
 class EagerStep:
-    """Every micro-step's forward and backward, one reduction, clip, update."""
+    """Forward and backward of every micro-step, one reduction, clip, update."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class EagerStep:
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
         self.grad_clip = config.grad_clip
-        # read by the update when it runs, not before: a capture holds the tensor, not a number
+        # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate
@@ -79,9 +79,9 @@ class EagerStep:
         verdict, overflow = self.update_guard.judge(mean_loss, grad_norm)
         grad_sum = _gradient_sum(self.strategy.shards) / scale if with_gradient_sum else None
 
-        # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1:
-        # clipping and unscaling cost no pass of their own, and a bad update never reaches the weights.
-        # torch does not declare these two attributes, which its fused optimizers read.
+        # The fused kernel divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
+        # and unscaling cost no pass of their own, and a bad update never reaches the weights.
+        # torch does not declare these two attributes, although its fused optimizers read them.
         self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[attr-defined]
         self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
@@ -93,7 +93,7 @@ class EagerStep:
         return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended)
 
     def _forward_and_backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss of all micro-steps on this rank; gradients are summed where the strategy keeps
+        """The mean loss of all micro-steps on this rank. Gradients are summed where the strategy keeps
         them."""
         micro_steps = len(x)
         losses = []
@@ -107,11 +107,11 @@ class EagerStep:
         return torch.stack(losses).mean()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What to divide gradients by so that their norm is at most max_norm. Pascanu et al. 2013, alg. 1."""
+    """The divisor that makes the gradients' norm at most max_norm. Pascanu et al. 2013, alg. 1."""
     if max_norm == 0:
         return torch.ones_like(grad_norm)
     return (grad_norm / max_norm).clamp(min=1.0)
