@@ -1,7 +1,8 @@
-"""The log: what a run says goes to the console and to a file beside the run record. Only rank 0 has either.
+"""Writes the log: rank 0's messages go to the console and to a file beside the run record. The other ranks
+have neither.
 
-A full disk or a closed console never ends a run: what cannot be written is a warning, once, and the next
-message is tried again.
+A full disk or a closed console never ends a run: the first failure is a warning, and the next message is
+tried again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Redacting(logging.Formatter):
 
 
 class _Patient:
-    """A handler whose output cannot be written says so once on stderr, and tries again with the next
+    """A handler that survives failed writes: it warns once on stderr, and tries again with the next
     message."""
 
     warned = False
@@ -40,7 +41,7 @@ class _Patient:
                 )
 
     def abandon(self) -> None:
-        """Lets go of what is half written."""
+        """Drops a half-written message."""
 
 
 class _Console(_Patient, logging.Handler):
@@ -65,7 +66,7 @@ class _LogFile(_Patient, logging.FileHandler):
             self.handleError(entry)
 
     def abandon(self) -> None:
-        """The next message opens the file anew."""
+        """Closes the file; the next message opens it again."""
         stream, self.stream = self.stream, None
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
@@ -76,7 +77,7 @@ class _LogFile(_Patient, logging.FileHandler):
 
 
 def start_logging(log_path: Path | None, console: bool = True) -> None:
-    """Sends the 'nanomfu' logger to the console and to log_path. Without either, only the handlers go."""
+    """Sends the 'nanomfu' logger to the console and to log_path. Without either, messages go nowhere."""
     log.handlers.clear()
     log.propagate = False
     log.setLevel(logging.INFO)
@@ -88,7 +89,7 @@ def start_logging(log_path: Path | None, console: bool = True) -> None:
 
 
 def write_to_log_file(message: str) -> None:
-    """A message that the console got in another way, such as the error that ended the run."""
+    """Writes to the file alone: a message that the console got in another way, such as a run's last error."""
     for handler in log.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(logging.makeLogRecord({"msg": message}))

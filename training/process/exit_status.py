@@ -1,4 +1,4 @@
-"""How a process ends: every error becomes one message and one exit status, and nothing can hold up the end.
+"""Ends a process: every error becomes one message and one exit status, and nothing can delay the end.
 
 0 completed · 1 failed · 2 an error that the user can fix · 128 + n stopped by signal n, after saving
 """
@@ -26,12 +26,12 @@ from training.process.redaction import redact
 from training.process.world import World, launch_info
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
-RANK_0_SPEAKS_FIRST_S = 3.0  # an error that every rank has is printed once, by rank 0
-FLUSH_TIMEOUT_S = 2.0  # for what was printed; a file system that hangs may never take it
+RANK_0_SPEAKS_FIRST_S = 3.0  # the others wait, so that rank 0 alone prints an error that every rank has
+FLUSH_TIMEOUT_S = 2.0  # for writing buffered output: a file system that hangs may never take it
 
 
 class OtherRankFailed(RunError):
-    """A collective failed because of another rank. That rank has said why, or will."""
+    """A collective failed because of another rank. That rank reports the reason itself."""
 
 
 # --- errors ---
@@ -40,8 +40,8 @@ class OtherRankFailed(RunError):
 def end_with(error: BaseException) -> int:
     """Prints why the run ends and returns the exit status.
 
-    One of several ranks ends at once: the others may be waiting for it in a collective, and a normal exit
-    would wait for them. torchrun stops the others as soon as this process is gone.
+    With several ranks, this process ends at once: the others may be waiting for it in a collective, and a
+    normal exit would wait for them. torchrun stops the others as soon as this process has ended.
     """
     status, message = _describe(error)
     message = redact(message)
@@ -51,7 +51,7 @@ def end_with(error: BaseException) -> int:
     if status == FAILED and is_cause:
         tell_launcher(message)
     if rank != 0 or not is_cause:
-        time.sleep(RANK_0_SPEAKS_FIRST_S)  # torchrun may end this process meanwhile
+        time.sleep(RANK_0_SPEAKS_FIRST_S)  # torchrun may end this process in this time
     if status == USER_ERROR:
         tell_launcher(message)
     if rank == 0 or status != INTERRUPTED:
@@ -81,8 +81,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
 
 
 def tell_launcher(message: str) -> None:
-    """Puts the message into torchrun's summary. torchrun takes the earliest message for the root cause: call
-    this at once, and only on a rank that is the cause itself."""
+    """Puts the message into torchrun's summary. torchrun takes the earliest message for the root cause. So
+    call this at once, and only on a rank that is the cause itself."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -93,10 +93,10 @@ def tell_launcher(message: str) -> None:
 
 
 def end_process(world: World, status: int = 0) -> None:
-    """The last call of a run that ends in order. All ranks. It does not return if there are several.
+    """The last call of a run that ends in order. All ranks. With several ranks it does not return.
 
-    It ends them without tearing down: Python destroys a gloo group while it holds the interpreter lock, which
-    the group's own thread may need to let go of a tensor, and then neither ends (seen with torch 2.13).
+    It ends the process without destroying gloo groups: Python would hold the interpreter lock meanwhile, and
+    a group's own thread may need that lock to free a tensor; then neither ends (seen with torch 2.13).
     """
     if world.size == 1:
         return
@@ -107,7 +107,8 @@ def end_process(world: World, status: int = 0) -> None:
 
 
 def leave_now(status: int) -> NoReturn:
-    """Ends this process at once, with what it has printed: no atexit and no destructor, which may wait."""
+    """Flushes the output and ends this process at once: no atexit and no destructor runs, as they may
+    wait."""
     within(FLUSH_TIMEOUT_S, _flush)
     os._exit(status)
 
@@ -119,8 +120,8 @@ def _flush() -> None:
 
 
 def within(seconds: float, action: Callable, *arguments: object) -> None:
-    """Calls action and returns after that time at the latest, whether action has returned or not. An error
-    that action raises is ignored."""
+    """Calls `action` and returns after `seconds` at the latest, whether `action` has returned or not. An
+    error that it raises is ignored."""
 
     def run():
         with contextlib.suppress(Exception):

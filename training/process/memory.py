@@ -1,5 +1,5 @@
-"""Units of memory, and how much of it this machine has left. Figures in the run record whose names end in _gb
-are GiB, as torch and nvidia-smi count."""
+"""Tells how much memory this machine has left, and defines GIB and GB. Figures in the run record whose
+names end in _gb are GiB, as torch and nvidia-smi count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GB = 10**9
 
 
 def free_host_bytes() -> float:
-    """What this machine can still give without swapping; infinity where it does not say."""
+    """Memory that this machine has left without swapping; infinity if it cannot be found out."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Takes secrets out of text before it is written or printed: logins in URLs, and the values of environment
-variables whose names say that they are secret. Nothing here writes the environment down; but a setting, or
-the message of an exception from another library, may contain one of its values.
+"""Removes secrets from text before it is written or printed: logins in URLs, and the values of environment
+variables whose names say that they are secret. No code of ours writes the environment; but a setting, or the
+message of an exception from another library, may contain one of its values.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def redact_all(value):
 
 @functools.cache
 def _secrets() -> list[tuple[str, str]]:
-    """(name, value), the longest first: one may be part of another. Looked up once; a config file that sets
-    some has been executed before anything is written."""
+    """(name, value), the longest value first, because one may contain another. Read only once: a config file
+    that sets some has been executed before anything is written."""
     found = [item for item in os.environ.items() if SECRET_NAME.search(item[0]) and _is_a_secret(item[1])]
     return sorted(found, key=lambda item: -len(item[1]))
 
 
 def _is_a_secret(value: str) -> bool:
-    """Not a switch, a word or a path, which may occur in any text."""
+    """False for a switch, a word or a path, which may occur in any text."""
     return len(value) >= (12 if value.isalpha() else 8) and not os.path.exists(value)

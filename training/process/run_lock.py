@@ -1,10 +1,8 @@
-"""One training run in an out_dir at a time: rank 0 holds a lock on out_dir/run.lock for as long as it
-lives.
+"""Prevents two training runs in one out_dir: rank 0 holds a lock on out_dir/run.lock for as long as it lives.
 
-A POSIX lock (lockf), which the system takes back from a process however it ends, and which works across
-machines on NFS. Not flock: data workers, being forked, would inherit that and keep it for seconds after
-their parent was killed. The trap of lockf: closing any descriptor of the file gives the lock up, so nothing
-else here opens it.
+It is a POSIX lock (lockf): the system releases it however the process ends, and it works across machines on
+NFS. Not flock: forked data workers would inherit that and keep it for seconds after their parent was killed.
+The trap of lockf: closing any descriptor of the file releases the lock, so nothing else here opens the file.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ from typing import TextIO
 from training.configuration.errors import UserError
 
 NAME = "run.lock"
-WAIT_SECONDS = 3.0  # for a process that was just killed: the lock goes last, after gigabytes of memory
-LOOK_SECONDS = 0.1
-HELD = (errno.EACCES, errno.EAGAIN)
+WAIT_SECONDS = 3.0  # for a process that was just killed: its lock is freed last, after gigabytes of memory
+RETRY_SECONDS = 0.1
+HELD = (errno.EACCES, errno.EAGAIN)  # errors that mean: another process holds the lock
 
 log = logging.getLogger("nanomfu")
 
 
 class RunLock:
-    """A context manager that gives the lock back, if acquire() was called."""
+    """A context manager that releases the lock, if acquire() was called."""
 
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
@@ -45,8 +43,8 @@ class RunLock:
             self.file = None
 
     def acquire(self) -> None:
-        """Locks out_dir, which exists. Raises UserError if another run has it. The file names the holder
-        for people to read; that it is locked is the system's knowledge, not the file's."""
+        """Locks out_dir, which must exist. Raises UserError if another run holds the lock. The file's text
+        names the holder for people to read; the system knows whether the file is locked, not its text."""
         path = self.out_dir / NAME
         try:
             self.file = file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
@@ -60,7 +58,7 @@ class RunLock:
                     f"out_dir={str(self.out_dir)!r} is in use by process {holder}; stop that run, or choose "
                     f"another --out_dir. If its machine is gone and a network disk keeps its lock: rm {path}"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(RETRY_SECONDS)
         try:
             file.truncate(0)
             file.write(f"{os.getpid()} on {socket.gethostname()}, started {_now()}\n")
@@ -70,7 +68,7 @@ class RunLock:
 
 
 def _lock(file: TextIO) -> bool:
-    """Whether we have it."""
+    """Whether this process now has the lock; True, too, if the disk knows no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -81,7 +79,7 @@ def _lock(file: TextIO) -> bool:
 
 
 def check_writable(out_dir: Path) -> None:
-    """Makes out_dir and writes a byte there. Raises UserError. Rank 0 only, before anything expensive."""
+    """Makes out_dir and writes a byte there. Raises UserError. Rank 0 only, before any expensive work."""
     probe = out_dir / f".write_test_{os.getpid()}"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Measures how long this rank's own work takes in each iteration, and says which part of it is running.
+"""Measures how long this rank's own work takes in each iteration, and reports which phase is running.
 
-Synchronous ranks all take equally long for an iteration, so its time does not show who is slow. What counts
-is a rank's own work: from asking for the batch to the end of the last forward. Gradients travel only after
-that, and FSDP's waits for the weights of other ranks are subtracted.
+Synchronous ranks all take equally long for an iteration, so its time does not show which rank is slow. What
+counts is a rank's own work: from asking for the batch to the end of the last forward. Gradients are
+communicated only after that, and the time that FSDP waits for other ranks' weights is subtracted.
 
-On a GPU the times are taken by events on the stream and read long after they have passed: nothing waits.
+On a GPU, events on the stream take the times. They are read long after they have passed, so nothing waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-UNMEASURED_ITERS = 5  # the first of a process, which compile: no statistic of times counts them
+UNMEASURED_ITERS = 5  # the first of a process, which compile: no statistic of times includes them
 RECENT = 10  # iterations; seconds() is their median
 UNREAD = 64  # iterations that a GPU may be behind the host
 
@@ -33,13 +33,13 @@ class Iteration:
 
 
 class WorkTimer:
-    """The loader, the step and FSDP call it where it stands. `enter_phase` hears 'batch', 'forward' and
-    'backward' as they begin."""
+    """The loader, the step and FSDP call it as they go. It calls `enter_phase` with 'batch', 'forward' or
+    'backward' when that phase begins."""
 
     def __init__(self, on_gpu: bool, enter_phase: Callable[[str], None] = lambda phase: None):
         self.on_gpu, self.enter_phase = on_gpu, enter_phase
         self.current: Iteration | None = None
-        self.unread: deque[Iteration] = deque(maxlen=UNREAD)  # a GPU may not have completed them
+        self.unread: deque[Iteration] = deque(maxlen=UNREAD)  # a GPU may not have finished them
         self.recent: deque[float] = deque(maxlen=RECENT)  # seconds
         self.iterations = 0
 
@@ -68,10 +68,10 @@ class WorkTimer:
             self.current.waits[-1].append(self._now())
 
     def seconds(self) -> float:
-        """The median of the iterations that were completed last; 0 before there are enough."""
+        """The median of the last RECENT iterations that are complete; 0 before there are enough."""
         while self.unread and self._has_passed(self.unread[0].end):
             iteration = self.unread.popleft()
-            waits = iteration.waits[: iteration.waits_before_end]  # those after it are an evaluation's
+            waits = iteration.waits[: iteration.waits_before_end]  # later ones belong to an evaluation
             waited = sum(self._between(*wait) for wait in waits)
             self.recent.append(self._between(iteration.begin, iteration.end) - waited)
         return statistics.median(self.recent) if len(self.recent) == RECENT else 0.0

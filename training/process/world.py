@@ -1,4 +1,4 @@
-"""Processes and devices. The only file that reads torchrun's environment or starts a process group."""
+"""Sets up processes and devices. No other file reads torchrun's environment or starts a process group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from training.configuration.keys import TrainConfig
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-START_TIMEOUT = datetime.timedelta(hours=6)  # of joining: one rank may have a large dataset to scan first
-# A collective times out by itself so much later than the watchdog would have ended the process.
+START_TIMEOUT = datetime.timedelta(hours=6)  # for joining: one rank may have to scan a large dataset first
+# A collective's own timeout comes so much later than the watchdog's, which ends the process first.
 WATCHDOG_FIRST_MINUTES = 2
 
 
@@ -51,22 +51,22 @@ def machine_size() -> int:
 
 
 def restart_count() -> int:
-    """How often torchrun has started these processes anew, because one had failed (--max-restarts)."""
+    """How often torchrun has restarted these processes because one had failed (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def may_restart() -> bool:
-    """Whether torchrun would start these processes anew."""
+    """Whether torchrun restarts these processes if one fails."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process, and stops it."""
+    """Whether torchrun started this process, and will stop it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launch_record() -> dict | None:
-    """Which torchrun started this process, and how often it had to."""
+    """Which torchrun started the processes, and how often it restarted them; None without torchrun."""
     return {"id": os.environ["TORCHELASTIC_RUN_ID"], "restarts": restart_count()} if is_launched() else None
 
 
@@ -102,7 +102,7 @@ def init_world(config: TrainConfig) -> World:
         bind = device if backend == "nccl" else None
         if backend == "nccl":
             _record_collectives(Path(config.out_dir))
-        store = _own_part_of(next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0], rank, size)
+        store = _fresh_store(next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0], rank, size)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT, device_id=bind
         )
@@ -111,11 +111,12 @@ def init_world(config: TrainConfig) -> World:
     return World(rank, local_rank, size, device, machine_size())
 
 
-def _own_part_of(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A part of torchrun's store that no earlier attempt has written to. After a restart (--max-restarts) the
+def _fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """torchrun's store under a prefix that no earlier attempt has used. After a restart (--max-restarts) the
     dead processes' addresses are still in the store (github.com/pytorch/pytorch/issues/135712).
 
-    Rank 0 makes up a name and tells it to whoever asks. A name that nobody confirms is a dead rank 0's.
+    Rank 0 makes up the prefix and confirms it to every rank that asks. A prefix that is not confirmed comes
+    from a rank 0 that is dead.
     """
     mine = uuid.uuid4().hex
     if rank == 0:
@@ -142,12 +143,12 @@ def _timeout(config: TrainConfig) -> datetime.timedelta:
     )
 
 
-FLIGHT_RECORDER = "flight_recorder_rank_"  # and the rank: a file in out_dir, for torchfrtrace
+FLIGHT_RECORDER = "flight_recorder_rank_"  # a file in out_dir, followed by the rank; for torchfrtrace
 
 
 def _record_collectives(out_dir: Path) -> None:
-    """NCCL's flight recorder: the last collectives of each rank, written to out_dir when one times out. Two
-    of the variables had another name before."""
+    """Sets up NCCL's flight recorder: the last collectives of each rank are written to out_dir when one times
+    out. Two of the variables had another name in earlier versions of torch."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
@@ -156,7 +157,7 @@ def _record_collectives(out_dir: Path) -> None:
 
 
 def cpu_group(world: World, config: TrainConfig) -> dist.ProcessGroup | None:
-    """A group for numbers that are on the CPU anyway: nothing in it waits for a GPU. All ranks."""
+    """A process group for numbers on the CPU, whose communication does not wait for a GPU. All ranks."""
     if world.size == 1:
         return None
     try:
