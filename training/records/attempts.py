@@ -1,9 +1,9 @@
-"""What earlier attempts at a run left in their records. A resume, or a restart by torchrun, is another
+"""Carries over the entries of a run's earlier attempts. A resume, or a restart by torchrun, is another
 attempt: its record begins with theirs, so that the newest file has the whole run, each iteration once.
 
-The trap is what was done twice. Iterations after the last checkpoint are lost with the attempt that made
-them; what their rows say moves to `superseded`, so that whoever reads the lists need not know that the run
-was ever stopped.
+The trap is an iteration that was done twice. Iterations after the last checkpoint are lost with the attempt
+that made them. Their entries move to `superseded`, so that a reader of the lists need not know that the run
+was ever interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 
 SECTIONS = ("training_iterations", "training_progress", "eval_steps", "checkpoints", "events")
-# sections whose iteration n happens before update n, and so belongs to a checkpoint of n
+# sections in which iteration n comes before update n, and so belongs to a checkpoint of n
 BEFORE_THE_UPDATE = ("eval_steps", "checkpoints")
 
 log = logging.getLogger("nanomfu")
@@ -24,19 +24,19 @@ def journal_path(record_path: Path) -> Path:
 
 
 def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> dict | None:
-    """The record of the attempt before: the newest that carries on the run which wrote the checkpoint or,
-    without one, that this same torchrun started. None if there is none; then the history begins here."""
-    started_anew = launch if launch and launch["restarts"] else None
-    if not run_name and not started_anew:
+    """The record of the previous attempt: the newest that continues the run which wrote the checkpoint or,
+    without a checkpoint, that this same torchrun started. None if there is none: the history begins here."""
+    restarted = launch if launch and launch["restarts"] else None
+    if not run_name and not restarted:
         return None
     paths = sorted(out_dir.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in paths:
         record = _read(path)
         if record and run_name and _is_part_of(record, run_name):
             return record
-        if record and not run_name and started_anew and _started_by(record, started_anew):
+        if record and not run_name and restarted and _started_by(record, restarted):
             return record
-        if not run_name or path.stem == run_name:  # older ones cannot know of it
+        if not run_name or path.stem == run_name:  # older records cannot contain it
             break
     return None
 
@@ -62,7 +62,7 @@ def _read(path: Path) -> dict | None:
 
 
 def _check(record: dict) -> None:
-    """Raises what indexing raises if it is not a record."""
+    """Raises the errors of indexing if this is not a record."""
     _ = record["run_name"], record["startup_info"].get, record.get("journal_lines", 0) + 0
     _ = [attempt["run_name"] for attempt in _attempts(record)], record.get("superseded", {}).items()
     for section in SECTIONS:
@@ -72,8 +72,8 @@ def _check(record: dict) -> None:
 
 
 def _journal(path: Path, lines_in_record: int) -> list[tuple[str, dict]]:
-    """(section, entry) of each whole line that the record does not have; a kill or a full disk may cut one
-    off."""
+    """(section, entry) of each complete line that the record does not have. A kill or a full disk may have
+    cut one off."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError:
@@ -92,8 +92,8 @@ def _journal(path: Path, lines_in_record: int) -> list[tuple[str, dict]]:
 
 
 def carry_over(record: dict | None, start: int) -> dict:
-    """{section: entries that a run from iteration `start` on is the continuation of, 'superseded': the
-    others by section, 'attempts': one summary each}."""
+    """{section: entries that a run from iteration `start` on continues, 'superseded': the other entries by
+    section, 'attempts': one summary of each}."""
     carried: dict[str, list[dict]] = {section: [] for section in SECTIONS}
     if record is None:
         return {**carried, "superseded": {}, "attempts": []}
@@ -107,10 +107,10 @@ def carry_over(record: dict | None, start: int) -> dict:
 
 
 def _attempts(record: dict) -> list[dict]:
-    """A record of an earlier version of this code is one attempt."""
+    """The attempts in a record. A record of an earlier version of this code is one attempt."""
     keys = ("run_name", "start_time", "end_time", "status")
     attempts = record.get("attempts") or [{"attempt": 1, **{key: record.get(key) for key in keys}}]
     last = attempts[-1]
-    if last["status"] == "running":  # it is not, or the next could not have begun
+    if last["status"] == "running":  # no longer: the next attempt has begun
         last = {**last, "status": "killed"}
     return [*attempts[:-1], last]

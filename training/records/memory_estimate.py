@@ -1,4 +1,4 @@
-"""Memory that a run will need on each GPU, estimated from its configuration, part by part."""
+"""Estimates the memory that a run will need on each GPU, item by item, from its configuration."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def estimate_memory(
     model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
 ) -> dict[str, float]:
-    """Estimated GiB per GPU by part, when the last forward has just ended: the peak. Without the allocator's
-    reserve and the temporaries of a backward. Assumes a fused attention kernel and compiled blocks; without
-    compile, more is needed."""
+    """Estimated GiB per GPU by item, at the end of the last forward, which is the peak. The allocator's
+    reserve and the temporaries of a backward are not included. Assumes a fused attention kernel and
+    compiled blocks; without compile, more is needed."""
     shards = world_size
     if config.use_fsdp and config.fsdp_sharding == "hybrid":
         shards = min(machine_size(), world_size)
@@ -24,7 +24,7 @@ def estimate_memory(
     adam_shards = shards if config.use_zero1 or config.use_fsdp else 1
     logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
     head = model.vocab_size * model.n_embd
-    parts = {
+    sizes = {
         f"weights ({config.param_dtype})": stored * parameters / adam_shards,
         f"Adam moments ({config.adam_dtype})": 2 * moment * parameters / adam_shards,
         **_weights_and_gradients(model, parameters, config, shards),
@@ -34,31 +34,31 @@ def estimate_memory(
     }
     if config.low_precision != "none":
         with_head = config.low_precision_scope == "layers_and_head"
-        parts["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
-        parts["logits"] += with_head * 2 / compute * logits  # their gradient in fp8, both layouts
-    return {name: size / GIB for name, size in parts.items()}
+        sizes["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
+        sizes["logits"] += with_head * 2 / compute * logits  # their gradient in fp8, both layouts
+    return {name: size / GIB for name, size in sizes.items()}
 
 
 def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainConfig, shards: int) -> dict:
-    """Bytes of what the model computes with, where that is not the optimizer's own, and of the gradients."""
+    """Bytes of the working weights, if they are not the optimizer's own tensors, and of the gradients."""
     stored, compute = BYTES[config.param_dtype], BYTES[config.dtype]
     if not config.use_fsdp:
         rounded = 0 if config.param_dtype == "float32" else stored / (shards if config.use_zero1 else 1)
-        parts = {"gradient sums (float32)": (4 + rounded) * parameters}  # and as the optimizer takes them
+        sizes = {"gradient sums (float32)": (4 + rounded) * parameters}  # the sums, and the optimizer's copy
         if config.use_zero1 or config.dtype != config.param_dtype:
-            parts[f"working weights ({config.dtype})"] = compute * parameters
-        return parts
+            sizes[f"working weights ({config.dtype})"] = compute * parameters
+        return sizes
     gathered = parameters
-    if config.reshard_after_forward:  # two blocks, one of them on its way, and what is in no block
+    if config.reshard_after_forward:  # two blocks, one of them just being gathered, and what is in no block
         gathered -= max(0, model.n_layer - 2) * _block_weights(model)
-    parts = {
+    sizes = {
         f"gradients ({config.param_dtype})": stored * parameters / shards,
         f"gathered weights ({config.dtype})": compute * gathered,
         "head's gradient, again": (4 + compute) * model.vocab_size * model.n_embd,  # scaled, and rounded
     }
     if config.gradient_accumulation_steps > 1:
-        parts[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
-    return parts
+        sizes[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
+    return sizes
 
 
 def _block_weights(model: ModelConfig) -> int:
@@ -68,19 +68,19 @@ def _block_weights(model: ModelConfig) -> int:
 
 
 def _activation_bytes(model: ModelConfig, config: TrainConfig) -> float:
-    """What the forward of all blocks keeps for the backward. A recomputed block keeps its input alone, and
-    one at a time has everything."""
+    """Bytes that the forward of all blocks keeps for the backward. A recomputed block keeps only its input;
+    one of them at a time has all its activations."""
     compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
     C, F = model.n_embd, model.d_ff
     qkv = C + 2 * model.n_kv_head * model.head_dim
-    heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as attention takes them
+    heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as input of attention
     up = 2 * F if model.ffn_type == "swiglu" else F
-    inputs = 2 * C + F  # of qkv, up and down; that of out is the context below
+    inputs = 2 * C + F  # inputs of qkv, up and down; the input of out is the context below
     layer = 3 * C + heads + up  # two residuals and the context
     if config.low_precision == "none":
         layer = compute * (layer + inputs)
     else:
-        layer = compute * layer + inputs + C  # in fp8, which the context is not
+        layer = compute * layer + inputs + C  # inputs in fp8, and an fp8 copy of the context
     recomputed = sum(is_recomputed(i, config.activation_checkpointing) for i in range(model.n_layer))
     whole = model.n_layer - recomputed + (recomputed > 0)
     return tokens * (whole * layer + recomputed * compute * C)

@@ -1,4 +1,4 @@
-"""The start-up report, as the console and the log show it. It is the whole output of --dry_run=True."""
+"""Writes the start-up report to the console and the log. It is the whole output of --dry_run=True."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Section = list[tuple[str, str]]
 
 
 def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None, start: int) -> None:
-    """The report of a run that begins at iteration `start`, and a record that exists from here on. Rank 0
+    """Writes the report of a run that begins at iteration `start`, and the record for the first time. Rank 0
     writes."""
     for line in report_lines(config, info):
         log.info(line)
@@ -41,7 +41,7 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
 def closing_lines(
     config: TrainConfig, run_path: Path, checkpoint: Path | None, waited_seconds: float
 ) -> list[str]:
-    """What a run says at its end. waited_seconds: total time that the loop waited for batches."""
+    """The last lines of a run. waited_seconds: total time that the loop waited for batches."""
     lines = [
         f"\nRun record:  {run_path}" if config.save_log_to_json else "",
         f"Log:         {run_path.with_suffix('.log')}",
@@ -52,7 +52,7 @@ def closing_lines(
 
 
 def dry_run(config: TrainConfig, world_size: int) -> None:
-    """Prints the report from the meta device: no GPU, no data, no process group, no file."""
+    """Prints the report of a model on the meta device: no GPU, no data, no process group, no file."""
     stated = config.peak_tflops if isinstance(config.peak_tflops, float) else None
     reason = None if stated else "a dry run looks at no device; state one with --peak_tflops=..."
     source = "stated by peak_tflops" if stated else "none"
@@ -82,9 +82,9 @@ def report_lines(config: TrainConfig, info: dict) -> list[str]:
         "THEORETICAL PERFORMANCE": _performance(info),
     }
     lines = []
-    for title, rows in sections.items():
+    for title, section in sections.items():
         lines += ["", "=" * 78, title, "=" * 78]
-        lines += [f"{name + ':':<28} {text}" for name, text in rows]
+        lines += [f"{name + ':':<28} {text}" for name, text in section]
     return lines
 
 
@@ -155,7 +155,7 @@ def _windows(config: TrainConfig) -> str:
 
 
 def _datasets(config: TrainConfig, info: dict) -> Section:
-    if "data" not in info:  # a dry run looks at none
+    if "data" not in info:  # a dry run opens none
         return [("Dataset", config.dataset)]
     sources = info["data"]["sources"]
     rows = [("Dataset", f"{len(sources)} sources, mixed by weight")] if len(sources) > 1 else []

@@ -1,5 +1,6 @@
-"""Log rows: the only place in the loop that waits for the device. A row reads the loss, and the time since
-the last row, over the iterations since then, is the iteration time (training/records/clock.py).
+"""Writes log rows. They are the only place in the loop that waits for the device, to read the loss. The
+time since the last log row, divided by the iterations since then, is the iteration time
+(training/records/clock.py).
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ log = logging.getLogger("nanomfu")
 
 
 class Reading(NamedTuple):
-    """What a row says of the iterations since the last one, as numbers on the host."""
+    """What a log row says of the iterations since the last one, as numbers on the host."""
 
-    iteration: int  # the last of them
-    first: int
-    loss: float  # of the last, mean over all ranks
+    iteration: int  # the last of these iterations
+    first: int  # the first of them
+    loss: float  # of the last iteration, mean over all ranks
     grad_norm: float
     grad_sum: float | None
     attended: float  # length of the document that a token is in, mean over tokens and iterations
-    seconds: float  # an iteration
+    seconds: float  # per iteration
     verdicts: list[float]  # of the update guard, for the anomaly policy
 
 
 class Logger:
-    """Rows to the console, the record and the tracker. All ranks call it; rank 0 writes."""
+    """Writes log rows to the console, the record and the tracker. All ranks call it; rank 0 writes."""
 
     def __init__(
         self,
@@ -53,15 +54,15 @@ class Logger:
         start: int,
         best_val_loss: float | None = None,
     ):
-        """`record` is None on all ranks but 0. `info` is the record's startup_info, `start` the first
+        """`record` is None on all ranks except 0. `info` is the record's startup_info, `start` the first
         iteration of this process."""
         self.config, self.world, self.record, self.clock = config, world, record, clock
         self.flops, self.peak, self.facts = info["flops"], peak, row_facts(info)
         self.recomputed = recomputed_flops(self.flops, config)
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
-        self.start = self.logged = start  # first iteration of this process; first one not yet in a row
+        self.start = self.logged = start  # first iteration of this process; first one in no log row yet
         self.best_val_loss = best_val_loss
-        self.attended = torch.zeros((), device=world.device)  # StepResult's, summed since the last row
+        self.attended = torch.zeros((), device=world.device)  # of StepResult, summed since the last log row
         self.saved_at = start  # iteration of the last JSON rewrite
         self.tracker: WandbTracker | None = None
         self.bar: tqdm | None = None
@@ -71,7 +72,8 @@ class Logger:
                 self.tracker = WandbTracker(config, record.content["run_name"])
 
     def is_due(self, iteration: int) -> bool:
-        """Also after the first iteration of this process, so that its compilation is in no other row."""
+        """Whether a log row is due. One is due after the first iteration of this process, too, so that its
+        compilation is in no other row."""
         first_or_last = iteration in (self.start, self.config.max_iters - 1)
         return first_or_last or iteration % self.config.log_interval == 0
 
@@ -82,13 +84,13 @@ class Logger:
     # --- a row: count, read, write ---
 
     def count(self, result: StepResult) -> None:
-        """After every iteration. All ranks. Nothing waits."""
+        """After every iteration. All ranks. Does not wait."""
         self.attended += result.attended
         if self.bar is not None:
             self.bar.update()
 
     def read(self, iteration: int, result: StepResult, verdicts: list[torch.Tensor]) -> Reading:
-        """Reads the row's numbers, and the verdicts with them. All ranks. The loop's one sync point."""
+        """Reads the log row's numbers and the verdicts together. All ranks. The loop's only sync point."""
         means = mean_over_ranks(torch.stack([result.loss.float(), self.attended]), self.world)
         of_row = [*means, result.grad_norm]
         if result.grad_sum is not None:
@@ -111,7 +113,7 @@ class Logger:
         )
 
     def write(self, reading: Reading, learning_rate: float, skipped: int) -> None:
-        """skipped: updates that were left out since the last row. Rank 0 writes."""
+        """skipped: updates that were skipped since the last log row. Rank 0 writes."""
         if self.record is None:
             return
         row = self._row(reading, learning_rate)
@@ -124,7 +126,7 @@ class Logger:
         if self.tracker:
             self.tracker.add_row(row)
         if row["iter"] // self.config.log_save_interval != self.saved_at // self.config.log_save_interval:
-            with self.clock.paused(synchronize=False):  # it grows with the run, and is no iteration's time
+            with self.clock.paused(synchronize=False):  # takes longer as the run grows; no iteration's time
                 self.record.save()
             self.saved_at = row["iter"]
 
@@ -159,7 +161,7 @@ class Logger:
         except ValueError as error:
             return None, str(error)
         mfu["tokens_per_iter"] = self.tokens_per_iter
-        if self.config.doc_masking:  # what the causal figure counts as attended to
+        if self.config.doc_masking:  # the length that the causal figure assumes
             mfu["document_length_per_token"] = reading.attended
         return mfu, None
 
@@ -183,14 +185,14 @@ class Logger:
             "max_reserved_gb": torch.cuda.max_memory_reserved() / GIB,
         }
 
-    # --- beside the rows ---
+    # --- evaluations, checkpoints, the end ---
 
     def evaluated(self, iteration: int, losses: dict[str, Any], learning_rate: float) -> None:
         log.info(
             f"📊 Eval {iteration:6d} │ Train loss: {losses['train']:.4f} │ Val loss: {losses['val']:.4f}"
         )
-        for name, parts in losses.get("sources", {}).items():
-            log.info(f"     {name} │ Train loss: {parts['train']:.4f} │ Val loss: {parts['val']:.4f}")
+        for name, source in losses.get("sources", {}).items():
+            log.info(f"     {name} │ Train loss: {source['train']:.4f} │ Val loss: {source['val']:.4f}")
         if self.record is not None:
             self.record.add_evaluation(iteration, losses, learning_rate)
             self.record.save()
@@ -212,7 +214,7 @@ class Logger:
             self.record.save()
 
     def close(self, status: str) -> None:
-        """Ends the bar and completes the record. Rank 0 writes. No communication: safe after a failure."""
+        """Ends the bar and completes the record. Rank 0 writes. Safe after a failure: no communication."""
         if self.bar is not None:
             self.bar.close()
         if self.record is None:
@@ -231,7 +233,7 @@ class Logger:
 
 
 def row_facts(info: dict[str, Any]) -> dict[str, Any]:
-    """What every row's mfu repeats, so that one row can be read alone."""
+    """What every log row's mfu repeats, so that one row can be read alone."""
     architecture = info["model"]["architecture"]
     return {
         "gpu_name": info["hardware"]["gpu_name"],
@@ -281,4 +283,4 @@ def _console_lines(row: dict, method: str, flops_per_token: int) -> list[str]:
 
 
 def _tf(tflops: float) -> str:
-    return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"  # a CPU has fractions of one
+    return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"  # a CPU reaches fractions of one

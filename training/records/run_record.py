@@ -1,10 +1,10 @@
-"""The run record: one JSON file a run, written by rank 0. It cannot end a run: a full disk is a warning, once,
-and what could not be written is written when there is room again.
+"""Writes the run record: one JSON file per run, written by rank 0. It cannot end a run: a full disk gives one
+warning, and what could not be written is written when there is space again.
 
-The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as long
-as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since then is
-in a journal beside it, a line each, which training/records/attempts.py reads if the run does not come to its
-end.
+The JSON is replaced atomically, so it can be parsed at every moment, also after kill -9. The more entries it
+has, the longer rewriting takes (2 s for 100,000), so rewriting gets at most one percent of the time. What was
+added since is in a journal beside it, one line per entry; training/records/attempts.py reads the journal if
+the run does not end in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from training.process.redaction import redact_all
 from training.process.world import World, gather_objects
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path
 
-SAVING_SHARE = 0.01  # of the time, for rewriting the JSON
+SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 
 log = logging.getLogger("nanomfu")
 
@@ -41,16 +41,16 @@ def new_run_path(out_dir: Path) -> Path:
 
 
 def open_log(config: TrainConfig, world: World) -> Path:
-    """The path of this run's record, the same on all ranks. The log beside it is open from here on; rank 0
-    writes it. All ranks."""
+    """The path of this run's record, the same on all ranks. Also opens the log beside it, which rank 0
+    writes. All ranks."""
     path = gather_objects(new_run_path(Path(config.out_dir)) if world.is_main else None, world)[0]
     start_logging(path.with_suffix(".log") if world.is_main else None, console=world.is_main)
     return path
 
 
 class RunRecord:
-    """Everything a run leaves behind to reproduce and plot its numbers, with what earlier attempts at it
-    left."""
+    """Everything needed to reproduce and plot a run's numbers, together with what its earlier attempts
+    recorded."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class RunRecord:
         history: dict | None = None,
         start: int = 0,
     ):
-        """`history` is the record of the attempt before (training/records/attempts.py), which this one
-        carries on from iteration `start`. `startup_info` may still be filled in while the run goes on."""
+        """`history` is the record of the previous attempt (training/records/attempts.py), which this one
+        continues from iteration `start`. `startup_info` may still be filled in during the run."""
         self.path = path
         earlier = carry_over(history, start)
         self.attempt = len(earlier["attempts"]) + 1
@@ -85,9 +85,9 @@ class RunRecord:
             **{section: earlier[section] for section in SECTIONS},
             "superseded": earlier["superseded"],
             "summary": None,
-            "journal_lines": 0,  # those that are in here already
+            "journal_lines": 0,  # those that are in this file already
         }
-        for attempt in earlier["attempts"]:  # what a kill in the middle of a rewrite left
+        for attempt in earlier["attempts"]:  # removes what a kill during a rewrite left
             with contextlib.suppress(OSError):
                 (path.parent / f"{os.path.basename(str(attempt['run_name']))}.json.tmp").unlink(
                     missing_ok=True
@@ -95,11 +95,11 @@ class RunRecord:
         self.journal = Journal(journal_path(path)) if enabled else None
         self.save_not_before = 0.0
         self.warned = False
-        self.lock = threading.Lock()  # training/faults/watchdog.py completes the record from its thread
+        self.lock = threading.Lock()  # the watchdog's thread may complete the record
 
     @property
     def own_rows(self) -> list[dict]:
-        """Without those of earlier attempts, which may have had other hardware."""
+        """The log rows of this attempt: earlier attempts may have had other hardware."""
         return [row for row in self.content["training_iterations"] if row["attempt"] == self.attempt]
 
     def add_iteration(self, row: dict) -> None:
@@ -125,7 +125,7 @@ class RunRecord:
         self._add("checkpoints", {"iter": iteration, "val_loss": val_loss, "path": str(path), **seconds})
 
     def add_event(self, iteration: int, kind: str, **facts) -> None:
-        """What happened beside the rows: bad numbers, a straggler, a fault that was survived."""
+        """Records what is in no log row: bad numbers, a straggler, a fault that the run survived."""
         self._add("events", {"iter": iteration, "kind": kind, "time": _now(), **facts})
 
     def _add(self, section: str, entry: dict) -> None:
@@ -143,7 +143,7 @@ class RunRecord:
         self.save(at_once=True)
 
     def save(self, at_once: bool = False) -> None:
-        """Rewrites the JSON, if that has not just been done."""
+        """Rewrites the JSON, unless that was done shortly before."""
         if self.journal is None or (time.monotonic() < self.save_not_before and not at_once):
             return
         began = time.monotonic()
@@ -157,7 +157,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def _surviving(self, what):
-        """Around a write. If it fails, everything is still in self.content."""
+        """Wraps a write. If the write fails, everything is still in self.content."""
         try:
             with self.lock:
                 yield
@@ -170,7 +170,7 @@ class RunRecord:
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
-    """The count of one GPU and that of all: a log with one number for both once hid a wrong MFU."""
+    """The steps of one GPU and those of all: a log with one number for both once hid a wrong MFU."""
     per_gpu = config.gradient_accumulation_steps
     return {
         "gradient_accumulation_steps_per_gpu": per_gpu,
@@ -186,8 +186,8 @@ def open_record(
     resumed_run: str | None,
     start: int,
 ) -> RunRecord | None:
-    """The record of this attempt, with the rows of those before; None on all ranks but 0. resumed_run is the
-    run that saved the checkpoint which this one goes on from."""
+    """The record of this attempt, with the entries of earlier ones; None on all ranks except 0. resumed_run
+    is the run that saved the checkpoint from which this one resumes."""
     if not world.is_main:
         return None
     keys = {**config.to_dict(), **accumulation_steps(config, world.size)}
@@ -196,17 +196,17 @@ def open_record(
 
 
 class Journal:
-    """What the JSON does not have yet. A line is written at once, and begins with the line break, so that
-    one that was cut off by a full disk does not spoil the next."""
+    """Holds entries that the JSON does not have yet. Each line is written at once. It begins with the line
+    break, so that a line that was cut off by a full disk does not spoil the next one."""
 
     def __init__(self, path: Path):
         self.path = path
         self.file: FileIO | None = None
-        self.lines = 0  # in the whole run
+        self.lines = 0  # of the whole run
 
     def append(self, section: str, entry: dict) -> None:
         line = json.dumps({"line": self.lines, "section": section, "entry": entry}, allow_nan=False)
-        self.lines += 1  # also if it is not written
+        self.lines += 1  # counted even if writing fails
         if self.file is None:
             self.file = open(self.path, "ab", buffering=0)
         self.file.write(b"\n" + line.encode())
@@ -223,7 +223,7 @@ class Journal:
 
 
 def _text(content: dict) -> Iterator[str]:
-    """JSON with a line for each entry: small, quick to make, and a tool that reads lines can use it."""
+    """JSON with one line per entry: small, quick to make, and usable by tools that read lines."""
     for number, (name, value) in enumerate(content.items()):
         yield f"{',' if number else '{'}\n {json.dumps(name)}: "
         if name == "superseded":
@@ -243,12 +243,12 @@ def _replace(path: Path, text: Iterator[str]) -> None:
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(text)
         file.flush()
-        os.fsync(file.fileno())  # so that a machine that loses power has the old one or the new one
+        os.fsync(file.fileno())  # so that a loss of power leaves the old file or the new one
     os.replace(temporary, path)
 
 
 def _finite(value):
-    """The same content with NaN and infinities as null: JSON has neither."""
+    """The same content with NaN and infinity as null, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

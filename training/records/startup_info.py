@@ -1,5 +1,5 @@
-"""The record's startup_info: what runs, on what, and how it is counted. The start-up report shows the
-same."""
+"""Collects the record's startup_info: what runs, on which machine, and how it is counted. The start-up report
+shows the same."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def startup_info(
     attention: dict[str, Any],
     world_size: int,
 ) -> dict[str, Any]:
-    """All that does not depend on the data or on an earlier run. flops is count_flops' result, machine
-    describe_hardware's."""
+    """Everything that does not depend on the data or on an earlier run. `flops` is the result of
+    count_flops(), `machine` that of describe_hardware()."""
     model_config = config.model_config()
-    model = model_builder.build_model(model_config)  # on the meta device: it is only counted
+    model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
     return {
         "model": {
@@ -67,7 +67,7 @@ def run_info(
     resume: Resume,
     world_size: int,
 ) -> dict[str, Any]:
-    """The rest of the record's startup_info: the data, who started the run, and where it goes on."""
+    """The rest of the record's startup_info: the data, who started the run, and where it continues."""
     samples = config.max_iters * config.samples_per_iter(world_size)
     return {
         "data": describe_sources(sources, windows, samples, fingerprint),

@@ -1,4 +1,4 @@
-"""Mirrors rows to an experiment tracker: Weights & Biases."""
+"""Sends log rows to an experiment tracker: Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from training.process.redaction import redact, redact_all
 
 
 class WandbTracker:
-    """Numbers of rows and evaluations, by iteration. Rank 0 only."""
+    """Sends the numbers of log rows and evaluations, by iteration. Rank 0 only."""
 
     def __init__(self, config: TrainConfig, run_name: str):
         import wandb  # type: ignore[import-not-found]  # optional; the configuration has checked that it is there

@@ -1,5 +1,5 @@
-"""Throughput and utilization. Pure functions of counts and seconds; every figure says whether it is global
-(all GPUs) or per GPU, and the numerator and denominator of a quotient always cover the same GPUs."""
+"""Computes throughput and utilization. Pure functions of counts and seconds. Every figure says whether it is
+global (all GPUs) or per GPU; numerator and denominator of a quotient always cover the same GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMULAS = (model_builder_v1, model_builder_v2, model_builder_v3)
 
 def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
     """FLOPs per token that activation checkpointing adds: one more forward of each recomputed block,
-    attention (the full S x S scores) and feed-forward. None if the formula has no count of one layer."""
+    attention (the full S x S scores) and feed-forward. None if the formula does not count layers."""
     blocks = sum(is_recomputed(i, config.activation_checkpointing) for i in range(config.n_layer))
     if not blocks:
         return 0
@@ -31,8 +31,8 @@ def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
 
 
 def document_flops(flops: dict, attended: float, block_size: int) -> float:
-    """FLOPs per token, causal, where documents of a window do not see each other: their squared lengths sum
-    to less than the window's. attended is sum(L^2) / sum(L) over documents of L tokens."""
+    """FLOPs per token, causal, if the documents of a token window do not see each other: the sum of their
+    squared lengths is less than the window's. `attended` is sum(L^2) / sum(L) over documents of L tokens."""
     half_of_the_scores = flops["flops_per_token"] - flops["flops_per_token_causal"]
     return flops["flops_per_token"] - (2 - attended / block_size) * half_of_the_scores
 
@@ -45,9 +45,10 @@ def utilization(
     facts: dict,
     recomputed: float | None = 0,
 ) -> dict:
-    """The record's mfu fields, from the global tokens/s. `flops` is count_flops' result; `facts` are constant
-    fields (method, architecture, GPU name ...) that every row repeats, so that one row can be read alone.
-    `recomputed` is recomputed_flops': MFU never counts it, hfu_percent (hardware FLOPs utilization) does.
+    """The record's mfu fields, from the global tokens/s. `flops` is count_flops()'s result; `facts` are
+    constant fields (method, architecture, GPU name ...) that every log row repeats, so that it can be read
+    alone. `recomputed` is recomputed_flops()'s: MFU never counts it, hfu_percent (hardware FLOPs
+    utilization) does.
 
     Raises ValueError if the result is above 100 %: then the measurement, the peak or the count is wrong.
     """
@@ -91,8 +92,8 @@ def utilization(
 
 
 def _fp8_utilization(achieved: float, mfu: float, fp8: Peak, num_gpus: int) -> dict:
-    """An fp8 run against both peaks, each by its name; mfu itself is against the bf16 peak, so that it
-    compares with runs in bf16."""
+    """The MFU of an fp8 run against both peaks, each under its own name. mfu itself uses the bf16 peak, so
+    that it can be compared with runs in bf16."""
     peak = None if fp8.flops is None else fp8.flops * num_gpus
     return {
         "mfu_bf16_percent": 100 * mfu,
@@ -137,7 +138,7 @@ def count_flops(config: TrainConfig) -> dict[str, Any]:
 
 
 def summarize(rows: list[dict]) -> dict:
-    """Medians with their 10th and 90th percentiles over the rows after warm-up; None where there are none."""
+    """Medians with 10th and 90th percentiles over the log rows after warm-up; None where there are none."""
     steady = [row for row in rows if not row["warmup"]]
     return {
         "rows_after_warmup": len(steady),
