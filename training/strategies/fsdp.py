@@ -1,4 +1,4 @@
-"""The strategy that shards everything: FSDP2. training/strategies/strategy.py says what each method is
+"""FSDP2, the strategy that shards everything. training/strategies/strategy.py says what each method is
 for."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Fsdp:
     """FSDP2, fully_shard (Zhao et al. 2023): weights, gradients and optimizer state sharded by rows.
 
     Weights are gathered in the compute dtype once per iteration, unless reshard_after_forward drops them
-    after every forward. fsdp_sharding='hybrid' shards over one machine's processes, replicates over machines.
+    after every forward. fsdp_sharding='hybrid' shards over a machine's processes and replicates over
+    machines.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
@@ -43,7 +44,7 @@ class Fsdp:
         )
         self.reshard = config.reshard_after_forward
         self.quantized = config.low_precision != "none"
-        for parameter in model.parameters():  # and not model.to(), which would round the rotary angles, too
+        for parameter in model.parameters():  # not model.to(), which would also round the rotary angles
             parameter.data = parameter.data.to(DTYPES[config.param_dtype])
         refresh_weights(model)
         for block in model.blocks:
@@ -60,15 +61,15 @@ class Fsdp:
             self._measure_waits(timer)
 
     def _measure_waits(self, timer: WorkTimer) -> None:
-        """Around FSDP's own hooks, which wait for the weights of other ranks."""
+        """Puts hooks around FSDP's own hooks, which wait for the weights of other ranks."""
         for unit in (*self.module.blocks, self.module):
             unit.register_forward_pre_hook(lambda module, inputs: timer.begin_wait(), prepend=True)
             unit.register_forward_pre_hook(lambda module, inputs: timer.end_wait())
 
     def _units(self) -> list[FSDPModule]:
-        """What is gathered as one: each block, and the rest of the model."""
+        """The FSDP units, each gathered as a whole: every block, and the rest of the model."""
         units = [*self.module.blocks, self.module]
-        return cast("list[FSDPModule]", units)  # fully_shard has added the class to theirs
+        return cast("list[FSDPModule]", units)  # fully_shard adds this class to a module's own
 
     def micro_step(self, last: bool) -> None:
         *_, model = self._units()
@@ -89,7 +90,7 @@ class Fsdp:
         return loss, squares.sqrt()
 
     def publish(self) -> None:
-        """The next forward gathers the new weights; to be quantized, they are gathered here."""
+        """The next forward gathers the new weights. If they must be quantized, they are gathered here."""
         if not self.quantized:
             return
         units = self._units()
@@ -130,6 +131,6 @@ class Fsdp:
 
 
 def _sharded(tensor: torch.Tensor | None) -> DTensor:
-    """What fully_shard has made of it."""
+    """The same tensor, which fully_shard has made a DTensor."""
     assert isinstance(tensor, DTensor), type(tensor)
     return tensor

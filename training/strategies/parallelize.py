@@ -1,4 +1,4 @@
-"""Puts the strategy that the configuration asks for around a model."""
+"""Wraps a model in the strategy that the configuration asks for."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STRATEGIES: dict[str, Callable[[Transformer, TrainConfig, World, WorkTimer | Non
 def parallelize(
     model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None
 ) -> Strategy:
-    """The strategy around the initialized, compiled model. `timer` measures waits for other ranks inside the
-    forward. All ranks."""
+    """Wraps the initialized, compiled model in its strategy. `timer` measures how long the forward waits for
+    other ranks. All ranks."""
     return STRATEGIES[strategy_name(config, world.size)](model, config, world, timer)
 
 

@@ -20,14 +20,14 @@ from training.process.work_timer import WorkTimer
 from training.process.world import World, all_gather, reduce_scatter
 from training.strategies.strategy import Shard, norm
 
-LOSS_ROOM = 4  # floats: what travels stays a multiple of 16 bytes
+LOSS_ROOM = 4  # floats; so the size of a message stays a multiple of 16 bytes
 
 
 class Bucket:
-    """The gradient sums of one part of the model, views of one fp32 tensor: matrices first, then vectors.
+    """The gradient sums of some modules, as views of one fp32 tensor: matrices first, then vectors.
 
-    They live as long as the run: the backward adds to them in place, communication takes them as they are.
-    Behind the gradients there is room for the iteration's loss, which so travels with the last bucket.
+    They live as long as the run: the backward adds to them in place, and they are communicated in place.
+    After the gradients there is space for the iteration's loss, so that it travels with the last bucket.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], world_size: int):
@@ -36,38 +36,39 @@ class Bucket:
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
         self.flat = torch.zeros(sum(sizes) + LOSS_ROOM, dtype=torch.float32, device=ordered[0][1].device)
         gradients, self.loss = self.flat[:-LOSS_ROOM], self.flat[-1]
-        parts = zip(shapes.items(), gradients.split(sizes), strict=True)
-        self.views = {name: part.view(shape) for (name, shape), part in parts}
+        flat_views = zip(shapes.items(), gradients.split(sizes), strict=True)
+        self.views = {name: flat.view(shape) for (name, shape), flat in flat_views}
         self.matrices = [view for view in self.views.values() if view.ndim >= 2]
         self.vectors = gradients[sum(view.numel() for view in self.matrices) :]
 
 
 def _padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
-    """Its shape with rows added at the end, so that every rank can have equally many."""
+    """The matrix's shape with rows added at the end, so that every rank has the same number of rows."""
     return (-(-len(matrix) // world_size) * world_size, *matrix.shape[1:])
 
 
 class Replicated:
     """Every rank holds all weights and all gradients: one process, or data parallelism (Li et al. 2020).
 
-    Matrices are computed with in the compute dtype, copied from the optimizer's own once per iteration;
-    vectors are cast where they are used. A bucket holds one block's gradients: as soon as the last
-    micro-step's backward has left the block, its all-reduce starts, beside the backward of the block below.
+    The model computes with matrices in the compute dtype, copied from the optimizer's own once per iteration;
+    vectors are cast where they are used. A bucket holds one block's gradients. As soon as the last
+    micro-step's backward has left the block, the bucket's all-reduce starts, in parallel to the backward of
+    the block below.
     """
 
-    parts = 1  # every rank holds the whole of what it shares with others
+    parts = 1  # tensors that several ranks hold are whole
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
-        """No forward waits for another rank here, so `timer` has nothing to measure."""
+        """`timer` is not used: no forward waits for another rank here."""
         self.module = self.forward = model
         self.world, self.last = world, False
         self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
         self.reduce_dtype = DTYPES[config.reduce_dtype]
-        self.works: list[tuple[dist.Work, Callable[[], object] | None]] = []  # under way, and what follows
+        self.works: list[tuple[dist.Work, Callable[[], object] | None]] = []  # in progress, and what follows
         named = dict(model.named_parameters())
         if world.size > 1:
             for parameter in named.values():
-                dist.broadcast(parameter.data, src=0)  # so that ranks cannot start apart
+                dist.broadcast(parameter.data, src=0)  # so that all start with the same weights
         self.buckets = self._make_buckets(named)
         self.views = {name: view for bucket in self.buckets for name, view in bucket.views.items()}
         self.shards = [self._make_shard(name, parameter) for name, parameter in named.items()]
@@ -77,22 +78,22 @@ class Replicated:
     # --- building ---
 
     def _make_buckets(self, named: dict[str, nn.Parameter]) -> list[Bucket]:
-        """One for each block and one for the head, which start by themselves; the rest, embeddings above all,
-        is last."""
+        """One for each block and one for the head, whose reduction starts during the backward. The last one
+        has the rest, mainly the embeddings."""
         groups: dict[str, dict[str, nn.Parameter]] = {"rest": {}}
         for name, parameter in named.items():
             top, *path = name.split(".")
-            part = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
-            groups.setdefault(part, {})[name] = parameter
+            group = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
+            groups.setdefault(group, {})[name] = parameter
         rest = Bucket(groups.pop("rest"), self.world.size)
-        buckets = {part: Bucket(parameters, self.world.size) for part, parameters in groups.items()}
+        buckets = {group: Bucket(parameters, self.world.size) for group, parameters in groups.items()}
         if self.world.size > 1:
-            for part, bucket in buckets.items():
-                self._start_behind(self.module.get_submodule(part), bucket)
+            for group, bucket in buckets.items():
+                self._reduce_after_backward(self.module.get_submodule(group), bucket)
         return [*buckets.values(), rest]
 
-    def _start_behind(self, module: nn.Module, bucket: Bucket) -> None:
-        """Communicates the bucket when the backward has left the module: its input's gradient is there."""
+    def _reduce_after_backward(self, module: nn.Module, bucket: Bucket) -> None:
+        """Reduces the bucket once the backward has left the module, that is, its input has a gradient."""
 
         def start(gradient):
             if self.last:
@@ -105,15 +106,15 @@ class Replicated:
         module.register_forward_pre_hook(hook_input)
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
-        """Gives the optimizer its own tensor and leaves the parameter in the compute dtype. In fp32, both are
-        one tensor."""
+        """Gives the optimizer a tensor of its own and leaves the parameter in the compute dtype. In fp32,
+        both are one tensor."""
         own = parameter.data.to(self.param_dtype)
         if parameter.ndim >= 2:
             parameter.data = own.to(self.dtype)
         return Shard(name, parameter, nn.Parameter(own), replicas=self.world.size)
 
     def _connect_gradients(self) -> None:
-        """Where the backward adds each gradient, and where the optimizer finds it: in its bucket."""
+        """Makes the backward add each gradient in its bucket, and the optimizer find it there."""
         of_parameter: dict[torch.Tensor, torch.Tensor] = {
             s.parameter: self.views[s.name][: len(s.parameter)] for s in self.shards
         }
@@ -123,17 +124,17 @@ class Replicated:
         for shard in self.shards:
             if not shard.is_matrix:
                 shard.parameter.grad = of_parameter[shard.parameter]
-        self._hand_over()
+        self._give_gradients_to_optimizer()
 
-    def _hand_over(self) -> None:
-        for shard in self.shards:  # the view itself, but for bf16 parameters
+    def _give_gradients_to_optimizer(self) -> None:
+        for shard in self.shards:  # the view itself; a copy only for bf16 parameters
             shard.local.grad = self._mine(shard, self.views[shard.name]).to(shard.local.dtype)
 
     def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """What of a tensor like the parameter, maybe padded, belongs to shard.local."""
+        """The part for shard.local of a tensor with the parameter's shape, which may be padded."""
         return whole[: len(shard.local)]
 
-    # --- the verbs ---
+    # --- the methods of the protocol ---
 
     def micro_step(self, last: bool) -> None:
         self.last = last and self.world.size > 1
@@ -148,7 +149,7 @@ class Replicated:
 
     def _for_the_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp.RedOpType]:
         """The tensor in reduce_dtype, and the operation that makes the mean."""
-        if dist.get_backend() == "gloo":  # which cannot average
+        if dist.get_backend() == "gloo":  # gloo cannot average
             return tensor.div_(self.world.size).to(self.reduce_dtype), dist.ReduceOp.SUM
         return tensor.to(self.reduce_dtype), dist.ReduceOp.AVG
 
@@ -162,14 +163,14 @@ class Replicated:
                     then()
             self.works.clear()
         if self.param_dtype != torch.float32:
-            self._hand_over()
+            self._give_gradients_to_optimizer()
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.buckets[-1].loss, norm([shard.grad for shard in self.shards])
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Every rank has made the same update; the working copies follow."""
+        """Every rank has made the same update; only the working copies must be renewed."""
         self._copy_back(self.shards)
         refresh_weights(self.module)
 
@@ -197,19 +198,18 @@ class Replicated:
 
 
 class Zero1(Replicated):
-    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients replicated; the
-    optimizer's own weights and moments sharded by rows of the matrices.
+    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients are replicated; the
+    optimizer's own weights and moments are sharded by rows of the matrices.
 
-    A gradient's rows arrive by reduce-scatter, in place, during the last backward; each rank updates its
-    rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a model, are
-    updated by every rank.
+    During the last backward, reduce-scatter brings each rank its rows of a gradient, in place. Each rank
+    updates its rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a
+    model, are updated by every rank.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
-        self.padded: dict[
-            str, torch.Tensor
-        ] = {}  # name -> the working matrix with its padding, which is what is gathered
+        # name -> the working matrix with its padding, which is what is gathered
+        self.padded: dict[str, torch.Tensor] = {}
         super().__init__(model, config, world, timer)
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
