@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.tokens import DataError, FileTokenizer, open_tokenizer
+from data.pipeline.token_files import DataError, FileTokenizer, open_tokenizer
 from data.pipeline.units import PIECE_CHARS, Settings, Unit
 from data.pipeline.workers import run_units
 from data.tokenizers.end_of_text import find_eot

@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.results import spread
 from bench.tokenization import Peers, Rate, measure_preparation, read_sample
 from data.pipeline.documents import find_files
-from data.pipeline.tokens import DataError, open_tokenizer
+from data.pipeline.token_files import DataError, open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.
 

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.pipeline.tokens import DATA_DIR, DataError, run
+from data.pipeline.token_files import DATA_DIR, DataError, run
 
 ROOT = DATA_DIR.parent
 OURS = ("--part", "--num_parts", "--workers", "--output", "--no-resume")  # not among the dataset's options

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import TINY, last_run, make_dataset, write_config
 
-from data.pipeline.tokens import DataError, TokenWriter
+from data.pipeline.token_files import DataError, TokenWriter
 from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint

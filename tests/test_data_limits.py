@@ -16,7 +16,7 @@ from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.parquet import largest_page
 from data.pipeline.preparation import plan_units
-from data.pipeline.tokens import DataError, EncodeError, FileTokenizer, open_tokenizer
+from data.pipeline.token_files import DataError, EncodeError, FileTokenizer, open_tokenizer
 from data.pipeline.units import Settings, Unit
 
 
@@ -101,7 +101,7 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     script = """
 from pathlib import Path
 from data.pipeline import units
-from data.pipeline.tokens import FileTokenizer
+from data.pipeline.token_files import FileTokenizer
 units.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
 tokenizer.use_fast_encoder(verify=False)

@@ -1,4 +1,4 @@
-"""What data/*/prepare.py and data/pipeline/tokens.py promise about the files they write."""
+"""What data/*/prepare.py and data/pipeline/token_files.py promise about the files they write."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from data.inspect.__main__ import check_files  # noqa: E402
 from data.pipeline.documents import BadRecord, find_files, read_records  # noqa: E402
 from data.pipeline.preparation import prepare  # noqa: E402
-from data.pipeline.tokens import (  # noqa: E402
+from data.pipeline.token_files import (  # noqa: E402
     CharTokenizer,
     DataError,
     FileTokenizer,
@@ -168,7 +168,7 @@ def test_a_killed_write_leaves_the_old_dataset_or_none(tmp_path, old):
     before = snapshot(tmp_path)
     script = (
         "import os, signal, sys\n"
-        "from data.pipeline.tokens import CharTokenizer, write_dataset\n"
+        "from data.pipeline.token_files import CharTokenizer, write_dataset\n"
         "def chunks():\n"
         "    yield [1] * 100_000\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -192,7 +192,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
             raise OSError("killed here")
         os.rename(source, destination)
 
-    monkeypatch.setattr("data.pipeline.tokens.os.replace", replace)
+    monkeypatch.setattr("data.pipeline.token_files.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
     with pytest.raises(DataError, match="no complete dataset"):

@@ -21,7 +21,7 @@ from test_data_prepare import ENVIRONMENT, SHARED_DATA, run_prepare, shared, sma
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.preparation import prepare, split_of
-from data.pipeline.tokens import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
+from data.pipeline.token_files import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
 from data.pipeline.units import Settings, encode_document
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields

@@ -11,7 +11,7 @@ from helpers import ROOT, TINY, make_dataset
 
 from data.inspect.__main__ import check_files
 from data.pipeline import verified
-from data.pipeline.tokens import CharTokenizer, read_meta
+from data.pipeline.token_files import CharTokenizer, read_meta
 from data.pipeline.units import Settings, Unit, tokenize
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches, Windows

@@ -12,7 +12,7 @@ pytest.importorskip("tiktoken")
 from tokenizers import Tokenizer  # noqa: E402
 
 from data.pipeline import preparation  # noqa: E402
-from data.pipeline.tokens import FileTokenizer, open_tokenizer  # noqa: E402
+from data.pipeline.token_files import FileTokenizer, open_tokenizer  # noqa: E402
 from data.tokenizers import fast_encoder  # noqa: E402
 from data.tokenizers.fast_encoder import FastEncoder, Unsuitable, verify_words, word_pattern  # noqa: E402
 from data.tokenizers.merges import QWEN_PATTERN  # noqa: E402

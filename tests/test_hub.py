@@ -18,7 +18,7 @@ from helpers import ROOT
 from test_data_prepare import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
 
 from data.pipeline.hub import Hub, open_hub
-from data.pipeline.tokens import DataError
+from data.pipeline.token_files import DataError
 from data.tokenizers.families import FAMILIES, open_family, open_named
 
 huggingface_hub = pytest.importorskip("huggingface_hub")

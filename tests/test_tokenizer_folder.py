@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_data_prepare import shared, small_bpe
 
-from data.pipeline.tokens import DataError, open_tokenizer
+from data.pipeline.token_files import DataError, open_tokenizer
 from data.tokenizers.end_of_text import find_eot
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.merges import QWEN_PATTERN

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.tokens import DATA_DIR, SPLITS, DataError, count_tokens, load_tokenizer, read_meta, run
+from data.pipeline.token_files import (
+    DATA_DIR,
+    SPLITS,
+    DataError,
+    count_tokens,
+    load_tokenizer,
+    read_meta,
+    run,
+)
 from data.pipeline.verified import entry, read_whole, remember
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.preparation import prepare
-from data.pipeline.tokens import DataError, report
+from data.pipeline.token_files import DataError, report
 from data.pipeline.units import Settings
 
 

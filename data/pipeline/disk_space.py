@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.tokens import DataError, EncodeError
+from data.pipeline.token_files import DataError, EncodeError
 from data.pipeline.units import Unit
 
 SAMPLED_FILES = 5

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from data.pipeline.parquet import read_values
-from data.pipeline.tokens import DataError
+from data.pipeline.token_files import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LINE_BYTES = 64 << 20  # of one JSON line; decoding takes up to nine times that

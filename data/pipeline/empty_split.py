@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.tokens import SPLITS, TokenWriter, smallest_dtype, sync
+from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype, sync
 from data.pipeline.units import Settings, ShardWriter, Unit, write_json
 
 CHUNK = 1 << 24  # tokens read at once

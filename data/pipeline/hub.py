@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.pipeline.tokens import DataError
+from data.pipeline.token_files import DataError
 
 LISTING = "hub.json"
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")

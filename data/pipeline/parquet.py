@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from data.pipeline.tokens import DataError
+from data.pipeline.token_files import DataError
 
 COLUMN = "text"
 PAGE_BYTES = 128 << 20  # decompressed; writers make pages of about 1 MiB

@@ -17,7 +17,7 @@ from pathlib import Path
 from data.pipeline.disk_space import check_room
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.tokens import (
+from data.pipeline.token_files import (
     SPLITS,
     DataError,
     count_tokens,

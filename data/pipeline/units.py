@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.tokens import SPLITS, DataError, EncodeError, TokenWriter, smallest_dtype, sync
+from data.pipeline.token_files import SPLITS, DataError, EncodeError, TokenWriter, smallest_dtype, sync
 from data.pipeline.verified import entry, remember
 
 PIECE_CHARS = 1 << 19  # encoded at once: short documents together, a long one in pieces; it bounds the memory

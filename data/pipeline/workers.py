@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.tokens import DataError, open_tokenizer
+from data.pipeline.token_files import DataError, open_tokenizer
 from data.pipeline.units import Settings, Unit, tokenize
 
 TELL_SECONDS = 0.2  # between a worker's reports

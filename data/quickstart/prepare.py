@@ -16,7 +16,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.pipeline.tokens import DataError, FileTokenizer, has_dataset, read_meta, report, run, write_dataset  # noqa: E402
+from data.pipeline.token_files import (  # noqa: E402
+    DataError,
+    FileTokenizer,
+    has_dataset,
+    read_meta,
+    report,
+    run,
+    write_dataset,
+)
 
 VOCAB_SIZE = 4096
 EOT = "<|endoftext|>"

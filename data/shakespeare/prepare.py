@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.pipeline.tokens import TiktokenTokenizer, report, run, write_dataset  # noqa: E402
+from data.pipeline.token_files import TiktokenTokenizer, report, run, write_dataset  # noqa: E402
 from data.shakespeare_char.prepare import TRAIN_FRACTION, URL, read_text  # noqa: E402
 
 

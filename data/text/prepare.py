@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.documents import find_files  # noqa: E402
-from data.pipeline.tokens import run  # noqa: E402
+from data.pipeline.token_files import run  # noqa: E402
 from data.tokenizers.end_of_text import EOT_NAMES, find_eot  # noqa: E402
 from data.tokenizers.families import open_named  # noqa: E402
 

@@ -1,6 +1,6 @@
 """The token that ends each document: found by its name, and refused where a text could spell it."""
 
-from data.pipeline.tokens import DataError
+from data.pipeline.token_files import DataError
 
 EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # in order of preference
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.pipeline.hub import download_tokenizer
-from data.pipeline.tokens import DATA_DIR, DataError, FileTokenizer, TiktokenTokenizer, open_tokenizer
+from data.pipeline.token_files import DATA_DIR, DataError, FileTokenizer, TiktokenTokenizer, open_tokenizer
 
 HUB = "hf:"  # --tokenizer hf:OWNER/NAME
 PROBE = " 2024! e\u0301 x.\n\n\ty's  z"

@@ -18,7 +18,7 @@ import json
 
 import numpy as np
 
-from data.pipeline.tokens import EncodeError, tiktoken_ids
+from data.pipeline.token_files import EncodeError, tiktoken_ids
 from data.tokenizers.merges import QWEN_PATTERN
 from data.tokenizers.model_file import DUMMY_PREFIX, LLAMA3_PATTERN, SPACE, byte_letters
 

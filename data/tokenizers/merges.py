@@ -8,7 +8,7 @@ one. Any other class is refused, because its rules would be a guess.
 import json
 from pathlib import Path
 
-from data.pipeline.tokens import DataError
+from data.pipeline.token_files import DataError
 from data.tokenizers.model_file import added_token, byte_letters
 
 QWEN_PATTERN = (
