@@ -18,13 +18,16 @@ import pytest
 from helpers import ROOT, TINY, last_run, run_train, write_config
 from test_data_prepare import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
 
+from data.errors import DataError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import prepare, split_of
-from data.pipeline.token_files import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
 from data.pipeline.units import Settings, encode_document
 from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
+from data.tokenizers.tokenizer import open_tokenizer
 from training.batches.dataset import open_dataset
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
