@@ -398,6 +398,18 @@ def test_inspect_prints_counts_and_text(tmp_path, bpe):
     assert result.stdout == inspect(tmp_path / "out", "--hash", "--seed", "1", "--samples", "2").stdout
 
 
+def test_inspect_says_how_it_is_called():
+    result = inspect(Path("absent"), "--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage: python -m data.inspect ")
+
+
+def test_inside_data_the_inspect_of_the_standard_library_is_imported():
+    command = [sys.executable, "-c", "import inspect; print(inspect.signature(print), inspect.__file__)"]
+    result = subprocess.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert str(ROOT) not in result.stdout and "inspect.py" in result.stdout
+
+
 def test_the_trainer_reads_shards(tmp_path, bpe):
     make(write_corpus(tmp_path / "in"), tmp_path / "out", bpe)
     keys = {**TINY, "dataset": tmp_path / "out", "out_dir": tmp_path / "run", "vocab_size": 257}
