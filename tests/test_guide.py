@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 from helpers import ROOT
@@ -112,7 +113,9 @@ def script(monkeypatch):
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
         with pytest.raises(Parsed):
             if not program.endswith(".py"):
-                runpy.run_module(program, run_name="__main__")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # another test may have imported the module
+                    runpy.run_module(program, run_name="__main__")
             monkeypatch.syspath_prepend(str((ROOT / program).parent))
             runpy.run_path(str(ROOT / program), run_name="__main__")
 
