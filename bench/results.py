@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 
 from bench.plan import Entry
+from training.records import percentiles
 
 SERIES = ("mfu_percent", "mfu_causal_percent", "tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
 GPU_FIGURES = ("sm_clock_mhz", "power_w", "temperature_c")
@@ -61,11 +62,11 @@ def combine(runs: list[dict]) -> dict | None:
 def spread(series: list[list[float]]) -> dict | None:
     """Median of the runs' medians, 10th and 90th percentile of all values; None without any."""
     series = [values for values in series if values]
-    if not series:
+    found = percentiles.spread([value for values in series for value in values])
+    if found is None:
         return None
-    ordered = sorted(value for values in series for value in values)
-    p10, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
-    return {"median": statistics.median(map(statistics.median, series)), "p10": p10, "p90": p90}
+    medians = [statistics.median(values) for values in series]
+    return {**found, "median": statistics.median(medians)}
 
 
 def relate(entries: list[Entry]) -> None:

@@ -55,7 +55,9 @@ def limit_y(axis, drawn: list[np.ndarray], typical: list[np.ndarray]):
     """Fits the axis to the typical values of each line, so that one compilation step does not flatten the
     rest, and says how much of what was drawn is then off the scale."""
     drawn = finite(np.concatenate(drawn))
-    bounds = [np.percentile(finite(line), [1, 99]) for line in typical if len(finite(line))] or [drawn]
+    bounds = [
+        np.percentile(values, [1, 99], method="nearest") for values in map(finite, typical) if len(values)
+    ] or [drawn]
     if not len(drawn):
         return
     low, high = min(map(min, bounds)), max(map(max, bounds))

@@ -254,7 +254,10 @@ def evaluations(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
 def spread(run: Run, name: str) -> tuple[float, float, float] | None:
     """Median, 10th and 90th percentile of a column after warm-up; None when nothing was measured by then."""
     values = finite(run.columns[name][run.timed])
-    return tuple(np.percentile(values, [50, 10, 90])) if len(values) else None
+    if not len(values):
+        return None
+    p10, p90 = np.percentile(values, [10, 90], method="nearest")  # as in training/records/percentiles.py
+    return float(np.median(values)), float(p10), float(p90)
 
 
 def recounted(run: Run, method: str) -> Run:
