@@ -19,13 +19,13 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench.plan import check_overrides
+from bench.plan import WARMUP_ITERS, check_overrides
 from bench.process import end_with_status, python_command, run_process
 from bench.throughput import dataset_chooser, new_folder
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
+from training.process.memory import GB
 
-WARMUP = 10  # iterations that no figure includes
 AFTER = 20  # iterations after a save that are looked at, and as many before the first
 SAVES = 2  # beside the last one, which no iteration follows
 MODES = {"training waits": False, "beside the training": True}  # async_checkpoint
@@ -93,11 +93,11 @@ def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: 
     path = max(out_dir.glob("run_*.json"), default=None)
     if path is None:
         raise UserError(f"no run record in {out_dir}")
-    return {"mode": mode, "gigabytes": size / 1e9, **figures(json.loads(path.read_text(encoding="utf-8")))}
+    return {"mode": mode, "gigabytes": size / GB, **figures(json.loads(path.read_text(encoding="utf-8")))}
 
 
 def flags(asynchronous: bool) -> list[str]:
-    interval = WARMUP + AFTER
+    interval = WARMUP_ITERS + AFTER
     fixed = {
         "async_checkpoint": asynchronous,
         "checkpoint_interval": interval,

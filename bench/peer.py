@@ -31,10 +31,9 @@ from training.configuration.keys import TrainConfig
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
 from training.process.exit_status import end_process
+from training.process.memory import GIB
 from training.process.world import World, check_device, init_world, launch_info
 from training.records.utilization import utilization
-
-GB = 2**30
 
 
 def main(argv: list[str]) -> int:
@@ -117,8 +116,8 @@ def _memory(world: World) -> dict | None:
     if world.device.type != "cuda":
         return None
     return {
-        "max_allocated_gb": torch.cuda.max_memory_allocated() / GB,
-        "max_reserved_gb": torch.cuda.max_memory_reserved() / GB,
+        "max_allocated_gb": torch.cuda.max_memory_allocated() / GIB,
+        "max_reserved_gb": torch.cuda.max_memory_reserved() / GIB,
     }
 
 

@@ -12,6 +12,7 @@ from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS, TrainConfig
 
+WARMUP_ITERS = 10  # before the measured ones, unless --warmup says otherwise; no figure includes them
 MIN_ROWS = 4  # of a run, so that it has a spread
 
 # What the benchmark itself decides; iterations come from --iters and --warmup.

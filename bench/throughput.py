@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.plan import Entry, check_overrides, iteration_flags, make_plan
+from bench.plan import WARMUP_ITERS, Entry, check_overrides, iteration_flags, make_plan
 from bench.process import end_with_status
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
@@ -86,7 +86,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--suite", required=True, choices=SUITES, help="which variants")
     parser.add_argument("--iters", type=_at_least(1), default=20, help="timed iterations of a run (20)")
-    parser.add_argument("--warmup", type=_at_least(0), default=10, help="iterations before them (10)")
+    warmup = f"iterations before them ({WARMUP_ITERS})"
+    parser.add_argument("--warmup", type=_at_least(0), default=WARMUP_ITERS, help=warmup)
     parser.add_argument("--repeats", type=_at_least(1), default=1, help="times that the suite is run (1)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run (1800)")
     parser.add_argument("--dataset", help="instead of the configs' own; 'random' makes one of random tokens")
