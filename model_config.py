@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 CHOICES = {
     "normalization": ("layernorm", "rmsnorm"),
@@ -28,8 +29,9 @@ class ModelConfig:
     n_layer: int = 12
     n_head: int = 12  # query heads
     n_embd: int = 768  # model width
-    n_kv_head: int | None = None  # key/value heads; None means n_head (no grouping)
-    d_ff: int | None = None  # feed-forward width; None means 4 x n_embd, or LLaMA's rule for swiglu
+    # None is replaced as soon as the other fields are there, so nobody else sees it.
+    n_kv_head: int = None  # type: ignore[assignment]  # key/value heads; None means n_head (no grouping)
+    d_ff: int = None  # type: ignore[assignment]  # feed-forward width; None: default_ffn_width()
     vocab_size: int = 50304  # GPT-2's 50,257 padded to a multiple of 64
     block_size: int = 1024  # longest sequence, tokens
     normalization: str = "layernorm"
@@ -97,7 +99,7 @@ def default_ffn_width(n_embd: int, ffn_type: str) -> int:
     return -(-8 * n_embd // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
 
 
-_LLAMA = dict(
+_LLAMA: dict[str, Any] = dict(
     normalization="rmsnorm",
     activation="silu",
     position_encoding="rope",
@@ -106,7 +108,7 @@ _LLAMA = dict(
 )
 
 # A preset is a family's style and vocabulary; sizes come from the config file.
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": dict(vocab_size=50304),
     "llama": dict(_LLAMA, vocab_size=32000, rope_theta=1e4),
     "llama3": dict(_LLAMA, vocab_size=128256, rope_theta=5e5),

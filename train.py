@@ -77,6 +77,9 @@ class Run:
     config: TrainConfig
     world: World
     watchdog: Watchdog
+    path: Path  # of the run record
+    info: dict[str, Any]  # the record's startup_info
+    resumed_from: Path | None  # a checkpoint
     start: int  # the first iteration of this process
     step: Step
     loader: Loader
@@ -85,9 +88,6 @@ class Run:
     replica_check: ReplicaCheck
     stragglers: Stragglers
     evaluate_and_save: EvaluateAndSave
-    path: Path  # of the run record
-    resumed_from: Path | None  # a checkpoint
-    info: dict[str, Any]  # the record's startup_info
 
 
 def main(argv: list[str]) -> int:
@@ -157,14 +157,14 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     stragglers = Stragglers(timer, world, watchdog, record)
     saver = Saver(config, state, {"run": path.stem, "data": data}, start)
     evaluate_and_save = EvaluateAndSave(
-        config, state, windows, loader, saver, progress, logger, anomalies, replica_check, watchdog
+        saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )
     if config.use_cuda_graphs:
         step = graphed(step, state, clock.paused, start, info)
     return Run(
-        config, world, watchdog, start, step, loader, logger, anomalies, replica_check, stragglers,
-        evaluate_and_save, path, resume.checkpoint, info,
-    )  # fmt: skip
+        *(config, world, watchdog, path, info, resume.checkpoint, start),
+        *(step, loader, logger, anomalies, replica_check, stragglers, evaluate_and_save),
+    )
 
 
 def train(run: Run) -> int:
@@ -245,8 +245,8 @@ def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
 def build(
     config: TrainConfig, sources: list[Source], device: torch.device
 ) -> tuple[Transformer, AttentionChoice]:
-    """The model on this rank's device. It is built on the meta device and drawn by (seed, name), so that every
-    rank starts alike."""
+    """The model on this rank's device. It is built on the meta device and drawn by (seed, name), so that
+    every rank starts alike."""
     model_config, dtype = config.model_config(), DTYPES[config.dtype]
     attention = choose_attention(
         config.attention_backend, model_config, dtype, device, manual_attention, config.doc_masking

@@ -26,7 +26,7 @@ from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
-from training.batches.windows import Windows
+from training.batches.windows import StreamWindows
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     with world.device:
         model = build(transformers, config.model_config())
     parameters = check_parameters(model, config.model_config())
-    loader = Loader(Windows(splits["train"], config.block_size), config, world)
+    loader = Loader(StreamWindows(splits["train"], config.block_size), config, world)
     rows = train(config, world, make_step(model, config, world), loader)
     if world.is_main:
         print(json.dumps(report(config, world, model, parameters, rows, transformers.__version__)))

@@ -1,4 +1,4 @@
-"""What data/*/prepare.py and data/pipeline/tokens.py promise about the files they write."""
+"""What data/*/prepare.py and data/pipeline/ promise about the files that they write."""
 
 import gzip
 import hashlib
@@ -17,21 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
+from data.errors import DataError  # noqa: E402
 from data.inspect.__main__ import check_files  # noqa: E402
 from data.pipeline.documents import BadRecord, find_files, read_records  # noqa: E402
+from data.pipeline.meta_file import load_tokenizer, read_meta  # noqa: E402
 from data.pipeline.preparation import prepare  # noqa: E402
-from data.pipeline.tokens import (  # noqa: E402
-    CharTokenizer,
-    DataError,
-    FileTokenizer,
-    load_tokenizer,
-    open_tokenizer,
-    read_meta,
-    write_dataset,
-)
+from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.pipeline.units import Settings, tokenize  # noqa: E402
 from data.quickstart import prepare as quickstart  # noqa: E402
-from data.tokenizers.end_of_text import find_eot  # noqa: E402
+from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
+from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
+from data.tokenizers.tokenizer import find_eot, open_tokenizer  # noqa: E402
 
 CHAR = CharTokenizer("ab")
 ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
@@ -168,7 +164,8 @@ def test_a_killed_write_leaves_the_old_dataset_or_none(tmp_path, old):
     before = snapshot(tmp_path)
     script = (
         "import os, signal, sys\n"
-        "from data.pipeline.tokens import CharTokenizer, write_dataset\n"
+        "from data.pipeline.small_dataset import write_dataset\n"
+        "from data.tokenizers.char_tokenizer import CharTokenizer\n"
         "def chunks():\n"
         "    yield [1] * 100_000\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -192,7 +189,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
             raise OSError("killed here")
         os.rename(source, destination)
 
-    monkeypatch.setattr("data.pipeline.tokens.os.replace", replace)
+    monkeypatch.setattr("data.pipeline.small_dataset.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
     with pytest.raises(DataError, match="no complete dataset"):

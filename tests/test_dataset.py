@@ -11,12 +11,13 @@ from helpers import ROOT, TINY, make_dataset
 
 from data.inspect.__main__ import check_files
 from data.pipeline import verified
-from data.pipeline.tokens import CharTokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.pipeline.units import Settings, Unit, tokenize
+from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
 from training.batches.sources import open_sources
-from training.batches.windows import Windows
+from training.batches.windows import StreamWindows
 from training.configuration.dataset_name import dataset_folder
 from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
@@ -403,7 +404,7 @@ def test_wrong_id_that_was_trusted_stops_the_run_before_a_device_sees_it(folder)
     ids = np.fromfile(folder / "train.bin", "<u2")
     ids[700] = VOCABULARY
     write_ids(folder / "train.bin", ids)
-    windows = Windows(open_dataset(config(folder, verify_data="size"), scan=True)[0]["train"], 32)
+    windows = StreamWindows(open_dataset(config(folder, verify_data="size"), scan=True)[0]["train"], 32)
     windows.read(np.array([20, 23]))
     with pytest.raises(RunError, match=f"train.bin contains token id {VOCABULARY} at 700") as error:
         windows.read(np.array([20, 21]))
@@ -476,7 +477,7 @@ def test_start_on_5000_shards_takes_less_than_a_second(huge, scan):
 
 def test_windows_come_from_all_over_5000_shards(huge):
     settings = config(huge, eval_interval=0, batch_size=400)
-    windows = Windows(open_dataset(settings, scan=False)[0]["train"], settings.block_size)
+    windows = StreamWindows(open_dataset(settings, scan=False)[0]["train"], settings.block_size)
     assert windows.count == (SHARDS * SHARD_TOKENS - 1) // 32
     batches = IterationBatches(windows, settings, World(0, 0, 1, "cpu"))
     indices, _ = windows.places(batches.numbers_at(10**9).ravel(), seed=1)

@@ -10,7 +10,7 @@ import model_builder
 from model import manual_attention
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
-from training.batches.windows import Windows
+from training.batches.windows import StreamWindows
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.hardware.attention_kernels import choose_attention
@@ -74,7 +74,7 @@ def parts(folder):
         strategy, optimizer, LossScale(False, world.device), config, UpdateGuard(config, world.device)
     )
     splits, _ = open_dataset(config, scan=False)
-    return step, Loader(Windows(splits["train"], config.block_size), config, world)
+    return step, Loader(StreamWindows(splits["train"], config.block_size), config, world)
 
 
 def test_an_iteration_never_waits_for_the_gpu(parts):

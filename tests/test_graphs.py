@@ -15,7 +15,7 @@ import model_builder
 from model import manual_attention
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
-from training.batches.windows import Windows
+from training.batches.windows import StreamWindows
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
@@ -70,7 +70,7 @@ def build(dataset, **keys) -> Parts:
     torch.manual_seed(7)
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     splits, _ = open_dataset(config, scan=False)
-    windows = {split: Windows(tokens, config.block_size) for split, tokens in splits.items()}
+    windows = {split: StreamWindows(tokens, config.block_size) for split, tokens in splits.items()}
     return Parts(step, state, Loader(windows["train"], config, world), windows, config)
 
 
@@ -117,7 +117,7 @@ class Fake:
     def eager(self, run):
         return run()
 
-    def watched(self, run):
+    def eager_with_waits(self, run):
         return run(), self.waits
 
     def capture(self, run):

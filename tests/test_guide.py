@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 from helpers import ROOT
@@ -99,20 +100,24 @@ class Parsed(Exception):
 
 @pytest.fixture
 def script(monkeypatch):
-    """script(path, arguments): runs a script up to its argparse; SystemExit if that refuses."""
+    """script(program, arguments): runs a program up to its argparse; SystemExit if that refuses. A program is
+    the path of a script, or the module that follows `python -m`."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def stop(parser, *arguments):
         parse_args(parser, *arguments)
         raise Parsed
 
-    def script(path, arguments):
-        if not re.fullmatch(r"data/\w+\.py", path):  # run as modules: on the path, data/ would hide inspect
-            monkeypatch.syspath_prepend(str((ROOT / path).parent))
-        monkeypatch.setattr(sys, "argv", [path, *arguments])
+    def script(program, arguments):
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
         with pytest.raises(Parsed):
-            runpy.run_path(str(ROOT / path), run_name="__main__")
+            if not program.endswith(".py"):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # another test may have imported the module
+                    runpy.run_module(program, run_name="__main__")
+            monkeypatch.syspath_prepend(str((ROOT / program).parent))
+            runpy.run_path(str(ROOT / program), run_name="__main__")
 
     return script
 
@@ -163,7 +168,7 @@ def check_python(arguments: list[str], world_size: int, script):
         compile(arguments[1], "-c", "exec")
     elif arguments[0] == "-m":
         if arguments[1].startswith("data."):
-            script(arguments[1].replace(".", "/") + ".py", arguments[2:])
+            script(arguments[1], arguments[2:])
             if "--" in arguments:
                 script(f"data/{arguments[2]}/prepare.py", arguments[arguments.index("--") + 1 :])
         else:

@@ -12,7 +12,7 @@ from helpers import TINY, make_dataset
 from training import evaluation as evaluate_module
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches, Loader
-from training.batches.windows import Windows, epoch_offset, permute
+from training.batches.windows import StreamWindows, epoch_offset, permute
 from training.configuration.keys import TrainConfig
 from training.evaluation import eval_batches, evaluate
 from training.process.world import World
@@ -27,7 +27,7 @@ def windows(tmp_path_factory):
     """100 windows of T tokens and the token after them, 4 tokens left over."""
     folder = make_dataset(tmp_path_factory.mktemp("tokens"), train_tokens=100 * T + 5)
     config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0)
-    return Windows(open_dataset(config, scan=False)[0]["train"], T)
+    return StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
 
 
 def world(rank: int = 0, size: int = 1) -> World:
@@ -294,7 +294,7 @@ def numbered(tmp_path_factory):
         shard.tofile(folder / f"train_{i}.bin")
     (folder / "meta.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": len(ids)}))
     config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, vocab_size=len(ids))
-    return Windows(open_dataset(config, scan=False)[0]["train"], T)
+    return StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
 
 
 def assert_two_epochs(x, windows):
@@ -356,7 +356,7 @@ def test_memory_stays_flat_over_10000_batches(tmp_path):
     (folder / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 64}))
     one = {"batch_size": 1, "gradient_accumulation_steps": 1}
     config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, **one)
-    windows = Windows(open_dataset(config, scan=False)[0]["train"], T)
+    windows = StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
     loader = Loader(windows, config, world())
     for _ in range(1000):
         loader.next()

@@ -12,7 +12,7 @@ from training.batches.fingerprint import data_differences, run_fingerprint
 from training.batches.loader import IterationBatches, Loader
 from training.batches.mixture import BLOCK, Mixture
 from training.batches.sources import describe_sources, make_windows, open_sources
-from training.batches.windows import Windows
+from training.batches.windows import StreamWindows
 from training.configuration.dataset_name import parse_dataset
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
@@ -172,7 +172,7 @@ def test_source_in_a_mixture_has_the_order_that_it_has_alone(mixture, folders):
     for folder, mine in zip(folders, (rows[:, 0] < 10_000, rows[:, 0] >= 10_000), strict=True):
         settings = config(folder)
         alone = make_windows(open_sources(settings, scan=False), settings)["train"]
-        assert isinstance(alone, Windows)
+        assert isinstance(alone, StreamWindows)
         assert np.array_equal(rows[mine], samples(alone, iterations=60)[: mine.sum()])
 
 
@@ -207,7 +207,7 @@ def test_workers_hand_out_the_same_mixture(mixture):
 def test_single_dataset_with_a_weight_is_that_dataset(folders):
     settings = config(f"{folders[0]}:3")
     windows = make_windows(open_sources(settings, scan=False), settings)["train"]
-    assert isinstance(windows, Windows)
+    assert isinstance(windows, StreamWindows)
 
 
 # --- what is refused ---

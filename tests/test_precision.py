@@ -9,7 +9,7 @@ from helpers import last_run, make_dataset, run_train, write_config
 import model_builder
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
-from training.batches.windows import Windows
+from training.batches.windows import StreamWindows
 from training.configuration.files_and_flags import load_config
 from training.hardware.attention_kernels import _sdpa_default
 from training.optimization.schedule import learning_rate
@@ -69,7 +69,9 @@ def autocast(folder):
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
     splits, _ = open_dataset(config, scan=False)
-    loader = Loader(Windows(splits["train"], config.block_size), config, World(0, 0, 1, torch.device("cuda")))
+    loader = Loader(
+        StreamWindows(splits["train"], config.block_size), config, World(0, 0, 1, torch.device("cuda"))
+    )
     losses = []
     for iteration in range(ITERATIONS):
         x, y = loader.next()

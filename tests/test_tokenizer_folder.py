@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from test_data_prepare import shared, small_bpe
 
-from data.pipeline.tokens import DataError, open_tokenizer
-from data.tokenizers.end_of_text import find_eot
+from data.errors import DataError
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.merges import QWEN_PATTERN
 from data.tokenizers.model_file import byte_letters
+from data.tokenizers.tokenizer import find_eot, open_tokenizer
 
 TEXTS = [
     "hello world",
@@ -57,7 +57,7 @@ def qwen_folder(folder: Path, newer: bool) -> Path:
             shared("tokenizers/qwen/tokenizer_config.qwen3.json"), folder / "tokenizer_config.json"
         )
         return folder
-    (folder / "merges.txt").write_bytes(merges.replace(b"\n", b"\r\n"))  # a copy made on Windows
+    (folder / "merges.txt").write_bytes(merges.replace(b"\n", b"\r\n"))  # a copy made on StreamWindows
     special = {"content": "<|im_end|>", "lstrip": False}
     config = {"tokenizer_class": "Qwen2TokenizerFast", "eos_token": special, "pad_token": "<|endoftext|>"}
     write_json(folder / "tokenizer_config.json", config)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
 
-from training.batches.windows import Split, hash_seed, inputs_and_targets, permute
+from training.batches.windows import Split, Windows, hash_seed, inputs_and_targets, permute
 from training.configuration.keys import TrainConfig
 from training.process.world import World, sum_over_ranks
 
@@ -32,7 +33,8 @@ def evaluate(
     of them communicates; the surplus ones count for nothing.
     """
     model.eval()
-    losses, sources = {}, {}
+    losses: dict[str, Any] = {}
+    sources: dict[str, dict[str, float]] = {}
     for split, mixture in windows.items():
         losses[split] = 0.0
         for name, (weight, part) in mixture.parts.items():
@@ -44,7 +46,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def _mean_loss(model, windows: Split, batches: np.ndarray, world: World, check) -> float:
+def _mean_loss(model, windows: Windows, batches: np.ndarray, world: World, check) -> float:
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for first in range(0, len(batches), world.size):
         check()
@@ -55,7 +57,7 @@ def _mean_loss(model, windows: Split, batches: np.ndarray, world: World, check) 
     return (sum_over_ranks(total, world) / len(batches)).item()  # sync point
 
 
-def eval_batches(windows: Split, config: TrainConfig, weight: Fraction | int = 1) -> np.ndarray:
+def eval_batches(windows: Windows, config: TrainConfig, weight: Fraction | int = 1) -> np.ndarray:
     """(batches, batch_size) window indices: at most eval_iters x weight batches, no window twice. A split
     with fewer windows than one batch repeats them to fill it."""
     B = config.batch_size

@@ -3,7 +3,8 @@ the CPU, before the first step: on the GPU it would be an illegal memory access 
 
 data/NAME/ holds meta.json and, for each split, SPLIT.bin or shards SPLIT_*.bin: flat ids, one sequence.
 Names, sizes and the largest ids that meta.json records are checked at every start, hashes where a file has
-not been read whole before (data/pipeline/verified.py), the ids of a window when it is read (training/batches/token_files.py).
+not been read whole before (data/pipeline/verified.py), the ids of a window when it is read
+(training/batches/token_files.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from training.configuration.dataset_name import dataset_folder
 from training.configuration.errors import UserError
 from training.configuration.keys import ROOT, TrainConfig
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 REMEMBER_SECONDS = 10.0  # a start that is stopped while it reads goes on from there at the next one
 
 log = logging.getLogger("nanomfu")
@@ -41,7 +42,8 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
     """
     folder = dataset_folder(config)
     meta = _read_meta(folder, config)
-    splits, stats = {}, {}
+    splits: dict[str, TokenFiles] = {}
+    stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
         paths = [folder / name for name in _file_names(folder, split)]
         if not paths:
@@ -120,7 +122,8 @@ def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> Non
 
 
 def _check_apart(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_result]) -> None:
-    """Validation is not a link to training. training/batches/sources.py compares hashes, also between datasets."""
+    """Validation is not a link to training. training/batches/sources.py compares hashes, also between
+    datasets."""
     training = {(stats[path].st_dev, stats[path].st_ino): path for path in splits["train"].paths}
     for path in splits["val"].paths if "val" in splits else []:
         twin = training.get((stats[path].st_dev, stats[path].st_ino))

@@ -59,9 +59,11 @@ class Loader:
         self.timer = timer
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
-        self.source = self._workers(config) if config.use_dataloader else self._inline()
+        self.source: Iterator[torch.Tensor] = (
+            self._workers(config) if config.use_dataloader else self._inline()
+        )
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.ahead = None  # the next iteration's tokens, on their way to the device
+        self.ahead: torch.Tensor | None = None  # the next iteration's tokens, on their way to the device
         self.waited_seconds = 0.0  # in next(), in total
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +90,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the worker processes, if there are any."""
-        self.source = None
+        self.source = iter(())  # workers end with the iterator over them
 
     def _positions(self) -> Iterator[int]:
         position = self.position

@@ -11,7 +11,7 @@ from pathlib import Path
 from training.configuration.dataset_name import is_plain_name
 from training.configuration.errors import UserError
 
-FORMAT = 1  # as data/pipeline/tokens.py writes it; absent if meta.json is written by hand
+FORMAT = 1  # as data/pipeline/meta_file.py writes it; absent if meta.json is written by hand
 # How other kinds of files begin. As token ids they would pass for text.
 OTHER_FILES = {
     b"\x93NUMPY": "a NumPy array (.npy)",

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from training.batches.windows import Split, hash_seed, permute
+from training.batches.windows import Split, Windows, hash_seed, permute
 
 BLOCK = 256  # samples; an iteration of more has nearly the shares asked for
 BLOCK_STREAM = 2**33  # streams of seeds that no epoch and no evaluation reaches
@@ -20,7 +20,7 @@ BLOCK_STREAM = 2**33  # streams of seeds that no epoch and no evaluation reaches
 class Mixture(Split):
     """Several splits as one. sources: {name: (weight, split)}; the weights add up to 1."""
 
-    def __init__(self, sources: dict[str, tuple[Fraction, Split]]):
+    def __init__(self, sources: dict[str, tuple[Fraction, Windows]]):
         self.sources = sources
         self.splits = [split for _, split in sources.values()]
         self.shares = []  # of each source but the last, in what the sources before it leave
@@ -30,7 +30,7 @@ class Mixture(Split):
             left -= weight
 
     @property
-    def parts(self) -> dict[str, tuple[Fraction, Split]]:
+    def parts(self) -> dict[str, tuple[Fraction, Windows]]:
         return self.sources
 
     def counts(self, samples: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from training.batches.token_files import TokenFiles
-from training.batches.windows import Split
+from training.batches.windows import Windows
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 
@@ -45,7 +45,7 @@ def end_of_text_id(config: TrainConfig, meta: dict) -> int | None:
     return int(eot_id)
 
 
-class PackedWindows(Split):
+class PackedWindows(Windows):
     """A split as windows of whole documents."""
 
     def __init__(self, tokens: TokenFiles, block_size: int, eot_id: int, folder: Path):
@@ -168,7 +168,9 @@ def _groups(tokens: TokenFiles, eot_id: int) -> Iterator[tuple[np.ndarray, np.nd
 def best_fit_decreasing(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
     """The window of each document, and the number of windows, each with `room` for tokens."""
     window = np.empty(len(lengths), np.int64)
-    rooms, with_room, count = [], {}, 0  # sorted rooms that some window has, and those windows
+    rooms: list[int] = []  # that some window has left, sorted
+    with_room: dict[int, list[int]] = {}  # and these windows
+    count = 0
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         at = bisect_left(rooms, length)

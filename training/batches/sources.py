@@ -16,7 +16,7 @@ from training.batches.dataset import open_dataset, overlap_error
 from training.batches.mixture import Mixture
 from training.batches.packing import PackedWindows, end_of_text_id, pack_documents
 from training.batches.token_files import TokenFiles
-from training.batches.windows import Split, Windows
+from training.batches.windows import Split, StreamWindows, Windows
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
@@ -50,25 +50,31 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
 
 def make_windows(sources: list[Source], config: TrainConfig) -> dict[str, Split]:
     """{split: what a loader and an evaluation read}."""
-    splits = {}
+    splits: dict[str, Split] = {}
     for split in sources[0].splits:
         parts = {source.name: (source.weight, _windows(source, split, config)) for source in sources}
         splits[split] = Mixture(parts) if len(parts) > 1 else parts[sources[0].name][1]
     return splits
 
 
-def _windows(source: Source, split: str, config: TrainConfig) -> Split:
+def _windows(source: Source, split: str, config: TrainConfig) -> Windows:
     tokens = source.splits[split]
     if config.packing == "stream":
-        return Windows(tokens, config.block_size)
+        return StreamWindows(tokens, config.block_size)
     folder = packing_of(source, split, config)
-    return PackedWindows(tokens, config.block_size, end_of_text_id(config, source.meta), folder)
+    return PackedWindows(tokens, config.block_size, _eot_id(source, config), folder)
 
 
 def packing_of(source: Source, split: str, config: TrainConfig) -> Path:
     """Where it is kept which documents share a window; made if it is not there."""
-    eot_id = end_of_text_id(config, source.meta)
+    eot_id = _eot_id(source, config)
     return pack_documents(source.splits[split], source.folder, split, config.block_size, eot_id)
+
+
+def _eot_id(source: Source, config: TrainConfig) -> int:
+    eot_id = end_of_text_id(config, source.meta)
+    assert eot_id is not None, config.packing
+    return eot_id
 
 
 # --- checks between sources ---
@@ -104,7 +110,7 @@ def _show(tokenizer: dict) -> str:
 
 def _check_apart(sources: list[Source]) -> None:
     """No folder twice, and no validation file that is a training file, of any source."""
-    folders = {}
+    folders: dict[Path, Source] = {}
     for source in sources:
         twin = folders.setdefault(source.folder.resolve(), source)
         if twin is not source:

@@ -4,6 +4,7 @@ an epoch. A sample is a function of (seed, epoch, position) and of nothing else.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from fractions import Fraction
 
 import numpy as np
@@ -43,12 +44,31 @@ def hash_seed(seed: int, stream: int) -> int:
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0])
 
 
-class Split:
-    """What a loader reads: `count` windows an epoch, by read(indices, epochs)."""
+class Split(ABC):
+    """What a loader reads: samples by their numbers."""
 
     @property
-    def parts(self) -> dict[str, tuple[Fraction, Split]]:
-        """{source: (weight, its split)}; only a Mixture has several."""
+    @abstractmethod
+    def parts(self) -> dict[str, tuple[Fraction, Windows]]:
+        """{source: (weight, its windows)}; only a Mixture has several."""
+
+    @abstractmethod
+    def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """The samples with these numbers (N,) as (N, T + 1) token ids, int64."""
+
+
+class Windows(Split):
+    """A split of one dataset: `count` windows an epoch, in a permuted order, each once."""
+
+    count: int
+
+    @abstractmethod
+    def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
+        """The windows (len(indices), T + 1) as int64, cut as in the given epochs. A negative id is
+        padding."""
+
+    @property
+    def parts(self) -> dict[str, tuple[Fraction, Windows]]:
         return {"": (Fraction(1), self)}
 
     def places(self, numbers: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -61,19 +81,18 @@ class Split:
         return indices, epochs
 
     def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        """The samples with these numbers (N,) as (N, T + 1) token ids, int64."""
         return self.read(*self.places(numbers, seed))
 
 
-class Windows(Split):
-    """A split cut into windows of block_size inputs and the token after them."""
+class StreamWindows(Windows):
+    """packing='stream': the tokens are cut anywhere into windows of block_size inputs and the token after
+    them."""
 
     def __init__(self, tokens: TokenFiles, block_size: int):
         self.tokens, self.block_size = tokens, block_size
         self.count = (tokens.total - 1) // block_size
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64, cut as in the given epochs."""
         starts = indices * self.block_size + epoch_offset(
             np.broadcast_to(epochs, indices.shape), self.block_size
         )
@@ -91,6 +110,7 @@ def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
 
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding: as a target no
-    loss counts it, and as an input it is the end-of-text id whose complement it is (training/batches/packing.py)."""
+    loss counts it, and as an input it is the end-of-text id whose complement it is
+    (training/batches/packing.py)."""
     x, y = tokens[..., :-1], tokens[..., 1:]
     return torch.where(x < 0, ~x, x), y.contiguous()

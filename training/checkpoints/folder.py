@@ -48,21 +48,20 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
             f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
             "or start a run with --init_from=scratch"
         )
-    found = {"latest": complete[-1], "best": next(iter(by_loss(complete)), None)}
+    found = {"latest": complete[-1]}
+    if best := by_loss(complete):
+        found["best"] = best[0]
     found |= {folder.name: folder for folder in complete}
-    if not found.get(which):
-        raise UserError(
-            f"{root} holds no checkpoint {which!r}; "
-            f"there are {', '.join(name for name, folder in found.items() if folder)}"
-        )
+    if which not in found:
+        raise UserError(f"{root} holds no checkpoint {which!r}; there are {', '.join(found)}")
     return found[which]
 
 
 def by_loss(folders: list[Path]) -> list[Path]:
     """Those with a validation loss, the best first, by what they say themselves: a kill may have left the
     pointer behind."""
-    losses = {folder: _val_loss(folder) for folder in folders}
-    return sorted((folder for folder in folders if losses[folder] is not None), key=losses.get)
+    losses = {folder: loss for folder in folders if (loss := _val_loss(folder)) is not None}
+    return sorted(losses, key=lambda folder: losses[folder])
 
 
 def _val_loss(folder: Path) -> float | None:

@@ -8,13 +8,14 @@ unpickle without a restriction. The tensors themselves are read by torch.load, w
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 
 METADATA = ".metadata"
-ALLOWED = {
+ALLOWED: dict[tuple[str, str], Callable] = {
     (cls.__module__, cls.__name__): cls
     for cls in (
         metadata.ChunkStorageMetadata,

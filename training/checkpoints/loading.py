@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from model_config import ModelConfig
 from training.checkpoints.folder import damaged, read_state, recorded_files
@@ -40,7 +41,8 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
     saved = read_state(folder)
     check_architecture(folder, saved["model_config"], model_config)
     reader = _open(folder)
-    there = {name: tensor.size for name, tensor in reader.metadata.state_dict_metadata.items()}
+    entries = reader.read_metadata().state_dict_metadata.items()
+    there = {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
     optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
     tensors = {**state.tensors(), **optional}
     _load(folder, reader, tensors, no_dist=state.world.size == 1)

@@ -4,7 +4,8 @@ waits for; a thread writes the copy to files while training goes on and changes 
 The trap is the other ranks. A collective in that thread would get between those of the training, so there is
 none: ranks meet in the file system. Each leaves a report beside its files; rank 0 waits for all of them, and
 a rank is done when the folder has its final name. A rank that fails raises in its own loop within an
-iteration, which ends the run (training/faults/watchdog.py); that checkpoint then does not exist, the others are whole.
+iteration, which ends the run (training/faults/watchdog.py); that checkpoint then does not exist, the others
+are whole.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ class Saver:
         self.save: Save | None = None  # the one that finished() has not returned yet
         self.thread: threading.Thread | None = None
 
-    def prepare(self) -> None:
-        """Divides the work among the ranks, looks for room, takes the host memory. All ranks, before the
-        first save. Raises UserError."""
+    def prepare(self) -> list[Part]:
+        """Divides the work among the ranks, looks for room, takes the host memory; returns what this rank
+        writes. All ranks, before the first save. Raises UserError."""
         self.run = gather_objects(uuid.uuid4().hex[:8], self.world)[0]
         plans = plan_parts(self._tensors(), self.world)
         self.parts = plans[self.world.rank]
@@ -113,11 +114,12 @@ class Saver:
                 check_room(self.root, self.bytes)
             except OSError as error:
                 raise UserError(f"no checkpoint could be saved: {error}") from None
-        if self.config.async_checkpoint and self._has_memory():
+        if self.config.async_checkpoint and self._has_memory(self.parts):
             self.staging = Staging(self.parts, self.world.device)
+        return self.parts
 
-    def _has_memory(self) -> bool:
-        need = sum(part.bytes for part in self.parts) * self.world.local_size
+    def _has_memory(self, parts: list[Part]) -> bool:
+        need = sum(part.bytes for part in parts) * self.world.local_size
         free = free_host_bytes()
         if need > free:
             log.warning(
@@ -131,17 +133,16 @@ class Saver:
         """Starts a checkpoint of the run as it is now; finished() must have returned the one before, for
         which the loop has waited so many seconds."""
         assert self.save is None, self.save
-        if self.parts is None:
-            self.prepare()
+        parts = self.prepare() if self.parts is None else self.parts
         save = Save(self.root, progress, f"{self.run}-{self.count}", self.count == 0, note)
         self.save, self.count = save, self.count + 1
-        tensors = local_tensors(self.parts, self._tensors())
+        tensors = local_tensors(parts, self._tensors())
         if self.staging:
-            work = list(zip(self.parts, self.staging.copy(tensors), strict=True))
+            work = list(zip(parts, self.staging.copy(tensors), strict=True))
             self.thread = threading.Thread(target=self._run, args=(save, work), name="saver", daemon=True)
             self.thread.start()
         else:
-            self._run(save, list(zip(self.parts, tensors, strict=True)))
+            self._run(save, list(zip(parts, tensors, strict=True)))
         save.blocked_seconds = waited + time.monotonic() - save.began
 
     def finished(self, wait: float | None = 0.0) -> Save | None:
@@ -234,7 +235,7 @@ def _write_files(save: Save, rank: int, work: Work) -> dict[str, dict]:
 def _divide(work: Work) -> list[Work]:
     """Into files of about one size."""
     total = sum(part.bytes for part, _ in work)
-    files = [[] for _ in range(min(WRITER_THREADS, 1 + total // FILE_BYTES))]
+    files: list[Work] = [[] for _ in range(min(WRITER_THREADS, 1 + total // FILE_BYTES))]
     sizes = [0] * len(files)
     for item in sorted(work, key=lambda item: -item[0].bytes):
         smallest = sizes.index(min(sizes))
@@ -255,7 +256,7 @@ def _report_path(save: Save, rank: int) -> Path:
 
 def _collect(save: Save, ranks: int) -> dict[str, dict]:
     """{name: digest} of all ranks' files, when all have reported."""
-    files = {}
+    files: dict[str, dict] = {}
     for rank in range(ranks):
         path = _report_path(save, rank)
         _wait_until(path.exists, f"rank {rank} to write its part; do all ranks share out_dir's disk?")

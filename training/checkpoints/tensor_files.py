@@ -79,7 +79,7 @@ def write_parts(path: Path, parts: list[tuple[Part, torch.Tensor]]) -> dict:
 def _chunks(parts: list[tuple[Part, torch.Tensor]]) -> Iterator[bytes | memoryview]:
     yield _header([part for part, _ in parts])
     for _, tensor in parts:
-        content = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), WRITE_CHUNK):
             yield content[start : start + WRITE_CHUNK]
 
@@ -160,7 +160,7 @@ class TensorFiles(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(tensor)
             planner.commit_tensor(item, target)
-        done = Future()
+        done: Future[None] = Future()
         done.set_result(None)
         return done
 

@@ -5,9 +5,9 @@
                                         manifest.json  sha256 and size of every file above
     out_dir/checkpoints/latest, best    the names of the newest complete one and of the best
 
-saver.py writes one beside its final place, hashes, syncs and renames it; only then the pointers move and older
-ones go (folder.py). Tensors are stored by parameter name and place in the whole, so any strategy at any world
-size loads what any other saved. Nothing in a checkpoint can execute code.
+saver.py writes one beside its final place, hashes, syncs and renames it; only then the pointers move and
+older ones go (folder.py). Tensors are stored by parameter name and place in the whole, so any strategy at any
+world size loads what any other saved. Nothing in a checkpoint can execute code.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Captures of CUDA work: recording, replaying, and what has to be true around both. training/cuda_graphs/graphed_step.py says
-when to make one and whether to trust it."""
+"""Captures of CUDA work: recording, replaying, and what has to be true around both.
+training/cuda_graphs/graphed_step.py says when to make one and whether to trust it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Obstacle(Exception):
 
 class CudaGraphs:
     """Captures and their memory. Every eager iteration before them runs on the stream that will be captured:
-    nothing is initialised during a capture, and activations are not kept for two streams."""
+    nothing is initialized during a capture, and activations are not kept for two streams."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -46,7 +46,7 @@ class CudaGraphs:
         current.wait_stream(self.stream)
         return result
 
-    def watched(self, run: Callable[[], StepResult]) -> tuple[StepResult, list[str]]:
+    def eager_with_waits(self, run: Callable[[], StepResult]) -> tuple[StepResult, list[str]]:
         """An eager iteration, and where it waited for the GPU. That would break a capture, and a capture that
         CUDA breaks off leaves torch in disorder; this does not."""
         mode = torch.cuda.get_sync_debug_mode()
@@ -79,7 +79,9 @@ class CudaGraphs:
         return replay
 
     def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph, output, failure = torch.cuda.CUDAGraph(), None, None
+        graph = torch.cuda.CUDAGraph()
+        output: torch.Tensor | None = None
+        failure: Exception | None = None
         # thread_local: NCCL's watchdog and a loader's pinning thread may call CUDA meanwhile
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
@@ -91,9 +93,9 @@ class CudaGraphs:
         except Exception as error:
             self._tidy(graph)
             failure = failure or error
-        if failure:
+        if failure is not None or output is None:
             graph.reset()
-            raise failure
+            raise failure or Obstacle("the iteration gave no result")
         return graph, output
 
     def _tidy(self, graph: torch.cuda.CUDAGraph) -> None:

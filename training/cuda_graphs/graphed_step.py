@@ -1,4 +1,5 @@
-"""CUDA Graphs: a whole iteration is captured once and replayed: one launch where the eager step makes thousands.
+"""CUDA Graphs: a whole iteration is captured once and replayed: one launch where the eager step makes
+thousands.
 
 The first iterations run eagerly. The last two of them are then made again, from the same state, by replays of
 a capture: same batches, same learning rates. Only if losses, gradient norms and the state after them agree is
@@ -59,9 +60,9 @@ def graphed(
     start: int,
     info: dict[str, Any],
 ) -> Step:
-    """The same step, replayed from a CUDA Graph once a capture of it is trusted. `paused` stops the clock of the
-    log rows: no row's time contains a capture. `start` is the first iteration of this process. `info`, the
-    record's startup_info, says what came of it, as the run finds out."""
+    """The same step, replayed from a CUDA Graph once a capture of it is trusted. `paused` stops the clock of
+    the log rows: no row's time contains a capture. `start` is the first iteration of this process. `info`,
+    the record's startup_info, says what came of it, as the run finds out."""
     graphed_step = GraphedStep(step, state, CudaGraphs(state.optimizer), paused, start)
     info["cuda_graphs"] = graphed_step.choice
     return graphed_step
@@ -150,7 +151,7 @@ class GraphedStep:
         first = not self.replays
         if first:
             run = functools.partial(self.step, *self._fill(batch), with_gradient_sum)
-            result, waits = self.graphs.watched(run)
+            result, waits = self.graphs.eager_with_waits(run)
         else:  # the other capture is trusted, and leaves no memory for an eager iteration
             result, waits = self._replay(batch, not with_gradient_sum), []
         kept = Batch(batch.x.clone(), batch.y.clone(), batch.learning_rate)
@@ -244,4 +245,4 @@ def _unpack(values: torch.Tensor, with_gradient_sum: bool) -> StepResult:
     """By the names of StepResult's fields, of which grad_sum may not have been asked for."""
     names = [name for name in StepResult._fields if with_gradient_sum or name != "grad_sum"]
     found = dict(zip(names, values.unbind(), strict=True))
-    return StepResult(**{"grad_sum": None, **found})
+    return StepResult(grad_sum=found.pop("grad_sum", None), **found)

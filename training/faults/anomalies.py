@@ -61,8 +61,8 @@ class AnomalyPolicy:
         return [result.verdict for result in self.pending]
 
     def read_now(self) -> None:
-        """Reads what is pending, and raises Diverged if the run must end: before an evaluation or a checkpoint,
-        so that nothing is saved after a fault. All ranks. Sync point."""
+        """Reads what is pending, and raises Diverged if the run must end: before an evaluation or a
+        checkpoint, so that nothing is saved after a fault. All ranks. Sync point."""
         if self.pending:
             self.judge(torch.stack(self.pending_verdicts()).tolist())
         self.end_if_due()
@@ -73,7 +73,8 @@ class AnomalyPolicy:
             raise Diverged(self.end, self._advice)
 
     def judge(self, values: list[float]) -> None:
-        """The values of pending_verdicts(). All ranks: of bad iterations, they tell each other their losses."""
+        """The values of pending_verdicts(). All ranks: of bad iterations, they tell each other their
+        losses."""
         pending, first = self.pending, self.first
         self.pending, self.first = [], first + len(pending)
         kinds = [self._kind(int(value)) for value in values]
@@ -85,7 +86,7 @@ class AnomalyPolicy:
         for n, kind in enumerate(kinds):
             self.in_a_row = self.in_a_row + 1 if kind else 0
             self.skipped += kind is not None
-            if n in losses:
+            if kind and n in losses:
                 self._fault(first + n, kind, int(values[n]), losses[n], pending[n].grad_norm.item())
             elif self.in_a_row >= STUCK_ITERATIONS:
                 self.end = self.end or f"no gradient was finite in the last {self.in_a_row} iterations"

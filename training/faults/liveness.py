@@ -1,6 +1,6 @@
 """Liveness of the other ranks: which are gone, and which one the others wait for. It uses no collective,
-because it is needed when one does not come back. Processes of this machine are looked up by their number, and every
-rank writes into torchrun's store how far it is.
+because it is needed when one does not come back. Processes of this machine are looked up by their number, and
+every rank writes into torchrun's store how far it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Liveness:
-    """One rank's view of the others. Everything but the construction is for the watching thread."""
+    """One rank's view of the others. Everything but the construction is for the watchdog's thread."""
 
     def __init__(self, world: World):
         """All ranks, after they have joined."""
@@ -38,7 +38,9 @@ class Liveness:
             if host == here and rank != world.rank
         }
         # a connection of its own: the main thread may wait in the default one, which lets nobody else in
-        self.store = dist.distributed_c10d._get_default_store().clone() if world.size > 1 else None
+        self.store: dist.Store | None = None
+        if world.size > 1:
+            self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # no stub
 
     def name(self, rank: int) -> str:
         host, pid = self.processes[rank]
@@ -62,7 +64,7 @@ class Liveness:
 
     def reason_to_end(self) -> str | None:
         reason = self._get("over")
-        return reason and reason.decode()
+        return reason.decode() if reason else None
 
     def who_is_behind(self, ticks: int, iteration: int, phase: str) -> str:
         """Whom the others wait for. Takes as publish() does how far this rank is, and goes on publishing."""
@@ -77,7 +79,7 @@ class Liveness:
         for rank in range(self.world.size):
             _, at, doing = second.get(rank, NEVER_SEEN)
             groups.setdefault((first.get(rank) != second.get(rank), at, doing), []).append(rank)
-        parts = []
+        parts: list[str] = []
         for (alive, at, doing), ranks in sorted(groups.items(), key=_least_first):
             names = self._names(ranks, in_full=len(groups) > 1 and not parts)
             state = "alive, in" if alive else "silent, last seen in"

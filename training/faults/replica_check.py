@@ -1,7 +1,7 @@
 """The replica check: what several ranks hold must stay equal bit for bit. They start alike and make the same
 updates. A fault of a GPU or its memory changes one of them, and training goes on as if nothing had happened,
-with another model on each rank. So every drift_check_interval iterations each rank sums up the bit patterns of
-what it holds, tensor by tensor, and the sums are compared.
+with another model on each rank. So every drift_check_interval iterations each rank sums up the bit patterns
+of what it holds, tensor by tensor, and the sums are compared.
 
 The sums are of integers, so they are exact in any order; a single changed bit changes its tensor's sum.
 """

@@ -6,8 +6,8 @@ handler until that returns. So the signals are blocked in the main thread and ar
 every process that it starts, too: data workers and compilers must outlive them, or nothing can be saved.
 
 A stop is a request: every rank hears of it in the same iteration (training/faults/consensus.py), check()
-raises Stopped there, the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it ends at
-once.
+raises Stopped there, the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it ends
+at once.
 """
 
 from __future__ import annotations
@@ -283,5 +283,5 @@ def _write_collectives(path: Path) -> None:
         return
     from torch._C import _distributed_c10d as c10d
 
-    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace")  # noqa: B009 - torch declares neither
     path.write_bytes(dump())

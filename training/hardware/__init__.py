@@ -1,0 +1,3 @@
+"""What the machine can do: capabilities, peaks, attention kernels, its description. It may import process/
+and everything below it.
+"""

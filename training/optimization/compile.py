@@ -7,15 +7,15 @@ the whole model is a little faster on one GPU and takes a minute longer to start
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from model import Transformer
 from training.configuration.keys import TrainConfig
 
 SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
 
 
-def compile_and_checkpoint(model: nn.Module, config: TrainConfig) -> None:
+def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
     """Replaces forward methods in place; hooks on the modules stay outside of the compiled code."""
     whole = config.compile and config.compile_scope == "whole"
     for i, block in enumerate(model.blocks):
@@ -24,7 +24,7 @@ def compile_and_checkpoint(model: nn.Module, config: TrainConfig) -> None:
         if is_recomputed(i, config.activation_checkpointing):
             block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
     if whole:
-        model.forward = _compiled(model.forward)
+        model.forward = _compiled(model.forward)  # type: ignore[method-assign]  # in place: hooks stay outside
     elif config.compile:
         model.head.norm.add = _compiled(model.head.norm.add)
 

@@ -21,13 +21,14 @@ class MixedAdamW(torch.optim.AdamW):
 
     torch's fused kernel wants one dtype for all, so it is given fp32 copies of a part of a tensor at a time,
     which are then rounded back to nearest. Trap: rounding hides a change of less than 2^-8 of a moment, and a
-    moment decays by 1 - beta an iteration; training/configuration/rules.py refuses betas above 0.99. Stochastic rounding
-    would allow them, for a random number an element. No value is looked at, so nothing waits for the device,
-    and found_inf = 1 leaves every bit as it is: what the kernel does not change rounds back to itself.
+    moment decays by 1 - beta an iteration; training/configuration/rules.py refuses betas above 0.99.
+    Stochastic rounding would allow them, for a random number an element. No value is looked at, so nothing
+    waits for the device, and found_inf = 1 leaves every bit as it is: what the kernel does not change rounds
+    back to itself.
     """
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -36,8 +37,9 @@ class MixedAdamW(torch.optim.AdamW):
             for weight, step in zip(weights, steps, strict=True):
                 state = self.state[weight]
                 whole = (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"])
-                for part in zip(*(tensor.view(-1).split(PART) for tensor in whole), strict=True):
-                    _update(*part, step, group, scale, overflow)
+                parts = (tensor.view(-1).split(PART) for tensor in whole)
+                for part, gradient, mean, square in zip(*parts, strict=True):
+                    _update(part, gradient, mean, square, step, group, scale, overflow)
             if overflow is not None:
                 torch._foreach_sub_(steps, [overflow] * len(steps))
 

@@ -1,6 +1,6 @@
 """Precision. `dtype` is what the matmuls compute in, `param_dtype` what the optimizer's weights are stored in
-(training/strategies/replicated.py copies one to the other). float16 alone needs its loss scaled, because its smallest
-gradients would round to zero."""
+(training/strategies/replicated.py copies one to the other). float16 alone needs its loss scaled, because its
+smallest gradients would round to zero."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class Step(Protocol):
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
     ) -> StepResult:
-        """x, y (A, B, T) hold A micro-steps of token ids; learning_rate is a number, or a tensor on the device
-        where the step is captured (training/cuda_graphs/graphed_step.py)."""
+        """x, y (A, B, T) hold A micro-steps of token ids; learning_rate is a number, or a tensor on the
+        device where the step is captured (training/cuda_graphs/graphed_step.py)."""
 
     def close(self) -> None:
         """After the last iteration, before the process group ends."""
@@ -81,8 +81,9 @@ class EagerStep:
 
         # The fused kernel divides gradients by grad_scale and leaves everything alone if found_inf is 1:
         # clipping and unscaling cost no pass of their own, and a bad update never reaches the weights.
-        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)
-        self.optimizer.found_inf = verdict.clamp(max=1)
+        # torch does not declare these two attributes, which its fused optimizers read.
+        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
         self.optimizer.step()
         self.strategy.publish()
@@ -92,7 +93,8 @@ class EagerStep:
         return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended)
 
     def _forward_and_backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss of all micro-steps on this rank; gradients are summed where the strategy keeps them."""
+        """The mean loss of all micro-steps on this rank; gradients are summed where the strategy keeps
+        them."""
         micro_steps = len(x)
         losses = []
         for i in range(micro_steps):
@@ -116,4 +118,4 @@ def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _gradient_sum(shards: list[Shard]) -> torch.Tensor:
-    return torch.stack([s.local.grad.sum(dtype=torch.float32) / s.replicas for s in shards]).sum()
+    return torch.stack([s.grad.sum(dtype=torch.float32) / s.replicas for s in shards]).sum()

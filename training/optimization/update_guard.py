@@ -1,5 +1,5 @@
-"""The update guard: whether an iteration's loss and gradient norm can be trusted, decided before its update, on
-the device.
+"""The update guard: whether an iteration's loss and gradient norm can be trusted, decided before its update,
+on the device.
 
 Both numbers are the same on all ranks, and so is all that follows from them: no rank makes an update that
 another leaves out, nobody waits for the device, and a captured iteration (training/cuda_graphs/) decides anew

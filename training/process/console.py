@@ -68,7 +68,8 @@ class _LogFile(_Patient, logging.FileHandler):
         """The next message opens the file anew."""
         stream, self.stream = self.stream, None
         with contextlib.suppress(OSError, ValueError):
-            stream.close()
+            if stream is not None:
+                stream.close()
 
     def __str__(self) -> str:
         return self.baseFilename

@@ -17,6 +17,7 @@ import socket
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from training.configuration.errors import UserError
 
@@ -32,7 +33,8 @@ class RunLock:
     """A context manager that gives the lock back, if acquire() was called."""
 
     def __init__(self, out_dir: Path):
-        self.out_dir, self.file = out_dir, None
+        self.out_dir = out_dir
+        self.file: TextIO | None = None
 
     def __enter__(self) -> RunLock:
         return self
@@ -47,36 +49,35 @@ class RunLock:
         for people to read; that it is locked is the system's knowledge, not the file's."""
         path = self.out_dir / NAME
         try:
-            self.file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+            self.file = file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
         except OSError as error:
             raise _not_writable(self.out_dir, error) from None
         until = time.monotonic() + WAIT_SECONDS
-        while not self._lock():
+        while not _lock(file):
             if time.monotonic() > until:
-                holder = self.file.read().strip() or "(which has not said its number)"
+                holder = file.read().strip() or "(which has not said its number)"
                 raise UserError(
                     f"out_dir={str(self.out_dir)!r} is in use by process {holder}; stop that run, or choose "
                     f"another --out_dir. If its machine is gone and a network disk keeps its lock: rm {path}"
                 )
             time.sleep(LOOK_SECONDS)
         try:
-            self.file.truncate(0)
-            self.file.write(f"{os.getpid()} on {socket.gethostname()}, started {_now()}\n")
-            self.file.flush()
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}, started {_now()}\n")
+            file.flush()
         except OSError as error:
             raise _not_writable(self.out_dir, error) from None
 
-    def _lock(self) -> bool:
-        """Whether we have it."""
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in HELD:
-                return False
-            log.warning(
-                "%s cannot be locked (%s): nothing prevents a second run in this out_dir", NAME, error
-            )
-        return True
+
+def _lock(file: TextIO) -> bool:
+    """Whether we have it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD:
+            return False
+        log.warning("%s cannot be locked (%s): nothing prevents a second run in this out_dir", NAME, error)
+    return True
 
 
 def check_writable(out_dir: Path) -> None:

@@ -1,8 +1,8 @@
 """Measures how long this rank's own work takes in each iteration, and says which part of it is running.
 
-Synchronous ranks all take equally long for an iteration, so its time does not show who is slow. What counts is
-a rank's own work: from asking for the batch to the end of the last forward. Gradients travel only after that,
-and FSDP's waits for the weights of other ranks are subtracted.
+Synchronous ranks all take equally long for an iteration, so its time does not show who is slow. What counts
+is a rank's own work: from asking for the batch to the end of the last forward. Gradients travel only after
+that, and FSDP's waits for the weights of other ranks are subtracted.
 
 On a GPU the times are taken by events on the stream and read long after they have passed: nothing waits.
 """

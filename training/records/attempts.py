@@ -26,12 +26,15 @@ def journal_path(record_path: Path) -> Path:
 def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> dict | None:
     """The record of the attempt before: the newest that carries on the run which wrote the checkpoint or,
     without one, that this same torchrun started. None if there is none; then the history begins here."""
-    if not run_name and not (launch and launch["restarts"]):
+    started_anew = launch if launch and launch["restarts"] else None
+    if not run_name and not started_anew:
         return None
     paths = sorted(out_dir.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in paths:
         record = _read(path)
-        if record and (_is_part_of(record, run_name) if run_name else _started_by(record, launch)):
+        if record and run_name and _is_part_of(record, run_name):
+            return record
+        if record and not run_name and started_anew and _started_by(record, started_anew):
             return record
         if not run_name or path.stem == run_name:  # older ones cannot know of it
             break
@@ -91,7 +94,7 @@ def _journal(path: Path, lines_in_record: int) -> list[tuple[str, dict]]:
 def carry_over(record: dict | None, start: int) -> dict:
     """{section: entries that a run from iteration `start` on is the continuation of, 'superseded': the
     others by section, 'attempts': one summary each}."""
-    carried = {section: [] for section in SECTIONS}
+    carried: dict[str, list[dict]] = {section: [] for section in SECTIONS}
     if record is None:
         return {**carried, "superseded": {}, "attempts": []}
     superseded = {section: list(entries) for section, entries in record.get("superseded", {}).items()}

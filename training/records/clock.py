@@ -25,8 +25,9 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self, synchronize: bool = True) -> Iterator[None]:
-        """Around what is no iteration. The device is synchronized at both ends, so that neither training still
-        in flight nor the pause's own work is counted wrongly; synchronize=False is for work of the host alone."""
+        """Around what is no iteration. The device is synchronized at both ends, so that neither training
+        still in flight nor the pause's own work is counted wrongly; synchronize=False is for work of the host
+        alone."""
         if synchronize:
             self._synchronize()
         began = time.perf_counter()

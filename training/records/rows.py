@@ -1,5 +1,5 @@
-"""Log rows: the only place in the loop that waits for the device. A row reads the loss, and the time since the
-last row, over the iterations since then, is the iteration time (training/records/clock.py).
+"""Log rows: the only place in the loop that waits for the device. A row reads the loss, and the time since
+the last row, over the iterations since then, is the iteration time (training/records/clock.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Logger:
         start: int,
         best_val_loss: float | None = None,
     ):
-        """`record` is None on all ranks but 0. `info` is the record's startup_info, `start` the first iteration
-        of this process."""
+        """`record` is None on all ranks but 0. `info` is the record's startup_info, `start` the first
+        iteration of this process."""
         self.config, self.world, self.record, self.clock = config, world, record, clock
         self.flops, self.peak, self.facts = info["flops"], peak, row_facts(info)
         self.recomputed = recomputed_flops(self.flops, config)

@@ -1,9 +1,9 @@
-"""The run record (JSON) and the log beside it. Both are rank 0's, and neither can end a run: a full disk is a
-warning, once, and what could not be written is written when there is room again.
+"""The run record: one JSON file a run, written by rank 0. It cannot end a run: a full disk is a warning, once,
+and what could not be written is written when there is room again.
 
-The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as
-long as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since
-then is in a journal beside it, a line each, which training/records/attempts.py reads if the run does not come to its
+The JSON is replaced atomically, so it parses at every moment, also after kill -9. Rewriting it takes as long
+as it has rows (2 s for 100,000), so it may take one percent of the time at most; what was added since then is
+in a journal beside it, a line each, which training/records/attempts.py reads if the run does not come to its
 end.
 """
 
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,6 @@ from training.records.attempts import SECTIONS, carry_over, find_history, journa
 SAVING_SHARE = 0.01  # of the time, for rewriting the JSON
 
 log = logging.getLogger("nanomfu")
-
-
-# --- the log ---
-
-
-# --- the record ---
 
 
 def new_run_path(out_dir: Path) -> Path:
@@ -66,9 +61,9 @@ class RunRecord:
         history: dict | None = None,
         start: int = 0,
     ):
-        """`history` is the record of the attempt before (training/records/attempts.py), which this one carries on from
-        iteration `start`. `startup_info` may still be filled in while the run goes on."""
-        self.path, self.enabled = path, enabled
+        """`history` is the record of the attempt before (training/records/attempts.py), which this one
+        carries on from iteration `start`. `startup_info` may still be filled in while the run goes on."""
+        self.path = path
         earlier = carry_over(history, start)
         self.attempt = len(earlier["attempts"]) + 1
         self.this_attempt = {
@@ -149,7 +144,7 @@ class RunRecord:
 
     def save(self, at_once: bool = False) -> None:
         """Rewrites the JSON, if that has not just been done."""
-        if not self.enabled or (time.monotonic() < self.save_not_before and not at_once):
+        if self.journal is None or (time.monotonic() < self.save_not_before and not at_once):
             return
         began = time.monotonic()
         with self._surviving(self.path):
@@ -175,7 +170,7 @@ class RunRecord:
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
-    """Both counts by name: a log that gave one number for 2 and for 8 GPUs once hid a wrong MFU."""
+    """The count of one GPU and that of all: a log with one number for both once hid a wrong MFU."""
     per_gpu = config.gradient_accumulation_steps
     return {
         "gradient_accumulation_steps_per_gpu": per_gpu,
@@ -205,7 +200,8 @@ class Journal:
     one that was cut off by a full disk does not spoil the next."""
 
     def __init__(self, path: Path):
-        self.path, self.file = path, None
+        self.path = path
+        self.file: FileIO | None = None
         self.lines = 0  # in the whole run
 
     def append(self, section: str, entry: dict) -> None:

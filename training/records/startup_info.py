@@ -1,4 +1,5 @@
-"""The record's startup_info: what runs, on what, and how it is counted. The start-up report shows the same."""
+"""The record's startup_info: what runs, on what, and how it is counted. The start-up report shows the
+same."""
 
 from __future__ import annotations
 

@@ -51,14 +51,16 @@ def utilization(
 
     Raises ValueError if the result is above 100 %: then the measurement, the peak or the count is wrong.
     """
+    assert peak.flops is not None, peak.reason
     achieved = tokens_per_sec * flops["flops_per_token"]  # FLOP/s, all GPUs
     hardware_peak = peak.flops * num_gpus
     mfu = achieved / hardware_peak
     most = peak.fp8 if peak.fp8 and peak.fp8.flops else peak
-    if achieved > most.flops * num_gpus:
+    limit = (most.flops or peak.flops) * num_gpus
+    if achieved > limit:
         raise ValueError(
-            f"computed {100 * achieved / (most.flops * num_gpus):.1f} % of the peak, which is impossible: "
-            f"{achieved / 1e12:.1f} TFLOPS achieved against {most.flops * num_gpus / 1e12:.1f} "
+            f"computed {100 * achieved / limit:.1f} % of the peak, which is impossible: "
+            f"{achieved / 1e12:.1f} TFLOPS achieved against {limit / 1e12:.1f} "
             f"({most.source}); check peak_tflops and the GPU's name"
         )
     return {
@@ -78,7 +80,7 @@ def utilization(
         "hardware_peak_flops": hardware_peak,
         "hardware_peak_tflops": hardware_peak / 1e12,
         "num_gpus": num_gpus,
-        **(_fp8_utilization(achieved, mfu, peak, num_gpus) if peak.fp8 else {}),
+        **(_fp8_utilization(achieved, mfu, peak.fp8, num_gpus) if peak.fp8 else {}),
         "sparse_mode": peak.sparse,
         "attention_flops_per_layer": flops["attention_flops_per_layer"],
         "ffn_flops_per_layer": flops["ffn_flops_per_layer"],
@@ -88,14 +90,14 @@ def utilization(
     }
 
 
-def _fp8_utilization(achieved: float, mfu: float, peak: Peak, num_gpus: int) -> dict:
+def _fp8_utilization(achieved: float, mfu: float, fp8: Peak, num_gpus: int) -> dict:
     """An fp8 run against both peaks, each by its name; mfu itself is against the bf16 peak, so that it
     compares with runs in bf16."""
-    known = peak.fp8.flops is not None
+    peak = None if fp8.flops is None else fp8.flops * num_gpus
     return {
         "mfu_bf16_percent": 100 * mfu,
-        "mfu_fp8_percent": 100 * achieved / (peak.fp8.flops * num_gpus) if known else None,
-        "hardware_peak_fp8_tflops": peak.fp8.flops * num_gpus / 1e12 if known else None,
+        "mfu_fp8_percent": 100 * achieved / peak if peak else None,
+        "hardware_peak_fp8_tflops": peak / 1e12 if peak else None,
     }
 
 
@@ -120,8 +122,8 @@ def audit_flops(meta_model: torch.nn.Module, flops: dict, seq_len: int, exact: b
 
 
 def count_flops(config: TrainConfig) -> dict[str, Any]:
-    """The record's startup_info.flops: the active formula's counts, all formulas' totals, and the audit of the
-    active one. Raises RuntimeError if that formula claims to be exact and is not."""
+    """The record's startup_info.flops: the active formula's counts, all formulas' totals, and the audit of
+    the active one. Raises RuntimeError if that formula claims to be exact and is not."""
     model_config = config.model_config()
     flops = model_builder.count_flops(model_config, config.block_size)
     flops["calculation_method"] = model_builder.CALCULATION_METHOD

@@ -1,14 +1,18 @@
-"""The strategy that shards everything: FSDP2. training/strategies/strategy.py says what each method is for."""
+"""The strategy that shards everything: FSDP2. training/strategies/strategy.py says what each method is
+for."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from model import Transformer
 from ops.linear import refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
@@ -24,7 +28,7 @@ class Fsdp:
     after every forward. fsdp_sharding='hybrid' shards over one machine's processes, replicates over machines.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None):
+    def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         dtype = DTYPES[config.dtype]
         if config.fsdp_sharding == "hybrid":
             machines = world.size // world.local_size
@@ -49,7 +53,7 @@ class Fsdp:
         self.world, self.replicas = world, world.size // mesh.shape[-1]
         self.parts = world.size // self.replicas
         self.shards = [
-            Shard(name, p, nn.Parameter(p.detach().to_local()), self.replicas)
+            Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas)
             for name, p in model.named_parameters()
         ]
         if timer:
@@ -57,26 +61,28 @@ class Fsdp:
 
     def _measure_waits(self, timer: WorkTimer) -> None:
         """Around FSDP's own hooks, which wait for the weights of other ranks."""
-        for unit in self._units():
+        for unit in (*self.module.blocks, self.module):
             unit.register_forward_pre_hook(lambda module, inputs: timer.begin_wait(), prepend=True)
             unit.register_forward_pre_hook(lambda module, inputs: timer.end_wait())
 
-    def _units(self) -> list[nn.Module]:
+    def _units(self) -> list[FSDPModule]:
         """What is gathered as one: each block, and the rest of the model."""
-        return [*self.module.blocks, self.module]
+        units = [*self.module.blocks, self.module]
+        return cast("list[FSDPModule]", units)  # fully_shard has added the class to theirs
 
     def micro_step(self, last: bool) -> None:
-        self.module.set_requires_gradient_sync(last)
-        self.module.set_is_last_backward(last)
-        self.module.set_reshard_after_backward(last or self.reshard)
+        *_, model = self._units()
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last or self.reshard)
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         self.loss = loss
         for shard in self.shards:
-            shard.local.grad = shard.parameter.grad.to_local()
+            shard.local.grad = _sharded(shard.parameter.grad).to_local()
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        squares = norm([shard.local.grad for shard in self.shards]).square()
+        squares = norm([shard.grad for shard in self.shards]).square()
         both = torch.stack([self.loss / self.world.size, squares / self.replicas])
         dist.all_reduce(both)
         loss, squares = both.unbind()
@@ -95,7 +101,7 @@ class Fsdp:
                 gather.wait()
         refresh_weights(self.module)
         if self.reshard:
-            for unit in self.module.blocks:
+            for unit in units[:-1]:
                 unit.reshard()
 
     def clear_gradients(self) -> None:
@@ -112,7 +118,7 @@ class Fsdp:
         return any(shard.parameter.grad is not None for shard in self.shards)
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        whole = shard.parameter
+        whole = _sharded(shard.parameter)
         return DTensor.from_local(
             tensor,
             whole.device_mesh,
@@ -121,3 +127,9 @@ class Fsdp:
             shape=whole.shape,
             stride=whole.stride(),
         )
+
+
+def _sharded(tensor: torch.Tensor | None) -> DTensor:
+    """What fully_shard has made of it."""
+    assert isinstance(tensor, DTensor), type(tensor)
+    return tensor

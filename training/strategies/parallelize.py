@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn as nn
-
+from model import Transformer
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
@@ -13,7 +12,7 @@ from training.strategies.fsdp import Fsdp
 from training.strategies.replicated import Replicated, Zero1
 from training.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, Callable[[nn.Module, TrainConfig, World, WorkTimer | None], Strategy]] = {
+STRATEGIES: dict[str, Callable[[Transformer, TrainConfig, World, WorkTimer | None], Strategy]] = {
     "single": Replicated,
     "ddp": Replicated,
     "zero1": Zero1,
@@ -22,7 +21,7 @@ STRATEGIES: dict[str, Callable[[nn.Module, TrainConfig, World, WorkTimer | None]
 
 
 def parallelize(
-    model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None
+    model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None
 ) -> Strategy:
     """The strategy around the initialized, compiled model. `timer` measures waits for other ranks inside the
     forward. All ranks."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOn
 
+from model import Transformer
 from ops.linear import Embedding, Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
@@ -56,7 +57,7 @@ class Replicated:
 
     parts = 1  # every rank holds the whole of what it shares with others
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None):
+    def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         """No forward waits for another rank here, so `timer` has nothing to measure."""
         self.module = self.forward = model
         self.world, self.last = world, False
@@ -113,7 +114,9 @@ class Replicated:
 
     def _connect_gradients(self) -> None:
         """Where the backward adds each gradient, and where the optimizer finds it: in its bucket."""
-        of_parameter = {s.parameter: self.views[s.name][: len(s.parameter)] for s in self.shards}
+        of_parameter: dict[torch.Tensor, torch.Tensor] = {
+            s.parameter: self.views[s.name][: len(s.parameter)] for s in self.shards
+        }
         for module in self.module.modules():
             if isinstance(module, (Linear, Embedding)):
                 module.weight_grad = of_parameter[module.weight]
@@ -143,7 +146,7 @@ class Replicated:
         work = dist.all_reduce(wire, op=op, async_op=True)
         self.works.append((work, None if wire is tensor else lambda: tensor.copy_(wire)))
 
-    def _for_the_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp]:
+    def _for_the_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp.RedOpType]:
         """The tensor in reduce_dtype, and the operation that makes the mean."""
         if dist.get_backend() == "gloo":  # which cannot average
             return tensor.div_(self.world.size).to(self.reduce_dtype), dist.ReduceOp.SUM
@@ -162,7 +165,7 @@ class Replicated:
             self._hand_over()
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.buckets[-1].loss, norm([shard.local.grad for shard in self.shards])
+        return self.buckets[-1].loss, norm([shard.grad for shard in self.shards])
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -202,7 +205,7 @@ class Zero1(Replicated):
     updated by every rank.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, world: World, timer: WorkTimer | None = None):
+    def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
         self.padded: dict[
             str, torch.Tensor
@@ -240,11 +243,11 @@ class Zero1(Replicated):
         self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        squares = norm([shard.local.grad for shard in self.shards if shard.is_matrix]).square()
+        squares = norm([shard.grad for shard in self.shards if shard.is_matrix]).square()
         both = torch.stack([self.buckets[-1].loss / self.world.size, squares])
         dist.all_reduce(both)
         loss, squares = both.unbind()
-        vectors = [shard.local.grad for shard in self.shards if not shard.is_matrix]
+        vectors = [shard.grad for shard in self.shards if not shard.is_matrix]
         return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
 
     @torch.no_grad()

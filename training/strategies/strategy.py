@@ -12,6 +12,8 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import get_total_norm
 
+from model import Transformer
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -27,11 +29,17 @@ class Shard:
     def is_matrix(self) -> bool:
         return self.parameter.ndim >= 2
 
+    @property
+    def grad(self) -> torch.Tensor:
+        """The gradient of `local`, once reduce_gradients() has put it there."""
+        assert self.local.grad is not None, self.name
+        return self.local.grad
+
 
 class Strategy(Protocol):
     """One process, DDP, ZeRO-1 or FSDP. All ranks call the same verbs in the same order."""
 
-    module: nn.Module  # the model
+    module: Transformer
     shards: list[Shard]  # for each parameter, the part that this rank's optimizer updates
     parts: int  # of a sharded tensor; rank r holds the same part as rank r + parts. 1: every rank holds all
 
@@ -59,7 +67,8 @@ class Strategy(Protocol):
         """A tensor shaped like shard.local as the whole that it is part of, for checkpoints."""
 
     def working_copies(self) -> dict[str, torch.Tensor]:
-        """{name: weight that this rank computes with} where it is whole and is no tensor of the optimizer's."""
+        """{name: weight that this rank computes with} where it is whole and is no tensor of the
+        optimizer's."""
 
     def abandon_iteration(self) -> None:
         """Drops gradients, and communication under way, of an iteration that was broken off."""
