@@ -22,7 +22,7 @@ from data.errors import DataError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.pipeline.preparation import prepare, split_of
+from data.pipeline.preparation import Job, prepare, split_of
 from data.pipeline.units import Settings, encode_document
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -55,7 +55,7 @@ def write_corpus(folder: Path, files: int = 6, lines: int = 40) -> list[Path]:
 
 def make(files: list[Path], folder: Path, bpe: Path, shard_tokens: int = 3000, **options) -> dict | None:
     settings = Settings(256, None, 0.1, shard_tokens)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", unit_bytes=1, **options)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), unit_bytes=1)
 
 
 def tokens_and_meta(folder: Path) -> dict[str, bytes]:

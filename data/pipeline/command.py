@@ -7,7 +7,7 @@ from pathlib import Path
 from data.errors import DataError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.meta_file import report
-from data.pipeline.preparation import prepare
+from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
@@ -80,12 +80,8 @@ def make_dataset(
         tokenizer,
         settings,
         source,
-        args.workers,
+        Job(args.workers, args.max_bad, args.resume, args.part, args.num_parts),
         args.max_tokens,
-        args.max_bad,
-        args.resume,
-        args.part,
-        args.num_parts,
         store=store,
     )
     if meta is not None:

@@ -195,26 +195,30 @@ def finish(
     return meta
 
 
+@dataclass(frozen=True)
+class Job:
+    """This machine's part of the work. It changes no byte of the dataset."""
+
+    workers: int = 1  # processes; 0 makes no token files: it checks the input and writes the plan
+    max_bad: int = 0  # records that may be left out as unreadable
+    resume: bool = True  # False begins again
+    part: int = 0
+    num_parts: int = 1
+
+
 def prepare(
     files: list[Path],
     folder: Path,
     tokenizer: SubwordTokenizer,
     settings: Settings,
     source: str,
-    workers: int = 1,
+    job: Job,
     max_tokens: int | None = None,
-    max_bad: int = 0,
-    resume: bool = True,
-    part: int = 0,
-    num_parts: int = 1,
     unit_bytes: int | None = None,
     store: Disk | Hub = ON_DISK,
 ) -> dict | None:
     """Make this machine's part of the dataset. Returns the content of meta.json if that completes the
-    dataset, else None.
-
-    workers=0 makes no token files: it checks the input and writes the plan.
-    """
+    dataset, else None."""
     units, listing = plan_units(files, max_tokens, unit_bytes, store.size)
     plan = {
         **asdict(settings),
@@ -224,27 +228,28 @@ def prepare(
         "unit_bytes": unit_bytes,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".part-{part}-of-{num_parts}.lock", "w") as lock:
+    with open(folder / f".part-{job.part}-of-{job.num_parts}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(f"another process is at work on part {part} of {folder}") from None
-        start_or_resume(folder, plan, resume)
+            raise DataError(f"another process is at work on part {job.part} of {folder}") from None
+        start_or_resume(folder, plan, job.resume)
         itemsize = stored_dtype(smallest_dtype(tokenizer.vocab_size)).itemsize
         missing = [
             unit
             for unit in units
-            if unit.number % num_parts == part and read_manifest(unit, folder, itemsize) is None
+            if unit.number % job.num_parts == job.part and read_manifest(unit, folder, itemsize) is None
         ]
         if missing:
             (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is no longer complete
-        if missing and workers:
+        if missing and job.workers:
             check_disk_space(missing, folder, tokenizer, itemsize, store.size)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
             fast = needed > FAST_BYTES and tokenizer.use_fast_encoder()
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
-            run_units(missing, folder, name, settings, min(workers, len(missing)), max_bad, store, fast)
+            workers = min(job.workers, len(missing))
+            run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)
         with open(folder / ".part-finish.lock", "w") as finishing:
             fcntl.flock(finishing, fcntl.LOCK_EX)  # if parts end at the same moment, one waits
-            return finish(units, folder, tokenizer, settings, source, max_bad)
+            return finish(units, folder, tokenizer, settings, source, job.max_bad)
