@@ -4,7 +4,9 @@ import ast
 import dataclasses
 import json
 import os
+import random
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -23,6 +25,7 @@ from training.hardware.peaks import Peak, table_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.process.world import World
 from training.records.clock import Clock
+from training.records.percentiles import spread
 from training.records.rows import Logger, Reading, _console_lines
 from training.records.utilization import FORMULAS as ALL_FORMULAS
 from training.records.utilization import audit_flops, recomputed_flops, summarize, utilization
@@ -519,6 +522,17 @@ def test_medians_leave_the_warm_up_out():
     assert summary["time_ms"] == {"median": 15.0, "p10": 13.0, "p90": 17.0}
     assert summary["mfu_percent"]["median"] == 40.0
     assert summarize(rows[:3])["time_ms"] is None
+
+
+def test_percentiles_of_a_summary_are_measured_values_of_the_nearest_rank():
+    noise = random.Random(0)
+    for number in range(1, 501):
+        values = [noise.random() for _ in range(number)]
+        ranked = sorted(values)
+        nearest = {name: ranked[round(q * (number - 1))] for name, q in (("p10", 0.1), ("p90", 0.9))}
+        assert spread(values) == {"median": statistics.median(values), **nearest}
+    assert json.loads(json.dumps(spread([1, 2, 3]))) == {"median": 2, "p10": 1, "p90": 3}
+    assert spread([]) is None
 
 
 def test_the_totals_are_those_of_every_formula_of_mfu_versions():
