@@ -1,9 +1,10 @@
 """One decoder that is GPT-2, LLaMA or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no FLOP
 formula. Activations have the compute dtype and weights are cast to it where they are not stored in it, so no
-autocast runs in the step.
+autocast runs in the step. In which form an operation runs (Triton kernel, fp8) is decided in ops/.
 
     B batch · T sequence · C model width · H query heads · K key/value heads · D head width
     F feed-forward width · V vocabulary
+    amax: the largest magnitude of an activation, for fp8 matmuls; None if nobody knows it (ops/float8.py)
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model_config import ModelConfig
-from ops.cross_entropy import LinearCrossEntropy
+from ops.cross_entropy import linear_cross_entropy
 from ops.documents import Documents
-from ops.float8_layers import Float8Heads, Float8SwiGLU
-from ops.heads import add_rms_norm, fused_heads, split_heads, swiglu
-from ops.linear import Embedding, Linear
+from ops.embedding import Embedding
+from ops.heads import Rotary, project_heads
+from ops.linear import Linear
+from ops.rms_norm import add_rms_norm, rms_norm
+from ops.swiglu import swiglu_feed_forward
 
-INIT_STD = (
-    0.02  # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
-)
+# Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
+INIT_STD = 0.02
 
 # attend(q, k, v, dropout_p): q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), causal; kernels that know
 # documents take their mask as a fifth argument
 Attend = Callable[..., torch.Tensor]
+Mask = object | None  # what Documents.mask makes; only the attention kernel that asked for it looks inside
+Device = torch.device | str | None
 
 
 def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor:
@@ -51,6 +55,9 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor
 
 # --- layers ---
 
+# what a norm's add(x, delta) gives: x + delta, its norm, and the norm's amax
+AddedAndNormed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, statistics in fp32. Zhang and Sennrich 2019."""
@@ -60,11 +67,10 @@ class RMSNorm(nn.Module):
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(width))
 
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x, delta):
-        """x + delta, its norm, and the largest magnitude of each row of that if it costs nothing, or None."""
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> AddedAndNormed:
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
@@ -77,23 +83,23 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if config.bias else None
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
 
-    def add(self, x, delta):
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> AddedAndNormed:
         x = x + delta
         return x, self(x), None
 
 
-NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
-def rotary_angles(length: int, head_dim: int, theta: float, device=None):
-    """Rotary angles: cos, sin of shape (T, D/2), fp32. Su et al. 2021, sec. 3.2.2."""
+def rotary_angles(length: int, head_dim: int, theta: float, device: Device = None) -> Rotary:
+    """Angles of positions 0 to length - 1. Su et al. 2021, sec. 3.2.2."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-    return angles.cos(), angles.sin()
+    return Rotary(angles.cos(), angles.sin())
 
 
 class Attention(nn.Module):
@@ -101,7 +107,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.dropout, self.attend = config.dropout, attend
         qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias)  # one matmul: q, then k, then v
@@ -109,18 +115,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
-    def forward(self, x, amax, rotary, mask=None):
-        heads = self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm
-        if self.qkv.float8 is not None and self.qkv.bias is None and fused_heads(x, self.head_dim, rotary):
-            norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm is not None else (None, None)
-            eps = 0.0 if self.q_norm is None else self.q_norm.eps
-            q, k, v = Float8Heads.apply(x, amax, *self.qkv.float8_arguments, *norms, *rotary, *heads[:2], eps)
-        else:
-            q, k, v = split_heads(self.qkv(x, amax), *heads)  # (B, T, H, D) and twice (B, T, K, D)
+    def forward(
+        self, x: torch.Tensor, amax: torch.Tensor | None, rotary: Rotary | None, mask: Mask = None
+    ) -> torch.Tensor:
+        norms = self.q_norm, self.k_norm
+        q, k, v = project_heads(x, amax, self.qkv, self.n_head, self.n_kv_head, rotary, *norms)
         dropout = self.dropout if self.training else 0.0
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
         y = self.attend(q, k, v, dropout) if mask is None else self.attend(q, k, v, dropout, mask)
-        return self.out(y.reshape(x.shape))
+        return self.out(y.reshape(x.shape))  # (B, T, H, D) -> (B, T, C)
 
 
 ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
@@ -132,26 +135,24 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated = config.ffn_type == "swiglu"
+        self.swiglu = self.gated and config.activation == "silu"
         self.activation = ACTIVATIONS[config.activation]
         self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
-    def forward(self, x, amax=None):
-        swish = self.gated and self.activation is F.silu
-        if swish and self.up.float8 is not None and self.up.bias is None:
-            return Float8SwiGLU.apply(x, amax, *self.up.float8_arguments, *self.down.float8_arguments)
+    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+        if self.swiglu:
+            return swiglu_feed_forward(x, amax, self.up, self.down)
         x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): gate, then up
-        if not self.gated:
-            return self.down(self.activation(x))
-        if swish:
-            return self.down(swiglu(x))
-        gate, up = x.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(x))
 
 
 class Block(nn.Module):
     """Pre-norm residual block. The stream comes and goes as (x, delta), what the last layer wants added to x
-    not yet added, so that adding and normalising are one pass."""
+    not yet added, so that adding and normalizing are one pass."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -160,7 +161,9 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = norm(config.n_embd, config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, delta, rotary, mask=None):
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor, rotary: Rotary | None, mask: Mask = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed, amax = self.attn_norm.add(x, delta)
         delta = self.dropout(self.attn(normed, amax, rotary, mask))
         x, normed, amax = self.ffn_norm.add(x, delta)
@@ -178,16 +181,13 @@ class Head(nn.Module):
         self.norm = NORMS[config.normalization](config.n_embd, config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
-    def forward(self, x, delta, targets=None):
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
         _, x, _ = self.norm.add(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        head, gradient = self.lm_head, torch.is_grad_enabled()
-        weight = head.weight.to(x.dtype)
-        x, targets = x.flatten(0, 1), targets.flatten()
-        return LinearCrossEntropy.apply(
-            x, weight, targets, head.weight_grad, head.float8, self.loss_chunks, gradient
-        )
+        return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks)
 
 
 # --- the model ---
@@ -202,6 +202,8 @@ class Transformer(nn.Module):
     """
 
     documents: Documents | None = None
+    rotary_cos: torch.Tensor  # buffers, without learned positions
+    rotary_sin: torch.Tensor
 
     def __init__(self, config: ModelConfig, attend: Attend = manual_attention, dtype=torch.float32):
         super().__init__()
@@ -216,7 +218,7 @@ class Transformer(nn.Module):
             self._set_rotary(device=None)
         self._tie()
 
-    def forward(self, ids, targets=None):
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         T = ids.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
@@ -229,7 +231,7 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         else:  # scores depend on differences of positions alone, so these need not begin again
-            rotary = (self.rotary_cos[:T], self.rotary_sin[:T])
+            rotary = Rotary(self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))
         delta = torch.zeros_like(x)
         for block in self.blocks:
@@ -269,9 +271,9 @@ class Transformer(nn.Module):
 
     def _set_rotary(self, device):
         config = self.config
-        cos, sin = rotary_angles(config.block_size, config.head_dim, config.rope_theta, device)  # (T, D/2)
-        self.register_buffer("rotary_cos", cos, persistent=False)
-        self.register_buffer("rotary_sin", sin, persistent=False)
+        rotary = rotary_angles(config.block_size, config.head_dim, config.rope_theta, device)
+        self.register_buffer("rotary_cos", rotary.cos, persistent=False)
+        self.register_buffer("rotary_sin", rotary.sin, persistent=False)
 
 
 def _name_seed(seed: int, name: str) -> int:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import model_builder
-from data.pipeline.tokens import DataError, load_tokenizer
+from data.errors import DataError
+from data.pipeline.meta_file import load_tokenizer
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
 from training.checkpoints.loading import load_weights

@@ -159,7 +159,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     stragglers = Stragglers(timer, world, watchdog, record)
     saver = Saver(config, state, {"run": path.stem, "data": data}, start)
     evaluate_and_save = EvaluateAndSave(
-        config, state, windows, loader, saver, progress, logger, anomalies, replica_check, watchdog
+        saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )
     if config.use_cuda_graphs:
         step = graphed(step, state, clock.paused, start, info)

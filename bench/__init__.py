@@ -1,4 +1,5 @@
-"""Benchmarks: how fast train.py is here, beside another implementation and beside the machine's own ceiling.
+"""Benchmarks: how fast train.py is on this machine, compared with another implementation and with the ceiling
+that the machine's own matmuls and attention set. May import all packages but tools/.
 
 python -m bench.throughput --suite models
 python -m bench.roofline config/full_qwen3_1.8b_optimal.py

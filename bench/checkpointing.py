@@ -2,10 +2,10 @@
 
     python -m bench.checkpointing config/full_qwen3_1.8b_optimal.py --dataset random --output out-bench/disk
 
-Runs train.py twice, with checkpoints that training waits for and with those written beside it, and reads the
-run records. Checkpoints go to the output folder, so its disk is what is measured; they are deleted after each
-run. A row is one iteration here. No row's time contains a save: "waits" comes on top, once a checkpoint. The
-iterations before the first save are the reference.
+Runs train.py twice, once with async_checkpoint=False and once with True, and reads the run records. The
+checkpoints are written to the output folder, so the disk of that folder is measured; they are deleted after
+each run. Each row of these records is one iteration, and its time contains no save: the column "waits" is
+added once for each checkpoint. The iterations before the first save are the reference for those after it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench.plan import check_overrides
+from bench.plan import WARMUP_ITERS, check_overrides
 from bench.process import end_with_status, python_command, run_process
 from bench.throughput import dataset_chooser, new_folder
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
+from training.process.memory import GB
 
-WARMUP = 10  # iterations that no figure includes
-AFTER = 20  # iterations after a save that are looked at, and as many before the first
-SAVES = 2  # beside the last one, which no iteration follows
-MODES = {"training waits": False, "beside the training": True}  # async_checkpoint
+MEASURED_ITERS = 20  # after each save, and before the first one
+SAVES = 2  # that are measured; the run makes one more at its end, which no iteration follows
+MODES = {"training waits": False, "beside the training": True}  # value of async_checkpoint
 COLUMNS = (
     ("checkpoints", "{mode}"),
     ("GB", "{gigabytes:.2f}"),
@@ -36,7 +36,7 @@ COLUMNS = (
     ("waits, s", "{waits_s:.3f}"),
     ("in iterations", "{waits_iterations:.2f}"),
     ("written in, s", "{write_s:.2f}"),
-    (f"ms/iter, next {AFTER}", "{after_ms:.1f}"),
+    (f"ms/iter, next {MEASURED_ITERS}", "{after_ms:.1f}"),
     ("slower by", "{slower_percent:+.1f} %"),
     ("GPU memory peak", "{memory}"),
 )
@@ -79,13 +79,13 @@ def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: 
     out_dir = folder / "runs" / mode.replace(" ", "-")
     out_dir.mkdir(parents=True)
     argv = [arguments.config, *overrides, *flags(asynchronous), f"--out_dir={out_dir}"]
-    choose = dataset_chooser(arguments.dataset, folder)
-    if choose:
-        argv.append(f"--dataset={choose(load_config(argv, arguments.processes))}")
+    dataset_for = dataset_chooser(arguments.dataset, folder)
+    if dataset_for:
+        argv.append(f"--dataset={dataset_for(load_config(argv, arguments.processes))}")
     command = python_command(["train.py", *argv], arguments.processes)
-    ended = run_process(command, out_dir / "console.log", arguments.timeout, keep_cache=True)
-    if ended.reason:
-        return {"mode": mode, "reason": ended.reason}
+    outcome = run_process(command, out_dir / "console.log", arguments.timeout, keep_cache=True)
+    if outcome.reason:
+        return {"mode": mode, "reason": outcome.reason}
     checkpoints = out_dir / "checkpoints"
     newest = checkpoints / (checkpoints / "latest").read_text().strip()
     size = sum(path.stat().st_size for path in newest.iterdir())
@@ -93,11 +93,12 @@ def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: 
     path = max(out_dir.glob("run_*.json"), default=None)
     if path is None:
         raise UserError(f"no run record in {out_dir}")
-    return {"mode": mode, "gigabytes": size / 1e9, **figures(json.loads(path.read_text(encoding="utf-8")))}
+    return {"mode": mode, "gigabytes": size / GB, **figures(json.loads(path.read_text(encoding="utf-8")))}
 
 
 def flags(asynchronous: bool) -> list[str]:
-    interval = WARMUP + AFTER
+    """The flags that the benchmark sets: when to save, one row for each iteration, no other work."""
+    interval = WARMUP_ITERS + MEASURED_ITERS
     fixed = {
         "async_checkpoint": asynchronous,
         "checkpoint_interval": interval,
@@ -112,12 +113,12 @@ def flags(asynchronous: bool) -> list[str]:
 
 
 def figures(record: dict) -> dict:
-    """From a run record whose rows are single iterations."""
+    """The figures of a run record in which each row is one iteration."""
     rows = {row["iter"]: row for row in record["training_iterations"]}
     saves = record["checkpoints"][:SAVES]
     first = saves[0]["iter"]
-    before = [rows[i]["time_ms"] for i in range(first - AFTER, first)]
-    after = [[rows[i]["time_ms"] for i in range(s["iter"], s["iter"] + AFTER)] for s in saves]
+    before = [rows[i]["time_ms"] for i in range(first - MEASURED_ITERS, first)]
+    after = [[rows[i]["time_ms"] for i in range(s["iter"], s["iter"] + MEASURED_ITERS)] for s in saves]
     before_ms, after_ms = statistics.median(before), statistics.mean(map(statistics.mean, after))
     waits = statistics.mean(save["blocked_seconds"] for save in saves)
     peaks = [row["memory"] and row["memory"]["max_allocated_gb"] for row in rows.values()]
@@ -137,7 +138,7 @@ def figures(record: dict) -> dict:
 
 
 def table(results: list[dict]) -> list[str]:
-    """Markdown."""
+    """The lines of a Markdown table."""
     lines = ["| " + " | ".join(name for name, _ in COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for result in results:
         if "reason" in result:

@@ -1,8 +1,8 @@
 """Clocks, power and temperature of the GPUs while something runs on them, sampled by nvidia-smi in a thread.
 
-A GPU at its power limit lowers its clock, so two runs are comparable only if these are stated beside them.
-The trap: the first half of a run is imports, compilation and warm-up at another clock; only the second half
-counts. None without nvidia-smi, and on a CPU.
+A GPU at its power limit lowers its clock, so two runs can be compared only if the clock is stated for both.
+The trap: during the first half of a run, which is imports, compilation and warm-up, the clock is another one.
+So only the samples of the second half count. There are none on a CPU or without nvidia-smi.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ QUERY_TIMEOUT_S = 10  # nvidia-smi answers in 0.1 to 1 s; a hanging driver must 
 
 
 def gpu_ids(count: int, visible: str | None) -> list[str]:
-    """What nvidia-smi calls the first `count` GPUs that a process sees; `visible` is CUDA_VISIBLE_DEVICES,
-    which nvidia-smi itself does not heed."""
+    """nvidia-smi's names of the first `count` GPUs that a process sees. `visible` is the value of
+    CUDA_VISIBLE_DEVICES, which nvidia-smi itself ignores."""
     if visible is None:
         return [str(i) for i in range(count)]
     return [name.strip() for name in visible.split(",") if name.strip()][:count]
 
 
 class GpuMonitor:
-    """A context around a run; summary() afterwards. Without ids or nvidia-smi it does nothing."""
+    """A context around a run; call summary() after it. Without ids or nvidia-smi it does nothing."""
 
     def __init__(self, ids: list[str], interval_s: float = INTERVAL_S):
-        self.command = None
+        self.command: list[str] = []  # empty: there is nothing to sample
         if ids and shutil.which("nvidia-smi"):
             query = f"--query-gpu={','.join(FIELDS.values())}"
             self.command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", ",".join(ids)]
         self.interval_s = interval_s
-        self.samples: list[list[list[float | None]]] = []  # one a second: for each GPU, the FIELDS in order
+        self.samples: list[list[list[float | None]]] = []  # each holds the FIELDS of each GPU
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread = threading.Thread(target=self._sample_until_end, daemon=True)
 
     def __enter__(self) -> GpuMonitor:
         if self.command:
@@ -55,18 +55,19 @@ class GpuMonitor:
             return None
         medians = {}
         for column, name in enumerate(FIELDS):
-            values = [gpu[column] for sample in half for gpu in sample if gpu[column] is not None]
-            medians[name] = statistics.median(values) if values else None
+            values = [gpu[column] for sample in half for gpu in sample]
+            known = [value for value in values if value is not None]
+            medians[name] = statistics.median(known) if known else None
         return {**medians, "gpus": len(half[0]), "samples": len(self.samples), "samples_used": len(half)}
 
-    def _watch(self) -> None:
+    def _sample_until_end(self) -> None:
         while not self.ended.wait(self.interval_s):
             if sample := _query(self.command):
                 self.samples.append(sample)
 
 
 def _query(command: list[str]) -> list[list[float | None]]:
-    """The FIELDS of each GPU, None for one that the GPU does not have; [] if there was no answer."""
+    """The FIELDS of each GPU, None for those that a GPU does not have; [] if nvidia-smi did not answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -15,12 +15,12 @@ import torch
 
 from model import manual_attention
 from model_config import ModelConfig
+from ops.float8 import FORWARD, GRADIENT
 from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 
 # seconds of warm-up, seconds of a sample, samples, bytes that the copy reads
 TIMING = {"cuda": (1.0, 0.05, 15, 2**30), "cpu": (0.02, 0.005, 5, 2**24)}
-FP8_GRADIENT = torch.float8_e5m2  # more range; weights and activations are e4m3 (Micikevicius et al. 2022)
 BACKWARD_FACTOR = 2.5  # five products to the forward's two: it computes the scores again (Dao 2023, sec. 4)
 
 
@@ -44,14 +44,14 @@ def _fp8_products(M: int, K: int, N: int, dtype: str, device: torch.device):
     """The same as rows times columns: the only layout that fp8 tensor cores of Hopper take."""
     one = torch.ones((), device=device)  # scale of an operand
     passes = {  # (rows, inner, columns), dtype of the first operand
-        "forward": ((M, K, N), torch.float8_e4m3fn),
-        "dgrad": ((M, N, K), FP8_GRADIENT),
-        "wgrad": ((N, M, K), FP8_GRADIENT),
+        "forward": ((M, K, N), FORWARD),
+        "dgrad": ((M, N, K), GRADIENT),
+        "wgrad": ((N, M, K), GRADIENT),
     }
     for name, ((rows, inner, columns), first) in passes.items():
         a = _random((rows, inner), torch.bfloat16, device).to(first)
-        b = _random((columns, inner), torch.bfloat16, device).to(torch.float8_e4m3fn).t()
-        fast = name == "forward"  # gradients need the exact accumulation
+        b = _random((columns, inner), torch.bfloat16, device).to(FORWARD).t()
+        fast = name == "forward"  # not accurate enough for gradients (ops/float8.py)
         yield (
             name,
             lambda a=a, b=b, fast=fast: torch._scaled_mm(
@@ -104,7 +104,7 @@ def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / calls
 
-    sample(1)  # lazy initialisation is nobody's time
+    sample(1)  # not counted: the first call also initializes
     calls, began = 1, time.perf_counter()
     while time.perf_counter() - began < warmup_s:
         calls = max(1, round(sample_s / sample(calls)))

@@ -2,11 +2,12 @@
 
     python -m bench.peer config/full_qwen3_1.8b_optimal.py --max_iters=31 --log_interval=5 --eval_interval=0
 
-Takes train.py's arguments, and reads the same batches. The recipe is the usual one: fp32 weights under bf16
-autocast, SDPA, torch.compile, fused AdamW, clip_grad_norm_, DDP under torchrun. The parameter count must
-equal ours. MFU is by formula v3 and the same peak. Keys that it has no counterpart for (strategies, attention
-backends, low precision) do not change it. The last line of its output is one line of JSON, with rows as in a
-run record: the wall time of log_interval iterations, the device synchronised at both ends.
+Takes train.py's arguments and reads the same batches. The recipe is the usual one: fp32 weights under bf16
+autocast, SDPA, torch.compile, fused AdamW, clip_grad_norm_, DDP under torchrun. The number of parameters must
+equal ours. MFU is computed by formula v3 with the same peak. Keys for which transformers has nothing similar
+(strategies, attention backends, low precision) have no effect. The last line of the output is JSON with rows
+as in a run record. The time of a row is the wall time of log_interval iterations, divided by their number;
+the device is synchronized at both ends.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,10 +33,11 @@ from training.configuration.keys import TrainConfig
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
 from training.process.exit_status import end_process
+from training.process.memory import GIB
 from training.process.world import World, check_device, init_world, launch_info
 from training.records.utilization import utilization
 
-GB = 2**30
+Step = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, y, learning rate) -> mean loss
 
 
 def main(argv: list[str]) -> int:
@@ -63,26 +66,27 @@ def main(argv: list[str]) -> int:
 # --- training ---
 
 
-def make_step(model: torch.nn.Module, config: TrainConfig, world: World):
-    """step(x, y, learning rate): one iteration as in most training scripts; returns the mean loss."""
+def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step:
+    """The step makes one iteration as most training scripts do."""
+    ddp = None
     if world.size > 1:
         ids = [world.local_rank] if world.device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        model = ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     forward = torch.compile(model) if config.compile else model
     parameters = list(model.parameters())
     betas = (config.beta1, config.beta2)
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=betas, weight_decay=config.weight_decay, fused=True
     )
-    half = config.dtype == "bfloat16"
+    use_bf16 = config.dtype == "bfloat16"
 
-    def step(x, y, rate: float) -> torch.Tensor:
+    def step(x: torch.Tensor, y: torch.Tensor, rate: float) -> torch.Tensor:
         losses = []
         for i, ids in enumerate(x):
-            waits = world.size > 1 and i < len(x) - 1  # gradients travel once an iteration
-            with model.no_sync() if waits else contextlib.nullcontext():
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=half):
-                    loss = forward(input_ids=ids, labels=ids).loss  # it shifts the labels itself
+            # gradients are reduced once for each iteration, after its last micro-step
+            with ddp.no_sync() if ddp and i < len(x) - 1 else contextlib.nullcontext():
+                with torch.autocast(world.device.type, torch.bfloat16, enabled=use_bf16):
+                    loss = forward(input_ids=ids, labels=ids).loss  # the model shifts the labels itself
                 (loss / len(x)).backward()
             losses.append(loss.detach())
         if config.grad_clip:
@@ -96,9 +100,10 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World):
     return step
 
 
-def train(config: TrainConfig, world: World, step, loader: Loader) -> list[dict]:
-    """Rows: of the first iteration, then of every log_interval iterations, as in training/records/rows.py."""
-    rows, first, began = [], 0, time.perf_counter()
+def train(config: TrainConfig, world: World, step: Step, loader: Loader) -> list[dict]:
+    """One row for the first iteration, then one for every log_interval, as in training/records/rows.py."""
+    rows: list[dict] = []
+    first, began = 0, time.perf_counter()  # of the current row
     for iteration in range(config.max_iters):
         loss = step(*loader.next(), learning_rate(iteration, config))
         if iteration % config.log_interval and iteration != config.max_iters - 1:
@@ -117,8 +122,8 @@ def _memory(world: World) -> dict | None:
     if world.device.type != "cuda":
         return None
     return {
-        "max_allocated_gb": torch.cuda.max_memory_allocated() / GB,
-        "max_reserved_gb": torch.cuda.max_memory_reserved() / GB,
+        "max_allocated_gb": torch.cuda.max_memory_allocated() / GIB,
+        "max_reserved_gb": torch.cuda.max_memory_reserved() / GIB,
     }
 
 
@@ -126,7 +131,7 @@ def _memory(world: World) -> dict | None:
 
 
 def report(config: TrainConfig, world: World, model, parameters: int, rows: list[dict], version: str) -> dict:
-    """What is printed: rows with the fields of a run record's, and what was run."""
+    """What is printed: what was run, and rows with the fields that a run record's rows have."""
     flops = v3.count_flops(config.model_config(), config.block_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     peak = resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)

@@ -1,7 +1,7 @@
 """Our model's shape as one of Hugging Face transformers: GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM.
 
-transformers is one of the development packages, so it is imported where it is used. The trap of such
-comparisons is a model that is almost the same: check_parameters refuses it.
+transformers is one of the development packages, so it is imported where it is used. The trap: a comparison
+with a model that is almost the same says nothing. check_parameters refuses such a model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import model_builder
 from model_config import ModelConfig
 from training.configuration.errors import UserError
 
-SPECIAL_ID = 0  # transformers wants to know where text begins and ends; nothing here looks
+SPECIAL_ID = 0  # transformers requires ids for the begin and the end of text; training does not use them
 
 
 def import_transformers():
@@ -25,7 +25,7 @@ def import_transformers():
 
 
 def build(transformers, config: ModelConfig) -> torch.nn.Module:
-    """Their model with our shape, on the device in force, with random weights. Raises UserError."""
+    """Their model with our shape and random weights, on torch's current default device. Raises UserError."""
     common = dict(
         vocab_size=config.vocab_size,
         tie_word_embeddings=config.weight_tying,
@@ -50,8 +50,8 @@ def build(transformers, config: ModelConfig) -> torch.nn.Module:
         intermediate_size=config.d_ff,
         max_position_embeddings=config.block_size,
         rms_norm_eps=config.norm_eps,
-        rope_theta=config.rope_theta,  # before transformers 5
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},  # from 5 on
+        rope_theta=config.rope_theta,  # read by transformers 4
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},  # read from 5 on
         attention_bias=config.bias,
         attention_dropout=config.dropout,
     )
@@ -81,22 +81,23 @@ def _build_gpt2(transformers, config: ModelConfig, common: dict) -> torch.nn.Mod
 
 
 def _remove_biases(model: torch.nn.Module, conv1d: type) -> None:
-    """Their GPT-2 always has biases, and its Conv1D cannot do without: a Linear, as in their other models,
-    takes its place. Otherwise the peer would pay for bias gradients that we do not compute."""
+    """Their GPT-2 always has biases, and its Conv1D does not work without one, so a Linear, as in their other
+    models, replaces each Conv1D. Otherwise the peer would compute gradients of biases that we do not have."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, conv1d):
-                inputs, outputs = child.weight.shape
-                linear = torch.nn.Linear(inputs, outputs, bias=False, device=child.weight.device)
+                weight = child.get_parameter("weight")
+                inputs, outputs = weight.shape
+                linear = torch.nn.Linear(inputs, outputs, bias=False, device=weight.device)
                 with torch.no_grad():
-                    linear.weight.copy_(child.weight.t())
+                    linear.weight.copy_(weight.t())
                 setattr(parent, name, linear)
             elif isinstance(child, torch.nn.LayerNorm):
                 child.register_parameter("bias", None)
 
 
 def check_parameters(model: torch.nn.Module, config: ModelConfig) -> int:
-    """Their number of parameters. Raises UserError if it is not ours: then the models are not the same."""
+    """Their number of parameters. Raises UserError if ours is another one: then the models differ."""
     theirs = sum(parameter.numel() for parameter in model.parameters())
     ours = model_builder.build_model(config).count_parameters()["total"]
     if theirs != ours:

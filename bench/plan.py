@@ -1,20 +1,25 @@
-"""What a benchmark will run: the variants of a suite, their peers and their ceilings, each as one entry with
-the arguments of its process. Variants that differ only in what a peer or a ceiling does not know share it.
+"""Plans a benchmark: an entry for each variant of a suite, and for the peers and ceilings beside them.
+
+A peer trains the same model in another implementation; a ceiling, which bench.roofline measures, is the speed
+that this machine's matmuls and attention allow. Neither depends on every key. Variants that differ only in
+keys that do not matter to a peer or a ceiling share one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bench.suites import ALL_GPUS, Variant
 from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS, TrainConfig
 
-MIN_ROWS = 4  # of a run, so that it has a spread
+WARMUP_ITERS = 10  # before the timed ones, unless --warmup says otherwise; no figure includes them
+MIN_ROWS = 4  # that a run should have, so that its figures have a spread
 
-# What the benchmark itself decides; iterations come from --iters and --warmup.
+# Keys that the benchmark sets itself. The iterations follow from --iters and --warmup.
 FIXED = {
     "init_from": "scratch",
     "dry_run": False,
@@ -31,18 +36,18 @@ RESERVED = (*FIXED, "out_dir", "max_iters", "log_interval", "log_save_interval",
 
 @dataclass
 class Entry:
-    """One row to be: what to run, and then what came of it."""
+    """What to run for one row of the table, and then its results."""
 
     kind: str  # 'variant' (train.py), 'peer' or 'roofline'
     name: str
-    argv: list[str]  # of that program
+    argv: list[str]  # arguments of train.py, bench.peer or bench.roofline
     processes: int
     device: str
     problem: str | None = None  # why it cannot be started
     peer: str | None = None  # names of the entries that it is compared with
     roofline: str | None = None
     runs: list[dict] = field(default_factory=list)
-    facts: dict = field(default_factory=dict)  # what the last good run says of itself
+    facts: dict = field(default_factory=dict)  # what the last successful run reported about itself
     result: dict | None = None
 
 
@@ -59,7 +64,7 @@ def check_overrides(overrides: list[str]) -> None:
 
 
 def iteration_flags(iters: int, warmup: int) -> list[str]:
-    """The first iteration, the warm-up, and iters iterations in rows that do not straddle the two."""
+    """For the first iteration, the warm-up and `iters` timed ones; no row mixes the last two."""
     fits = [n for n in range(1, iters + 1) if not iters % n and not warmup % n and iters // n >= MIN_ROWS]
     total = 1 + warmup + iters
     interval = max(fits, default=1)
@@ -69,16 +74,22 @@ def iteration_flags(iters: int, warmup: int) -> list[str]:
 def make_plan(
     variants: tuple[Variant, ...],
     flags: list[str],
-    dataset: Callable[[TrainConfig], str] | None,
+    dataset: Callable[[TrainConfig], str | Path] | None,
     gpus: int,
     peer: str | None,
     roofline: bool,
 ) -> list[Entry]:
-    """Ceilings first, then each variant with its peer behind it. `flags` go to all; gpus are those found."""
+    """The ceilings first, then each variant, followed by its peer unless an earlier variant has the same one.
+    `flags` are added to all; `gpus` is the number that this machine has."""
     fixed = [f"--{key}={value}" for key, value in FIXED.items()]
-    ceilings, rest, shared = [], [], {}
+    ceilings: list[Entry] = []
+    others: list[Entry] = []
+    shared: dict[tuple, str] = {}  # (kind, what it depends on): name of the entry
 
-    def share(entries: list[Entry], kind: str, label: str, key: tuple, entry: Entry, argv, processes) -> str:
+    def share(
+        entries: list[Entry], kind: str, label: str, key: tuple, entry: Entry, argv: list[str], processes: int
+    ) -> str:
+        """The name of the entry of this kind and key, which is added if there is none."""
         if (kind, key) not in shared:
             shared[kind, key] = f"{label}: {entry.name}"
             entries.append(Entry(kind, shared[kind, key], argv, processes, entry.device))
@@ -89,7 +100,7 @@ def make_plan(
         argv = [variant.config, *overrides, *flags, *fixed]
         processes = max(2, gpus) if variant.processes == ALL_GPUS else variant.processes
         entry = Entry("variant", variant.name, argv, processes, "cuda")
-        rest.append(entry)
+        others.append(entry)
         try:
             config = load_config(argv, processes)
         except UserError as error:
@@ -102,13 +113,13 @@ def make_plan(
         if dataset:
             argv.append(f"--dataset={dataset(config)}")
         if roofline:
-            one = [*argv, "--use_zero1=False", "--use_fsdp=False"]  # which need several processes
+            one = [*argv, "--use_zero1=False", "--use_fsdp=False"]  # these two need several processes
             key = _roofline_key(config)
             entry.roofline = share(ceilings, "roofline", "ceiling", key, entry, one, 1)
         if peer:
             key = (*_peer_key(config), processes)
-            entry.peer = share(rest, "peer", peer, key, entry, argv, processes)
-    return ceilings + rest
+            entry.peer = share(others, "peer", peer, key, entry, argv, processes)
+    return ceilings + others
 
 
 def _shape(config: TrainConfig) -> tuple:

@@ -1,8 +1,8 @@
-"""One fresh process: started, watched, stopped in time, and its end turned into a reason.
+"""Runs a command in a fresh process, with a time limit, and says in one line why it failed.
 
 Fresh, because the allocator, compiler caches and CUDA contexts of one measurement change the next one. The
-compile cache, too, is a new folder each time: the first step is then always a cold one, and no graph that was
-compiled for another variant can be picked up.
+compile cache, too, is a new folder each time: the first step then always includes compilation, and no code
+that was compiled for another variant is used again.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ REASON_LENGTH = 300  # characters; the log has the rest
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a process ended: reason is None if it went well."""
+class Outcome:
+    """How a process ended."""
 
     seconds: float
-    reason: str | None
+    reason: str | None  # why it failed; None if it succeeded
 
 
 def python_command(target: list[str], processes: int) -> list[str]:
-    """The command line for a script or ['-m', module], under torchrun if it takes several processes."""
+    """The command that runs a script or ['-m', module], under torchrun if it needs several processes."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return launcher + target
 
 
-def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Ended:
-    """Runs command in the repository's root with its output in `log`, and stops it after timeout_s."""
+def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Outcome:
+    """Runs command in the repository's root, writes its output to `log`, and stops it after timeout_s."""
     with contextlib.ExitStack() as stack:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # train.py's, for peers too
+        # train.py sets this itself; a peer must have it, too
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if not keep_cache:
             cache = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
@@ -64,7 +65,7 @@ def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: boo
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is this process's to handle: it stops the other one below
+            start_new_session=True,  # Ctrl-C reaches only this process, which then stops the other one
         )
         timed_out = False
         try:
@@ -75,12 +76,13 @@ def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: boo
             _stop(process)
     seconds = time.perf_counter() - began
     if timed_out:
-        return Ended(seconds, f"not done after {timeout_s:g} s, stopped; see --timeout")
-    return Ended(seconds, failure(process.returncode, log.read_text(encoding="utf-8", errors="replace")))
+        return Outcome(seconds, f"not done after {timeout_s:g} s, stopped; see --timeout")
+    output_text = log.read_text(encoding="utf-8", errors="replace")
+    return Outcome(seconds, failure_reason(process.returncode, output_text))
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Asks first: torchrun's workers are in sessions of their own, and only it can end them."""
+    """SIGTERM comes first: torchrun's workers have sessions of their own, and only torchrun can end them."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -92,21 +94,22 @@ def _stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def failure(status: int, output: str) -> str | None:
-    """Why a process with this exit status failed, in one line: its first 'error: ...' (of several ranks the
-    first knows best), else the last thing that it said. None for status 0."""
+def failure_reason(status: int, output: str) -> str | None:
+    """Why a process with this exit status failed, in one line: the first 'error: ...' in its output (where
+    several ranks report one, the first is closest to the cause), or else its last line. None for status 0."""
     if status == 0:
         return None
     errors = re.findall(r"^(?:\[rank \d+\] )?error: (.+)$", output, re.M)
-    said = errors[:1] or [line for line in output.splitlines() if line.strip()][-1:]
-    reason = said[0].strip() if said else "it said nothing"
+    lines = errors[:1] or [line for line in output.splitlines() if line.strip()][-1:]
+    reason = lines[0].strip() if lines else "it said nothing"
     if status < 0 and not errors:
         reason = f"killed by {signal.Signals(-status).name}; last line: {reason}"
     return reason[:REASON_LENGTH]
 
 
 def end_with_status(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """main(argv) as a whole process: an error is one line that failure() finds; 2 if the user can fix it."""
+    """The exit status of a process that runs main(argv). An error is printed as a line that failure_reason()
+    finds; the status is 2 if the user can fix it."""
     try:
         return main(argv)
     except UserError as error:
@@ -119,5 +122,5 @@ def end_with_status(main: Callable[[list[str]], int], argv: list[str]) -> int:
     rank, _, world_size = launch_info()
     print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     if world_size > 1:
-        leave_now(status)  # the others may wait in a collective; torchrun stops them
+        leave_now(status)  # other ranks may be waiting in a collective; torchrun stops them
     return status

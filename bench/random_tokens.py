@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.tokens import write_dataset
+from data.pipeline.small_dataset import write_dataset
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000  # 8 MB as uint32; longer runs read them again
 SEED = 0

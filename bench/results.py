@@ -1,7 +1,8 @@
 """Figures of one run from its rows, and of a variant from its runs: medians, 10th and 90th percentiles.
 
-Rows are a run record's training_iterations; bench.peer prints the same. The first row is the first iteration
-with its compilation; of the others those count that begin after the warm-up.
+The rows are the training_iterations of a run record; bench.peer prints rows of the same form. The first row
+is the first iteration, which includes compilation. Of the others only those count that begin after the
+warm-up.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import statistics
 
 from bench.plan import Entry
+from training.records import percentiles
 
 SERIES = ("mfu_percent", "mfu_causal_percent", "tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
 GPU_FIGURES = ("sm_clock_mhz", "power_w", "temperature_c")
 
 
 def measure(rows: list[dict], warmup: int) -> dict:
-    """One run. Series are lists, a value a row; a CPU has no memory figures. Raises ValueError."""
+    """The figures of one run. SERIES are lists with one value for each row; memory is None on a CPU. Raises
+    ValueError if no row counts."""
     if not rows:
         raise ValueError("the run has no rows")
-    first_iteration = [-1] + [row["iter"] for row in rows[:-1]]  # less one: the last of the row before
-    steady = [row for row, before in zip(rows, first_iteration, strict=True) if before >= warmup]
+    last_before = [-1] + [row["iter"] for row in rows[:-1]]  # the last iteration before each row
+    steady = [row for row, last in zip(rows, last_before, strict=True) if last >= warmup]
     if not steady:
         raise ValueError(f"no row begins after {warmup} iterations of warm-up; use more --iters")
     memory = [row["memory"] for row in rows if row["memory"]]
@@ -39,8 +42,8 @@ def measure(rows: list[dict], warmup: int) -> dict:
 
 
 def combine(runs: list[dict]) -> dict | None:
-    """The repeats of one variant: medians over runs of each run's median, percentiles over all their rows; of
-    memory the most. runs are entries' runs, of which the failed ones have no measurement."""
+    """The figures of one variant from all its repeats: the median of the runs' medians, percentiles over all
+    their rows, the most memory of any run. Runs that failed have no measurement; None if all did."""
     good = [run for run in runs if run["measurement"]]
     if not good:
         return None
@@ -59,24 +62,25 @@ def combine(runs: list[dict]) -> dict | None:
 
 
 def spread(series: list[list[float]]) -> dict | None:
-    """Median of the runs' medians, 10th and 90th percentile of all values; None without any."""
+    """Median of the runs' medians, 10th and 90th percentile of all values; None if there are no values."""
     series = [values for values in series if values]
-    if not series:
+    found = percentiles.spread([value for values in series for value in values])
+    if found is None:
         return None
-    ordered = sorted(value for values in series for value in values)
-    p10, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
-    return {"median": statistics.median(map(statistics.median, series)), "p10": p10, "p90": p90}
+    medians = [statistics.median(values) for values in series]
+    return {**found, "median": statistics.median(medians)}
 
 
 def relate(entries: list[Entry]) -> None:
-    """Adds to each result what it is beside its peer and its machine's ceiling, both per GPU."""
+    """Adds to each result its speed relative to its peer and to its ceiling, both per GPU."""
     results = {entry.name: entry.result for entry in entries}
     for entry in entries:
         result = entry.result
         if entry.kind == "roofline" or not result:
             continue
         rate = result["tokens_per_sec_per_gpu"]["median"]
-        peer, ceiling = results.get(entry.peer), results.get(entry.roofline)
+        peer = results.get(entry.peer) if entry.peer else None
+        ceiling = results.get(entry.roofline) if entry.roofline else None
         result["times_peer"] = rate / peer["tokens_per_sec_per_gpu"]["median"] if peer else None
         result["ceiling_percent"] = 100 * rate / ceiling["ceiling"]["tokens_per_sec"] if ceiling else None
 

@@ -1,4 +1,4 @@
-"""Runs one entry once: its process under the GPU monitor, and then what its output says."""
+"""Runs one entry of the plan once, samples the GPUs meanwhile, and reads the results from its output."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 from bench.gpu_monitor import GpuMonitor, gpu_ids
 from bench.plan import Entry
@@ -20,8 +21,9 @@ LOG = "console.log"
 def run_entry(
     entry: Entry, repeat: int, folder: Path, arguments: argparse.Namespace, entries: list[Entry]
 ) -> None:
-    """Adds a run to entry.runs, and brings entry.facts and entry.result up to date."""
-    run = {"repeat": repeat, "reason": entry.problem, "measurement": None, "gpu": None, "seconds": 0.0}
+    """Adds a run to entry.runs and updates entry.facts and entry.result."""
+    run: dict[str, Any] = {"repeat": repeat, "reason": entry.problem, "measurement": None}
+    run |= {"gpu": None, "seconds": 0.0}
     entry.runs.append(run)
     if entry.problem:
         return
@@ -32,12 +34,12 @@ def run_entry(
     command = python_command([*PROGRAMS[entry.kind], *argv], entry.processes)
     ids = gpu_ids(entry.processes, os.environ.get("CUDA_VISIBLE_DEVICES")) if entry.device == "cuda" else []
     with GpuMonitor(ids) as monitor:
-        ended = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
+        outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
     run.update(command=shlex.join(command), folder=str(out_dir), gpu=monitor.summary())
-    run.update(reason=ended.reason, seconds=ended.seconds)
-    if ended.reason is None:
+    run.update(reason=outcome.reason, seconds=outcome.seconds)
+    if outcome.reason is None:
         try:
-            take_output(entry, run, out_dir, arguments.warmup)
+            read_output(entry, run, out_dir, arguments.warmup)
         except (OSError, ValueError, LookupError) as error:
             run["reason"] = f"its result cannot be read: {type(error).__name__}: {error}"
     if entry.kind != "roofline":
@@ -45,15 +47,17 @@ def run_entry(
 
 
 def stated_peak(entry: Entry, entries: list[Entry]) -> list[str]:
-    """A peer divides by the peak that its variant measured: two measurements of one peak would differ."""
+    """The flag that gives a peer the peak that its variant measured, since a second measurement would differ.
+    Empty for other entries, and where the peak was not measured."""
     if entry.kind != "peer":
         return []
     peaks = [other.facts["peak"] for other in entries if other.peer == entry.name and other.facts]
     return [f"--peak_tflops={peak['tflops_per_gpu']}" for peak in peaks if peak["measured"]][:1]
 
 
-def take_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
-    """What the run measured and says of itself, from its record or its last line. Raises ValueError."""
+def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
+    """Reads what the run measured and its facts, from its run record or from the JSON that it printed. Raises
+    ValueError if there is none."""
     if entry.kind == "variant":
         path = max(out_dir.glob("run_*.json"), default=None)
         if path is None:

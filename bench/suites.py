@@ -1,14 +1,15 @@
-"""The suites, as plain data: what throughput.py runs, one variant a row of its table.
+"""The suites that bench.throughput runs, as plain data: each variant becomes one row of its table.
 
-A variant is train.py with a config file and some keys on top, so whatever train.py can do can be compared: to
-add a comparison, add a line. A suite changes one thing and leaves the rest to the config file.
+A variant is a config file of train.py and the keys that replace some of its values, so whatever train.py can
+do can be compared: to add a comparison, add a line. The variants of a suite differ in one thing only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
-ALL_GPUS = "all"  # as many processes as this machine has GPUs, two or more
+ALL_GPUS: Final = "all"  # as many processes as this machine has GPUs, two or more
 
 QUICKSTART = "config/quickstart.py"
 GPT2_124M = "config/train_gpt2_124m.py"
@@ -24,16 +25,16 @@ ONE_STEP = {"gradient_accumulation_steps": 1}
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: a config file, the keys that differ from it, and how many processes (GPUs) it takes."""
+    """One row: a config file, the keys that differ from it, and its number of processes, one for each GPU."""
 
     name: str
     config: str  # path from the repository's root
     overrides: dict[str, object] = field(default_factory=dict)
-    processes: int | str = 1  # or ALL_GPUS
+    processes: int | Literal["all"] = 1
 
 
 SUITES: dict[str, tuple[Variant, ...]] = {
-    # a laptop's CPU, a minute: does the benchmark itself work
+    # shows in a minute, on a laptop's CPU, whether the benchmark itself works
     "quick": (
         Variant("sdpa", QUICKSTART, {"attention_backend": "sdpa"}),
         Variant("manual", QUICKSTART, {"attention_backend": "manual"}),
@@ -73,7 +74,7 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     "compile": tuple(
         Variant(scope, QWEN3, {"compile": True, "compile_scope": scope}) for scope in ("regional", "whole")
     ),
-    # where launches cost: steps of a few milliseconds
+    # steps of a few milliseconds, where launching the kernels takes a large part of the time
     "graphs": tuple(
         Variant(
             f"{n} x 1024, {'CUDA graph' if graphs else 'eager launches'}",

@@ -1,4 +1,4 @@
-"""The table, as Markdown with padded columns: it reads well on the console, and can be pasted into LOG.md."""
+"""The table of results, in Markdown with padded columns: for the console, and to be pasted into LOG.md."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ LEGEND = (
 
 
 def table_lines(entries: list[Entry]) -> list[str]:
-    """Variants and peers in their order, and ceilings that could not be measured; then the ceilings."""
-    rows = [COLUMNS]
+    """Rows for the variants, the peers and the ceilings that failed, then one line for each other ceiling."""
+    rows = [list(COLUMNS)]
     rows += [cells(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, _line(["-" * width for width in widths], widths))
-    ceilings = [_ceiling_line(entry) for entry in entries if entry.kind == "roofline" and entry.result]
+    measured = [(e.name, e.result) for e in entries if e.kind == "roofline" and e.result]
+    ceilings = [_ceiling_line(name, result) for name, result in measured]
     return lines + [""] * bool(ceilings) + ceilings
 
 
@@ -49,7 +50,7 @@ def _line(cells: list[str], widths: list[int]) -> str:
 
 
 def cells(entry: Entry) -> list[str]:
-    """A row's texts; blank where a figure does not exist."""
+    """The cells of one row; a figure that does not exist leaves its cell empty."""
     result = entry.result if entry.kind != "roofline" else None
     result = result or {}
 
@@ -84,7 +85,7 @@ def cells(entry: Entry) -> list[str]:
 
 
 def note(entry: Entry) -> str:
-    """Why a row is empty, or not what was asked for."""
+    """Why a row has no figures, or in what it differs from what was asked for."""
     failures, notes = _failures(entry), []
     if not entry.runs:
         return "not run yet"
@@ -102,12 +103,12 @@ def _failures(entry: Entry) -> list[str]:
     return [run["reason"] for run in entry.runs if run["reason"]]
 
 
-def _ceiling_line(entry: Entry) -> str:
-    result, found = entry.result, entry.result["ceiling"]
+def _ceiling_line(name: str, result: dict) -> str:
+    found = result["ceiling"]
     mfu = f"{found['mfu_percent']:.2f} % MFU, " if found["mfu_percent"] else ""
     attention = result["attention"]
     return (
-        f"{entry.name}: {mfu}{found['tokens_per_sec']:,.0f} tokens/s per GPU; per micro-batch of "
+        f"{name}: {mfu}{found['tokens_per_sec']:,.0f} tokens/s per GPU; per micro-batch of "
         f"{result['tokens']:,} tokens {1000 * found['matmul_seconds']:.1f} ms in matmuls, "
         f"{1000 * found['attention_seconds']:.1f} ms in attention ({attention['used']} "
         f"[{attention['kernel']}]); copy {result['copy_gb_per_s']:,.0f} GB/s"
@@ -115,19 +116,19 @@ def _ceiling_line(entry: Entry) -> str:
 
 
 def result_line(entry: Entry) -> str:
-    """How the last run of an entry ended, for the console."""
-    run = entry.runs[-1]
+    """How the last run of an entry ended, in one line for the console."""
+    run, result = entry.runs[-1], entry.result
     if run["reason"]:
         return f"failed after {run['seconds']:.0f} s: {run['reason']}"
+    assert result, entry.name  # a run that did not fail has one
     if entry.kind == "roofline":
-        return f"{entry.result['ceiling']['tokens_per_sec']:,.0f} tokens/s per GPU, {run['seconds']:.0f} s"
-    result = entry.result
+        return f"{result['ceiling']['tokens_per_sec']:,.0f} tokens/s per GPU, {run['seconds']:.0f} s"
     mfu = f", MFU {result['mfu_percent']['median']:.2f} %" if result["mfu_percent"] else ""
     return f"{result['tokens_per_sec']['median']:,.0f} tokens/s{mfu}, {run['seconds']:.0f} s"
 
 
 def document_lines(content: dict, entries: list[Entry]) -> list[str]:
-    """The saved document: date and machine, the command, versions, the table, what the columns mean."""
+    """The saved document: date, machine, command, versions, the table, and what its columns mean."""
     facts = next((e.facts for e in entries if e.kind == "variant" and e.facts), {})
     hardware, software = facts.get("hardware", {}), facts.get("software", content["software"])
     machine = hardware.get("gpu_name") or content["software"]["gpu_name"]

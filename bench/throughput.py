@@ -2,11 +2,11 @@
 
     python -m bench.throughput --suite models --dataset random --peer transformers --roofline --repeats 2
 
-The figures come from the run records, so this measures the product and not a copy of it. A variant that fails
-is a row with its reason; the others still run, and the exit status is 1. With repeats the whole suite runs
-again, interleaved, so that a machine that grows warm or busy does not favour whatever came first. Any
---key=value of train.py goes to all variants. The output folder holds the table, a JSON file with everything,
-and each run's record and console log.
+The figures come from the run records: train.py itself is measured, not a copy of its loop. A variant that
+fails is a row with the reason; the others still run, and the exit status is 1. With --repeats all variants
+run once, then all of them again, so that a machine that becomes warm or busy slows all of them alike. Any
+--key=value of train.py is added to all variants. The output folder holds the table, a JSON file with
+everything, and the record and the console log of each run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import model_builder
-from bench.plan import Entry, check_overrides, iteration_flags, make_plan
+from bench.plan import WARMUP_ITERS, Entry, check_overrides, iteration_flags, make_plan
 from bench.process import end_with_status
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
@@ -33,6 +34,7 @@ from bench.suites import SUITES
 from bench.table import document_lines, result_line, table_lines
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.errors import UserError
+from training.configuration.keys import TrainConfig
 from training.hardware.description import describe_hardware
 from training.records.startup_info import git_state
 
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> int:
         print(f"[{number}/{len(order)}] {entry.name}: started, repeat {repeat}", flush=True)
         run_entry(entry, repeat, folder, arguments, entries)
         print(f"[{number}/{len(order)}] {entry.name}: {result_line(entry)}", flush=True)
-        save(folder, content, entries)  # also what an interrupted benchmark leaves
+        save(folder, content, entries)  # after each run, so that an interrupted benchmark leaves its results
     print("\n" + "\n".join(table_lines(entries)) + f"\n\nSaved in {folder}", flush=True)
     return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
 
@@ -86,7 +88,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--suite", required=True, choices=SUITES, help="which variants")
     parser.add_argument("--iters", type=_at_least(1), default=20, help="timed iterations of a run (20)")
-    parser.add_argument("--warmup", type=_at_least(0), default=10, help="iterations before them (10)")
+    warmup = f"iterations before them ({WARMUP_ITERS})"
+    parser.add_argument("--warmup", type=_at_least(0), default=WARMUP_ITERS, help=warmup)
     parser.add_argument("--repeats", type=_at_least(1), default=1, help="times that the suite is run (1)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run (1800)")
     parser.add_argument("--dataset", help="instead of the configs' own; 'random' makes one of random tokens")
@@ -97,7 +100,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def _at_least(minimum: int):
+def _at_least(minimum: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if int(text) < minimum:
             raise argparse.ArgumentTypeError(f"{text} is below {minimum}")
@@ -117,18 +120,19 @@ def new_folder(asked: str | None, name: str) -> Path:
     return folder
 
 
-def dataset_chooser(asked: str | None, folder: Path):
-    """A function of the variant's configuration that names its dataset; None to leave it alone."""
+def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:
+    """A function that returns the dataset for a variant's configuration; None: each keeps its own."""
     if asked is None:
         return None
     if asked == "random":
         return lambda config: make_random_dataset(folder, config.model_config().vocab_size)
-    path = str(Path(asked).expanduser().resolve()) if os.sep in asked else asked  # runs start in the root
+    # absolute, because the runs start in the repository's root
+    path = str(Path(asked).expanduser().resolve()) if os.sep in asked else asked
     return lambda config: path
 
 
 def save(folder: Path, content: dict, entries: list[Entry]) -> None:
-    """table.json with everything, table.md to read and to paste into LOG.md; each is whole at any moment."""
+    """Writes table.json with everything and table.md to read. A reader never finds half a file."""
     relate(entries)
     everything = {**content, "entries": [dataclasses.asdict(entry) for entry in entries]}
     texts = {
@@ -142,5 +146,6 @@ def save(folder: Path, content: dict, entries: list[Entry]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what runs is stopped, too
+    # SIGTERM is handled as Ctrl-C, which also stops the running process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(end_with_status(main, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""How fast text becomes token ids: data/pipeline/preparation.py beside the tokenizer's own library and datasets.map.
+"""How fast text becomes token ids: data/pipeline/ beside the tokenizer's own library and datasets.map.
 
     python -m bench.tokenize --input slimpajama --tokenizer gpt2 llama2_tokenizer llama3_tokenizer \\
         qwen3_tokenizer --workers 8
@@ -28,18 +28,17 @@ from pathlib import Path
 
 from bench.results import spread
 from bench.tokenization import Peers, Rate, measure_preparation, read_sample
+from data.errors import DataError
 from data.pipeline.documents import find_files
-from data.pipeline.tokens import DataError, open_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.
 
-UNIT_SECONDS = 1.5  # about; a worker makes two
-FAST_GAIN = (
-    4  # times the library's rate that the fast encoder is expected to have, to choose the text's length
-)
+UNIT_SECONDS = 1.5  # about the time that a unit shall take; each worker makes two
+FAST_GAIN = 4  # expected speed of the fast encoder, in times the library's; used to choose the size of a unit
 MOST_PASSES = 30  # over the sample, in a unit
-CORES = 128
-CORPORA = {"6 B": 6e9, "627 B": 627e9}
+CORES = 128  # of the machine for which the time of CORPORA is extrapolated
+CORPORA = {"6 B": 6e9, "627 B": 627e9}  # tokens
 COLUMNS = (
     "tokenizer",
     "what",
@@ -53,7 +52,7 @@ TEXT_COLUMNS = ("tokenizer", "what", "tokens/s (p10 to p90)")
 MISSING_PEER = "datasets.map was not measured: the datasets package is missing (pip install datasets)."
 LEGEND = (
     "Medians of {repeats} repeats. library: its batch call on one thread, ids as lists, nothing read or\n"
-    "written. N workers: data/pipeline/preparation.py from .jsonl.zst to token files, while at work; ids by the same\n"
+    "written. N workers: data/pipeline/ from .jsonl.zst to token files, while at work; ids by the same\n"
     "library or, where the encoder is fast, by tiktoken's loop. datasets.map: batched, one process, the\n"
     "library's call, into an Arrow file. By CPU time: tokens for each second of a core, which counts no\n"
     "waiting for other programs."
@@ -119,10 +118,11 @@ def named_paths(arguments: list[str]) -> dict[str, str]:
     named = {}
     for argument in arguments:
         name, _, path = argument.rpartition("=")
-        stated = Path(path).resolve()
-        name = name or (
-            path if not stated.exists() else stated.parent.name if stated.is_file() else stated.name
-        )
+        resolved = Path(path).resolve()
+        if not name and not resolved.exists():
+            name = path
+        elif not name:
+            name = resolved.parent.name if resolved.is_file() else resolved.name
         if name in named:
             raise DataError(f"two tokenizers would be called {name}; pass --tokenizer NAME=PATH")
         named[name] = path
@@ -130,14 +130,16 @@ def named_paths(arguments: list[str]) -> dict[str, str]:
 
 
 def open_result(path: str) -> dict:
-    """What is known of a tokenizer before it is measured: whether the preparation takes its fast encoder."""
+    """What is known of a tokenizer before it is measured: whether the preparation uses its fast encoder."""
     tokenizer = open_tokenizer(path)
     began = time.perf_counter()
     fast = tokenizer.use_fast_encoder()
     return {"path": path, "fast": fast, "verify_seconds": time.perf_counter() - began, "rates": {}}
 
 
-def describe(argv: list[str], started, documents: int, size: int, arguments: argparse.Namespace) -> dict:
+def describe(
+    argv: list[str], started: datetime.datetime, documents: int, size: int, arguments: argparse.Namespace
+) -> dict:
     from training.hardware.description import describe_hardware
     from training.records.startup_info import git_state
 
@@ -173,7 +175,7 @@ def write_sample(texts: list[str], folder: Path) -> Path:
 def measure_all(
     result: dict, arguments: argparse.Namespace, peers: Peers, sample: Path, size: int, scratch: Path
 ) -> Iterator[tuple[str, Rate]]:
-    """(method, rate), one after another."""
+    """(method, rate) of each method, measured one after another."""
     path, fast = result["path"], result["fast"]
     library = peers.measure("library", path)
     yield "library", library
@@ -194,8 +196,8 @@ def _workers(count: int) -> str:
 # --- the table ---
 
 
-def save(folder: Path, content: dict, results: dict):
-    """table.json with everything, table.md to read; each is whole at any moment."""
+def save(folder: Path, content: dict, results: dict) -> None:
+    """Writes table.json with everything and table.md to read; each file is complete at any moment."""
     texts = {
         "table.json": json.dumps({**content, "tokenizers": results}, indent=1),
         "table.md": "\n".join(document_lines(content, results)) + "\n",
@@ -238,9 +240,10 @@ def document_lines(content: dict, results: dict) -> list[str]:
 
 def table_rows(name: str, result: dict) -> list[list[str]]:
     medians = {method: summary(rates) for method, rates in result["rates"].items()}
-    library, one = medians.get("library"), medians.get(_workers(1))
+    one = medians.get(_workers(1))
     rows = []
     for method, figures in medians.items():
+        library = medians["library"]  # measured before all others
         rate = figures["tokens_per_sec"]
         ratio = figures["mb_per_sec"]["median"] / library["mb_per_sec"]["median"]
         by_cpu = figures["cpu_tokens_per_sec"]["median"] / library["cpu_tokens_per_sec"]["median"]
@@ -268,9 +271,9 @@ def summary(rates: list[dict]) -> dict:
 
 
 def duration(seconds: float) -> str:
-    for unit, length in (("h", 3600), ("min", 60)):
+    for name, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
+            return f"{seconds / length:.1f} {name}"
     return f"{seconds:.1f} s"
 
 

@@ -1,0 +1,9 @@
+"""From raw text to token files: one folder a dataset, and the two packages that every prepare.py is made of.
+
+Imports point down this list only, and none of it imports the training side:
+
+    data/NAME/prepare.py, data/cluster.py, data/inspect/     the commands
+    data/pipeline/                                           from raw text to token files
+    data/tokenizers/                                         from text to token ids and back
+    data/errors.py, data/folders.py, data/huggingface.py     what all of them need
+"""

@@ -15,23 +15,26 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from data.pipeline.tokens import DATA_DIR, DataError, run
+from data.errors import DataError, run_command
+from data.folders import DATA_DIR
 
 ROOT = DATA_DIR.parent
-OURS = ("--part", "--num_parts", "--workers", "--output", "--no-resume")  # not among the dataset's options
+OURS = ("--part", "--num_parts", "--workers", "--output", "--no-resume")  # refused after the --
 
 
 @dataclass(frozen=True)
 class Part:
-    """A step of a datatrove pipeline: a part of the dataset, by the rank of the task."""
+    """A step of a datatrove pipeline: the task of rank k makes part k of the dataset."""
 
     command: tuple[str, ...]
     folder: str
     parts: int
-    strict: bool  # whether a failure is the task's: that ends datatrove's other tasks on this machine
+    # Whether a failure of the command fails datatrove's task, which ends its other tasks on this machine.
+    strict: bool
 
-    def __call__(self, data=None, rank: int = 0, world_size: int = 1):
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         status = self.run(rank)
         if status and self.strict:
             raise RuntimeError(f"part {rank} ended with status {status}")
@@ -81,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 # --- executors ---
 
 
-def run_local(args: argparse.Namespace, part: Part, finish: Part):
+def run_local(args: argparse.Namespace, part: Part, finish: Part) -> None:
     from datatrove.executor import LocalPipelineExecutor
 
     at_once = args.at_once or max(1, (os.cpu_count() or 1) // args.workers)
@@ -94,7 +97,7 @@ def run_local(args: argparse.Namespace, part: Part, finish: Part):
     ).run()
 
 
-def run_ray(args: argparse.Namespace, part: Part, finish: Part):
+def run_ray(args: argparse.Namespace, part: Part, finish: Part) -> None:
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -113,10 +116,10 @@ def run_ray(args: argparse.Namespace, part: Part, finish: Part):
     ).run()
 
 
-def run_slurm(args: argparse.Namespace, part: Part, finish: Part):
+def run_slurm(args: argparse.Namespace, part: Part, finish: Part) -> None:
     from datatrove.executor import SlurmPipelineExecutor
 
-    def executor(step: Part, name: str, tasks: int, cores: int, depends=None) -> SlurmPipelineExecutor:
+    def executor(step: Part, name: str, tasks: int, cores: int, depends: Any = None) -> SlurmPipelineExecutor:
         return SlurmPipelineExecutor(
             [step],
             tasks=tasks,
@@ -141,7 +144,7 @@ def run_slurm(args: argparse.Namespace, part: Part, finish: Part):
 EXECUTORS = {"local": run_local, "slurm": run_slurm, "ray": run_ray}
 
 
-def main():
+def main() -> None:
     args = parse_arguments()
     script = DATA_DIR / args.dataset / "prepare.py"
     if not script.is_file():
@@ -156,7 +159,7 @@ def main():
     submits = args.executor == "slurm"
     part = Part((*command, str(args.workers)), os.getcwd(), args.tasks, strict=submits)
     finish = Part((*command, "0"), os.getcwd(), args.tasks, strict=submits)
-    # also a check: what is wrong with the options, the tokenizer or the input is said before anything queues
+    # Also a check: an error in the options, the tokenizer or the input is shown before anything is queued.
     if status := finish.run(0):
         sys.exit(status)
     EXECUTORS[args.executor](args, part, finish)
@@ -169,6 +172,7 @@ def main():
 
 
 if __name__ == "__main__":
-    from data.cluster import main  # not as __main__, so that Part has a module where it is unpickled
+    # datatrove pickles Part, and another process must find its module: data.cluster, not __main__.
+    from data.cluster import main
 
-    run(main)
+    run_command(main)

@@ -10,12 +10,24 @@ import torch.nn.functional as F
 from torch.library import custom_op
 
 from ops.float8 import FORWARD, GRADIENT, Float8, matmul, quantize
-from ops.linear import add_weight_gradient
+from ops.linear import Linear, add_weight_gradient
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, lm_head: Linear, targets: torch.Tensor, chunks: int
+) -> torch.Tensor:
+    """x (B, T, C), targets (B, T) -> the mean loss of lm_head(x), without logits that outlive it. `chunks`
+    parts of the tokens have their logits one after another."""
+    weight = lm_head.weight.to(x.dtype)
+    x, targets = x.flatten(0, 1), targets.flatten()
+    total, float8, gradient = lm_head.weight_grad, lm_head.float8, torch.is_grad_enabled()
+    return LinearCrossEntropy.apply(x, weight, targets, total, float8, chunks, gradient)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N,) -> mean cross-entropy of the logits x weight^T over the targets
-    that are not negative, a scalar in fp32. With float8, the weight in fp8, all three matmuls are fp8.
+    that are not negative, a scalar in fp32. The weight's gradient is added to `total`, if there is one. With
+    float8, the weight in fp8, all three matmuls are fp8.
 
     The forward also makes the gradients, while the logits are there: they are overwritten by their own
     gradient and freed, `chunks` parts of the tokens one after another, so the largest tensor of a step exists
@@ -23,7 +35,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, total, float8, chunks: int, gradient: bool):
+    def forward(ctx, x, weight, targets, total, float8: Float8 | None, chunks: int, gradient: bool):
         part = _float8_loss if float8 else _loss
         dweight = torch.zeros_like(weight, dtype=torch.float32) if gradient else None
         parts = [
@@ -75,9 +87,9 @@ def _float8_loss(x, weight: Float8, targets, dweight):
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
     """Losses (N,) fp32, 0 for a negative target; with gradient=True the logits become their gradients."""
     if logits.is_cuda:
-        from ops.triton_kernels.heads import cross_entropy
+        from ops.triton_kernels.cross_entropy import triton_cross_entropy
 
-        return cross_entropy(logits, targets, gradient)
+        return triton_cross_entropy(logits, targets, gradient)
     wide = logits.float()
     log_sums = wide.logsumexp(-1)
     counted, column = targets >= 0, targets.clamp(min=0)[:, None]

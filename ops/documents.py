@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +16,13 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Documents:
-    """What Transformer.documents is in a run with doc_masking=True.
-
-    mask makes of the documents' numbers (B, T) what the attention kernel takes (training/hardware/attention_kernels.py).
-    """
+    """What Transformer.documents is in a run with doc_masking=True."""
 
     eot_id: int
-    mask: Callable[[torch.Tensor], Any]
+    # documents' numbers (B, T) -> what the kernel takes, of training/hardware/attention_kernels.py
+    mask: Callable[[torch.Tensor], object]
 
-    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, object]:
         """ids (B, T) -> positions (B, T), each counted from its document's first token, and the mask."""
         starts = document_starts(ids, self.eot_id)
         return positions(starts), self.mask(starts.cumsum(-1, dtype=torch.int32))

@@ -1,163 +1,107 @@
-"""Operations of the model that are faster than what autograd and torch.compile make of their plain form.
+"""From the stream to attention's heads: one projection, QK-norm, rotary positions.
 
-Each is stated here in plain PyTorch, which runs on a CPU and on the meta device, where FLOPs are counted. On
-a GPU, ops/triton_kernels/heads.py does the same with less memory traffic. tests/test_ops.py compares the two.
-
-    N tokens · C width · F feed-forward width · V vocabulary · H, K query and key/value heads · D head width
+B batch · T sequence · C model width · H query heads · K key/value heads · D head width
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import torch
-import torch.nn.functional as F
 from torch.library import custom_op
 
-# --- residual sum and RMSNorm ---
-
-
-def add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float):
-    """x, delta (..., C) -> x + delta, its RMSNorm, and the largest magnitude of each row of that, or None."""
-    if x.is_cuda:
-        total, normed, amax = _add_rms_norm(x.flatten(0, -2), delta.flatten(0, -2), weight, eps)
-        return total.view_as(x), normed.view_as(x), amax
-    total = x + delta
-    return total, F.rms_norm(total, weight.shape, weight.to(x.dtype), eps), None
-
-
-@custom_op("nanomfu::add_rms_norm", mutates_args=())
-def _add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from ops.triton_kernels.heads import add_rms_norm_forward
-
-    return add_rms_norm_forward(x.contiguous(), delta.contiguous(), weight, eps)
-
-
-@_add_rms_norm.register_fake
-def _(x, delta, weight, eps):
-    shape = x.shape
-    return x.new_empty(shape), x.new_empty(shape), x.new_empty(shape[0], dtype=torch.float32)
-
-
-@custom_op("nanomfu::add_rms_norm_backward", mutates_args=())
-def _add_rms_norm_backward(
-    total: torch.Tensor, dnormed: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from ops.triton_kernels.heads import add_rms_norm_backward
-
-    return add_rms_norm_backward(total, dnormed.contiguous(), dtotal.contiguous(), weight, eps)
-
-
-@_add_rms_norm_backward.register_fake
-def _(total, dnormed, dtotal, weight, eps):
-    return total.new_empty(total.shape), weight.new_empty(weight.shape, dtype=torch.float32)
-
-
-def _add_rms_norm_setup(ctx, inputs, output):
-    _, _, weight, ctx.eps = inputs
-    ctx.save_for_backward(output[0], weight)
-
-
-def _add_rms_norm_autograd(ctx, dtotal, dnormed, damax):
-    total, weight = ctx.saved_tensors
-    dx, dweight = _add_rms_norm_backward(total, dnormed, dtotal, weight, ctx.eps)
-    return dx, dx, dweight.to(weight.dtype), None
-
-
-_add_rms_norm.register_autograd(_add_rms_norm_autograd, setup_context=_add_rms_norm_setup)
-
-
-# --- SwiGLU ---
-
-AMAX_COLUMNS = 1024  # largest magnitudes are taken over this many columns of a row
-
-
-def amax_parts(width: int) -> int:
-    return -(-width // AMAX_COLUMNS)
-
-
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """x (..., 2F), gate then up -> silu(gate) * up (..., F). Shazeer 2020."""
-    if x.is_cuda:
-        return swiglu_with_amax(x.flatten(0, -2))[0].unflatten(0, x.shape[:-1])
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-@custom_op("nanomfu::swiglu", mutates_args=())
-def swiglu_with_amax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """swiglu of x (N, 2F), and the largest magnitudes of its parts (N, amax_parts(F)), for fp8."""
-    if x.is_cuda:
-        from ops.triton_kernels.heads import swiglu_forward
-
-        return swiglu_forward(x.contiguous())
-    gate, up = x.float().chunk(2, dim=-1)
-    h = (F.silu(gate) * up).to(x.dtype)
-    return h, h.abs().float().amax(-1, keepdim=True).repeat(1, amax_parts(h.shape[1]))
-
-
-@swiglu_with_amax.register_fake
-def _(x):
-    N, width = x.shape[0], x.shape[1] // 2
-    return x.new_empty(N, width), x.new_empty(N, amax_parts(width), dtype=torch.float32)
-
-
-@custom_op("nanomfu::swiglu_backward", mutates_args=())
-def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x (N, 2F), for dh (N, F), and the largest magnitudes of its parts, as above."""
-    if x.is_cuda:
-        from ops.triton_kernels.heads import swiglu_backward
-
-        return swiglu_backward(x.contiguous(), dh.contiguous())
-    gate, up = x.float().chunk(2, dim=-1)
-    sigmoid, dh = gate.sigmoid(), dh.float()
-    parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
-    dx = torch.cat(parts, dim=-1).to(x.dtype)
-    return dx, dx.abs().float().amax(-1, keepdim=True).repeat(1, amax_parts(dh.shape[1]))
-
-
-@swiglu_backward.register_fake
-def _(x, dh):
-    N, width = dh.shape
-    return x.new_empty(x.shape), x.new_empty(N, amax_parts(width), dtype=torch.float32)
-
-
-swiglu_with_amax.register_autograd(
-    lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh)[0],
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+from ops.float8 import (
+    GRADIENT,
+    BackwardOperands,
+    Float8Weight,
+    linear_backward,
+    linear_forward,
+    quantize,
 )
+from ops.linear import Linear
 
 
-# --- query, key and value heads ---
+class Rotary(NamedTuple):
+    """Rotary angles of positions 0 to T - 1; fp32, whatever dtype they are applied in."""
+
+    cos: torch.Tensor  # (T, D/2)
+    sin: torch.Tensor  # (T, D/2)
 
 
-def fused_heads(x: torch.Tensor, D: int, rotary) -> bool:
-    """Whether the kernel can do it: a GPU, rotary positions, a head width that is a power of two."""
-    return x.is_cuda and rotary is not None and D & (D - 1) == 0
+class HeadNorm(Protocol):
+    """An RMSNorm over the D columns of a head: model.RMSNorm."""
+
+    eps: float
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-def split_heads(qkv, n_head: int, n_kv_head: int, rotary, q_norm, k_norm):
-    """qkv (B, T, (H + 2K) D) -> q (B, T, H, D), k and v (B, T, K, D); q and k normalised by q_norm and k_norm
-    (RMSNorm modules over D, or None) and rotated by rotary (cos, sin (T, D/2) fp32, or None)."""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q (B, T, H, D), k and v (B, T, K, D)
+
+
+def project_heads(
+    x: torch.Tensor,
+    amax: torch.Tensor | None,
+    qkv: Linear,
+    n_head: int,
+    n_kv_head: int,
+    rotary: Rotary | None,
+    q_norm: HeadNorm | None,
+    k_norm: HeadNorm | None,
+) -> Heads:
+    """x (B, T, C), its amax or None -> q (B, T, H, D), k and v (B, T, K, D), ready for attention: split_heads
+    of qkv(x)."""
+    if qkv.float8 is not None and qkv.bias is None and rotary is not None and _kernel_fits(x, rotary):
+        layout = HeadLayout(n_head, n_kv_head, rotary, 0.0 if q_norm is None else q_norm.eps)
+        norms = _norm_weights(q_norm, k_norm)
+        return Float8Heads.apply(x, amax, *qkv.float8_arguments, *norms, layout)
+    return split_heads(qkv(x, amax), n_head, n_kv_head, rotary, q_norm, k_norm)
+
+
+def split_heads(
+    qkv: torch.Tensor,
+    n_head: int,
+    n_kv_head: int,
+    rotary: Rotary | None,
+    q_norm: HeadNorm | None,
+    k_norm: HeadNorm | None,
+) -> Heads:
+    """qkv (B, T, (H + 2K) D), a row q, then k, then v -> q (B, T, H, D), k and v (B, T, K, D); q and k
+    normalized and rotated, if there are norms and angles."""
+    if rotary is not None and _kernel_fits(qkv, rotary):
+        eps = q_norm.eps if q_norm is not None else 0.0
+        return heads_forward(qkv, *_norm_weights(q_norm, k_norm), *rotary, n_head, n_kv_head, eps)
     B, T, width = qkv.shape
     D = width // (n_head + 2 * n_kv_head)
-    if fused_heads(qkv, D, rotary):
-        weights = (q_norm.weight, k_norm.weight) if q_norm is not None else (None, None)
-        eps = q_norm.eps if q_norm is not None else 0.0
-        return heads_forward(qkv, *weights, *rotary, n_head, n_kv_head, eps)
     q, k, v = qkv.view(B, T, -1, D).split((n_head, n_kv_head, n_kv_head), dim=2)
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
     if rotary is not None:
-        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
     return q, k, v
 
 
-def apply_rotary(x, cos, sin):
-    """Rotates x (B, T, heads, D) by cos, sin (T, D/2) in fp32; half-split layout, as in published weights."""
+def apply_rotary(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotates x (B, T, heads, D) in fp32. Su et al. 2021; half-split layout, as in published weights."""
     x1, x2 = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) each
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = rotary.cos[:, None, :], rotary.sin[:, None, :]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+def _kernel_fits(x: torch.Tensor, rotary: Rotary) -> bool:
+    """Whether the Triton form can do it: on a GPU, and the head width is a power of two."""
+    D = 2 * rotary.cos.shape[1]
+    return x.is_cuda and D & (D - 1) == 0
+
+
+def _norm_weights(q_norm: HeadNorm | None, k_norm: HeadNorm | None):
+    return None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight
+
+
+# --- the Triton form ---
 
 
 @custom_op("nanomfu::heads", mutates_args=())
@@ -172,9 +116,9 @@ def heads_forward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """split_heads on a GPU."""
-    from ops.triton_kernels.heads import heads_forward
+    from ops.triton_kernels.heads import triton_heads
 
-    return heads_forward(qkv.contiguous(), q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
+    return triton_heads(qkv.contiguous(), q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
 
 
 @heads_forward.register_fake
@@ -195,11 +139,11 @@ def heads_backward(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dqkv, its largest magnitude, and the norm weights' gradients (2, D), or (2, 0)."""
-    from ops.triton_kernels.heads import heads_backward
+    """dqkv, its amax (one number), and the norm weights' gradients (2, D), or (2, 0)."""
+    from ops.triton_kernels.heads import triton_heads_backward
 
-    gradients = (g.contiguous() for g in (dq, dk, dv))
-    return heads_backward(*gradients, qkv.contiguous(), q_weight, k_weight, cos, sin, eps)
+    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return triton_heads_backward(dq, dk, dv, qkv.contiguous(), q_weight, k_weight, cos, sin, eps)
 
 
 @heads_backward.register_fake
@@ -222,3 +166,39 @@ def _heads_autograd(ctx, dq, dk, dv):
 
 
 heads_forward.register_autograd(_heads_autograd, setup_context=_heads_setup)
+
+
+# --- fp8 ---
+
+
+class HeadLayout(NamedTuple):
+    """How a row of qkv divides into heads, and what is applied to them, but for the norms' weights: they need
+    gradients, so they are arguments by themselves."""
+
+    n_head: int
+    n_kv_head: int
+    rotary: Rotary
+    norm_eps: float
+
+
+class Float8Heads(torch.autograd.Function):
+    """project_heads with fp8 matmuls, on a GPU. One function, so that the amax of qkv's gradient, which
+    autograd has no way to hand on, reaches the matmul that needs it."""
+
+    @staticmethod
+    def forward(ctx, x, amax, weight, float8: Float8Weight, q_weight, k_weight, layout: HeadLayout):
+        y, operands = linear_forward(x, amax, float8)
+        qkv = y.unflatten(0, x.shape[:-1])  # (B, T, (H + 2K) D)
+        n_head, n_kv_head, rotary, ctx.eps = layout
+        ctx.save_for_backward(*operands, qkv, q_weight, k_weight, *rotary)
+        ctx.gradient_sum = float8.gradient_sum
+        return heads_forward(qkv, q_weight, k_weight, *rotary, n_head, n_kv_head, ctx.eps)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        *operands, qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        dqkv, amax, dnorms = heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
+        dqkv8 = quantize(dqkv.flatten(0, -2), GRADIENT, amax)
+        dx, dweight = linear_backward(dqkv8, BackwardOperands(*operands), ctx.gradient_sum, dq.dtype)
+        dnorms = (None, None) if q_weight is None else dnorms.to(q_weight.dtype).unbind(0)
+        return dx.unflatten(0, qkv.shape[:-1]), None, dweight, None, *dnorms, None

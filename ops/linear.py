@@ -1,6 +1,6 @@
-"""Matmuls with a weight, and lookups, whose gradient is summed in place.
+"""A Linear in the precision and with the gradient sum that it was given, and the refresh of its fp8 weights.
 
-N tokens · C width · V vocabulary
+M tokens · K, N widths
 """
 
 from __future__ import annotations
@@ -12,8 +12,37 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from ops import float8
-from ops.float8 import Float8
-from ops.float8_layers import Float8Linear
+from ops.float8 import Float8, Float8Linear, Float8Weight
+
+
+class Linear(nn.Linear):
+    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
+
+    weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
+    to; weight.grad then stays None. float8, if training/optimization/precision.py sets it, is the weight in
+    fp8, and the matmuls are fp8.
+    """
+
+    weight_grad: torch.Tensor | None = None
+    float8: Float8 | None = None
+
+    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+        """amax: of x, if it is known (ops/float8.py); fp8 alone uses it."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.float8 is not None:
+            y = Float8Linear.apply(x, amax, *self.float8_arguments)
+        elif self.weight_grad is not None:
+            y = LinearFunction.apply(x, self.weight, self.weight_grad)
+        else:
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        return y if bias is None else y + bias
+
+    @property
+    def float8_arguments(self) -> tuple[torch.Tensor, Float8Weight]:
+        """The weight as fp8 functions take it: the parameter by itself, because autograd looks for tensors
+        that need gradients among a function's own arguments and not inside them."""
+        assert self.float8 is not None
+        return self.weight, Float8Weight(self.float8, self.weight_grad)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -56,80 +85,9 @@ def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
     return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
 
 
-class EmbeddingFunction(torch.autograd.Function):
-    """ids (...), weight (V, C) -> weight[ids] (..., C). The backward adds the gradient to `total`."""
-
-    @staticmethod
-    def forward(ctx, ids, weight, total):
-        ctx.save_for_backward(ids)
-        ctx.total = total
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (ids,) = ctx.saved_tensors
-        _add_embedding_gradient(ids.flatten(), dy.flatten(0, -2), ctx.total)
-        return None, None, None
-
-
-@custom_op("nanomfu::add_embedding_gradient", mutates_args=("total",))
-def _add_embedding_gradient(ids: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
-    """total (V, C) fp32, row ids[n], += dy[n] (N, C). In a fixed order, unlike index_add_ on a GPU."""
-    if dy.is_cuda:
-        from ops.triton_kernels.heads import add_embedding_gradient
-
-        add_embedding_gradient(ids, dy.contiguous(), total)
-    else:
-        total.index_add_(0, ids, dy.to(total.dtype))
-
-
-@_add_embedding_gradient.register_fake
-def _(ids, dy, total):
-    return None
-
-
-class Linear(nn.Linear):
-    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
-
-    weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None. float8, if training/optimization/precision.py sets it, is the weight in fp8, and the
-    matmuls are fp8.
-    """
-
-    weight_grad: torch.Tensor | None = None
-    float8: Float8 | None = None
-
-    def forward(self, x, amax=None):
-        """amax: the largest magnitudes of parts of x, if they are known; fp8 needs them."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.float8 is not None:
-            y = Float8Linear.apply(x, amax, *self.float8_arguments)
-        elif self.weight_grad is not None:
-            y = LinearFunction.apply(x, self.weight, self.weight_grad)
-        else:
-            return F.linear(x, self.weight.to(x.dtype), bias)
-        return y if bias is None else y + bias
-
-    @property
-    def float8_arguments(self):
-        """As ops/float8_layers.py takes a weight: the parameter, the sum of its gradient, its fp8 form."""
-        return self.weight, self.weight_grad, *self.float8
-
-
-class Embedding(nn.Embedding):
-    """A lookup; weight_grad as in Linear."""
-
-    weight_grad: torch.Tensor | None = None
-
-    def forward(self, ids):
-        if self.weight_grad is None:
-            return super().forward(ids)
-        return EmbeddingFunction.apply(ids, self.weight, self.weight_grad)
-
-
 @torch.no_grad()
 def refresh_weights(model: nn.Module) -> None:
-    """Quantises every fp8 weight from its working copy in bf16: once per iteration, after the update."""
+    """Quantizes every fp8 weight from its working copy in bf16: once per iteration, after the update."""
     for module in model.modules():
         if isinstance(module, Linear) and module.float8 is not None:
             float8.requantize(module.weight.detach().to(torch.bfloat16), into=module.float8)

@@ -10,29 +10,33 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from typing import TYPE_CHECKING, Any
 
 import figure
 import numpy as np
 import run_record
 from run_record import METHODS, PlotError, Run
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TIMINGS = {"mfu": "mfu_percent", "tokens": "tokens_per_sec"}  # panel: column
-# panel: what is missing
+# panel: what no run has logged if the panel is empty
 ABSENT = {"loss": "a loss", "val": "an evaluation", "mfu": "an MFU", "tokens": "tokens/s"}
 SPARSE_MARK = " (2:4 sparse peak)"
 
 
 def run_labels(runs: list[Run]) -> list[str]:
-    """Folder and name, because default run names are only times; whole paths where that is not enough."""
+    """Folder and name, because default run names are only times; the whole path where these are equal."""
     labels = [f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
     return [
         label if labels.count(label) == 1 else str(run.path) for run, label in zip(runs, labels, strict=True)
     ]
 
 
-def require_one_method(runs: list[Run]):
+def require_one_method(runs: list[Run]) -> None:
     """Raises PlotError when the runs' MFUs were counted by different formulas."""
-    users = {}
+    users: dict[str, list[str]] = {}
     for run in runs:
         for method in run.mfu_methods:
             users.setdefault(method, []).append(run.path.name)
@@ -44,8 +48,8 @@ def require_one_method(runs: list[Run]):
         )
 
 
-def warn_about_peaks(runs: list[Run], labels: list[str]):
-    """Says on stderr where equal MFUs would not mean equal speed, and where an MFU cannot be true."""
+def warn_about_peaks(runs: list[Run], labels: list[str]) -> None:
+    """Warns on stderr where equal MFUs do not mean equal speed, and where an MFU cannot be true."""
     named = [(run, label) for run, label in zip(runs, labels, strict=True) if run.mfu_methods]
     sparse = [label for run, label in named if run.sparse]
     peaks = {f"{run.peak_tflops_per_gpu:,.6g}" for run, _ in named if run.peak_tflops_per_gpu}
@@ -103,29 +107,29 @@ def spread_text(run: Run, name: str, number: str) -> str:
 # --- the figure ---
 
 
-def plot(runs: list[Run], labels: list[str]):
-    fig = figure.new_figure(15, 10 + 0.2 * len(runs))  # a legend line each
+def plot(runs: list[Run], labels: list[str]) -> Figure:
+    fig = figure.new_figure(15, 10 + 0.2 * len(runs))  # each run has a line in the legend
     axes = fig.subplot_mosaic([["loss", "val"], ["mfu", "tokens"]])
     method = next((run.mfu_methods[0] for run in runs if run.mfu_methods), None)
-    figure.dress(axes["loss"], "Training loss", "cross-entropy, nats per token")
-    figure.dress(axes["val"], "Validation loss", "cross-entropy, nats per token")
-    figure.dress(axes["mfu"], f"MFU by {method}" if method else "MFU", "MFU (%)")
-    figure.dress(axes["tokens"], "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
+    figure.label_axis(axes["loss"], "Training loss", "cross-entropy, nats per token")
+    figure.label_axis(axes["val"], "Validation loss", "cross-entropy, nats per token")
+    figure.label_axis(axes["mfu"], f"MFU by {method}" if method else "MFU", "MFU (%)")
+    figure.label_axis(axes["tokens"], "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
     figure.limit_x(axes, runs)
     styles = line_styles(len(runs))
     for run, style in zip(runs, styles, strict=True):
-        iters, shown = run.columns["iter"], ~run.spoiled
+        iters, shown = run.columns["iter"], ~run.with_evaluation
         figure.draw(axes["loss"], iters, run.columns["loss"], **style)
         evaluations = run_record.evaluations(run, "val_loss")
         figure.draw(axes["val"], *evaluations, marker="D", markersize=4, **style)
         for panel, name in TIMINGS.items():
             figure.draw(axes[panel], iters[shown], run.columns[name][shown], **style)
     for panel, name in TIMINGS.items():
-        drawn = [run.columns[name][~run.spoiled] for run in runs]
+        drawn = [run.columns[name][~run.with_evaluation] for run in runs]
         figure.limit_y(axes[panel], drawn, typical=[run.columns[name][run.timed] for run in runs])
     for panel, what in ABSENT.items():
         if not axes[panel].lines:
-            figure.say(axes[panel], f"none of these runs logged {what}")
+            figure.explain_empty(axes[panel], f"none of these runs logged {what}")
 
     handles = [axes["loss"].plot([], [], linewidth=2.5, **style)[0] for style in styles]
     names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
@@ -133,8 +137,8 @@ def plot(runs: list[Run], labels: list[str]):
     return fig
 
 
-def line_styles(number: int) -> list[dict]:
-    """A colour and dash for each run that stay apart up to 40 runs."""
+def line_styles(number: int) -> list[dict[str, Any]]:
+    """A color and a dash pattern for each run, different ones for up to 40 runs."""
     colors = [f"C{index}" for index in range(10)]
     dashes = ["-", "--", ":", "-."]
     return [
@@ -145,14 +149,14 @@ def line_styles(number: int) -> list[dict]:
 
 def legend_label(run: Run, label: str) -> str:
     missing = "" if run.mfu_methods else f" · no MFU: {textwrap.shorten(run.why_no_mfu, 70)}"
-    return figure.plain(
+    return figure.literal(
         f"{label} · {run.model} · {run.machine} · {run.precision}{SPARSE_MARK * run.sparse}{missing}"
     )
 
 
-def compare(patterns: list[str], method: str | None, output: str | None):
+def compare(patterns: list[str], method: str | None, output: str | None) -> None:
     target = figure.png_path(output) if output else None
-    paths = run_record.expand(patterns)
+    paths = run_record.expand_globs(patterns)
     runs = [run_record.load_run(path) for path in paths]
     if method:
         runs = [run_record.recounted(run, METHODS.get(method, method)) for run in runs]

@@ -1,9 +1,9 @@
 """Run records for the plots: the JSON that train.py writes, and the older field logs of the same shape.
 
-Everything is read once into columns, NaN for whatever a log lacks, so the plots never branch on a log's
-age. Trap: not every time_ms is a plain step: warm-up holds compilation, and older logs count evaluation in.
-A run that was stopped and went on may have done so on other hardware. Medians use only the rows in
-`Run.timed`: plain steps of the last attempt.
+Everything is read once into columns, with NaN for whatever a log lacks, so the plots need no case for older
+logs. Trap: not every time_ms is that of a plain step. Warm-up includes compilation, older logs include
+evaluation, and a run that was stopped and resumed may have changed its hardware. Medians use only the rows
+in `Run.timed`: plain steps of the last attempt.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ METHODS = {
     "v3": "component_summation_v2025",
 }
 NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
-OLD_WARMUP_ITERS = 5  # older logs do not mark warm-up; compilation and autotuning end within these
+OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
 UNSTATED = "method not stated"
 
 
@@ -36,13 +37,13 @@ class Run:
     record: dict
     columns: dict[str, np.ndarray]  # one value per logged iteration; see _row_values
     warmup: np.ndarray  # bool: timing includes compilation or warm-up
-    spoiled: np.ndarray  # bool: timing includes an evaluation (older logs)
-    earlier: np.ndarray  # bool: an earlier attempt's
+    with_evaluation: np.ndarray  # bool: timing includes an evaluation (older logs)
+    earlier_attempt: np.ndarray  # bool: made by an attempt before the last
     mfu_methods: tuple[str, ...]  # FLOPs formulas behind the MFU column; empty without MFU, normally one
 
     @property
     def timed(self) -> np.ndarray:
-        return ~self.warmup & ~self.spoiled & ~self.earlier
+        return ~self.warmup & ~self.with_evaluation & ~self.earlier_attempt
 
     @property
     def name(self) -> str:
@@ -60,11 +61,12 @@ class Run:
         """First and last iteration of each series of warm-up rows."""
         rows = np.flatnonzero(self.warmup)
         series = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-        return [tuple(self.columns["iter"][each[[0, -1]]]) for each in series if len(each)]
+        iters = self.columns["iter"]
+        return [(iters[each[0]], iters[each[-1]]) for each in series if len(each)]
 
     @property
     def attempt_starts(self) -> list[float]:
-        """The iterations at which the run went on after it had been stopped."""
+        """The iterations at which the run was resumed."""
         starts = [_number(attempt.get("start_iter")) for attempt in _list(self.record, "attempts")[1:]]
         return [start for start in starts if not math.isnan(start)]
 
@@ -103,9 +105,9 @@ class Run:
 
     @property
     def hardware(self) -> dict:
-        """The last measured row's mfu facts, and over them what was found at start-up."""
+        """The mfu fields of the last measured row; what was found at start-up replaces them."""
         rows = [_measured(row) for row in self.record["training_iterations"]]
-        last = next((mfu for mfu in reversed(rows) if mfu), {})
+        last: dict = next((mfu for mfu in reversed(rows) if mfu), {})
         found = _dict(self.startup.get("hardware"))
         return {**last, **{key: value for key, value in found.items() if value is not None}}
 
@@ -141,8 +143,8 @@ class Run:
 # --- reading ---
 
 
-def expand(patterns: list[str]) -> list[Path]:
-    """Files and globs to files, in the order given, each once. A quoted glob reaches us unexpanded."""
+def expand_globs(patterns: list[str]) -> list[Path]:
+    """The files that paths and globs name, in this order, each once. A shell expands no quoted glob."""
     paths = {}
     for pattern in patterns:
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
@@ -171,10 +173,10 @@ def load_run(path: Path) -> Run:
     names = _row_values({}, 0, {}).keys()
     columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
     methods = {str(_measured(row).get("calculation_method") or UNSTATED) for row in rows if _measured(row)}
-    untimed = _untimed(rows, columns["iter"], record)
+    masks = _warmup_and_evaluation(rows, columns["iter"], record)
     attempts = np.array([_number(row.get("attempt"), 1) for row in rows])
-    earlier = attempts < _number(record.get("attempt"), 1)
-    return Run(path, record, columns, *untimed, earlier, tuple(sorted(methods)))
+    earlier_attempt = attempts < _number(record.get("attempt"), 1)
+    return Run(path, record, columns, *masks, earlier_attempt, tuple(sorted(methods)))
 
 
 def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
@@ -199,21 +201,24 @@ def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
     }
 
 
-def _untimed(rows: list[dict], iters: np.ndarray, record: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (warmup, spoiled) of the rows whose timing is not a plain training step."""
+def _warmup_and_evaluation(
+    rows: list[dict], iters: np.ndarray, record: dict
+) -> tuple[np.ndarray, np.ndarray]:
+    """Masks (warmup, with_evaluation) of the rows whose timing is not that of a plain step."""
     nothing = np.zeros(len(rows), dtype=bool)
-    if any("warmup" in row for row in rows):  # our own logger: its timings leave evaluation out already
+    if any("warmup" in row for row in rows):  # by our logger, whose timings do not include evaluation
         return np.array([bool(row.get("warmup")) for row in rows]), nothing
-    spoiled = np.isin(iters, [_number(step.get("iter")) for step in _list(record, "eval_steps")])
+    with_evaluation = np.isin(iters, [_number(step.get("iter")) for step in _list(record, "eval_steps")])
     warmup = iters < iters[0] + OLD_WARMUP_ITERS if len(rows) else nothing
-    for masks in ((warmup, spoiled), (nothing, spoiled)):  # a short log keeps what little it has
+    # of a short log these masks may leave no row: then fewer rows are left out, or none
+    for masks in ((warmup, with_evaluation), (nothing, with_evaluation)):
         if not (masks[0] | masks[1]).all():
             return masks
     return nothing, nothing
 
 
 def _measured(row: dict) -> dict:
-    """The row's mfu facts, or {} when it has none; older logs hold -100.0 until the first measurement."""
+    """The row's mfu fields, {} if it has none; older logs hold -100.0 until the first measurement."""
     mfu = _dict(row.get("mfu"))
     return mfu if _mfu_percent(mfu) >= 0 else {}
 
@@ -222,12 +227,12 @@ def _mfu_percent(mfu: dict) -> float:
     return _number(mfu.get("mfu_percent"), 100 * _number(mfu.get("mfu")))
 
 
-def _number(value, otherwise: float = math.nan) -> float:
+def _number(value: Any, default: float = math.nan) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else otherwise
+    return float(value) if is_number else default
 
 
-def _dict(value) -> dict:
+def _dict(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
 
@@ -254,7 +259,10 @@ def evaluations(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
 def spread(run: Run, name: str) -> tuple[float, float, float] | None:
     """Median, 10th and 90th percentile of a column after warm-up; None when nothing was measured by then."""
     values = finite(run.columns[name][run.timed])
-    return tuple(np.percentile(values, [50, 10, 90])) if len(values) else None
+    if not len(values):
+        return None
+    p10, p90 = np.percentile(values, [10, 90], method="nearest")  # as in training/records/percentiles.py
+    return float(np.median(values)), float(p10), float(p90)
 
 
 def recounted(run: Run, method: str) -> Run:

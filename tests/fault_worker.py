@@ -20,6 +20,7 @@ import torch
 
 import train
 from training import evaluation as evaluate
+from training.batches import loader as loader_module
 from training.checkpoints import saver
 from training.process.exit_status import leave_now
 from training.process.world import launch_info, restart_count
@@ -72,15 +73,16 @@ def at_iteration(iteration: int, what: str, who: str) -> None:
         elif now == iteration:
             happen(what, who)
 
-    # a slow rank is slow in its own work, which begins inside next()
-    before(train.Loader, "_fetch" if what.startswith("slow") else "next", check)
+    loaders = []  # the one that is asked for a batch
+    before(train.Loader, "next", lambda loader: loaders.__setitem__(slice(None), [loader]))
+    before(loader_module, "inputs_and_targets", lambda: check(loaders[0]))  # in the rank's own work
 
 
 def before(owner, name: str, action) -> None:
     real = getattr(owner, name)
 
     def patched(*arguments, **keywords):
-        action(*(arguments[:1] if name in ("next", "_fetch") else ()))
+        action(*(arguments[:1] if name == "next" else ()))
         return real(*arguments, **keywords)
 
     setattr(owner, name, patched)

@@ -35,6 +35,8 @@ ORDER = (
     "data/*",
     "data/pipeline/*",
     "data/tokenizers/*",
+    "data/folders.py",
+    "data/huggingface.py",
     "data/errors.py",
     "plots/*",
 )

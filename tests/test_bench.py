@@ -20,7 +20,7 @@ import model_builder
 from bench import checkpointing, gpu_monitor, operations, roofline, throughput, tokenize
 from bench.gpu_monitor import GpuMonitor, gpu_ids
 from bench.plan import check_overrides, iteration_flags, make_plan
-from bench.process import end_with_status, failure, run_process
+from bench.process import end_with_status, failure_reason, run_process
 from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
 from bench.suites import SUITES, Variant
@@ -192,7 +192,7 @@ def test_each_run_gets_an_empty_compile_cache_unless_it_is_to_be_kept(tmp_path, 
     ],
 )
 def test_reason_of_a_failure_is_its_error_line(status, output, reason):
-    found = failure(status, output)
+    found = failure_reason(status, output)
     assert found == reason or found.startswith(reason)
 
 

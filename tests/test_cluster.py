@@ -12,7 +12,7 @@ from helpers import ROOT
 from test_data_prepare import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
 
 from data import cluster
-from data.pipeline.tokens import DataError
+from data.errors import DataError
 
 SBATCH = """
 import os, pathlib, re, subprocess, sys

@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers import TINY, last_run, make_dataset, write_config
 
-from data.pipeline.tokens import DataError, TokenWriter
+from data.errors import DataError
+from data.pipeline.token_files import TokenWriter
 from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint

@@ -12,12 +12,14 @@ from helpers import ROOT
 from test_data_prepare import shared, small_bpe, write_jsonl
 from test_data_scale import make, tokens_and_meta, write_corpus
 
+from data.errors import DataError, EncodeError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.parquet import largest_page
 from data.pipeline.preparation import plan_units
-from data.pipeline.tokens import DataError, EncodeError, FileTokenizer, open_tokenizer
 from data.pipeline.units import Settings, Unit
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     script = """
 from pathlib import Path
 from data.pipeline import units
-from data.pipeline.tokens import FileTokenizer
+from data.tokenizers.file_tokenizer import FileTokenizer
 units.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
 tokenizer.use_fast_encoder(verify=False)

@@ -1,4 +1,4 @@
-"""What data/*/prepare.py and data/pipeline/tokens.py promise about the files they write."""
+"""What data/*/prepare.py and data/pipeline/ promise about the files that they write."""
 
 import gzip
 import hashlib
@@ -17,21 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
+from data.errors import DataError  # noqa: E402
 from data.inspect.__main__ import check_files  # noqa: E402
 from data.pipeline.documents import BadRecord, find_files, read_records  # noqa: E402
-from data.pipeline.preparation import prepare  # noqa: E402
-from data.pipeline.tokens import (  # noqa: E402
-    CharTokenizer,
-    DataError,
-    FileTokenizer,
-    load_tokenizer,
-    open_tokenizer,
-    read_meta,
-    write_dataset,
-)
+from data.pipeline.meta_file import load_tokenizer, read_meta  # noqa: E402
+from data.pipeline.preparation import Job, prepare  # noqa: E402
+from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.pipeline.units import Settings, tokenize  # noqa: E402
 from data.quickstart import prepare as quickstart  # noqa: E402
-from data.tokenizers.end_of_text import find_eot  # noqa: E402
+from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
+from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
+from data.tokenizers.tokenizer import find_eot, open_tokenizer  # noqa: E402
 
 CHAR = CharTokenizer("ab")
 ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
@@ -168,7 +164,8 @@ def test_a_killed_write_leaves_the_old_dataset_or_none(tmp_path, old):
     before = snapshot(tmp_path)
     script = (
         "import os, signal, sys\n"
-        "from data.pipeline.tokens import CharTokenizer, write_dataset\n"
+        "from data.pipeline.small_dataset import write_dataset\n"
+        "from data.tokenizers.char_tokenizer import CharTokenizer\n"
         "def chunks():\n"
         "    yield [1] * 100_000\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -192,7 +189,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
             raise OSError("killed here")
         os.rename(source, destination)
 
-    monkeypatch.setattr("data.pipeline.tokens.os.replace", replace)
+    monkeypatch.setattr("data.pipeline.small_dataset.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
     with pytest.raises(DataError, match="no complete dataset"):
@@ -324,7 +321,7 @@ def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shar
     settings = Settings(256, None, val_fraction, shard_tokens)
     found = []
     for _ in range(2):
-        prepare(files, folder / "out", tokenizer, settings, "test")
+        prepare(files, folder / "out", tokenizer, settings, "test", Job())
         found.append([tokenizer.decode(read_ids(folder / "out", split)) for split in ("train", "val")])
         check_files(folder / "out", read_meta(folder / "out"), hashes=True)
     assert found[0] == found[1]
@@ -345,7 +342,7 @@ def test_a_split_that_no_document_fell_to_gets_the_last_one(tmp_path, val_fracti
 def test_the_last_document_of_a_file_of_several_moves_alone(tmp_path, shard_tokens):
     document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
     tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
-    prepare([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, shard_tokens), "test")
+    prepare([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, shard_tokens), "test", Job())
     check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
     train, val = (tokenizer.decode(read_ids(tmp_path / "out", split)) for split in ("train", "val"))
     assert train == "first<|endoftext|>second text<|endoftext|>"
@@ -370,7 +367,7 @@ def run_units_here(units, folder, tokenizer_name, settings, workers, max_bad, *m
 def test_a_stop_while_a_document_moves_to_an_empty_split_loses_nothing(tmp_path, monkeypatch, failing_call):
     document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
     tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
-    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, 7), "test")
+    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, 7), "test", Job())
     prepare(*arguments[:1], tmp_path / "whole", *arguments[2:])
     replaced, replace = [], os.replace
 

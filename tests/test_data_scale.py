@@ -18,13 +18,16 @@ import pytest
 from helpers import ROOT, TINY, last_run, run_train, write_config
 from test_data_prepare import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
 
+from data.errors import DataError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.preparation import prepare, split_of
-from data.pipeline.tokens import DataError, FileTokenizer, load_tokenizer, open_tokenizer, read_meta
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.preparation import Job, prepare, split_of
 from data.pipeline.units import Settings, encode_document
 from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
+from data.tokenizers.tokenizer import open_tokenizer
 from training.batches.dataset import open_dataset
 from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
@@ -52,7 +55,7 @@ def write_corpus(folder: Path, files: int = 6, lines: int = 40) -> list[Path]:
 
 def make(files: list[Path], folder: Path, bpe: Path, shard_tokens: int = 3000, **options) -> dict | None:
     settings = Settings(256, None, 0.1, shard_tokens)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", unit_bytes=1, **options)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), unit_bytes=1)
 
 
 def tokens_and_meta(folder: Path) -> dict[str, bytes]:
@@ -393,6 +396,18 @@ def test_inspect_prints_counts_and_text(tmp_path, bpe):
     assert result.stdout.count("--- train_") == 2 and result.stdout.count("--- val_") == 2
     assert "x yx y" in result.stdout
     assert result.stdout == inspect(tmp_path / "out", "--hash", "--seed", "1", "--samples", "2").stdout
+
+
+def test_inspect_says_how_it_is_called():
+    result = inspect(Path("absent"), "--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage: python -m data.inspect ")
+
+
+def test_inside_data_the_inspect_of_the_standard_library_is_imported():
+    command = [sys.executable, "-c", "import inspect; print(inspect.signature(print), inspect.__file__)"]
+    result = subprocess.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert str(ROOT) not in result.stdout and "inspect.py" in result.stdout
 
 
 def test_the_trainer_reads_shards(tmp_path, bpe):

@@ -11,8 +11,9 @@ from helpers import ROOT, TINY, make_dataset
 
 from data.inspect.__main__ import check_files
 from data.pipeline import verified
-from data.pipeline.tokens import CharTokenizer, read_meta
+from data.pipeline.meta_file import read_meta
 from data.pipeline.units import Settings, Unit, tokenize
+from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
 from training.batches.sources import open_sources

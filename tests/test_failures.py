@@ -137,7 +137,7 @@ def peers(monkeypatch):
             peer = object.__new__(Liveness)
             peer.world, peer.store = World(rank, rank, size, torch.device("cpu")), store
             peer.processes = [("node", 100 + r) for r in range(size)]
-            peer.neighbours = {}
+            peer.local_pids = {}
             made.append(peer)
         return made
 
@@ -177,7 +177,7 @@ def test_a_process_that_has_ended_is_gone_and_one_that_lives_is_not(peers):
     ended.wait()
     unasked.stdout.read()  # ends as the process does
     first, *_ = peers(4)
-    first.neighbours = {1: ended.pid, 2: os.getpid(), 3: unasked.pid}
+    first.local_pids = {1: ended.pid, 2: os.getpid(), 3: unasked.pid}
     until = time.monotonic() + 5
     while first.gone() != [1, 3] and time.monotonic() < until:
         time.sleep(0.01)

@@ -12,11 +12,12 @@ pytest.importorskip("tiktoken")
 from tokenizers import Tokenizer  # noqa: E402
 
 from data.pipeline import preparation  # noqa: E402
-from data.pipeline.tokens import FileTokenizer, open_tokenizer  # noqa: E402
 from data.tokenizers import fast_encoder  # noqa: E402
 from data.tokenizers.fast_encoder import FastEncoder, Unsuitable, verify_words, word_pattern  # noqa: E402
+from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
 from data.tokenizers.merges import QWEN_PATTERN  # noqa: E402
 from data.tokenizers.model_file import LLAMA3_PATTERN  # noqa: E402
+from data.tokenizers.tokenizer import open_tokenizer  # noqa: E402
 
 FILES = ["hf/gpt2", "hf/llama2", "llama3/tokenizer.model", "hf/qwen3"]
 ODD = [
@@ -61,7 +62,7 @@ def test_ids_are_those_of_the_library(name):
     texts = [*ODD, prose, *random_texts(200, 150)]
     library = tokenizer.encode_arrays(texts)
     fast = FastEncoder(tokenizer.tokenizer)
-    fast._verify_joins()
+    fast._verify_merges()
     made = [fast.encode(text) for text in texts]
     assert sum(ids is None for ids in made) <= 1  # <think> is an added token of Qwen3
     assert all(a is None or np.array_equal(a, b) for a, b in zip(made, library, strict=True))
@@ -103,19 +104,19 @@ def test_merges_that_leave_out_a_way_to_a_token_are_refused(tmp_path):
     # a, b, c becomes ab, c; the library has no merge of these two, but their join is a token
     assert tokenizer.encode("abc").ids != FastEncoder(tokenizer).encode("abc").tolist()
     with pytest.raises(Unsuitable, match="do not make its token"):
-        FastEncoder(tokenizer)._verify_joins()
-    FastEncoder(byte_file(tmp_path))._verify_joins()
+        FastEncoder(tokenizer)._verify_merges()
+    FastEncoder(byte_file(tmp_path))._verify_merges()
 
 
 def test_words_that_are_tokens_without_merges_are_taken_only_if_no_merge_would_make_them(tmp_path):
     options = {"ignore_merges": True, "merges": [["a", "b"]]}  # abc only as a whole word
     with pytest.raises(Unsuitable, match="do not make its token 'abc'"):
-        FastEncoder(byte_file(tmp_path, model=options))._verify_joins()
+        FastEncoder(byte_file(tmp_path, model=options))._verify_merges()
     vocab = json.loads(byte_file(tmp_path).to_str())["model"]["vocab"]
     vocab["xyz"] = vocab.pop("abc")  # no pair of tokens makes it
     tokenizer = byte_file(tmp_path, model=options | {"vocab": vocab})
     fast = FastEncoder(tokenizer)
-    fast._verify_joins()
+    fast._verify_merges()
     for text in ("xyz", "xyzz", "abxyz", " xyz"):
         assert fast.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 

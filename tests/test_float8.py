@@ -7,10 +7,10 @@ from helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, 
 
 from model import rotary_angles
 from ops import float8
-from ops import heads as ops
 from ops.cross_entropy import LinearCrossEntropy
-from ops.float8_layers import Float8Heads, Float8SwiGLU
+from ops.heads import Float8Heads, HeadLayout, Rotary, heads_forward
 from ops.linear import Linear
+from ops.swiglu import Float8SwiGLU, swiglu, swiglu_backward, swiglu_with_amax
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}
@@ -39,15 +39,15 @@ def fp8_linear(weight):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_largest_magnitude_becomes_the_largest_fp8_number(dtype):
     x = random(32, 48, std=7.0)
-    quantised = float8.quantize(x, dtype)
-    assert quantised.values.float().abs().max() == torch.finfo(dtype).max
-    assert torch.equal(quantised.transposed.float(), quantised.values.float().t())
-    assert error(quantised.values.float() * quantised.inverse_scale, x) < (0.03 if dtype == E4M3 else 0.06)
+    quantized = float8.quantize(x, dtype)
+    assert quantized.values.float().abs().max() == torch.finfo(dtype).max
+    assert torch.equal(quantized.transposed.float(), quantized.values.float().t())
+    assert error(quantized.values.float() * quantized.inverse_scale, x) < (0.03 if dtype == E4M3 else 0.06)
 
 
 def test_a_tensor_of_zeros_stays_finite():
-    quantised = float8.quantize(torch.zeros(16, 16, dtype=torch.bfloat16), E4M3)
-    assert torch.isfinite(quantised.inverse_scale) and not quantised.values.float().any()
+    quantized = float8.quantize(torch.zeros(16, 16, dtype=torch.bfloat16), E4M3)
+    assert torch.isfinite(quantized.inverse_scale) and not quantized.values.float().any()
 
 
 def test_an_infinite_input_makes_a_result_that_is_not_finite():
@@ -88,7 +88,7 @@ def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(
     def fused(x):
         return Float8SwiGLU.apply(x, None, *up.float8_arguments, *down.float8_arguments)
 
-    for a, b in zip(run(fused), run(lambda x: down(ops.swiglu(up(x)))), strict=True):
+    for a, b in zip(run(fused), run(lambda x: down(swiglu(up(x)))), strict=True):
         assert error(a, b) < 0.02  # a CPU rounds silu(gate) to bf16 before the product
 
 
@@ -108,7 +108,7 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     assert error(x.grad, dx) < 0.1 and error(total, dweight) < 0.1
 
 
-def test_torchao_quantises_and_multiplies_alike():
+def test_torchao_quantizes_and_multiplies_alike():
     """torchao's tensorwise recipe is the reference (Linear, dynamic scaling, same types)."""
     torchao = pytest.importorskip("torchao.float8", reason="pip install torchao: the reference for fp8")
     config = torchao.Float8LinearConfig(emulate=not torch.cuda.is_available())
@@ -205,7 +205,7 @@ def test_the_cast_kernel_gives_the_bits_of_the_plain_form(shape, dtype):
 def test_the_swiglu_kernels_know_the_largest_magnitude_of_what_they_write(shape):
     M, F_ = shape
     g, dh = random(M, 2 * F_), random(M, F_)
-    for function, inputs in ((ops.swiglu_with_amax, (g,)), (ops.swiglu_backward, (g, dh))):
+    for function, inputs in ((swiglu_with_amax, (g,)), (swiglu_backward, (g, dh))):
         written, amax = function(*(t.cuda() for t in inputs))
         plain, plain_amax = function(*inputs)
         assert error(written.cpu(), plain) < 3e-3
@@ -219,7 +219,7 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
     B, T, C, H, K, D = 2, 64, 96, 4, 2, 32
     layer = fp8_linear(random((H + 2 * K) * D, C, std=0.1, device="cuda"))
     norms = [torch.nn.Parameter(1 + 0.3 * random(D, device="cuda").float()) if norm else None for _ in "qk"]
-    rotary = [t.cuda() for t in rotary_angles(T, D, 1e4)]
+    rotary = Rotary(*(t.cuda() for t in rotary_angles(T, D, 1e4)))
     outputs = [random(B, T, heads, D, device="cuda") for heads in (H, K, K)]
 
     def run(function):
@@ -230,9 +230,10 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
         leaves = [x, *(n for n in norms if n is not None)]
         return [*parts, *torch.autograd.grad(loss, leaves), layer.weight_grad]
 
-    shape = (H, K, 1e-6 if norm else 0.0)
-    fused = run(lambda x: Float8Heads.apply(x, None, *layer.float8_arguments, *norms, *rotary, *shape))
-    apart = run(lambda x: ops.heads_forward(layer(x), *norms, *rotary, *shape))
+    eps = 1e-6 if norm else 0.0
+    layout = HeadLayout(H, K, rotary, eps)
+    fused = run(lambda x: Float8Heads.apply(x, None, *layer.float8_arguments, *norms, layout))
+    apart = run(lambda x: heads_forward(layer(x), *norms, *rotary, H, K, eps))
     for a, b in zip(fused, apart, strict=True):
         assert error(a, b) < 1e-6
 

@@ -10,9 +10,11 @@ import shlex
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 from helpers import ROOT
+from test_architecture import ORDER, product_files
 from torch.distributed.run import get_args_parser
 
 import model_builder
@@ -99,20 +101,24 @@ class Parsed(Exception):
 
 @pytest.fixture
 def script(monkeypatch):
-    """script(path, arguments): runs a script up to its argparse; SystemExit if that refuses."""
+    """script(program, arguments): runs a program up to its argparse; SystemExit if that refuses. A program is
+    the path of a script, or the module that follows `python -m`."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def stop(parser, *arguments):
         parse_args(parser, *arguments)
         raise Parsed
 
-    def script(path, arguments):
-        if not re.fullmatch(r"data/\w+\.py", path):  # run as modules: on the path, data/ would hide inspect
-            monkeypatch.syspath_prepend(str((ROOT / path).parent))
-        monkeypatch.setattr(sys, "argv", [path, *arguments])
+    def script(program, arguments):
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
         with pytest.raises(Parsed):
-            runpy.run_path(str(ROOT / path), run_name="__main__")
+            if not program.endswith(".py"):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # another test may have imported the module
+                    runpy.run_module(program, run_name="__main__")
+            monkeypatch.syspath_prepend(str((ROOT / program).parent))
+            runpy.run_path(str(ROOT / program), run_name="__main__")
 
     return script
 
@@ -163,7 +169,7 @@ def check_python(arguments: list[str], world_size: int, script):
         compile(arguments[1], "-c", "exec")
     elif arguments[0] == "-m":
         if arguments[1].startswith("data."):
-            script(arguments[1].replace(".", "/") + ".py", arguments[2:])
+            script(arguments[1], arguments[2:])
             if "--" in arguments:
                 script(f"data/{arguments[2]}/prepare.py", arguments[arguments.index("--") + 1 :])
         else:
@@ -242,10 +248,15 @@ def test_readme_lists_the_files_at_the_top_as_git_does():
 def test_module_map_is_complete():
     cells = [row[0] for row in table(TEXTS["SYSTEM_OVERVIEW.md"], "module")]
     listed = [entry for cell in cells for entry in cell.split(", ")]
-    patterns = ("*.py", "training/*.py", "plots/*.py", "data/*.py")
-    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
-    wanted = [str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"]
+    elsewhere = r"bench/.*|mfu_versions/.*|data/\w+/prepare\.py|(.*/)?__init__\.py"  # described in sentences
+    wanted = [path for path in product_files() if not re.fullmatch(elsewhere, path)]
     assert sorted(listed) == sorted(wanted)
+
+
+def test_module_map_is_in_the_order_of_imports():
+    cells = [row[0] for row in table(TEXTS["SYSTEM_OVERVIEW.md"], "module")]
+    lines = dict.fromkeys(cell if "/" not in cell else f"{cell.rpartition('/')[0]}/*" for cell in cells)
+    assert [line for line in lines if line in ORDER] == [line for line in ORDER if line in lines]
 
 
 def test_every_key_is_explained():
@@ -274,8 +285,8 @@ def test_no_document_names_a_path_of_one_machine(name):
 
 
 def test_every_message_in_the_troubleshooting_table_is_one_that_the_code_has():
-    patterns = ("train.py", "sample.py", "model_config.py", "training/*.py", "data/**/*.py", "plots/*.py")
-    source = "".join(path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+    places = ("train.py", "sample.py", "model_config.py", "training/", "data/", "plots/")
+    source = "".join((ROOT / path).read_text() for path in product_files() if path.startswith(places))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # adjacent literals are one message
     cells = [row[0] for row in table(TEXTS["TRAINING_GUIDE.md"], "message or symptom")]
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]

@@ -168,7 +168,7 @@ def spoilt(parts, faults: dict) -> None:
 
 
 def all_state(parts) -> list[torch.Tensor]:
-    return weights(parts) + [tensor.clone() for tensor in parts.state.health.state().values()]
+    return weights(parts) + [tensor.clone() for tensor in parts.state.update_guard.state().values()]
 
 
 FAULTS = [
@@ -223,7 +223,7 @@ def test_a_snapshot_holds_the_window(dataset):
     first, snapshot = all_state(parts), Snapshot(parts.state)
     train(parts, iterations=range(2))
     second = all_state(parts)
-    assert parts.state.health.accepted == 5
+    assert parts.state.update_guard.accepted == 5
     snapshot.swap()
     assert same(all_state(parts), first)
     snapshot.put_back()
@@ -234,7 +234,7 @@ def test_a_capture_that_judges_otherwise_is_refused(dataset):
     def lenient(run, fake):
         def replay():
             packed = run()
-            fake.step.state.health.accepted.add_(1)
+            fake.step.state.update_guard.accepted.add_(1)
             return packed
 
         return replay
@@ -570,7 +570,7 @@ def test_item_17_captured_iterations_skip_a_spike_as_the_eager_ones_do_without_w
         step = make(parts)
         results = train(parts, step, range(20), sums=())
         before = all_state(parts)
-        window = parts.state.health.window
+        window = parts.state.update_guard.window
         usual, batch = window.clone(), parts.loader.next()
         window.div_(100)  # so that what comes next is a spike
         torch.cuda.synchronize()

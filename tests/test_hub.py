@@ -1,5 +1,5 @@
-"""What data/pipeline/hub.py promises of downloads, against a hub of our own on this machine: as much of the hub's
-protocol as the client library speaks, and connections that stop in the middle."""
+"""What data/pipeline/hub.py promises of downloads, against a hub of our own on this machine: as much of the
+hub's protocol as the client library speaks, and connections that stop in the middle."""
 
 import errno
 import hashlib
@@ -17,9 +17,10 @@ import pytest
 from helpers import ROOT
 from test_data_prepare import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
 
+from data.errors import DataError
 from data.pipeline.hub import Hub, open_hub
-from data.pipeline.tokens import DataError
-from data.tokenizers.families import FAMILIES, open_family, open_named
+from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.tokenizer import open_or_download_tokenizer
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 COMMIT = "c0ffee" + "0" * 34
@@ -271,14 +272,14 @@ def test_a_tokenizer_of_the_hub_is_taken_from_its_cache_without_a_network(tmp_pa
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cache_tokenizer(tmp_path / "cache", "owner/small", small_bpe(tmp_path / "bpe"))
-    tokenizer = open_named("hf:owner/small")
+    tokenizer = open_or_download_tokenizer("hf:owner/small")
     assert tokenizer.meta["name"] == "owner/small"
     assert tokenizer.decode(tokenizer.encode("héllo")) == "héllo"
 
     cache_tokenizer(tmp_path / "cache", "owner/qwen", shared("tokenizers/hf/qwen3/tokenizer.json"))
     assert open_family(FAMILIES["qwen3"], "hf:owner/qwen").vocab_size == 151669
     with pytest.raises(DataError, match="owner/absent could not be downloaded"):
-        open_named("hf:owner/absent")
+        open_or_download_tokenizer("hf:owner/absent")
 
 
 def test_a_gated_tokenizer_says_where_its_licence_is_and_how_to_log_in(monkeypatch):

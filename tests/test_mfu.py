@@ -2,10 +2,11 @@
 
 import ast
 import dataclasses
-import importlib
 import json
 import os
+import random
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -24,7 +25,9 @@ from training.hardware.peaks import Peak, table_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.process.world import World
 from training.records.clock import Clock
+from training.records.percentiles import spread
 from training.records.rows import Logger, Reading, _console_lines
+from training.records.utilization import FORMULAS as ALL_FORMULAS
 from training.records.utilization import audit_flops, recomputed_flops, summarize, utilization
 
 FORMULAS = {"v1": v1, "v2": v2, "v3": v3}
@@ -257,9 +260,8 @@ def copy_repository(folder):
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    for name in ("training", "mfu_versions", "config"):
+    for name in ("training", "ops", "mfu_versions", "config", "data/pipeline", "data/tokenizers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "data").mkdir()
     for path in (ROOT / "data").glob("*.py"):
         shutil.copy(path, folder / "data")
     return folder
@@ -522,7 +524,17 @@ def test_medians_leave_the_warm_up_out():
     assert summarize(rows[:3])["time_ms"] is None
 
 
-def test_train_py_finds_every_formula_of_mfu_versions():
-    train = importlib.import_module("train")
+def test_percentiles_of_a_summary_are_measured_values_of_the_nearest_rank():
+    noise = random.Random(0)
+    for number in range(1, 501):
+        values = [noise.random() for _ in range(number)]
+        ranked = sorted(values)
+        nearest = {name: ranked[round(q * (number - 1))] for name, q in (("p10", 0.1), ("p90", 0.9))}
+        assert spread(values) == {"median": statistics.median(values), **nearest}
+    assert json.loads(json.dumps(spread([1, 2, 3]))) == {"median": 2, "p10": 1, "p90": 3}
+    assert spread([]) is None
+
+
+def test_the_totals_are_those_of_every_formula_of_mfu_versions():
     shipped = sorted(path.stem for path in (ROOT / "mfu_versions").glob("model_builder_*.py"))
-    assert sorted(train.FORMULAS) == shipped
+    assert [formula.__name__ for formula in ALL_FORMULAS] == [f"mfu_versions.{name}" for name in shipped]

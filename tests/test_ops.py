@@ -1,4 +1,4 @@
-"""The operations of ops/heads.py: plain forms against autograd on the CPU, kernels against plain forms on a GPU."""
+"""The operations of ops/: plain forms against autograd on the CPU, Triton forms against them on a GPU."""
 
 import pytest
 import torch
@@ -6,8 +6,12 @@ import torch.nn.functional as F
 
 from model import RMSNorm, rotary_angles
 from model_config import model_config
-from ops import heads as ops
 from ops.cross_entropy import LinearCrossEntropy, cross_entropy
+from ops.embedding import EmbeddingFunction, add_embedding_gradient
+from ops.heads import Rotary, split_heads
+from ops.linear import LinearFunction, add_weight_gradient
+from ops.rms_norm import add_rms_norm
+from ops.swiglu import swiglu
 
 N, C, V = 24, 16, 50
 CONFIG = model_config("qwen3", n_layer=1, n_head=2, n_embd=32, vocab_size=64, block_size=64)
@@ -34,7 +38,7 @@ def test_a_linear_with_a_sum_adds_the_gradient_that_autograd_computes():
     x, weight, dy = random(3, 5, C).requires_grad_(), random(V, C).requires_grad_(), random(3, 5, V)
     dx, dweight = gradients((F.linear(x, weight) * dy).sum(), x, weight)
     total = torch.ones(V, C)
-    y = ops.LinearFunction.apply(x, weight, total)
+    y = LinearFunction.apply(x, weight, total)
     torch.testing.assert_close(y, F.linear(x, weight))
     (y * dy).sum().backward()
     torch.testing.assert_close(x.grad, dx)
@@ -45,7 +49,7 @@ def test_a_linear_with_a_sum_adds_the_gradient_that_autograd_computes():
 def test_bf16_gradients_are_summed_without_being_rounded_to_bf16():
     dy, x = random(256, 8, dtype=torch.bfloat16), random(256, 4, dtype=torch.bfloat16)
     total = torch.zeros(8, 4)
-    ops.add_weight_gradient(dy, x, total)
+    add_weight_gradient(dy, x, total)
     torch.testing.assert_close(total, dy.float().t() @ x.float())
 
 
@@ -53,7 +57,7 @@ def test_an_embedding_with_a_sum_adds_the_gradient_that_autograd_computes():
     ids, weight, dy = torch.tensor([[1, 4, 1], [0, 1, 4]]), random(6, C).requires_grad_(), random(2, 3, C)
     (dweight,) = gradients((F.embedding(ids, weight) * dy).sum(), weight)
     total = torch.zeros(6, C)
-    (ops.EmbeddingFunction.apply(ids, weight, total) * dy).sum().backward()
+    (EmbeddingFunction.apply(ids, weight, total) * dy).sum().backward()
     torch.testing.assert_close(total, dweight)
 
 
@@ -94,10 +98,10 @@ def test_the_swiglu_kernel_equals_its_plain_form(shape):
     x = random(*shape, dtype=torch.bfloat16)
     dh = random(*shape[:-1], shape[-1] // 2, dtype=torch.bfloat16)
     plain = x.float().requires_grad_()
-    h = ops.swiglu(plain)
+    h = swiglu(plain)
     (dx,) = gradients((h * dh.float()).sum(), plain)
     x = x.cuda().requires_grad_()
-    fused = ops.swiglu(x)
+    fused = swiglu(x)
     (dfused,) = gradients((fused * dh.cuda()).sum(), x)
     close(fused.cpu(), h, 3e-3)
     close(dfused.cpu(), dx, 3e-3)
@@ -121,7 +125,7 @@ def test_the_heads_kernel_equals_its_plain_form(heads, norm):
         x = qkv.to(device, dtype).requires_grad_()
         moved = [module.to(device) if module else None for module in norms]
         weights = [module.weight for module in moved if module]
-        parts = ops.split_heads(x, H, K, tuple(t.to(device) for t in rotary), *moved)
+        parts = split_heads(x, H, K, Rotary(*(t.to(device) for t in rotary)), *moved)
         loss = sum((p * o.to(device, dtype)).float().sum() for p, o in zip(parts, outputs, strict=True))
         return [t.cpu() for t in (*parts, *gradients(loss, x, *weights))]
 
@@ -160,7 +164,7 @@ def test_weight_gradients_are_summed_in_fp32_by_the_matmul():
     total = random(256, 128)
     expected = total + dy.float().t() @ x.float()
     summed = total.cuda()
-    ops.add_weight_gradient(dy.cuda(), x.cuda(), summed)
+    add_weight_gradient(dy.cuda(), x.cuda(), summed)
     torch.testing.assert_close(summed.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -173,7 +177,7 @@ def test_the_residual_norm_kernel_equals_its_plain_form(C):
     def run(device, dtype):
         start = [t.to(device, dtype).requires_grad_() for t in (x, delta)]
         w = weight.to(device).requires_grad_()
-        total, normed, amax = ops.add_rms_norm(*start, w, 1e-6)
+        total, normed, amax = add_rms_norm(*start, w, 1e-6)
         if amax is not None:
             assert amax.amax() == normed.abs().amax()
         loss = (total * dtotal.to(device, dtype)).sum() + (normed * dnormed.to(device, dtype)).sum()
@@ -198,6 +202,6 @@ def test_embedding_gradients_are_summed_in_one_order_for_rare_and_frequent_token
     totals = []
     for _ in range(2):
         totals.append(start.cuda())
-        ops._add_embedding_gradient(ids.cuda(), dy.cuda(), totals[-1])
+        add_embedding_gradient(ids.cuda(), dy.cuda(), totals[-1])
     assert torch.equal(*totals)
     close(totals[0].cpu(), expected, 1e-6)

@@ -18,6 +18,8 @@ import compare_runs  # noqa: E402
 import plot_single_run  # noqa: E402
 from run_record import PlotError, load_run, recounted, spread  # noqa: E402
 
+from training.records import percentiles  # noqa: E402
+
 V1, V2, V3 = "nanogpt_legacy_v1", "combined_formula_v2", "component_summation_v2025"
 QWEN3 = {V1: 12_190_334_976, V2: 10_322_706_432, V3: 10_322_706_432}  # training FLOPs per token, DESIGN.md
 CAUSAL_SHARE = 9_718_726_656 / 10_322_706_432
@@ -248,6 +250,14 @@ def test_warmup_rows_are_left_out_of_medians(tmp_path):
     assert spread(load_run(write(tmp_path, record)), "time_ms")[0] == 100.0
     record["training_iterations"].pop()
     assert spread(load_run(write(tmp_path, record)), "time_ms") is None
+
+
+@pytest.mark.parametrize("iters", [30, 90, 100, 1000])
+def test_spread_of_a_plot_is_that_of_the_records_summary(iters, tmp_path):
+    run = load_run(write(tmp_path, new_record(iters)))
+    for name in ("time_ms", "tokens_per_sec", "mfu_percent"):
+        found = percentiles.spread(run.columns[name][run.timed].tolist())
+        assert spread(run, name) == pytest.approx((found["median"], found["p10"], found["p90"]), rel=1e-15)
 
 
 def test_iteration_that_was_made_twice_is_drawn_once_and_medians_are_the_last_attempts(tmp_path):

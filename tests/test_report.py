@@ -100,15 +100,11 @@ def lines(tmp_path):
     def lines(*flags: str, processes: int = 1) -> dict[str, str]:
         path = write_config(tmp_path / "run.py", **{**TINY, "dtype": "bfloat16", "compile": True})
         config = load_config([str(path), *flags], processes)
-        model, counts = config.model_config(), {"total": 1, "trainable": 1, "non_embedding": 1}
-        optimizer = {"type": "AdamW (fused)", "param_groups": []}
-        flops = model_builder.count_flops(model, config.block_size)
+        flops = model_builder.count_flops(config.model_config(), config.block_size)
         audit = {"exact": True, "counted_flops_per_sequence": 1}
         flops |= {"calculation_method": "", "totals": {}, "audit": audit}
-        hardware = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "gpu_name"))
-        info = startup_info(
-            config, model, counts, flops, NO_PEAK, hardware, optimizer, {"line": ""}, processes
-        )
+        machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "gpu_name"))
+        info = startup_info(config, flops, NO_PEAK, machine, {"line": ""}, processes)
         rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
         return {name.strip(): text.strip() for name, text in rows}
 

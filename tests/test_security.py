@@ -21,7 +21,8 @@ import pytest
 import torch
 from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
-from data.pipeline.tokens import DataError, load_tokenizer
+from data.errors import DataError
+from data.pipeline.meta_file import load_tokenizer
 from training.batches.dataset import open_dataset
 from training.checkpoints.folder import MANIFEST, recorded_files
 from training.configuration.dataset_name import dataset_folder
@@ -70,7 +71,7 @@ class Canary:
 # what a source file may not name -> the one that may, and why
 ALLOWED = {
     "exec": "training/configuration/files_and_flags.py",  # the config file, which the user runs
-    "pickle.dumps": "data/pipeline/tokens.py",  # meta.pkl, written for other programs
+    "pickle.dumps": "data/pipeline/meta_file.py",  # meta.pkl, written for other programs
     "pickle.Unpickler": "training/checkpoints/format_1.py",  # for a list of classes that do nothing
 }
 FORBIDDEN = re.compile(

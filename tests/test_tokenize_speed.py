@@ -8,7 +8,7 @@ from test_data_prepare import small_bpe, write_jsonl
 
 from bench import tokenize
 from bench.tokenization import read_sample
-from data.pipeline.tokens import DataError
+from data.errors import DataError
 from data.tokenizers import fast_encoder
 
 

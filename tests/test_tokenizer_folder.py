@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from test_data_prepare import shared, small_bpe
 
-from data.pipeline.tokens import DataError, open_tokenizer
-from data.tokenizers.end_of_text import find_eot
+from data.errors import DataError
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.merges import QWEN_PATTERN
 from data.tokenizers.model_file import byte_letters
+from data.tokenizers.tokenizer import find_eot, open_tokenizer
 
 TEXTS = [
     "hello world",

@@ -10,9 +10,8 @@ from pathlib import Path
 from training.batches.loader import Loader
 from training.batches.windows import Split
 from training.checkpoints.saver import Saver
-from training.checkpoints.train_state import Progress, TrainState
+from training.checkpoints.train_state import Progress
 from training.configuration.errors import RunError
-from training.configuration.keys import TrainConfig
 from training.configuration.rules import checkpoint_interval
 from training.evaluation import evaluate
 from training.faults.anomalies import AnomalyPolicy, Diverged
@@ -31,11 +30,9 @@ class EvaluateAndSave:
 
     def __init__(
         self,
-        config: TrainConfig,
-        state: TrainState,
+        saver: Saver,
         windows: dict[str, Split],
         loader: Loader,
-        saver: Saver,
         progress: Progress,
         logger: Logger,
         anomalies: AnomalyPolicy,
@@ -43,7 +40,8 @@ class EvaluateAndSave:
         watchdog: Watchdog,
     ):
         """`progress` is where this process starts."""
-        self.config, self.state = config, state
+        config = saver.config
+        self.config, self.state = config, saver.state
         self.windows, self.loader, self.saver = windows, loader, saver
         self.logger, self.anomalies, self.replica_check = logger, anomalies, replica_check
         self.start, self.watchdog = progress.iteration, watchdog

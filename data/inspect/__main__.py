@@ -7,17 +7,25 @@ the largest id with --hash, which reads everything, and a run need not read it a
 so the first word may be half of one.
 """
 
+# This folder has no __init__.py on purpose. If Python is started inside data/, `import inspect` looks there
+# first. A folder without __init__.py is only used if no other entry of sys.path has a module of this name, so
+# the standard library's inspect is found. With an __init__.py, this folder would be imported in its place.
+
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.tokens import DATA_DIR, SPLITS, DataError, count_tokens, load_tokenizer, read_meta, run
+from data.errors import DataError, run_command
+from data.folders import dataset_folder
+from data.pipeline.meta_file import count_tokens, load_tokenizer, read_meta
+from data.pipeline.token_files import SPLITS, stored_dtype
 from data.pipeline.verified import entry, read_whole, remember
 
 
-def check_files(folder: Path, meta: dict, hashes: bool):
-    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+def check_files(folder: Path, meta: dict, hashes: bool) -> None:
+    dtype = stored_dtype(meta["dtype"])
     there = {path.name for split in SPLITS for path in folder.glob(f"{split}*.bin")}
     for name in sorted(there ^ set(meta["files"])):
         raise DataError(f"{folder / name} is {'not in meta.json' if name in there else 'missing'}")
@@ -35,20 +43,23 @@ def check_files(folder: Path, meta: dict, hashes: bool):
     remember(folder, entries)
 
 
-def sample(folder: Path, meta: dict, split: str, count: int, length: int, rng: np.random.Generator):
-    """(file, position, ids) of `count` random places, each file as likely as it is long."""
+def sample(
+    folder: Path, meta: dict, split: str, count: int, length: int, rng: np.random.Generator
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(file name, position, ids) of `count` random places. A longer file is chosen more often."""
     files = {name: file["tokens"] for name, file in meta["files"].items() if name.startswith(split)}
     names, tokens = list(files), np.array(list(files.values()))
     for file in rng.choice(len(names), size=count, p=tokens / tokens.sum()):
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        ids = np.memmap(folder / names[file], dtype=dtype, mode="r")
+        ids = np.memmap(folder / names[file], dtype=stored_dtype(meta["dtype"]), mode="r")
         position = int(rng.integers(max(1, len(ids) - length)))
         yield names[file], position, ids[position : position + length]
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data.inspect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("dataset", help="name of a folder in data/, or a path")
     parser.add_argument("--samples", type=int, default=3, help="of each split (default: 3)")
@@ -56,7 +67,7 @@ def main():
     parser.add_argument("--seed", type=int, default=None, help="for the same places again")
     parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
     args = parser.parse_args()
-    folder = Path(args.dataset) if "/" in args.dataset else DATA_DIR / args.dataset
+    folder = dataset_folder(args.dataset)
     meta = read_meta(folder)
     check_files(folder, meta, args.hash)
     tokenizer, eot_id = load_tokenizer(folder), meta["eot_id"]
@@ -76,4 +87,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,16 +1,18 @@
-"""What every prepare.py over preparation.py shares: its options, and the call that they describe."""
+"""What the prepare.py of every large dataset shares: its options, and the call of prepare() with them."""
 
 import argparse
 import os
 from pathlib import Path
 
+from data.errors import DataError
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.preparation import prepare
-from data.pipeline.tokens import DataError, report
+from data.pipeline.meta_file import report
+from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
+from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
 
-def make_parser(description: str, output: Path, val_fraction: float) -> argparse.ArgumentParser:
+def make_parser(description: str | None, output: Path, val_fraction: float) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +57,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def make_settings(args: argparse.Namespace, tokenizer, eot_id: int) -> Settings:
+def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -> Settings:
     bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
     if args.bos is not None and bos_id is None:
         raise DataError(f"--bos {args.bos}: the tokenizer has no such token")
@@ -65,25 +67,21 @@ def make_settings(args: argparse.Namespace, tokenizer, eot_id: int) -> Settings:
 def make_dataset(
     args: argparse.Namespace,
     files: list[Path],
-    tokenizer,
+    tokenizer: SubwordTokenizer,
     settings: Settings,
     source: str,
     config: str | None,
     store: Disk | Hub = ON_DISK,
 ) -> dict | None:
-    """prepare() as the options say, and a report if it completes the dataset."""
+    """Calls prepare() with these options, and prints a report if that completes the dataset."""
     meta = prepare(
         files,
         args.output,
         tokenizer,
         settings,
         source,
-        args.workers,
+        Job(args.workers, args.max_bad, args.resume, args.part, args.num_parts),
         args.max_tokens,
-        args.max_bad,
-        args.resume,
-        args.part,
-        args.num_parts,
         store=store,
     )
     if meta is not None:

@@ -1,7 +1,7 @@
-"""Whether the disk has room for the token files: asked before hours of work, not by them.
+"""Whether the token files will fit on the disk, checked before hours of work instead of failing during them.
 
-What the input will become is estimated from the beginning of a few of its files. The trap: the sizes of
-compressed files say little; a zstd archive of prose holds three times its size in text, one of code eight.
+Their size is estimated from the beginning of a few input files. The trap: the size of a compressed file says
+little; a zstd archive of prose holds three times its size in text, one of code eight times.
 """
 
 import shutil
@@ -9,19 +9,22 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from data.errors import DataError, EncodeError
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.tokens import DataError, EncodeError
 from data.pipeline.units import Unit
+from data.tokenizers.tokenizer import Tokenizer
 
 SAMPLED_FILES = 5
-SAMPLED_CHARS = 1 << 21  # of each
-ENCODED_CHARS = 1 << 16  # of each
-MOST_TOKENS = 8  # for a byte of input; where so many would fit, nothing is read
+SAMPLED_CHARS = 1 << 21  # of each file, to find the characters in a byte of input
+ENCODED_CHARS = 1 << 16  # of each file, to find the tokens in a character
+MOST_TOKENS = 8  # in a byte of input; if even these would fit, nothing is read
 GB = 1e9
 
 
-def check_room(units: list[Unit], folder: Path, tokenizer, itemsize: int, size_of: Callable[[str], int]):
-    """Warns where the token files of these units will hardly fit, and refuses where they cannot."""
+def check_disk_space(
+    units: list[Unit], folder: Path, tokenizer: Tokenizer, itemsize: int, size_of: Callable[[str], int]
+) -> None:
+    """Warns if the token files of these units may not fit; DataError if they cannot."""
     free = shutil.disk_usage(folder).free
     sizes = [sum(size_of(path) for path, _ in unit.files) for unit in units]
     if sum(sizes) * MOST_TOKENS * itemsize < free:
@@ -30,10 +33,10 @@ def check_room(units: list[Unit], folder: Path, tokenizer, itemsize: int, size_o
     ratio = tokens_per_byte(files[:: -(-len(files) // SAMPLED_FILES)] if files else [], tokenizer)
     if ratio is None:  # nothing to read yet
         return
-    tokens = [size * ratio for size in sizes]
-    shares = [unit.max_tokens for unit in units]
-    tokens = sum(t if share is None else min(t, share) for t, share in zip(tokens, shares, strict=True))
-    needed = tokens * itemsize
+    needed = 0.0
+    for unit, size in zip(units, sizes, strict=True):
+        tokens = size * ratio
+        needed += itemsize * (tokens if unit.max_tokens is None else min(tokens, unit.max_tokens))
     state = (
         f"the token files will take about {needed / GB:,.2f} GB and the disk of {folder} has "
         f"{free / GB:,.2f} GB free"
@@ -45,25 +48,25 @@ def check_room(units: list[Unit], folder: Path, tokenizer, itemsize: int, size_o
         print(f"warning: {state}. If it fills, what is complete is kept: make room, or use {fix}")
 
 
-def tokens_per_byte(files: list[str], tokenizer) -> float | None:
-    """Of the input as it is on disk; None if there is no text."""
+def tokens_per_byte(files: list[str], tokenizer: Tokenizer) -> float | None:
+    """Tokens for each byte of these files, as they are on disk (compressed); None if they hold no text."""
     read = chars = encoded = tokens = 0
 
-    def advance(size: int):
+    def advance(size: int) -> None:
         nonlocal read
         read += size
 
     for path in files:
-        of_file, sample = 0, ""
+        file_chars, sample = 0, ""
         for _, document in read_records(Path(path), advance):
             if isinstance(document, BadRecord):
                 continue
             for text in islice(document, 3):
-                of_file += len(text)
+                file_chars += len(text)
                 sample += text[: ENCODED_CHARS - len(sample)]
-            if of_file >= SAMPLED_CHARS:
+            if file_chars >= SAMPLED_CHARS:
                 break
-        chars += of_file
+        chars += file_chars
         try:
             tokens += len(tokenizer.encode(sample))
             encoded += len(sample)

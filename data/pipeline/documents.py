@@ -1,8 +1,9 @@
-"""Documents from files on disk: .txt, .jsonl, .jsonl.gz, .jsonl.zst and .parquet, one file at a time.
+"""Reads documents from files on disk: .txt, .jsonl, .jsonl.gz, .jsonl.zst and .parquet, one file at a time.
 
-A .txt file is one document, read in chunks; a line of .jsonl or a row of .parquet is one, {"text": ...}.
-The trap: zstandard's own reader takes the middle of a frame for its end, so an archive that was cut off reads
-like a shorter one. ZstdFile below knows the difference. What cannot be read is a BadRecord, never left out.
+A .txt file is one document, read in chunks; each line of .jsonl or row of .parquet is one, {"text": ...}.
+What cannot be read becomes a BadRecord and is never left out in silence. The trap: zstandard's own reader
+takes the middle of a frame for its end, so an archive that was cut off reads like a shorter one; ZstdFile
+below knows the difference.
 """
 
 import glob
@@ -12,12 +13,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from data.errors import DataError
 from data.pipeline.parquet import read_values
-from data.pipeline.tokens import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-LINE_BYTES = 64 << 20  # of one JSON line; decoding takes up to nine times that
-CHUNK_CHARS = 1 << 20  # of a .txt file read at once
+LINE_BYTES = 64 << 20  # longest JSON line; decoding it takes up to nine times that in memory
+CHUNK_CHARS = 1 << 20  # of a .txt file, read at once
 
 
 class BadRecord(Exception):
@@ -25,15 +26,16 @@ class BadRecord(Exception):
 
 
 def find_files(patterns: list[str]) -> list[Path]:
-    """The input files in the order they are read: each argument a file, a folder or a glob, sorted within."""
-    files = []
+    """The input files in the order in which they are read. Each pattern is a file, a folder or a glob; the
+    files of one pattern are sorted."""
+    files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
         found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
         if path.is_dir():
             found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
             notes = [file for file in found if file.suffix == ".txt"]
-            if 0 < len(notes) < len(found):  # a README.txt beside the data would become a document
+            if 0 < len(notes) < len(found):  # otherwise a README.txt beside the data would become a document
                 names = ", ".join(sorted(path.name for path in notes))
                 print(f"--input {pattern}: left out {names}; name a .txt file that is text with a glob")
                 found = [file for file in found if file.suffix != ".txt"]
@@ -51,15 +53,16 @@ def find_files(patterns: list[str]) -> list[Path]:
 
 
 class ZstdFile(io.RawIOBase):
-    """Decompresses one or more zstd frames; EOFError if the last is not whole."""
+    """Decompresses one or more zstd frames; EOFError if the last one is cut off."""
 
     def __init__(self, raw: io.BufferedReader, path: Path):
         try:
             import zstandard
         except ImportError:
             raise DataError(f"{path} needs the zstandard library: pip install zstandard") from None
-        self.raw, self.output, self.frame = raw, memoryview(b""), None
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # zstd --long too
+        self.raw, self.output = raw, memoryview(b"")
+        self.frame: zstandard.ZstdDecompressionObj | None = None
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as zstd --long needs
 
     def readable(self) -> bool:
         return True
@@ -67,7 +70,7 @@ class ZstdFile(io.RawIOBase):
     def readinto(self, buffer) -> int:
         while not self.output:
             data = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
-            data = data or self.raw.read(16 << 10)  # little: it may unpack to very much
+            data = data or self.raw.read(16 << 10)  # few bytes, because they may unpack to very many
             if not data:
                 if self.frame is not None and not self.frame.eof:
                     raise EOFError("the zstd archive ends in the middle of a frame")
@@ -82,11 +85,11 @@ class ZstdFile(io.RawIOBase):
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether the system could not read, which may pass, rather than what was read being wrong."""
+    """Whether the system failed to read, which may work later; otherwise the content of the file is wrong."""
     return isinstance(error, OSError) and error.errno is not None
 
 
-def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedIOBase:
+def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
     if path.suffix == ".gz":
         return gzip.open(raw)
     return io.BufferedReader(ZstdFile(raw, path), 1 << 20) if path.suffix == ".zst" else raw
@@ -95,7 +98,7 @@ def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedIOBase:
 def parse_line(line: bytes, place: str) -> str:
     try:
         text = json.loads(line)["text"]
-        text.encode("utf-8")  # half a surrogate pair is valid JSON and no text
+        text.encode("utf-8")  # fails for half a surrogate pair, which is valid JSON but not text
         return text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(
@@ -117,7 +120,7 @@ def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[in
                         pass
             except DataError:
                 raise
-            except Exception as error:  # gzip, zlib and zstandard each have their own
+            except Exception as error:  # gzip, zlib and zstandard each raise errors of their own
                 if is_disk_error(error):
                     raise
                 reason = f"{path} is damaged after line {number}: {type(error).__name__}: {error}"
@@ -146,7 +149,7 @@ def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int
             yield number, bad if text is None else text
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # pyarrow has many
+    except Exception as error:  # pyarrow raises many kinds
         if is_disk_error(error):
             raise
         reason = f"{path} is damaged after row {number}: {type(error).__name__}: {error}"
@@ -157,13 +160,13 @@ def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
     """The chunks of a .txt file, with \\n for \\r\\n."""
     position = 0
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             while chunk := file.read(CHUNK_CHARS):
                 if chunk.endswith("\r"):
                     chunk += file.read(1)
                 yield chunk.replace("\r\n", "\n")
-                progress(file.buffer.tell() - position)
-                position = file.buffer.tell()
+                progress(raw.tell() - position)
+                position = raw.tell()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
@@ -171,10 +174,11 @@ def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
 def read_records(
     path: Path, progress: Callable[[int], None] = lambda count: None
 ) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
-    """(number, document) of every record that is not blank; a document is its text in one or more chunks.
+    """(number, document) of every record that is not blank. A document is its text: a list of one string, or
+    an iterator of chunks for a .txt file.
 
     progress is told how many more bytes of the file were read. A damaged archive gives the documents before
-    the damage and then one BadRecord.
+    the damage, and then one BadRecord.
     """
     if path.suffix == ".txt":
         yield 1, read_text(path, progress)

@@ -1,8 +1,8 @@
-"""A split to which no document fell gets the last one, or the end of an only one.
+"""Gives the last document to a split that got none; if there is only one document, cuts it in two.
 
-With few documents the coin of units.py may put all of them into one split, and a run needs both. Then the
-last document moves; an only one is cut in two. Only token files of the unit that holds it change. A kill in
-the middle leaves that unit without a valid record, and it is made again.
+With few documents, is_validation() of units.py may put all of them into one split, but a run needs both. Only
+the token files of the unit that holds the last document change. If the process is killed meanwhile, that unit
+is left without a valid manifest, and it is made again.
 """
 
 import os
@@ -10,51 +10,55 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.tokens import SPLITS, TokenWriter, smallest_dtype, sync
-from data.pipeline.units import Settings, ShardWriter, Unit, write_json
+from data.pipeline.durable_files import sync, write_json
+from data.pipeline.token_files import SPLITS, ShardWriter, TokenWriter, smallest_dtype, stored_dtype
+from data.pipeline.units import Settings, Unit
 
-CHUNK = 1 << 24  # tokens read at once
+CHUNK = 1 << 24  # tokens that are read at once
 
 
 def fill_empty_split(
-    units: list[Unit], records: list[dict], folder: Path, settings: Settings, vocab_size: int
+    units: list[Unit], manifests: list[dict], folder: Path, settings: Settings, vocab_size: int
 ) -> list[dict]:
-    """The records, changed where tokens moved."""
-    records = list(records)
-    documents = sum(record["documents"] for record in records)
-    if any(unit.split for unit in units) or sum(_tokens(record) for record in records) < 2:
-        return records
-    while empty := [split for split in SPLITS if not any(_names(record, split) for record in records)]:
+    """The units' manifests, changed where tokens moved."""
+    manifests = list(manifests)
+    documents = sum(manifest["documents"] for manifest in manifests)
+    if any(unit.split for unit in units) or sum(_tokens(manifest) for manifest in manifests) < 2:
+        return manifests
+    while empty := [split for split in SPLITS if not any(_names(m, split) for m in manifests)]:
         target, source = empty[0], SPLITS[1 - SPLITS.index(empty[0])]
-        last = max(i for i, record in enumerate(records) if _names(record, source))
+        last = max(i for i, manifest in enumerate(manifests) if _names(manifest, source))
         if documents > 1:
-            cut = _last_document(records[last], source, folder, settings, vocab_size)
+            cut = _last_document(manifests[last], source, folder, settings, vocab_size)
         elif target == "val":
-            tokens = _tokens(records[last])
+            tokens = _tokens(manifests[last])
             cut = min(max(1, int(tokens * (1 - settings.val_fraction))), tokens - 1)
         else:
-            cut = 0  # to train as a whole; the next turn cuts it
-        records[last] = _move(units[last], records[last], source, target, cut, folder, settings, vocab_size)
-    return records
+            cut = 0  # all of it moves to train; then val is empty, and the next turn cuts the document
+        manifests[last] = _move(
+            units[last], manifests[last], source, target, cut, folder, settings, vocab_size
+        )
+    return manifests
 
 
-def _names(record: dict, split: str) -> list[str]:
-    return sorted(name for name in record["files"] if name.startswith(f"{split}_"))
+def _names(manifest: dict, split: str) -> list[str]:
+    return sorted(name for name in manifest["files"] if name.startswith(f"{split}_"))
 
 
-def _tokens(record: dict) -> int:
-    return sum(file["tokens"] for file in record["files"].values())
+def _tokens(manifest: dict) -> int:
+    return sum(file["tokens"] for file in manifest["files"].values())
 
 
 def _read(path: Path, vocab_size: int) -> np.ndarray:
-    return np.memmap(path, dtype=np.dtype(smallest_dtype(vocab_size)).newbyteorder("<"), mode="r")
+    return np.memmap(path, dtype=stored_dtype(smallest_dtype(vocab_size)), mode="r")
 
 
-def _last_document(record: dict, split: str, folder: Path, settings: Settings, vocab_size: int) -> int:
-    """Where it begins, in the split's tokens of this unit: after the end-of-text id before its own."""
-    end = sum(record["files"][name]["tokens"] for name in _names(record, split))
-    own = True
-    for name in reversed(_names(record, split)):
+def _last_document(manifest: dict, split: str, folder: Path, settings: Settings, vocab_size: int) -> int:
+    """Where the last document begins, counted in this unit's tokens of the split: after the end-of-text id of
+    the document before it."""
+    end = sum(manifest["files"][name]["tokens"] for name in _names(manifest, split))
+    own = True  # the next end-of-text id from the back is the last document's own
+    for name in reversed(_names(manifest, split)):
         ids = _read(folder / name, vocab_size)
         start = end - len(ids)
         for stop in range(len(ids), 0, -CHUNK):
@@ -70,7 +74,7 @@ def _last_document(record: dict, split: str, folder: Path, settings: Settings, v
 
 def _move(
     unit: Unit,
-    record: dict,
+    manifest: dict,
     source: str,
     target: str,
     cut: int,
@@ -78,19 +82,19 @@ def _move(
     settings: Settings,
     vocab_size: int,
 ) -> dict:
-    """Give the source's tokens from `cut` on to the target, which has none; the unit's new record."""
-    kept, gone, start = {}, [], 0
+    """Move the source's tokens from `cut` on to the target, which has none. Returns the new manifest."""
+    kept, moved, start = {}, [], 0
     writer = ShardWriter(folder, target, unit.number, settings.shard_tokens, vocab_size)
-    for name in _names(record, source):
+    for name in _names(manifest, source):
         ids = _read(folder / name, vocab_size)
         head = min(max(0, cut - start), len(ids))
         start += len(ids)
         for first in range(head, len(ids), CHUNK):
             writer.write(ids[first : first + CHUNK])
         if head == len(ids):
-            kept[name] = record["files"][name]
+            kept[name] = manifest["files"][name]
         elif head == 0:
-            gone.append(name)
+            moved.append(name)
         else:
             shorter = TokenWriter(folder / f"{name}.tmp", smallest_dtype(vocab_size), vocab_size)
             for first in range(0, head, CHUNK):
@@ -102,8 +106,8 @@ def _move(
         sync(folder / f"{name}.tmp")
     for name in temporary:
         os.replace(folder / f"{name}.tmp", folder / name)
-    for name in gone:
+    for name in moved:
         (folder / name).unlink()
-    record = record | {"files": files}
-    write_json(unit.record_path(folder), record)
-    return record
+    manifest = manifest | {"files": files}
+    write_json(unit.manifest_path(folder), manifest)
+    return manifest

@@ -1,8 +1,8 @@
-"""Where input files are: on disk, or on the Hugging Face hub, which a unit's files come from when it is made.
+"""Where input files come from: this disk, or the Hugging Face hub, which each unit downloads its files from.
 
-The trap: the hub library's snapshot_download takes a folder that was half downloaded for the whole data set
-when the hub cannot be reached. Here the names, sizes and hashes of one commit's files are listed once and
-kept, the work is planned from that list, and a file is compared with it before it is read.
+The trap: when the hub cannot be reached, its library's snapshot_download takes a half downloaded folder for
+the whole data set. So the names, sizes and hashes of one commit's files are listed once and kept, the work is
+planned from that list, and each file is compared with it before it is read.
 """
 
 import contextlib
@@ -15,35 +15,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.pipeline.tokens import DataError
+from data.errors import DataError
+from data.huggingface import first_line, hub_library
 
 LISTING = "hub.json"
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-]
-RETRY_SECONDS = (1, 5, 20, 60, 120)  # between tries, on top of the library's own
-ABANDONED_SECONDS = 3600  # without a write
-REFUSED = (401, 403, 404)  # statuses that no retry changes
+RETRY_SECONDS = (1, 5, 20, 60, 120)  # waits between tries, each of which has the library's own retries
+ABANDONED_SECONDS = 3600  # a partial download that was not written for so long has no process any more
+FINAL_STATUSES = (401, 403, 404)  # of HTTP; trying again does not change them
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Files that are there, and stay."""
+    """Input files that are already on this disk, and stay there."""
 
     def size(self, path: str | Path) -> int:
         return os.path.getsize(path)
 
-    def fetch(self, paths: Iterable[str]):
+    def fetch(self, paths: Iterable[str]) -> None:
         pass
 
-    def release(self, paths: Iterable[str]):
+    def release(self, paths: Iterable[str]) -> None:
         pass
 
 
@@ -52,13 +44,13 @@ ON_DISK = Disk()
 
 @dataclass(frozen=True)
 class Hub:
-    """The data files of one commit of a data set, below `folder` in the hub's layout once fetched."""
+    """The data files of one commit of a data set. fetch() puts them into `folder`, with the hub's paths."""
 
     repository: str
     commit: str
     files: dict[str, tuple[int, str | None]]  # name: (size, sha256)
     folder: Path
-    keep: bool  # the text after its tokens are made
+    keep: bool  # False: a file is deleted when its tokens are made
 
     def paths(self) -> list[Path]:
         return sorted(self.folder / name for name in self.files)
@@ -66,7 +58,8 @@ class Hub:
     def size(self, path: str | Path) -> int:
         return self.files[self._name(path)][0]
 
-    def fetch(self, paths: Iterable[str]):
+    def fetch(self, paths: Iterable[str]) -> None:
+        """Returns when the files are on this disk and equal to the listed ones."""
         for path in paths:
             if not self._is_whole(path):
                 Path(path).unlink(missing_ok=True)
@@ -76,13 +69,14 @@ class Hub:
                         f"{path} is not the file that {LISTING} lists; run the same command again"
                     )
 
-    def release(self, paths: Iterable[str]):
+    def release(self, paths: Iterable[str]) -> None:
+        """The files will not be read again."""
         if not self.keep:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
-    def sweep(self):
-        """Delete what killed downloads left: the library begins a file again under another name."""
+    def delete_partial_downloads(self) -> None:
+        """Those of killed processes: the library downloads such a file again under another name."""
         for path in (self.folder / ".cache").rglob("*.incomplete"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -103,36 +97,37 @@ class Hub:
                 digest.update(chunk)
         return digest.hexdigest() == sha256
 
-    def _download(self, name: str):
-        """A connection that breaks is taken up where it broke; a killed process begins its file again."""
-        library = _library()
+    def _download(self, name: str) -> None:
+        """A broken connection continues where it stopped; after a kill, the file is downloaded again."""
+        library = hub_library()
         from huggingface_hub.utils import disable_progress_bars
 
-        disable_progress_bars()  # one a file of each worker
+        disable_progress_bars()  # there would be one for each file of each worker
         for seconds in (*RETRY_SECONDS, None):
             try:
                 library.hf_hub_download(
                     self.repository, name, repo_type="dataset", revision=self.commit, local_dir=self.folder
                 )
                 return
-            except Exception as error:  # httpx's, requests' and the hub's own
+            except Exception as error:  # of httpx, of requests, and the hub's own
                 if getattr(error, "errno", None) == errno.ENOSPC:
                     raise
                 if seconds is None or _is_final(error):
                     raise ConnectionError(
-                        f"{name} of {self.repository} could not be downloaded {_brief(error)}"
+                        f"{name} of {self.repository} could not be downloaded {first_line(error)}"
                     ) from error
                 time.sleep(seconds)
 
 
 def open_hub(repository: str, folder: Path, listing: Path, keep: bool) -> Hub:
-    """The data set as `listing` has it, which is asked for and written if it is not there."""
+    """The data set as the file `listing` describes it. If there is no such file, the hub is asked for the
+    newest commit, and the file is written."""
     folder = folder.resolve()
     if not listing.is_file():
-        commit, files = _ask(repository)
+        commit, listed = _ask(repository)
         listing.parent.mkdir(parents=True, exist_ok=True)
         temporary = listing.with_name(f"{listing.name}.tmp{os.getpid()}")
-        content = {"repository": repository, "commit": commit, "files": files}
+        content = {"repository": repository, "commit": commit, "files": listed}
         temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(temporary, listing)
     content = json.loads(listing.read_text(encoding="utf-8"))
@@ -143,7 +138,8 @@ def open_hub(repository: str, folder: Path, listing: Path, keep: bool) -> Hub:
 
 
 def _ask(repository: str) -> tuple[str, dict]:
-    library = _library()
+    """(commit, {name: (size, sha256)}) of the newest commit."""
+    library = hub_library()
     try:
         hub = library.HfApi()
         commit = hub.dataset_info(repository).sha
@@ -155,42 +151,14 @@ def _ask(repository: str) -> tuple[str, dict]:
         }
     except Exception as error:
         raise DataError(
-            f"{repository} could not be downloaded {_brief(error)}. Run the same command again to go on, or "
-            f"get the files elsewhere and pass --input DIR"
+            f"{repository} could not be downloaded {first_line(error)}. Run the same command again to go on, "
+            f"or get the files elsewhere and pass --input DIR"
         ) from error
     if not files:
         raise DataError(f"{repository} holds no file that ends in {', '.join(SUFFIXES)}")
     return commit, files
 
 
-def download_tokenizer(repository: str) -> str:
-    """The folder of its files, in the hub's cache."""
-    library = _library()
-    try:
-        return library.snapshot_download(repository, allow_patterns=TOKENIZER_FILES)
-    except Exception as error:
-        licence = f"https://huggingface.co/{repository}"
-        raise DataError(
-            f"the tokenizer of {repository} could not be downloaded {_brief(error)}. If it asks for a "
-            f"licence, accept that at {licence} and run: hf auth login"
-        ) from error
-
-
-def _library():
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise DataError(
-            "downloading needs huggingface_hub: pip install -r requirements-data.txt; or get the files "
-            "elsewhere and pass --input DIR"
-        ) from None
-    return huggingface_hub
-
-
 def _is_final(error: Exception) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return status in REFUSED or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-
-
-def _brief(error: Exception) -> str:
-    return f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    return status in FINAL_STATUSES or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")

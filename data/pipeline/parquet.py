@@ -1,24 +1,25 @@
-"""Rows of a .parquet file, in memory that does not grow with the file.
+"""Reads the rows of a .parquet file, with memory that does not grow with the size of the file.
 
-pyarrow would hold a row group's whole column, gigabytes in some files; here it reads one page after another.
-The trap: a page has any size that its writer chose, and nothing but its own header says which. So the headers
-are read first, in Thrift's compact encoding.
+By default, pyarrow holds the whole column of a row group, which is gigabytes in some files; here it reads one
+page after another. The trap: a page can have any size that its writer chose, and only the page's own header
+says which. So all headers are read first; they are in Thrift's compact encoding.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from data.pipeline.tokens import DataError
+from data.errors import DataError
 
 COLUMN = "text"
-PAGE_BYTES = 128 << 20  # decompressed; writers make pages of about 1 MiB
-BATCH_BYTES = 32 << 20
+PAGE_BYTES = 128 << 20  # largest page, decompressed; writers make pages of about 1 MiB
+BATCH_BYTES = 32 << 20  # pages that one batch of rows may hold in memory
 READ_BYTES = 1 << 20
+UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 2, 3  # numbers of these fields in a page header
 
 
-def read_values(path: Path, most_bytes: int, progress: Callable[[int], None]) -> Iterator[str | None]:
-    """The text of every row; None where there is none, or more than most_bytes, or it is not UTF-8."""
+def read_values(path: Path, max_bytes: int, progress: Callable[[int], None]) -> Iterator[str | None]:
+    """The text of every row; None if the row has none, or more than max_bytes, or it is not UTF-8."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -32,13 +33,13 @@ def read_values(path: Path, most_bytes: int, progress: Callable[[int], None]) ->
             column = batch.column(0)
             column = column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
             for value in column:
-                yield _text(value, most_bytes)
+                yield _text(value, max_bytes)
             progress(size * (done + len(column)) // total - size * done // total)
             done += len(column)
 
 
-def _text(value, most_bytes: int) -> str | None:
-    if not value.is_valid or not hasattr(value, "as_buffer") or value.as_buffer().size > most_bytes:
+def _text(value: Any, max_bytes: int) -> str | None:
+    if not value.is_valid or not hasattr(value, "as_buffer") or value.as_buffer().size > max_bytes:
         return None
     try:
         text = value.as_py()
@@ -47,8 +48,8 @@ def _text(value, most_bytes: int) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def largest_page(path: Path, metadata) -> int:
-    """Bytes of the text column's largest page, decompressed. DataError above PAGE_BYTES."""
+def largest_page(path: Path, metadata: Any) -> int:
+    """Bytes of the text column's largest page, decompressed. DataError if that is above PAGE_BYTES."""
     largest = 0
     with open(path, "rb") as file:
         for group in range(metadata.num_row_groups):
@@ -64,8 +65,8 @@ def largest_page(path: Path, metadata) -> int:
             while position < end:
                 file.seek(position)
                 header = _read_struct(file)
-                largest = max(largest, header[2])
-                position = file.tell() + header[3]
+                largest = max(largest, header[UNCOMPRESSED_SIZE])
+                position = file.tell() + header[COMPRESSED_SIZE]
     if largest > PAGE_BYTES:
         raise DataError(
             f"{path} has a page of {largest >> 20} MiB, and at most {PAGE_BYTES >> 20} MiB are read at once; "
@@ -77,8 +78,9 @@ def largest_page(path: Path, metadata) -> int:
 # --- Thrift's compact encoding ---
 
 
-def _read_struct(file: BinaryIO) -> dict[int, int]:
-    """{number: value} of the integers in a struct."""
+def _read_struct(file: BinaryIO) -> dict[int, Any]:
+    """{number: value} of a struct's fields; the value is None if it is not an integer. As in JSON, the file
+    decides the type of a value."""
     values, number = {}, 0
     while head := _byte(file):
         number = number + (head >> 4) if head >> 4 else _integer(file)
@@ -87,7 +89,7 @@ def _read_struct(file: BinaryIO) -> dict[int, int]:
 
 
 def _read_value(file: BinaryIO, kind: int) -> int | None:
-    if kind in (1, 2):  # true, false: in the kind itself
+    if kind in (1, 2):  # true, false: no bytes follow
         return None
     if kind == 3:
         return _byte(file)

@@ -1,9 +1,10 @@
-"""From raw text to a dataset of any size: many processes, many machines, and safe to stop at any moment.
+"""From raw text to a dataset of any size: with many processes and machines, and safe to stop at any moment.
 
-The input files, sorted, are grouped into units; units.py makes each one's token files. This module plans the
-units, runs them, and when the record of every unit is there writes meta.json, last, from the records in
-order. The plan depends on the names and sizes of the files only, so machine k of n takes the units k, k + n,
-... The trap: what another plan left in the folder looks like this one's, so plan.json says whose it is.
+The sorted input files are grouped into units, and units.py makes the token files of each unit. This module
+plans the units and runs them. When the manifest of every unit is there, it writes meta.json, last, from the
+manifests in their order. The plan depends only on the names and sizes of the input files, so machine k of n
+takes the units k, k + n, ... The trap: files that another plan left in the folder look like those of this
+plan, so plan.json says which plan they belong to.
 """
 
 import fcntl
@@ -11,39 +12,45 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data.pipeline.disk_space import check_room
+from data.errors import DataError
+from data.pipeline.disk_space import check_disk_space
+from data.pipeline.durable_files import write_bytes, write_json
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.tokens import (
-    SPLITS,
-    DataError,
-    count_tokens,
-    describe,
-    nanogpt_meta,
-    sync,
-    tokenizer_json,
-)
-from data.pipeline.units import Settings, Unit, write_json
+from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta
+from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
+from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
+from data.tokenizers.file_tokenizer import tokenizer_json
+from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
 
-UNIT_BYTES = 256 << 20  # of input at most; a killed run does that much again in each worker
-UNITS = 256  # of a small input, so that many workers can share it
-FAST_BYTES = 8 << 20  # of input, from where verifying the fast encoder takes less time than it saves
+UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
+UNITS = 256  # about so many for a small input, so that many workers can share it
+FAST_BYTES = 8 << 20  # input bytes from which on the fast encoder saves more time than verifying it takes
 
 
 # --- the plan ---
 
 
 def split_of(name: str) -> str | None:
-    """The split that a file's folder or its own name states: train/, validation-00000-of-00001.parquet."""
+    """The split that a path names (train/, validation-00000-of-00001.parquet); None if it names none."""
     *folders, file = Path(name).parts
     for split in ("train", "validation", "test"):
         if split in folders or file.startswith((f"{split}-", f"{split}.", f"{split}_")):
             return split
     return None
+
+
+@dataclass
+class _Group:
+    """The input files of one unit while they are collected."""
+
+    split: str | None
+    files: list[tuple[str, str]] = field(default_factory=list)
+    size: int = 0  # bytes
 
 
 def plan_units(
@@ -52,64 +59,66 @@ def plan_units(
     unit_bytes: int | None,
     size_of: Callable[[Path], int] = os.path.getsize,
 ) -> tuple[list[Unit], str]:
-    """The units, and a hash of the names and sizes that they were made from.
+    """The units, and a hash of the names and sizes of the input files, which decide them.
 
     If some files are a validation split, they become val, and those of a test split are left out; otherwise
-    each document falls to train or val by a coin. max_tokens is shared over the units by their size, to the
-    token; a unit whose text is shorter than its share is all that makes the dataset smaller.
+    units.is_validation() chooses train or val for each document. max_tokens is divided among the units by
+    their size, without a remainder; the dataset has fewer tokens only if the text of a unit has fewer tokens
+    than the unit's part of max_tokens.
     """
-    absolute = [Path(os.path.abspath(path)) for path in files]  # links stay: the hub's cache is made of them
+    # abspath does not follow links: in the hub's cache, the file that a link points to has another name
+    absolute = [Path(os.path.abspath(path)) for path in files]
     root = Path(os.path.commonpath([path.parent for path in absolute]))
     named = [(path, path.relative_to(root).as_posix()) for path in absolute]
     listing = [(name, size_of(path)) for path, name in named]
     unit_bytes = unit_bytes or min(UNIT_BYTES, sum(size for _, size in listing) // UNITS)
-    stated = {name: split_of(name) for _, name in named}
-    has_validation = {"train", "validation"} <= set(stated.values())
-    groups, group, size = [], [], 0
+    named_splits = {name: split_of(name) for _, name in named}
+    has_validation = {"train", "validation"} <= set(named_splits.values())
+    groups: list[_Group] = []
     for (path, name), (_, file_size) in zip(named, listing, strict=True):
-        split = {"validation": "val", "test": None}.get(stated[name], "train") if has_validation else "both"
-        if split is None:
+        if has_validation and named_splits[name] == "test":
             continue
-        if group and (size + file_size > unit_bytes or split != groups[-1][0]):
-            group = []
-        if not group:
-            groups.append((split, group := [], []))
-            size = 0
-        group.append((str(path), name))
-        groups[-1][2].append(file_size)
-        size += file_size
-    total = sum(sum(sizes) for *_, sizes in groups)
-    units, before = [], 0
-    for number, (split, group, sizes) in enumerate(groups):
-        first, before = before, before + sum(sizes)
-        share = None
+        split = None
+        if has_validation:
+            split = "val" if named_splits[name] == "validation" else "train"
+        if not groups or groups[-1].split != split or groups[-1].size + file_size > unit_bytes:
+            groups.append(_Group(split))
+        groups[-1].files.append((str(path), name))
+        groups[-1].size += file_size
+    total = sum(group.size for group in groups)
+    units, end = [], 0
+    for number, group in enumerate(groups):
+        begin, end = end, end + group.size
+        unit_tokens = None
         if max_tokens is not None:
-            share = max_tokens * before // max(1, total) - max_tokens * first // max(1, total)
-        units.append(Unit(number, None if split == "both" else split, tuple(group), share))
+            unit_tokens = max_tokens * end // max(1, total) - max_tokens * begin // max(1, total)
+        units.append(Unit(number, group.split, tuple(group.files), unit_tokens))
     return units, hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 # --- the dataset ---
 
 
-def read_record(unit: Unit, folder: Path, itemsize: int) -> dict | None:
-    """The unit's record, if its files are there with the sizes that it states."""
+def read_manifest(unit: Unit, folder: Path, itemsize: int) -> dict | None:
+    """The unit's manifest, if its token files are there and have the sizes that it says."""
     try:
-        record = json.loads(unit.record_path(folder).read_text(encoding="utf-8"))
-        for name, file in record["files"].items():
+        manifest = json.loads(unit.manifest_path(folder).read_text(encoding="utf-8"))
+        for name, file in manifest["files"].items():
             if (folder / name).stat().st_size != file["tokens"] * itemsize:
                 return None
-        return record
+        return manifest
     except (OSError, ValueError, KeyError):
         return None
 
 
-def start_or_resume(folder: Path, plan: dict, resume: bool):
-    """Leave in the folder nothing but work of this plan."""
+def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
+    """Returns if all that is in the folder belongs to this plan. DataError if not, unless resume is False:
+    then what is there is deleted."""
     path = folder / "plan.json"
     if not resume:
-        old = [*folder.glob("meta.*"), path, *folder.glob("units/*")]
-        for leftover in [*old, *(file for split in SPLITS for file in folder.glob(f"{split}*.bin*"))]:
+        leftovers = [*folder.glob("meta.*"), path, *folder.glob("units/*")]
+        leftovers += [file for split in SPLITS for file in folder.glob(f"{split}*.bin*")]
+        for leftover in leftovers:
             leftover.unlink(missing_ok=True)
     if path.is_file():
         old = json.loads(path.read_text(encoding="utf-8"))
@@ -126,15 +135,21 @@ def start_or_resume(folder: Path, plan: dict, resume: bool):
         write_json(path, plan)
 
 
-def assemble(folder: Path, records: list[dict], tokenizer, eot_id: int, source: str) -> dict:
+def assemble(
+    folder: Path,
+    manifests: list[dict],
+    tokenizer: SubwordTokenizer,
+    eot_id: int,
+    source: str,
+) -> dict:
     """Write tokenizer.json, meta.pkl and, last, meta.json."""
     meta_tokenizer = dict(tokenizer.meta)
     if meta_tokenizer["kind"] == "tokenizers":
         content = tokenizer_json(meta_tokenizer["file"]).encode()
-        _replace(folder / "tokenizer.json", content)
+        write_bytes(folder / "tokenizer.json", content)
         meta_tokenizer["file"] = "tokenizer.json"
     meta_tokenizer["sha256"] = hash_tokenizer(tokenizer)
-    files = {name: file for record in records for name, file in record["files"].items()}
+    files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
     files = {name: files[name] for name in sorted(files)}
     meta = describe(tokenizer.vocab_size, meta_tokenizer, eot_id, source, files)
     for split, tokens in count_tokens(meta).items():
@@ -143,71 +158,67 @@ def assemble(folder: Path, records: list[dict], tokenizer, eot_id: int, source: 
                 f"the {split} split of {folder} would hold no tokens; use more text or another --val_fraction"
             )
     for key in ("documents", "empty", "bad"):
-        meta[key] = sum(record[key] for record in records)
-    _replace(folder / "meta.pkl", nanogpt_meta(tokenizer.vocab_size, meta_tokenizer))
+        meta[key] = sum(manifest[key] for manifest in manifests)
+    write_bytes(folder / "meta.pkl", nanogpt_meta(tokenizer.vocab_size, meta_tokenizer))
     write_json(folder / "meta.json", meta)
     return meta
 
 
-def _replace(path: Path, content: bytes):
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_bytes(content)
-    sync(temporary)
-    os.replace(temporary, path)
-
-
-def hash_tokenizer(tokenizer) -> str:
-    """Of the tokenizer.json, or of tiktoken's ranks."""
-    if tokenizer.meta["kind"] == "tokenizers":
-        return hashlib.sha256(tokenizer_json(tokenizer.meta["file"]).encode()).hexdigest()
-    vocabulary = tokenizer.encoding.token_byte_values()
-    return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
-
-
 def finish(
-    units: list[Unit], folder: Path, tokenizer, settings: Settings, source: str, max_bad: int
+    units: list[Unit],
+    folder: Path,
+    tokenizer: SubwordTokenizer,
+    settings: Settings,
+    source: str,
+    max_bad: int,
 ) -> dict | None:
-    """Check the units together and make a dataset of them; None while some are not here."""
-    itemsize = 2 if tokenizer.vocab_size <= 65536 else 4
-    records = [read_record(unit, folder, itemsize) for unit in units]
-    if None in records:
+    """Check all units together and make a dataset of them; None while some are not made yet."""
+    itemsize = stored_dtype(smallest_dtype(tokenizer.vocab_size)).itemsize
+    found = [read_manifest(unit, folder, itemsize) for unit in units]
+    manifests = [manifest for manifest in found if manifest is not None]
+    if len(manifests) < len(units):
         (folder / "meta.json").unlink(missing_ok=True)
-        print(f"{records.count(None)} of {len(units)} units are not here yet")
+        print(f"{len(units) - len(manifests)} of {len(units)} units are not here yet")
         return None
-    bad = [line for record in records for line in record["bad_records"]]
-    total = sum(record["bad"] for record in records)
+    bad = [line for manifest in manifests for line in manifest["bad_records"]]
+    total = sum(manifest["bad"] for manifest in manifests)
     if total > max_bad:
         shown = "\n    ".join(bad[:20])
         raise DataError(
             f"{total} bad records in all, more than --max_bad={max_bad}; look at them, and run the same "
             f"command with a larger one to leave them out:\n    {shown}"
         )
-    records = fill_empty_split(units, records, folder, settings, tokenizer.vocab_size)
-    meta = assemble(folder, records, tokenizer, settings.eot_id, source)
+    manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
+    meta = assemble(folder, manifests, tokenizer, settings.eot_id, source)
     if total:
         print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:20]))
     return meta
 
 
+@dataclass(frozen=True)
+class Job:
+    """This machine's part of the work. It changes no byte of the dataset."""
+
+    workers: int = 1  # processes; 0 makes no token files: it checks the input and writes the plan
+    max_bad: int = 0  # records that may be left out as unreadable
+    resume: bool = True  # False begins again
+    part: int = 0
+    num_parts: int = 1
+
+
 def prepare(
     files: list[Path],
     folder: Path,
-    tokenizer,
+    tokenizer: SubwordTokenizer,
     settings: Settings,
     source: str,
-    workers: int = 1,
+    job: Job,
     max_tokens: int | None = None,
-    max_bad: int = 0,
-    resume: bool = True,
-    part: int = 0,
-    num_parts: int = 1,
     unit_bytes: int | None = None,
     store: Disk | Hub = ON_DISK,
 ) -> dict | None:
-    """Make this machine's part of the dataset; meta.json's content if that completes it, else None.
-
-    workers=0 makes nothing: it checks the input and writes the plan.
-    """
+    """Make this machine's part of the dataset. Returns the content of meta.json if that completes the
+    dataset, else None."""
     units, listing = plan_units(files, max_tokens, unit_bytes, store.size)
     plan = {
         **asdict(settings),
@@ -217,27 +228,28 @@ def prepare(
         "unit_bytes": unit_bytes,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".part-{part}-of-{num_parts}.lock", "w") as lock:
+    with open(folder / f".part-{job.part}-of-{job.num_parts}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(f"another process is at work on part {part} of {folder}") from None
-        start_or_resume(folder, plan, resume)
-        itemsize = 2 if tokenizer.vocab_size <= 65536 else 4
+            raise DataError(f"another process is at work on part {job.part} of {folder}") from None
+        start_or_resume(folder, plan, job.resume)
+        itemsize = stored_dtype(smallest_dtype(tokenizer.vocab_size)).itemsize
         missing = [
             unit
             for unit in units
-            if unit.number % num_parts == part and read_record(unit, folder, itemsize) is None
+            if unit.number % job.num_parts == job.part and read_manifest(unit, folder, itemsize) is None
         ]
         if missing:
-            (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is complete no more
-        if missing and workers:
-            check_room(missing, folder, tokenizer, itemsize, store.size)
+            (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is no longer complete
+        if missing and job.workers:
+            check_disk_space(missing, folder, tokenizer, itemsize, store.size)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
             fast = needed > FAST_BYTES and tokenizer.use_fast_encoder()
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
-            run_units(missing, folder, name, settings, min(workers, len(missing)), max_bad, store, fast)
+            workers = min(job.workers, len(missing))
+            run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)
         with open(folder / ".part-finish.lock", "w") as finishing:
-            fcntl.flock(finishing, fcntl.LOCK_EX)  # parts that end together finish one after another
-            return finish(units, folder, tokenizer, settings, source, max_bad)
+            fcntl.flock(finishing, fcntl.LOCK_EX)  # if parts end at the same moment, one waits
+            return finish(units, folder, tokenizer, settings, source, job.max_bad)

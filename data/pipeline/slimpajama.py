@@ -1,19 +1,19 @@
-"""The command that every data/slimpajama_*/prepare.py is: one size of the text, one family's tokenizer."""
+"""The command behind every data/slimpajama_*/prepare.py: one size of SlimPajama, one family's tokenizer."""
 
 import shutil
 from pathlib import Path
 
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse
 from data.pipeline.documents import find_files
-from data.pipeline.hub import LISTING, ON_DISK, open_hub
-from data.tokenizers.end_of_text import find_eot
+from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
 from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.tokenizer import find_eot
 
 HUB_DATASETS = {"6b": "DKYoon/SlimPajama-6B", "627b": "cerebras/SlimPajama-627B"}
 
 
-def main(description: str, size: str, family_name: str, folder: Path):
-    """A data/slimpajama_*/prepare.py."""
+def main(description: str | None, size: str, family_name: str, folder: Path) -> None:
+    """description: the docstring of the prepare.py, for --help. folder: where that file is."""
     parser = make_parser(description, folder, val_fraction=0.001)
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="files, folders or quoted globs, instead of the download")
@@ -32,18 +32,19 @@ def main(description: str, size: str, family_name: str, folder: Path):
     family = FAMILIES[family_name]
     tokenizer = open_family(family, args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
+    hub: Hub | None = None
     if args.input:
-        store, files = ON_DISK, find_files(args.input)
+        files = find_files(args.input)
         source = f"{len(files)} local files"
     else:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"
         text = args.output / "download" if args.stream else kept
         listing = (args.output if args.stream else kept) / LISTING
-        store = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
-        files = store.paths()
-        source = f"{store.repository} at {store.commit}"
-    meta = make_dataset(args, files, tokenizer, settings, source, family.config, store)
-    if meta is not None and store is not ON_DISK:
-        store.sweep()
+        hub = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
+        files = hub.paths()
+        source = f"{hub.repository} at {hub.commit}"
+    meta = make_dataset(args, files, tokenizer, settings, source, family.config, hub or ON_DISK)
+    if meta is not None and hub is not None:
+        hub.delete_partial_downloads()
         if args.stream:
             shutil.rmtree(text, ignore_errors=True)

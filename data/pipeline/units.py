@@ -1,13 +1,12 @@
-"""A unit of work: a few input files, tokenized by one process into token files that nobody else writes.
+"""A unit of work: a few input files that one process turns into token files of their own.
 
-A unit's bytes depend on its files and the settings alone, so workers, machines and interruptions cannot
-change them. Its token files appear under their names when all are complete and on disk; the record that
-follows them, units/NUMBER.json, says so. A unit without a record is done again from its beginning.
+The bytes of a unit's token files depend only on its input files and the settings, so they are the same for
+any number of workers and machines and after any interruption. The token files get their names when all of
+them are complete and on disk. Then the unit's manifest, units/NUMBER.json, is written, which says what they
+hold. A unit without a manifest is made again from its beginning.
 """
 
-import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,25 +16,29 @@ from pathlib import Path
 
 import numpy as np
 
+from data.errors import DataError, EncodeError
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.tokens import SPLITS, DataError, EncodeError, TokenWriter, smallest_dtype, sync
+from data.pipeline.durable_files import sync, sync_folder, write_json
+from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
 from data.pipeline.verified import entry, remember
+from data.tokenizers.tokenizer import Tokenizer
 
-PIECE_CHARS = 1 << 19  # encoded at once: short documents together, a long one in pieces; it bounds the memory
-UNCUT_CHARS = 1 << 20  # a document with no place to cut for this long is a bad record
-CONTEXT_CHARS = 256  # on either side of a cut, encoded to see that the cut changes no id
-BOUNDARIES = [  # where a cut is tried, the likeliest to hold first: between words, lines, clauses
+# Characters encoded at once, which bounds the memory: short documents together, a long one in pieces.
+PIECE_CHARS = 1 << 19
+UNCUT_CHARS = 1 << 20  # a document that has no place to cut for this long is a bad record
+CONTEXT_CHARS = 256  # on either side of a cut, encoded to check that the cut changes no id
+BOUNDARIES = [  # places to try a cut, the likeliest to change no id first: between words, lines, clauses
     re.compile(pattern)
     for pattern in (r"(?<=\w)(?=[ \n]\w)", r"(?<=\S)(?=[ \n]\S)|(?<=\n)(?=\S)", r"(?<=\w)(?=[^\w\s])")
 ]
-TRIES = 30  # of each kind
-WRITE_TOKENS = 1 << 18  # collected before they are written
-BAD_LISTED = 20  # bad records of a unit that its record describes; all are counted
+TRIES = 30  # cuts to try at each kind of boundary
+WRITE_TOKENS = 1 << 18  # tokens collected before they are written
+BAD_LISTED = 20  # bad records that a unit's manifest describes; all are counted
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes of a dataset, beside the input and the tokenizer."""
+    """All that the bytes of a dataset depend on, apart from the input and the tokenizer."""
 
     eot_id: int
     bos_id: int | None
@@ -46,14 +49,14 @@ class Settings:
 @dataclass(frozen=True)
 class Unit:
     number: int
-    split: str | None  # None: each document falls to train or val by a coin
+    split: str | None  # None: is_validation() chooses train or val for each document
     files: tuple[tuple[str, str], ...]  # (path, name that is the same on every machine)
     max_tokens: int | None
 
-    def record_path(self, folder: Path) -> Path:
+    def manifest_path(self, folder: Path) -> Path:
         return folder / "units" / f"{self.number:06d}.json"
 
-    def remove_leftovers(self, folder: Path):
+    def remove_leftovers(self, folder: Path) -> None:
         for split in SPLITS:
             for path in folder.glob(f"{split}_{self.number:06d}_*"):
                 path.unlink()
@@ -61,49 +64,16 @@ class Unit:
             path.unlink()
 
 
-class ShardWriter:
-    """One split of one unit, in files of shard_tokens tokens under temporary names."""
-
-    def __init__(self, folder: Path, split: str, unit: int, shard_tokens: int, vocab_size: int):
-        self.folder, self.stem, self.shard_tokens = folder, f"{split}_{unit:06d}", shard_tokens
-        self.vocab_size, self.writer, self.files = vocab_size, None, {}
-
-    def write(self, ids: np.ndarray):
-        while len(ids):
-            if self.writer is None:
-                self.name = f"{self.stem}_{len(self.files):03d}.bin"
-                path = self.folder / f"{self.name}.tmp"
-                self.writer = TokenWriter(path, smallest_dtype(self.vocab_size), self.vocab_size)
-            room = self.shard_tokens - self.writer.tokens
-            self.writer.write(ids[:room])
-            ids = ids[room:]
-            if self.writer.tokens == self.shard_tokens:
-                self.close_file()
-
-    def close_file(self):
-        if self.writer is not None:
-            self.files[self.name] = self.writer.finish()
-            self.writer = None
-
-    def finish(self) -> dict:
-        self.close_file()
-        return self.files
-
-    def abandon(self):
-        if self.writer is not None:
-            with contextlib.suppress(OSError):  # a full disk again
-                self.writer.file.close()
-
-
 # --- one document ---
 
 
 def find_cut(text: str, start: int, encode: Callable) -> tuple[int, int, int] | None:
-    """(end of the left part, start of the right one, how many ids of the right one to drop) of a cut after
-    `start` that changes no id around it.
+    """The first cut after `start` that changes no id around it: (end of the left side, start of the right
+    side, number of ids to drop from the beginning of the right side's).
 
-    Pre-tokenizers end a word before a space, so the right part may begin with it. A tokenizer that puts a
-    space before every text, as LLaMA 2's, needs the space left out, or the id of its own space dropped.
+    Pre-tokenizers end a word before a space, so the right side may begin with one. If the tokenizer itself
+    puts a space before every text, as LLaMA 2's does, then the right side must begin after the space, or the
+    id of the tokenizer's own space must be dropped.
     """
     for boundary in BOUNDARIES:
         for match in islice(boundary.finditer(text, start, start + PIECE_CHARS), TRIES):
@@ -117,8 +87,8 @@ def find_cut(text: str, start: int, encode: Callable) -> tuple[int, int, int] | 
 
 
 def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[np.ndarray]:
-    """The ids of a document, as of its whole text, piece by piece."""
-    text, searched, drop = "", PIECE_CHARS, 0
+    """The ids of a document, piece by piece: the same ids as if its whole text were encoded at once."""
+    text, searched, drop = "", PIECE_CHARS, 0  # searched: characters from start, up to which no cut was found
     for chunk in chunks:
         text += chunk
         start = 0
@@ -139,7 +109,7 @@ def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -
 
 
 def is_validation(file: str, number: int, val_fraction: float) -> bool:
-    """A coin that depends only on the document's place, so it falls alike on every machine."""
+    """Whether a document is for validation. A hash of its place decides, so all machines agree."""
     digest = hashlib.sha256(f"{file}:{number}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
@@ -148,8 +118,9 @@ def is_validation(file: str, number: int, val_fraction: float) -> bool:
 
 
 def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterator[np.ndarray]:
-    """encode_document, over before this returns, so that a BadRecord comes before anything is written. Only a
-    .txt file, which may be of any size, is encoded while it is written; there the same is a DataError."""
+    """The ids of a document, all encoded before this returns, so that a BadRecord is raised before anything
+    is written. A .txt file may have any size, so it alone is encoded while it is written, and what would be a
+    BadRecord is a DataError."""
     pieces = encode_document(document, encode)
     return _streamed(pieces, path) if path.endswith(".txt") else iter(list(pieces))
 
@@ -161,13 +132,15 @@ def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
         raise DataError(f"{path}: {error}") from None
 
 
-def encode_batch(batch: list[tuple[str, str, str]], tokenizer, reject: Callable[[str], None]):
-    """(split, [ids]) of each (split, place, text)."""
+def encode_batch(
+    batch: list[tuple[str, str, str]], tokenizer: Tokenizer, reject: Callable[[str], None]
+) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """(split, [ids]) of each (split, place, text) that can be encoded; reject is told of the others."""
     texts = [text for *_, text in batch]
+    encoded: list[np.ndarray | None] = []
     try:
-        encoded = tokenizer.encode_arrays(texts)
-    except EncodeError:  # which of them it was
-        encoded = []
+        encoded += tokenizer.encode_arrays(texts)
+    except EncodeError:  # one by one, to learn which of them it was
         for _, place, text in batch:
             try:
                 encoded += tokenizer.encode_arrays([text])
@@ -180,10 +153,15 @@ def encode_batch(batch: list[tuple[str, str, str]], tokenizer, reject: Callable[
 
 
 def encode_unit(
-    unit: Unit, tokenizer, settings: Settings, reject: Callable[[str], None], progress: Callable[[int], None]
+    unit: Unit,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    reject: Callable[[str], None],
+    progress: Callable[[int], None],
 ) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
-    """(split, pieces of ids) of every document, in order; progress is told of bytes."""
-    batch, chars = [], 0
+    """(split, pieces of ids) of every document, in order; progress is told how many bytes were read."""
+    batch: list[tuple[str, str, str]] = []
+    chars = 0
     for path, name in unit.files:
         for number, document in read_records(Path(path), progress):
             if isinstance(document, BadRecord):
@@ -192,14 +170,16 @@ def encode_unit(
             place = f"{path}, record {number}"
             val = unit.split is None and is_validation(name, number, settings.val_fraction)
             split = "val" if val else unit.split or "train"
-            length = len(document[0]) if isinstance(document, list) else None
-            short = length is not None and length <= 2 * PIECE_CHARS
-            if batch and (not short or chars + length > PIECE_CHARS):
+            # the text of a short document; a .txt file is read in chunks, so its length is not known
+            short = (
+                document[0] if isinstance(document, list) and len(document[0]) <= 2 * PIECE_CHARS else None
+            )
+            if batch and (short is None or chars + len(short) > PIECE_CHARS):
                 yield from encode_batch(batch, tokenizer, reject)
                 batch, chars = [], 0
-            if short:
-                batch.append((split, place, document[0]))
-                chars += length
+            if short is not None:
+                batch.append((split, place, short))
+                chars += len(short)
                 continue
             try:
                 yield split, read_pieces(path, document, tokenizer.encode)
@@ -209,7 +189,7 @@ def encode_unit(
 
 
 class Output:
-    """The token files of one unit, which its share of max_tokens may fill."""
+    """The token files of one unit. It is full when it holds the unit's max_tokens."""
 
     def __init__(self, unit: Unit, folder: Path, settings: Settings, vocab_size: int):
         self.writers = {
@@ -218,18 +198,19 @@ class Output:
         }
         self.start = [] if settings.bos_id is None else [np.array([settings.bos_id], dtype=np.uint32)]
         self.end = np.array([settings.eot_id], dtype=np.uint32)
-        self.share, self.tokens = unit.max_tokens, 0
-        self.waiting, self.waiting_tokens = {split: [] for split in SPLITS}, 0
+        self.max_tokens, self.tokens = unit.max_tokens, 0
+        self.waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self.waiting_tokens = 0
 
     @property
     def full(self) -> bool:
-        return self.share is not None and self.tokens >= self.share
+        return self.max_tokens is not None and self.tokens >= self.max_tokens
 
-    def add(self, split: str, pieces: Iterable[np.ndarray]):
-        """A document. One that does not fit is cut, and its end-of-text id is the last of the share."""
+    def add(self, split: str, pieces: Iterable[np.ndarray]) -> None:
+        """Add a document. If it does not fit it is cut, and the unit's last token is its end-of-text id."""
         for ids in chain(self.start, pieces, [self.end]):
-            if self.share is not None and self.tokens + len(ids) >= self.share:
-                ids = np.append(ids[: self.share - self.tokens - 1], self.end)
+            if self.max_tokens is not None and self.tokens + len(ids) >= self.max_tokens:
+                ids = np.append(ids[: self.max_tokens - self.tokens - 1], self.end)
             self.waiting[split].append(ids)
             self.tokens += len(ids)
             self.waiting_tokens += len(ids)
@@ -238,7 +219,7 @@ class Output:
             if self.full:
                 return
 
-    def write(self):
+    def write(self) -> None:
         for split, waiting in self.waiting.items():
             if waiting:
                 self.writers[split].write(np.concatenate(waiting))
@@ -249,7 +230,7 @@ class Output:
         self.write()
         return {name: file for writer in self.writers.values() for name, file in writer.finish().items()}
 
-    def abandon(self):
+    def abandon(self) -> None:
         for writer in self.writers.values():
             writer.abandon()
 
@@ -257,31 +238,32 @@ class Output:
 def tokenize(
     unit: Unit,
     folder: Path,
-    tokenizer,
+    tokenizer: Tokenizer,
     settings: Settings,
     max_bad: int,
     progress: Callable[[int, int, int], None] = lambda size, documents, tokens: None,
 ) -> dict:
-    """Make the unit's token files and its record. progress is told of bytes, documents and tokens."""
+    """Make the unit's token files; returns its manifest. progress is told of bytes, documents and tokens."""
     unit.remove_leftovers(folder)
     output = Output(unit, folder, settings, tokenizer.vocab_size)
-    tally = {"documents": 0, "empty": 0, "bad": 0, "bad_records": []}
+    counts = {"documents": 0, "empty": 0, "bad": 0}
+    bad_records: list[str] = []
 
-    def reject(reason: str):
-        tally["bad"] += 1
-        tally["bad_records"].append(reason)
-        if tally["bad"] > max_bad:
-            shown = "\n    ".join(tally["bad_records"])
+    def reject(reason: str) -> None:
+        counts["bad"] += 1
+        bad_records.append(reason)
+        if counts["bad"] > max_bad:
+            shown = "\n    ".join(bad_records)
             raise DataError(
                 f"more than --max_bad={max_bad} bad records; repair them or allow more:\n    {shown}"
             )
-        del tally["bad_records"][BAD_LISTED:]
+        del bad_records[BAD_LISTED:]
 
-    total = sum(os.path.getsize(path) for path, _ in unit.files)
+    unread = sum(os.path.getsize(path) for path, _ in unit.files)
 
-    def advance(size: int):
-        nonlocal total
-        total -= size
+    def advance(size: int) -> None:
+        nonlocal unread
+        unread -= size
         progress(size, 0, 0)
 
     try:
@@ -291,13 +273,13 @@ def tokenize(
             pieces = iter(pieces)
             first = next(pieces)
             if len(first) == 0:
-                tally["empty"] += 1
+                counts["empty"] += 1
                 continue
             before = output.tokens
             output.add(split, chain([first], pieces))
-            tally["documents"] += 1
+            counts["documents"] += 1
             progress(0, 1, output.tokens - before)
-        progress(total, 0, 0)  # what a share left unread
+        progress(unread, 0, 0)  # bytes that were not needed, as max_tokens was reached
         files = output.finish()
         for name in files:
             sync(folder / f"{name}.tmp")
@@ -308,25 +290,8 @@ def tokenize(
         output.abandon()
         unit.remove_leftovers(folder)
         raise
-    record = {**tally, "files": files}
-    write_json(unit.record_path(folder), record)
+    manifest = {**counts, "bad_records": bad_records, "files": files}
+    write_json(unit.manifest_path(folder), manifest)
     dtype = smallest_dtype(tokenizer.vocab_size)
     remember(folder, {name: entry(folder / name, dtype, file) for name, file in files.items()})
-    return record
-
-
-def write_json(path: Path, content: dict):
-    """All or nothing, and on disk when it returns."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    sync(temporary)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return manifest

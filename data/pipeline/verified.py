@@ -1,10 +1,10 @@
-"""Token files that have been read whole: what their hash and largest id are. .verified.json, beside them,
-remembers it, so that each file is read once and not at every start.
+"""Remembers which token files have been read completely and had the hash that meta.json records.
 
-A file counts as read while it has the size and modification time that it had then, and meta.json states the
-hash that was found. The process that writes a file knows its hash, so a fresh dataset is not read again; a
-copy is, unless the copying kept the times. The trap: a decaying disk changes neither size nor time, which is
-what `python -m data.inspect NAME --hash` is for.
+Hash and largest id are kept in .verified.json beside the files, so that each file is read once and not at
+every start. A file need not be read again while its size, its modification time and the hash in meta.json are
+the same. The process that writes a file knows its hash, so a new dataset is not read again. A copy is, unless
+the copying kept the times. The trap: a failing disk can change the content but not the size and the time;
+`python -m data.inspect NAME --hash` always reads.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ import numpy as np
 from tqdm import tqdm
 
 MEMORY = ".verified.json"
-READ_BYTES = 1 << 24  # at a time, by each thread
-THREADS = 16  # files read side by side; hashing releases the interpreter lock
-LARGE = 10**9  # bytes; reading more takes seconds, so its progress is shown
+READ_BYTES = 1 << 24  # that each thread reads at a time
+THREADS = 16  # files that are read at the same time; hashing releases the interpreter lock
+LARGE = 10**9  # bytes; reading more takes seconds, so a progress bar is shown
 
 
 def stamp(stat: os.stat_result, dtype: str, sha256: str | None) -> list:
-    """What must not have changed since a file was read. dtype and sha256 are those of meta.json."""
+    """What must be the same as when the file was read. dtype and sha256 are what meta.json says."""
     return [stat.st_size, stat.st_mtime_ns, dtype, sha256]
 
 
 def entry(path: Path, dtype: str, written: dict) -> dict:
-    """What recall returns of a file once it is remembered. written: what meta.json says of it. Make it before
-    the file is read: a change meanwhile must not be in it."""
+    """What to remember of a file. written: what meta.json says of it. Call this before the file is read, so
+    that a change of the file during the reading makes the entry invalid."""
     return {"stamp": stamp(path.stat(), dtype, written["sha256"]), "max_id": written["max_id"]}
 
 
 def recall(folder: Path) -> dict[str, dict]:
-    """{name: {"stamp", "max_id"}} of the files that have been read; whatever is damaged is forgotten."""
+    """{name: {"stamp", "max_id"}} of the files that have been read; damaged entries are left out."""
     try:
         memory = json.loads((folder / MEMORY).read_text())
         return {name: e for name, e in memory.items() if isinstance(e["max_id"], int) and e["stamp"]}
@@ -49,7 +49,7 @@ def recall(folder: Path) -> dict[str, dict]:
 
 
 def remember(folder: Path, entries: dict[str, dict]) -> None:
-    """Adds to what recall returns. Best effort: in a folder that cannot be written, files are read again."""
+    """Add entries to .verified.json. In a folder that cannot be written, files are read again each time."""
     temporary = folder / f"{MEMORY}.{uuid.uuid4().hex[:8]}"
     with contextlib.suppress(OSError), _one_at_a_time(folder):
         try:
@@ -60,8 +60,8 @@ def remember(folder: Path, entries: dict[str, dict]) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path):
-    """Best effort, too: without it, what another process remembers at the same moment can be lost."""
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """If the folder cannot be locked, entries that another process adds at the same moment may be lost."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network disks lock no folders
@@ -72,7 +72,7 @@ def _one_at_a_time(folder: Path):
 
 
 def read_whole(paths: list[Path], dtype: np.dtype) -> Iterator[tuple[Path, str, int]]:
-    """(path, sha256, largest id) of each file, in the order in which they are done."""
+    """(path, sha256, largest id) of each file, in the order in which the files are finished."""
     stop, lock = threading.Event(), threading.Lock()
     size = sum(path.stat().st_size for path in paths)
     seconds = 0.5 if sys.stderr.isatty() else 30  # between lines of progress

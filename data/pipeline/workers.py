@@ -1,7 +1,7 @@
-"""The processes that make units, side by side.
+"""The worker processes that make units, several at a time.
 
-The trap: a worker outlives a parent that was killed, and would write beside its successor, so it watches the
-parent.
+The trap: a worker outlives a parent that was killed, and would write the same files as the workers of the
+next run. So each worker waits in a thread for the end of its parent, and then ends too.
 """
 
 import multiprocessing
@@ -11,69 +11,74 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from data.errors import DataError
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.tokens import DataError, open_tokenizer
 from data.pipeline.units import Settings, Unit, tokenize
+from data.tokenizers.tokenizer import open_tokenizer
 
-TELL_SECONDS = 0.2  # between a worker's reports
+REPORT_SECONDS = 0.2  # between a worker's reports of its progress
 
-_worker = {}  # of a worker process: its tokenizer and the counters that it shares with the parent
+# of a worker process: its tokenizer, its store, and the counters that it shares with the parent
+_worker: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Spent:
-    """On one unit, after its files were there: by the clock that all processes share, and of one core."""
+class FinishedUnit:
+    """Its manifest, and the time that it took after its input files had been downloaded."""
 
     process: int
-    began: float
+    began: float  # seconds, by the clock that all processes of a machine share
     ended: float
     cpu_seconds: float
-    record: dict
+    manifest: dict
 
 
-def _start_worker(tokenizer_name: str, counters, store: Disk | Hub, fast: bool):
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+def _start_worker(tokenizer_name: str, counters: SynchronizedArray, store: Disk | Hub, fast: bool) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
     if fast:
-        tokenizer.use_fast_encoder(verify=False)  # the parent has
+        tokenizer.use_fast_encoder(verify=False)  # the parent has verified it
     _worker.update(tokenizer=tokenizer, counters=counters, store=store)
 
 
-def _die_with_parent():
-    multiprocessing.parent_process().join()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in a process that is no worker"
+    parent.join()
     os._exit(1)
 
 
-def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int):
-    counters, untold, told_at = _worker["counters"], [0, 0, 0], 0.0
+def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int) -> FinishedUnit:
+    counters, unreported, reported_at = _worker["counters"], [0, 0, 0], 0.0
 
-    def progress(*counts: int):
-        nonlocal told_at
+    def progress(*counts: int) -> None:
         for i, count in enumerate(counts):
-            untold[i] += count
-        if time.monotonic() > told_at + TELL_SECONDS:
-            tell()
+            unreported[i] += count
+        if time.monotonic() > reported_at + REPORT_SECONDS:
+            report()
 
-    def tell():
-        nonlocal told_at
+    def report() -> None:
+        nonlocal reported_at
         with counters.get_lock():
-            for i, count in enumerate(untold):
+            for i, count in enumerate(unreported):
                 counters[i] += count
-        untold[:], told_at = [0, 0, 0], time.monotonic()
+        unreported[:], reported_at = [0, 0, 0], time.monotonic()
 
     paths = [path for path, _ in unit.files]
     _worker["store"].fetch(paths)
     began, cpu = time.monotonic(), time.process_time()
-    record = tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, progress)
-    spent = Spent(os.getpid(), began, time.monotonic(), time.process_time() - cpu, record)
-    tell()
+    manifest = tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, progress)
+    finished = FinishedUnit(os.getpid(), began, time.monotonic(), time.process_time() - cpu, manifest)
+    report()
     _worker["store"].release(paths)
-    return spent
+    return finished
 
 
 def run_units(
@@ -85,12 +90,13 @@ def run_units(
     max_bad: int,
     store: Disk | Hub = ON_DISK,
     fast: bool = False,
-) -> list[Spent]:
-    """Tokenize the units; those that cannot be are reported together, after the others are done."""
+) -> list[FinishedUnit]:
+    """Tokenize the units. One DataError reports all units that failed, after the others are done."""
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 3)  # bytes read, documents, tokens
     size = sum(store.size(path) for unit in units for path, _ in unit.files)
-    failed, spent = [], []
+    failed: list[str] = []
+    finished: list[FinishedUnit] = []
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, counters, store, fast))
     with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
         waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
@@ -101,7 +107,7 @@ def run_units(
                 for future in done:
                     error = _error(future)
                     if error is None:
-                        spent.append(future.result())
+                        finished.append(future.result())
                     else:
                         failed.append(str(error))
         except BaseException:
@@ -112,11 +118,11 @@ def run_units(
         raise DataError(
             f"{len(failed)} of {len(units)} units could not be made; the others are kept\n{shown}"
         )
-    return spent
+    return finished
 
 
 def _error(future: Future) -> DataError | None:
-    """What stops one unit; what stops them all is raised."""
+    """The error that stops this unit only. An error that stops all units is raised."""
     try:
         future.result()
     except DataError as error:
@@ -132,7 +138,7 @@ def _error(future: Future) -> DataError | None:
     return None
 
 
-def _show(bar: tqdm, counters):
-    read, documents, tokens = counters
+def _show(bar: tqdm, counters: SynchronizedArray) -> None:
+    read, documents, tokens = counters[:]
     bar.set_postfix_str(f"{documents:,} documents, {tokens / 1e6:,.1f} M tokens", refresh=False)
     bar.update(read - bar.n)

@@ -16,14 +16,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.pipeline.tokens import DataError, FileTokenizer, has_dataset, read_meta, report, run, write_dataset  # noqa: E402
+from data.errors import DataError, run_command  # noqa: E402
+from data.pipeline.meta_file import read_meta, report  # noqa: E402
+from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
+from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
 
 VOCAB_SIZE = 4096
 EOT = "<|endoftext|>"
-CORPUS_BYTES = 12_000_000  # about 3 M tokens, and a preparation that takes seconds
-BPE_BYTES = 8_000_000  # of text for the merges, which bounds the time and memory this takes
-VAL_EVERY = 20  # every 20th file is validation: whole files, so none is seen in training
-# Not the library itself, or (encodings) tables of character codes.
+CORPUS_BYTES = 12_000_000  # about 3 M tokens; the preparation takes seconds
+BPE_BYTES = 8_000_000  # of text, to learn the merges from; this bounds the time and memory that it takes
+VAL_EVERY = 20  # every 20th file is for validation: whole files, so that training sees no part of them
+# These are not the library itself; encodings holds tables of character codes.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 
 
@@ -53,7 +56,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
     return texts
 
 
-def train_bpe(texts: list[str], limit_bytes: int, path: Path):
+def train_bpe(texts: list[str], limit_bytes: int, path: Path) -> None:
     """Train a byte-level BPE on every k-th text, with the smallest k that keeps it to about limit_bytes."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -90,6 +93,7 @@ def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_
         train_bpe(train, BPE_BYTES, path)
         tokenizer = FileTokenizer(path)
         eot_id = tokenizer.token_id(EOT)
+        assert eot_id is not None, "train_bpe() makes it the first token"
         splits = {
             "train": (tokenizer.encode(text) + [eot_id] for text in train),
             "val": (tokenizer.encode(text) + [eot_id] for text in val),
@@ -97,7 +101,7 @@ def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_
         return write_dataset(folder, splits, tokenizer.vocab_size, tokenizer.meta, eot_id, source)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="make it again even if it is there")
     parser.add_argument("--output", metavar="DIR", default=HERE, help="dataset folder (default: this one)")
@@ -109,4 +113,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

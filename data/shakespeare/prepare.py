@@ -7,11 +7,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.pipeline.tokens import TiktokenTokenizer, report, run, write_dataset  # noqa: E402
+from data.errors import run_command  # noqa: E402
+from data.pipeline.meta_file import report  # noqa: E402
+from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.shakespeare_char.prepare import TRAIN_FRACTION, URL, read_text  # noqa: E402
+from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer  # noqa: E402
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--input", metavar="FILE", help="a text file; without it tinyshakespeare is downloaded"
@@ -32,4 +35,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

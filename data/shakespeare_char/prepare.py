@@ -12,7 +12,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.pipeline.tokens import CharTokenizer, DataError, report, run, write_dataset  # noqa: E402
+from data.errors import DataError, run_command  # noqa: E402
+from data.pipeline.meta_file import report  # noqa: E402
+from data.pipeline.small_dataset import write_dataset  # noqa: E402
+from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -20,7 +23,7 @@ TRAIN_FRACTION = 0.9
 
 
 def read_text(path: str | None) -> str:
-    """The text of a file, or tinyshakespeare from the network when there is none."""
+    """The text of a file; if path is None, tinyshakespeare from the network."""
     if path is not None:
         try:
             return Path(path).read_text(encoding="utf-8")
@@ -40,7 +43,7 @@ def read_text(path: str | None) -> str:
     return content.decode("utf-8")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--input", metavar="FILE", help="a text file; without it tinyshakespeare is downloaded"
@@ -60,4 +63,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -14,13 +14,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.errors import run_command  # noqa: E402
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.documents import find_files  # noqa: E402
-from data.pipeline.tokens import run  # noqa: E402
-from data.tokenizers.end_of_text import EOT_NAMES, find_eot  # noqa: E402
-from data.tokenizers.families import open_named  # noqa: E402
+from data.tokenizers.tokenizer import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
-# The config whose model has this tokenizer's vocabulary, for the command printed at the end.
+# Which config has a model for a tokenizer of this vocabulary size, for the command printed at the end.
 CONFIGS = {
     50257: "config/full_gpt2_1.36b.py",
     32000: "config/full_llama_1.36b.py",
@@ -29,7 +28,7 @@ CONFIGS = {
 }
 
 
-def main():
+def main() -> None:
     parser = make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders or quoted globs")
@@ -42,11 +41,11 @@ def main():
     add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
     args = parse(parser)
     files = find_files(args.input)
-    tokenizer = open_named(args.tokenizer)
+    tokenizer = open_or_download_tokenizer(args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, args.eot))
     config = CONFIGS.get(tokenizer.vocab_size)
     make_dataset(args, files, tokenizer, settings, " ".join(args.input), config)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

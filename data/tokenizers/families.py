@@ -1,25 +1,25 @@
-"""The four tokenizers of the full configs: where to look for their files, and that they are the right ones.
+"""The four tokenizers of the full configs: finds their files, and checks that they are the right ones.
 
-The traps: a chat model's tokenizer says that its end-of-turn token ends a text (Qwen3's eos is 151645), while
-in pretraining a document ends with the base model's token, so the id is stated here and checked. And a
-tokenizer with the right vocabulary but another rule for digits, spaces or Unicode forms gives most texts the
-right ids: PROBE is a text that each of these rules changes.
+There are two traps. A chat model's tokenizer names its end-of-turn token as the end of a text (Qwen3's eos is
+151645), but in pretraining the base model's token ends a document, so the id is written here and checked. And
+a tokenizer that has the right vocabulary, but another rule for digits, spaces or Unicode forms, gives most
+texts the right ids. PROBE is a text whose ids change with each of these rules.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.pipeline.hub import download_tokenizer
-from data.pipeline.tokens import DATA_DIR, DataError, FileTokenizer, TiktokenTokenizer, open_tokenizer
+from data.errors import DataError
+from data.folders import DATA_DIR
+from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer, open_or_download_tokenizer
 
-HUB = "hf:"  # --tokenizer hf:OWNER/NAME
 PROBE = " 2024! e\u0301 x.\n\n\ty's  z"
 
 
 @dataclass(frozen=True)
 class Family:
-    tokenizer: str  # tiktoken's name, or the folder that save_pretrained wrote
-    repository: str | None  # on the hub, whose licence may have to be accepted
+    tokenizer: str  # its name in tiktoken, or the folder that save_pretrained wrote
+    repository: str | None  # on the hub; some ask the user to accept a license first
     eot: str
     eot_id: int
     probe: str  # the ids of PROBE
@@ -62,24 +62,15 @@ FAMILIES = {
 }
 
 
-def open_named(name: str) -> TiktokenTokenizer | FileTokenizer:
-    """A file, a folder, a name of tiktoken's, or hf:OWNER/NAME."""
-    if not name.startswith(HUB):
-        return open_tokenizer(name)
-    repository = name.removeprefix(HUB)
-    tokenizer = open_tokenizer(download_tokenizer(repository))
-    tokenizer.meta["name"] = repository  # its folder in the cache is named by a hash
-    return tokenizer
-
-
-def open_family(family: Family, name: str | None) -> TiktokenTokenizer | FileTokenizer:
-    """The tokenizer at `name`, or where the guide puts it, if it is this family's."""
+def open_family(family: Family, name: str | None) -> SubwordTokenizer:
+    """The tokenizer at `name`, or in the folder that the guide says if name is None. DataError if it is not
+    the tokenizer of this family."""
     if name is None:
         name = family.tokenizer if family.repository is None else str(_find_folder(family))
-    elif family.repository is not None and not name.startswith(HUB) and not Path(name).exists():
+    elif family.repository is not None and not name.startswith(HUB_PREFIX) and not Path(name).exists():
         raise DataError(f"--tokenizer {name}: no such file or folder. {how_to_get(family)}")
     try:
-        tokenizer = open_named(name)
+        tokenizer = open_or_download_tokenizer(name)
     except DataError as error:
         hint = "" if family.repository is None else f"\n{how_to_get(family)}"
         raise DataError(f"{error}{hint}") from error
@@ -105,8 +96,8 @@ def _find_folder(family: Family) -> Path:
 def how_to_get(family: Family) -> str:
     if family.repository is None:
         return "It needs tiktoken: pip install tiktoken"
-    licence = f" (after accepting the licence at https://huggingface.co/{family.repository})"
-    login = f"    hf auth login{licence}\n" if family.repository.startswith("meta-llama") else ""
+    accept = f" (after accepting the licence at https://huggingface.co/{family.repository})"
+    login = f"    hf auth login{accept}\n" if family.repository.startswith("meta-llama") else ""
     save = f"AutoTokenizer.from_pretrained('{family.repository}').save_pretrained('./{family.tokenizer}')"
     return (
         f"In {DATA_DIR.parent}, get it with\n"

@@ -1,14 +1,14 @@
-"""vocab.json and merges.txt, the form without a tokenizer.json, as a tokenizer.json.
+"""Makes a tokenizer.json of vocab.json and merges.txt, the two files of older GPT-2 and Qwen tokenizers.
 
 The two files do not say how text is normalized and cut into words. The class that tokenizer_config.json names
-decides it: GPT-2 keeps text as it is and runs of digits together, Qwen applies NFC and takes digits one by
-one. Any other class is refused, because its rules would be a guess.
+decides it: GPT-2 does not normalize and keeps a run of digits together; Qwen applies NFC and makes each digit
+a word. Any other class is refused, because its rules would be a guess.
 """
 
 import json
 from pathlib import Path
 
-from data.pipeline.tokens import DataError
+from data.errors import DataError
 from data.tokenizers.model_file import added_token, byte_letters
 
 QWEN_PATTERN = (
@@ -19,7 +19,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def convert(path: Path) -> str:
-    """The content of a tokenizer.json that gives the ids of the folder of this vocab.json."""
+    """The content of a tokenizer.json that gives the same ids as this vocab.json and the files beside it."""
     folder = path.parent
     try:
         config = _read(folder / "tokenizer_config.json")
@@ -57,7 +57,7 @@ def _read_merges(path: Path) -> list[list[str]]:
     return [line.split(" ") for line in lines[first:] if line]
 
 
-def _check(vocab: dict, merges: list[list[str]]):
+def _check(vocab: dict, merges: list[list[str]]) -> None:
     if sorted(vocab.values()) != list(range(len(vocab))):
         raise ValueError(f"the ids of vocab.json are not 0 to {len(vocab) - 1}")
     if missing := set(byte_letters().values()) - vocab.keys():
@@ -68,7 +68,7 @@ def _check(vocab: dict, merges: list[list[str]]):
 
 
 def _rules(config: dict) -> dict:
-    """Normalizer and pre-tokenizer of the class that the folder was saved from."""
+    """The normalizer and pre-tokenizer of the transformers class that tokenizer_config.json names."""
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
     prefix_space = bool(config.get("add_prefix_space", False))
     level = {"type": "ByteLevel", "add_prefix_space": prefix_space, "trim_offsets": True}
@@ -86,7 +86,7 @@ def _rules(config: dict) -> dict:
 
 
 def _added_tokens(folder: Path, config: dict, vocab: dict) -> list[dict]:
-    """Those of tokenizer_config.json, or, as older versions saved them, of two files of their own."""
+    """From tokenizer_config.json, or from two other files, where older versions of transformers put them."""
     if "added_tokens_decoder" in config:
         found = [
             added_token(int(number), token["content"], token["special"])
@@ -112,7 +112,7 @@ def _added_tokens(folder: Path, config: dict, vocab: dict) -> list[dict]:
 
 
 def _special_names(config: dict) -> set[str]:
-    """Of "eos_token": "</s>" or {"content": "</s>"}, and of the list of additional ones."""
+    """The tokens in keys such as "eos_token": "</s>" or {"content": "</s>"}, and the additional ones."""
     named = [value for key, value in config.items() if key.endswith("_token")]
     named += config.get("additional_special_tokens") or []
     contents = (value.get("content") if isinstance(value, dict) else value for value in named)

@@ -1,36 +1,38 @@
-"""tokenizer.model as a tokenizer.json: the SentencePiece file of LLaMA 2, the tiktoken file of LLaMA 3.
+"""Makes a tokenizer.json of a tokenizer.model: LLaMA 2's SentencePiece file or LLaMA 3's tiktoken file.
 
-Both are byte-pair encoders whose files list pieces and ranks but not merges. A piece can be made from every
-pair of pieces that spell it, and the merge has the rank of its result: the order that both encoders use.
-Neither sentencepiece nor protobuf is needed. The idea is that of convert_slow_tokenizer.py in Hugging Face
-transformers; test_data_scale.py compares the ids with reference encoders.
+Both are byte-pair encoders whose files list pieces and their ranks, but no merges. A piece can be merged from
+every pair of pieces that together have its text. The merge gets the rank of its result, which is the order
+that both encoders use. Neither sentencepiece nor protobuf is needed. The idea is that of
+convert_slow_tokenizer.py in Hugging Face transformers; test_data_scale.py compares the ids with reference
+encoders.
 """
 
 import base64
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from data.pipeline.tokens import DataError
+from data.errors import DataError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's piece types
 SPACE = "\u2581"
-DUMMY_PREFIX = {  # SentencePiece's name for the space before every text
+DUMMY_PREFIX: dict[str, Any] = {  # SentencePiece's name for the space that it puts before every text
     "type": "Sequence",
     "normalizers": [
         {"type": "Prepend", "prepend": SPACE},
         {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
     ],
 }
-LLAMA2_PIECES = "77149dcd1714a5c3c732407f8a6be1cb82c1d6058f0896c6cf420a5768877566"  # of its vocabulary
+LLAMA2_VOCAB_SHA256 = "77149dcd1714a5c3c732407f8a6be1cb82c1d6058f0896c6cf420a5768877566"
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_RANKS = 128_000
-LLAMA3_SPECIAL = {  # by their offset from the last rank; the other 256 are reserved
+LLAMA3_SPECIAL = {  # by their place among the 256 special tokens; all others of these are reserved
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
     6: "<|start_header_id|>",
@@ -54,8 +56,9 @@ def convert(path: Path) -> str:
 # --- SentencePiece, LLaMA 2 ---
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field of a protobuf message."""
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each field of a protobuf message. As in JSON, the file decides the type of a value:
+    an int for a varint, otherwise bytes."""
     position = 0
 
     def varint() -> int:
@@ -127,25 +130,30 @@ def added_token(number: int, content: str, special: bool = True) -> dict:
 
 
 def restore_prefix(content: str) -> str:
-    """A tokenizer.json with SentencePiece's space before every text, if it is one of LLaMA 2 that lacks it.
+    """Puts SentencePiece's space before every text back into a tokenizer.json of LLaMA 2 that lacks it; any
+    other content is returned as it is.
 
-    transformers 5 saves one whose pre-tokenizer leaves that space out before a text that begins with one.
+    transformers 5 saves a pre-tokenizer that leaves this space out before a text that begins with a space.
     """
     if '"Metaspace"' not in content:
         return content
     tokenizer = json.loads(content)
-    cut = tokenizer.get("pre_tokenizer") or {}
-    if cut.get("type") != "Metaspace" or cut.get("split", True) or tokenizer.get("normalizer"):
+    pre_tokenizer = tokenizer.get("pre_tokenizer") or {}
+    if (
+        pre_tokenizer.get("type") != "Metaspace"
+        or pre_tokenizer.get("split", True)
+        or tokenizer.get("normalizer")
+    ):
         return content
     pieces = json.dumps(sorted(tokenizer["model"]["vocab"].items())).encode()
-    if hashlib.sha256(pieces).hexdigest() != LLAMA2_PIECES:
+    if hashlib.sha256(pieces).hexdigest() != LLAMA2_VOCAB_SHA256:
         return content
     tokenizer |= {"normalizer": DUMMY_PREFIX, "pre_tokenizer": None}
     return json.dumps(tokenizer, ensure_ascii=False)
 
 
-def _merges(ranked: dict[str, float], vocab: dict[str, int]) -> list[list[str]]:
-    """Every pair of pieces that makes a piece, by the rank of the result, then the ids of the pair."""
+def _merges(ranked: Mapping[str, float], vocab: dict[str, int]) -> list[list[str]]:
+    """Every pair of pieces that makes a piece, sorted by the rank of that piece, then the ids of the pair."""
     found = []
     for piece, rank in ranked.items():
         for cut in range(1, len(piece)):
@@ -159,7 +167,7 @@ def _merges(ranked: dict[str, float], vocab: dict[str, int]) -> list[list[str]]:
 
 
 def byte_letters() -> dict[int, str]:
-    """GPT-2's letter for each byte: itself where it prints, the next one past 255 otherwise."""
+    """GPT-2's letter for each byte: the character of this code if it is printable, else the next from 256."""
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printing}
     for byte in range(256):

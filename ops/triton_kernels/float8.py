@@ -27,7 +27,7 @@ def _quantize(x, scale, y, yt, M, N, limit, TILE_M: tl.constexpr, TILE_N: tl.con
     tl.store(yt + n[:, None] * M + m[None, :], tl.trans(values), mask=tl.trans(inside))
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, out=None):
+def triton_quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, out=None):
     """x (M, N) times scale, saturated -> fp8 (M, N) and its transpose (N, M), both contiguous, in `out` if it
     is given."""
     M, N = x.shape

@@ -11,7 +11,7 @@ from pathlib import Path
 from training.configuration.dataset_name import is_plain_name
 from training.configuration.errors import UserError
 
-FORMAT = 1  # the value that data/pipeline/tokens.py writes; a meta.json written by hand has none
+FORMAT = 1  # the value that data/pipeline/meta_file.py writes; a meta.json written by hand has none
 # The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
 OTHER_FILES = {
     b"\x93NUMPY": "a NumPy array (.npy)",

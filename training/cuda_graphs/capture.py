@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from training.optimization.step import StepResult
+from training.process.memory import GIB
 
 log = logging.getLogger("nanomfu")
-GIB = 2**30
 
 
 class Obstacle(Exception):

@@ -3,7 +3,6 @@ global (all GPUs) or per GPU; numerator and denominator of a quotient always cov
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.optimization.compile import is_recomputed
+from training.records.percentiles import spread
 
 FORMULAS = (model_builder_v1, model_builder_v2, model_builder_v3)
 
@@ -142,16 +142,8 @@ def summarize(rows: list[dict]) -> dict:
     steady = [row for row in rows if not row["warmup"]]
     return {
         "rows_after_warmup": len(steady),
-        "time_ms": _spread([row["time_ms"] for row in steady]),
-        "tokens_per_sec": _spread([row["tokens_per_sec"] for row in steady]),
-        "tokens_per_sec_per_gpu": _spread([row["tokens_per_sec_per_gpu"] for row in steady]),
-        "mfu_percent": _spread([row["mfu"]["mfu_percent"] for row in steady if row["mfu"]]),
+        "time_ms": spread([row["time_ms"] for row in steady]),
+        "tokens_per_sec": spread([row["tokens_per_sec"] for row in steady]),
+        "tokens_per_sec_per_gpu": spread([row["tokens_per_sec_per_gpu"] for row in steady]),
+        "mfu_percent": spread([row["mfu"]["mfu_percent"] for row in steady if row["mfu"]]),
     }
-
-
-def _spread(values: list[float]) -> dict | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-    p10, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9))
-    return {"median": statistics.median(ordered), "p10": p10, "p90": p90}

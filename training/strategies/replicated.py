@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardOn
 
 from model import Transformer
-from ops.linear import Embedding, Linear, refresh_weights
+from ops.embedding import Embedding
+from ops.linear import Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer

@@ -1,0 +1,92 @@
+"""A small dataset, which one process writes in one pass over the text: train.bin, val.bin and meta.json.
+
+preparation.py makes datasets of any size, with many processes.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+from data.pipeline.durable_files import sync
+from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
+from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype
+from data.tokenizers.file_tokenizer import tokenizer_json
+
+
+def write_dataset(
+    folder: str | Path,
+    splits: Mapping[str, Iterable] | Iterable[tuple[str, np.ndarray | list[int]]],
+    vocab_size: int,
+    tokenizer: dict,
+    eot_id: int | None,
+    source: str,
+) -> dict:
+    """Write train.bin, val.bin, meta.json and meta.pkl, all or nothing; returns what meta.json holds.
+
+    splits is {"train": chunks of ids, "val": chunks of ids}, or one iterator of (split, ids) where a single
+    pass over the text feeds both; one chunk is in memory at a time. tokenizer is the .meta of a tokenizer.
+    eot_id is the id that ends each document in the files, None when documents are not marked. A dataset that
+    is already there stays whole until the new one is complete on disk.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(splits, Mapping):
+        splits = ((split, ids) for split, chunks in splits.items() for ids in chunks)
+    dtype = smallest_dtype(vocab_size)
+
+    names = [f"{split}.bin" for split in SPLITS] + ["meta.pkl"]
+    if tokenizer["kind"] == "tokenizers":
+        names.append("tokenizer.json")
+    names.append("meta.json")  # last
+    temporary = {name: folder / f"{name}.tmp" for name in names}
+    writers = {split: TokenWriter(temporary[f"{split}.bin"], dtype, vocab_size) for split in SPLITS}
+    try:
+        for split, ids in splits:
+            writers[split].write(ids)
+        files = {f"{split}.bin": writers[split].finish() for split in SPLITS}
+        for name, written in files.items():
+            if written["tokens"] == 0:
+                raise DataError(
+                    f"{name} of {folder} would hold no tokens; the input is too small to be split"
+                )
+
+        if tokenizer["kind"] == "tokenizers":
+            content = tokenizer_json(tokenizer["file"]).encode()
+            temporary["tokenizer.json"].write_bytes(content)
+            sha256 = hashlib.sha256(content).hexdigest()
+            tokenizer = {**tokenizer, "file": "tokenizer.json", "sha256": sha256}
+        meta = describe(vocab_size, tokenizer, eot_id, source, files)
+        temporary["meta.json"].write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        temporary["meta.pkl"].write_bytes(nanogpt_meta(vocab_size, tokenizer))
+        for name in names:
+            sync(temporary[name])
+
+        # From here on, the folder holds files of two datasets, so the old meta.json is deleted first.
+        (folder / "meta.json").unlink(missing_ok=True)
+        for name in names:
+            os.replace(temporary[name], folder / name)
+    finally:
+        for writer in writers.values():
+            writer.file.close()
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+    return meta
+
+
+def has_dataset(folder: str | Path, source: str) -> bool:
+    """Whether the folder already holds a complete dataset that was made from this source."""
+    try:
+        meta = read_meta(folder)
+        load_tokenizer(folder)
+    except DataError:
+        return False
+    itemsize = np.dtype(meta["dtype"]).itemsize
+    paths = {Path(folder) / name: written["tokens"] * itemsize for name, written in meta["files"].items()}
+    return meta["source"] == source and all(
+        path.is_file() and path.stat().st_size == size for path, size in paths.items()
+    )

@@ -1,0 +1,80 @@
+"""The tokenizer of a Hugging Face model, from its tokenizer.json or from the files that one can be made of.
+
+Added tokens that the file marks "special": true are encoded as ordinary text. Those that it marks false are
+vocabulary like any other and keep their ids: the runs of spaces of GPT-NeoX, but also <think> of Qwen3.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.errors import DataError
+from data.tokenizers import merges, model_file
+from data.tokenizers.fast_encoder import FastEncoder, Unsuitable
+
+
+def tokenizer_json(path: str | Path) -> str:
+    """The content of a tokenizer.json; if the path is a tokenizer.model or a vocab.json, made from that."""
+    path = Path(path)
+    if path.suffix == ".model":
+        return model_file.convert(path)
+    if path.name == "vocab.json":
+        return merges.convert(path)
+    return model_file.restore_prefix(path.read_bytes().decode())  # read_text would change the line ends
+
+
+class FileTokenizer:
+    fast: FastEncoder | None = None  # set by use_fast_encoder()
+
+    def __init__(self, path: str | Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise DataError(f"{path} needs the tokenizers library: pip install tokenizers") from None
+        path = Path(path)
+        try:
+            self.tokenizer = Tokenizer.from_str(tokenizer_json(path))
+        except DataError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+        self.tokenizer.encode_special_tokens = True  # in spite of its name: encode them as ordinary text
+        self.tokenizer.no_truncation()  # a length limit in the file would drop the rest of each document
+        self.tokenizer.no_padding()
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.meta: dict[str, Any] = {
+            "kind": "tokenizers",
+            "name": path.resolve().parent.name,
+            "file": str(path),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_arrays([text])[0].tolist()
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        arrays = [None if self.fast is None else self.fast.encode(text) for text in texts]
+        left = [text for text, ids in zip(texts, arrays, strict=True) if ids is None]
+        # "fast" in the library's method: it does not compute where in the text each token stands
+        encodings = iter(self.tokenizer.encode_batch_fast(left, add_special_tokens=False) if left else [])
+        return [np.array(next(encodings).ids, dtype=np.uint32) if ids is None else ids for ids in arrays]
+
+    def use_fast_encoder(self, verify: bool = True) -> bool:
+        """Make the same ids several times as fast, if it is certain that they are the same."""
+        try:
+            fast = FastEncoder(self.tokenizer)
+            if verify:
+                fast.verify(self.tokenizer)
+                print("ids are made by tiktoken's loop; the tokenizers library was found to make the same")
+        except Unsuitable as reason:
+            print(f"ids are made by the tokenizers library; the faster way is not certain, as {reason}")
+            return False
+        self.fast = fast
+        return True
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)

@@ -1,0 +1,64 @@
+"""One of the tokenizers that the tiktoken library knows by name, such as gpt2."""
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data.errors import DataError, EncodeError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+
+def tiktoken_ids(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except BaseException as error:
+        # The library's regular expressions overflow on a million spaces, with a panic, which is no Exception.
+        if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+            raise EncodeError(f"tiktoken cannot encode it ({error})") from None
+        raise
+
+
+class TiktokenTokenizer:
+    def __init__(self, name: str):
+        try:
+            import tiktoken
+        except ImportError:
+            raise DataError(f"the {name!r} tokenizer needs tiktoken: pip install tiktoken") from None
+        if name not in tiktoken.list_encoding_names():
+            raise DataError(
+                f"no tokenizer {name!r}: not a tokenizer.json, not a folder that holds one, and not one of "
+                f"tiktoken's, which are {', '.join(tiktoken.list_encoding_names())}"
+            )
+        try:
+            self.encoding = tiktoken.get_encoding(name)
+        except OSError as error:  # the errors of requests are OSErrors too
+            cache = os.environ.get("TIKTOKEN_CACHE_DIR", "not set")
+            raise DataError(
+                f"tiktoken could not download its {name!r} files ({type(error).__name__}). Without a "
+                f"network: load it once on a machine that has one, with TIKTOKEN_CACHE_DIR=FOLDER in the "
+                f"environment; copy FOLDER here and set TIKTOKEN_CACHE_DIR to it (now: {cache})"
+            ) from error
+        self.vocab_size = self.encoding.n_vocab
+        self.meta: dict[str, Any] = {"kind": "tiktoken", "name": name}
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_arrays([text])[0].tolist()
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        return [tiktoken_ids(self.encoding, text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.encoding.decode([int(i) for i in ids if i < self.vocab_size])
+
+    def token_id(self, token: str) -> int | None:
+        try:
+            return self.encoding.encode_single_token(token)
+        except KeyError:
+            return None
+
+    def use_fast_encoder(self, verify: bool = True) -> bool:
+        return False  # tiktoken is the fast encoder already

@@ -1,0 +1,139 @@
+"""A tokenizer of any kind: what every kind offers, and how one is opened.
+
+A user names it (a file, a folder, a name of tiktoken's, hf:OWNER/NAME), or the meta.json of a dataset says
+which one made its tokens. In every kind, special tokens that appear inside a document are encoded as ordinary
+text, so a document that contains '<|endoftext|>' never holds the end-of-text id. An id past the vocabulary
+(models pad theirs) decodes to nothing.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from data.errors import DataError
+from data.huggingface import first_line, hub_library
+from data.tokenizers.char_tokenizer import CharTokenizer
+from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
+from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
+
+HUB_PREFIX = "hf:"  # --tokenizer hf:OWNER/NAME
+HUB_FILES = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+]
+EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # in order of preference
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    meta: dict[str, Any]  # what meta.json records of it
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
+    def use_fast_encoder(self, verify: bool = True) -> bool: ...
+
+
+SubwordTokenizer = TiktokenTokenizer | FileTokenizer
+
+# --- by the name that a user gives ---
+
+
+def open_tokenizer(name: str) -> SubwordTokenizer:
+    """name: a tokenizer.json or .model or vocab.json, a folder that holds one, or a name of tiktoken's."""
+    path = Path(name)
+    for file in (path / "tokenizer.json", path / "tokenizer.model", path / "vocab.json", path):
+        if file.is_file():
+            return FileTokenizer(file)
+    if path.is_dir():
+        raise DataError(
+            f"{path} holds no tokenizer.json, tokenizer.model or vocab.json; AutoTokenizer"
+            f".from_pretrained(...).save_pretrained({str(path)!r}) of transformers writes a tokenizer.json"
+        )
+    return TiktokenTokenizer(name)
+
+
+def open_or_download_tokenizer(name: str) -> SubwordTokenizer:
+    """As open_tokenizer, or from the hub where the name is hf:OWNER/NAME."""
+    if not name.startswith(HUB_PREFIX):
+        return open_tokenizer(name)
+    repository = name.removeprefix(HUB_PREFIX)
+    tokenizer = open_tokenizer(_download(repository))
+    tokenizer.meta["name"] = repository  # its folder in the hub's cache is named by a hash
+    return tokenizer
+
+
+def _download(repository: str) -> str:
+    """The folder of its files, in the hub's cache."""
+    library = hub_library()
+    try:
+        return library.snapshot_download(repository, allow_patterns=HUB_FILES)
+    except Exception as error:
+        page = f"https://huggingface.co/{repository}"
+        raise DataError(
+            f"the tokenizer of {repository} could not be downloaded {first_line(error)}. If it asks for a "
+            f"licence, accept that at {page} and run: hf auth login"
+        ) from error
+
+
+# --- by what meta.json records ---
+
+
+def open_recorded_tokenizer(recorded: dict[str, Any], folder: str | Path) -> CharTokenizer | SubwordTokenizer:
+    """recorded: what the meta.json of the dataset in this folder says of its tokenizer."""
+    if recorded["kind"] == "char":
+        return CharTokenizer(recorded["chars"])
+    if recorded["kind"] == "tiktoken":
+        return TiktokenTokenizer(recorded["name"])
+    if recorded["kind"] != "tokenizers":
+        raise DataError(
+            f"{folder}/meta.json has tokenizer kind {recorded['kind']!r}, not char, tiktoken or tokenizers"
+        )
+    if os.path.basename(recorded["file"]) != recorded["file"]:
+        raise DataError(f"the tokenizer of {folder}/meta.json, {recorded['file']!r}, is outside of {folder}")
+    path = Path(folder) / recorded["file"]
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded["sha256"]:
+        state = "has changed since" if path.is_file() else "is gone, but"
+        raise DataError(
+            f"{path} {state} the tokens were made with it; put the file back, or run prepare.py again"
+        )
+    return FileTokenizer(path)
+
+
+def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:
+    """The hash of its tokenizer.json, or of all the tokens of an encoding of tiktoken's."""
+    if isinstance(tokenizer, FileTokenizer):
+        return hashlib.sha256(tokenizer_json(tokenizer.meta["file"]).encode()).hexdigest()
+    vocabulary = tokenizer.encoding.token_byte_values()
+    return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
+
+
+# --- the token that ends each document ---
+
+
+def find_eot(tokenizer: Tokenizer, wanted: str | None) -> int:
+    """The id of the token with this name, or of the first of EOT_NAMES that the tokenizer has. DataError if
+    ordinary text could be encoded to this token, because a document would then end in its middle."""
+    names = EOT_NAMES if wanted is None else (wanted,)
+    found = {name: eot_id for name in names if (eot_id := tokenizer.token_id(name)) is not None}
+    if not found:
+        raise DataError(
+            f"the tokenizer has no token {' or '.join(names)}; name its end-of-text token with --eot"
+        )
+    name, eot_id = next(iter(found.items()))
+    if eot_id in tokenizer.encode(name):
+        raise DataError(
+            f"a document that spells {name} would end there, as the tokenizer does not mark it as special; "
+            f'choose another with --eot, or set "special": true for it in tokenizer.json'
+        )
+    return eot_id

@@ -1,0 +1,54 @@
+"""A lookup whose weight gradient is added to an fp32 sum in place.
+
+N tokens · C width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.library import custom_op
+
+
+class Embedding(nn.Embedding):
+    """A lookup; weight_grad as in ops/linear.py's Linear."""
+
+    weight_grad: torch.Tensor | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.weight_grad is None:
+            return super().forward(ids)
+        return EmbeddingFunction.apply(ids, self.weight, self.weight_grad)
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """ids (...), weight (V, C) -> weight[ids] (..., C). The backward adds the gradient to `total`."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, total):
+        ctx.save_for_backward(ids)
+        ctx.total = total
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        add_embedding_gradient(ids.flatten(), dy.flatten(0, -2), ctx.total)
+        return None, None, None
+
+
+@custom_op("nanomfu::add_embedding_gradient", mutates_args=("total",))
+def add_embedding_gradient(ids: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+    """total (V, C) fp32, row ids[n], += dy[n] (N, C). In a fixed order, unlike index_add_ on a GPU."""
+    if dy.is_cuda:
+        from ops.triton_kernels.embedding import triton_add_embedding_gradient
+
+        triton_add_embedding_gradient(ids, dy.contiguous(), total)
+    else:
+        total.index_add_(0, ids, dy.to(total.dtype))
+
+
+@add_embedding_gradient.register_fake
+def _(ids, dy, total):
+    return None

@@ -1,0 +1,110 @@
+"""SwiGLU and the feed-forward layer around it.
+
+M tokens · C model width · F feed-forward width
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.library import custom_op
+
+from ops.float8 import (
+    GRADIENT,
+    Float8Weight,
+    linear_backward,
+    linear_forward,
+    quantize,
+    unpack_operands,
+)
+from ops.linear import Linear
+
+AMAX_COLUMNS = 1024  # of a row: a kernel's program, which writes one amax
+
+
+def swiglu_feed_forward(x: torch.Tensor, amax: torch.Tensor | None, up: Linear, down: Linear) -> torch.Tensor:
+    """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) is gate, then up (..., 2F).
+    Shazeer 2020."""
+    if up.float8 is not None and up.bias is None:
+        return Float8SwiGLU.apply(x, amax, *up.float8_arguments, *down.float8_arguments)
+    return down(swiglu(up(x, amax)))
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """x (..., 2F), gate then up -> silu(gate) * up (..., F)."""
+    if x.is_cuda:
+        return swiglu_with_amax(x.flatten(0, -2))[0].unflatten(0, x.shape[:-1])
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _amax_parts(width: int) -> int:
+    return -(-width // AMAX_COLUMNS)
+
+
+@custom_op("nanomfu::swiglu", mutates_args=())
+def swiglu_with_amax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """swiglu of x (M, 2F), and its amax, one for each AMAX_COLUMNS columns of a row."""
+    if x.is_cuda:
+        from ops.triton_kernels.swiglu import triton_swiglu
+
+        return triton_swiglu(x.contiguous(), AMAX_COLUMNS)
+    gate, up = x.float().chunk(2, dim=-1)
+    h = (F.silu(gate) * up).to(x.dtype)
+    return h, h.abs().float().amax(-1, keepdim=True).repeat(1, _amax_parts(h.shape[1]))
+
+
+@swiglu_with_amax.register_fake
+def _(x):
+    M, width = x.shape[0], x.shape[1] // 2
+    return x.new_empty(M, width), x.new_empty(M, _amax_parts(width), dtype=torch.float32)
+
+
+@custom_op("nanomfu::swiglu_backward", mutates_args=())
+def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of x (M, 2F), for dh (M, F), and its amax: gate's and up's columns of a part share one."""
+    if x.is_cuda:
+        from ops.triton_kernels.swiglu import triton_swiglu_backward
+
+        return triton_swiglu_backward(x.contiguous(), dh.contiguous(), AMAX_COLUMNS)
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid, dh = gate.sigmoid(), dh.float()
+    parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
+    dx = torch.cat(parts, dim=-1).to(x.dtype)
+    return dx, dx.abs().float().amax(-1, keepdim=True).repeat(1, _amax_parts(dh.shape[1]))
+
+
+@swiglu_backward.register_fake
+def _(x, dh):
+    M, width = dh.shape
+    return x.new_empty(x.shape), x.new_empty(M, _amax_parts(width), dtype=torch.float32)
+
+
+swiglu_with_amax.register_autograd(
+    lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh)[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+class Float8SwiGLU(torch.autograd.Function):
+    """swiglu_feed_forward with fp8 matmuls. One function, so that the amax of SwiGLU's result and of its
+    gradient, which autograd has no way to hand on, reach the matmul that needs them."""
+
+    @staticmethod
+    def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight):
+        gate_up, up_operands = linear_forward(x, amax, up_float8)  # (M, 2F): gate, then up
+        h, h_amax = swiglu_with_amax(gate_up)
+        y, down_operands = linear_forward(h, h_amax, down_float8)
+        ctx.save_for_backward(gate_up, *up_operands, *down_operands)
+        ctx.sums = up_float8.gradient_sum, down_float8.gradient_sum
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate_up, *operands = ctx.saved_tensors
+        up_operands, down_operands = unpack_operands(operands)
+        up_sum, down_sum = ctx.sums
+        dh, ddown = linear_backward(quantize(dy.flatten(0, -2), GRADIENT), down_operands, down_sum, dy.dtype)
+        dgate_up, amax = swiglu_backward(gate_up, dh)
+        dx, dup = linear_backward(quantize(dgate_up, GRADIENT, amax), up_operands, up_sum, dy.dtype)
+        return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None

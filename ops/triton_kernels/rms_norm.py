@@ -1,0 +1,72 @@
+"""ops/rms_norm.py on a GPU: residual sum and RMSNorm in one pass, and their backward in another.
+
+N tokens · C width
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+NORM_PROGRAMS = 528  # of the backward, 4 on each multiprocessor of an H200; each sums its part of dweight
+
+
+@triton.jit
+def _add_rms_norm_forward(x, delta, weight, total, normed, amax, C, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < C
+    at = row * C + column
+    sums = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    sums += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    stored = sums.to(total.dtype.element_ty)
+    tl.store(total + at, stored, mask=inside)
+    sums = stored.to(tl.float32)  # as rounded: the backward will see nothing else
+    scale = tl.rsqrt(tl.sum(sums * sums, 0) / C + eps)
+    y = sums * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    y = y.to(normed.dtype.element_ty)
+    tl.store(normed + at, y, mask=inside)
+    tl.store(amax + row, tl.max(tl.abs(y.to(tl.float32)), 0))
+
+
+@triton.jit
+def _add_rms_norm_backward(total, dnormed, dtotal, weight, dx, partial, rows, C, eps, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < C
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = row.to(tl.int64) * C + column  # type: ignore[attr-defined]  # in a kernel, range gives tensors
+        sums = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        dn = tl.load(dnormed + at, mask=inside, other=0.0).to(tl.float32)
+        ds = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(sums * sums, 0) / C + eps)
+        n = sums * scale
+        dweight += dn * n
+        dn *= w
+        tl.store(dx + at, ds + scale * (dn - n * (tl.sum(dn * n, 0) / C)), mask=inside)
+    tl.store(partial + tl.program_id(0) * C + column, dweight, mask=inside)
+
+
+def triton_add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float):
+    """x, delta (N, C) -> their sum, its RMSNorm, and the largest magnitude of each row of that (N,) fp32."""
+    N, C = x.shape
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    amax = torch.empty(N, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(C)
+    _add_rms_norm_forward[(N,)](x, delta, weight, total, normed, amax, C, eps, BLOCK=block, num_warps=4)
+    return total, normed, amax
+
+
+def triton_add_rms_norm_backward(total, dnormed, dtotal, weight, eps: float):
+    """Gradients of the norm and of the sum (N, C) -> dx, which is ddelta too, and dweight (C,) fp32."""
+    N, C = total.shape
+    dx = torch.empty_like(total)
+    programs = min(NORM_PROGRAMS, N)
+    partial = torch.empty(programs, C, dtype=torch.float32, device=total.device)
+    block = triton.next_power_of_2(C)
+    _add_rms_norm_backward[(programs,)](
+        total, dnormed, dtotal, weight, dx, partial, N, C, eps, BLOCK=block, num_warps=8
+    )
+    return dx, partial.sum(0)

@@ -1,0 +1,21 @@
+"""Computes median, 10th and 90th percentile of measurements, for the run record's summary and bench/'s tables.
+
+A percentile is numpy's with method="nearest": always one of the measured values, never a value between two of
+them. plots/run_record.py makes the same call, because plots/ imports nothing from training/. This module does
+not import torch, because each worker process of bench.tokenize imports this module.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """None if there are no values."""
+    if not values:
+        return None
+    p10, p90 = np.percentile(values, [10, 90], method="nearest").tolist()
+    return {"median": statistics.median(values), "p10": p10, "p90": p90}
