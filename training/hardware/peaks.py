@@ -175,18 +175,19 @@ def _gemm(precision: str, n: int, device: torch.device) -> Callable[[int], torch
 
 def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device) -> list[float]:
     """Seconds of each call after the warm-up, which must have at least one call."""
-    marks = []
+    events: list[torch.cuda.Event] = []
+    seconds: list[float] = []  # at the end of each call
     for repeat in range(warmup + repeats):
         multiply(repeat)
         if device.type == "cuda":
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record(torch.cuda.current_stream(device))
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record(torch.cuda.current_stream(device))
         else:
-            marks.append(time.perf_counter())
-    if device.type == "cuda":
-        marks[-1].synchronize()  # sync point
-        marks = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
-    return [end - start for start, end in zip(marks[warmup - 1 :], marks[warmup:], strict=False)]
+            seconds.append(time.perf_counter())
+    if events:
+        events[-1].synchronize()  # sync point
+        seconds = [events[0].elapsed_time(event) / 1e3 for event in events]
+    return [end - start for start, end in zip(seconds[warmup - 1 :], seconds[warmup:], strict=False)]
 
 
 def agree_on_peak(config: TrainConfig, world: World) -> Peak:

@@ -26,7 +26,7 @@ def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
     if whole:
         model.forward = _compiled(model.forward)  # type: ignore[method-assign]  # in place; hooks stay outside
     elif config.compile:
-        model.head.norm.add = _compiled(model.head.norm.add)
+        model.head.norm.add = _compiled(model.head.norm.add)  # type: ignore[method-assign]  # likewise
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:
