@@ -1,4 +1,4 @@
-"""Median, 10th and 90th percentile of measurements, for the run record's summary and for the tables of bench/.
+"""Median, 10th and 90th percentile of measurements: for the run record's summary and the tables of bench/.
 
 A percentile is numpy's with method="nearest": always one of the measured values, never a value between two of
 them. plots/run_record.py makes the same call, because plots/ imports nothing from training/. This module does
