@@ -53,9 +53,16 @@ def write_corpus(folder: Path, files: int = 6, lines: int = 40) -> list[Path]:
     ]
 
 
-def make(files: list[Path], folder: Path, bpe: Path, shard_tokens: int = 3000, **options) -> dict | None:
+def make(
+    files: list[Path],
+    folder: Path,
+    bpe: Path,
+    shard_tokens: int = 3000,
+    max_tokens: int | None = None,
+    **options,
+) -> dict | None:
     settings = Settings(256, None, 0.1, shard_tokens)
-    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), unit_bytes=1)
+    return prepare(files, folder, FileTokenizer(bpe), settings, "test", Job(**options), max_tokens, 1)
 
 
 def tokens_and_meta(folder: Path) -> dict[str, bytes]:
