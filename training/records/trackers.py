@@ -12,7 +12,7 @@ class WandbTracker:
     """Sends the numbers of log rows and evaluations, by iteration. Rank 0 only."""
 
     def __init__(self, config: TrainConfig, run_name: str):
-        import wandb  # type: ignore[import-not-found]  # optional; the configuration has checked that it is there
+        import wandb  # optional; the configuration has checked that it is there
 
         self.wandb = wandb
         name = config.wandb_run_name or run_name
