@@ -365,3 +365,13 @@ def test_memory_stays_flat_over_10000_batches(tmp_path):
         loader.next()
     assert anonymous_kib() - before < 1024
     assert loader.position > windows.count  # more than an epoch
+
+
+def test_a_stop_during_an_evaluation_leaves_the_model_in_training_mode(windows):
+    def stop():
+        raise KeyboardInterrupt
+
+    model = CountingModel()
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, {"val": windows}, CONFIG, world(), check=stop)
+    assert model.training

@@ -32,16 +32,18 @@ def evaluate(
     Rank (i mod world size) evaluates batch i. Every rank makes the same number of forward passes, because
     with FSDP each pass communicates; surplus passes are not counted.
     """
-    model.eval()
     losses: dict[str, Any] = {}
     sources: dict[str, dict[str, float]] = {}
-    for split, mixture in windows.items():
-        losses[split] = 0.0
-        for name, (weight, source) in mixture.by_source.items():
-            loss = _mean_loss(model, source, eval_batches(source, config, weight), world, check)
-            losses[split] += float(weight) * loss
-            sources.setdefault(name, {})[split] = loss
-    model.train()
+    model.eval()
+    try:
+        for split, mixture in windows.items():
+            losses[split] = 0.0
+            for name, (weight, source) in mixture.by_source.items():
+                loss = _mean_loss(model, source, eval_batches(source, config, weight), world, check)
+                losses[split] += float(weight) * loss
+                sources.setdefault(name, {})[split] = loss
+    finally:
+        model.train()  # also where check() has raised
     return losses if len(sources) == 1 else {**losses, "sources": sources}
 
 

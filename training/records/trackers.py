@@ -20,12 +20,21 @@ class WandbTracker:
         wandb.init(project=redact(config.wandb_project), name=redact(name), config=settings)
 
     def add_row(self, row: dict[str, Any]) -> None:
-        flat = {**row, **{f"mfu/{name}": value for name, value in (row["mfu"] or {}).items()}}
-        numbers = {name: value for name, value in flat.items() if isinstance(value, (int, float))}
-        self.wandb.log(numbers, step=row["iter"])
+        self.wandb.log(numbers(row), step=row["iter"])
 
     def add_evaluation(self, iteration: int, losses: dict[str, Any]) -> None:
         self.wandb.log({"eval/train_loss": losses["train"], "eval/val_loss": losses["val"]}, step=iteration)
 
     def close(self, status: str) -> None:
         self.wandb.finish(exit_code=0 if status == "completed" else 1)
+
+
+def numbers(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a row, and those of the dictionaries in it as 'mfu/mfu_percent', 'memory/allocated_gb'."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            found[f"{prefix}{name}"] = value
+    return found
