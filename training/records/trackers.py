@@ -30,7 +30,7 @@ class WandbTracker:
 
 
 def numbers(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a row, and those of the dictionaries in it as 'mfu/mfu_percent', 'memory/allocated_gb'."""
+    """The numbers of a row, and those of the dictionaries in it as 'mfu/mfu_percent'."""
     found: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):
