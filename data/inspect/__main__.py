@@ -50,9 +50,10 @@ def sample(
     files = {name: file["tokens"] for name, file in meta["files"].items() if name.startswith(split)}
     names, tokens = list(files), np.array(list(files.values()))
     for file in rng.choice(len(names), size=count, p=tokens / tokens.sum()):
-        ids = np.memmap(folder / names[file], dtype=stored_dtype(meta["dtype"]), mode="r")
-        position = int(rng.integers(max(1, len(ids) - length)))
-        yield names[file], position, ids[position : position + length]
+        dtype = stored_dtype(meta["dtype"])
+        position = int(rng.integers(max(1, tokens[file] - length)))
+        ids = np.fromfile(folder / names[file], dtype, count=length, offset=position * dtype.itemsize)
+        yield names[file], position, ids
 
 
 def main() -> None:

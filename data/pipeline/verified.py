@@ -102,6 +102,7 @@ def scan(
     with open(path, "rb") as file:
         while not stop.is_set() and (chunk := file.read(READ_BYTES)):
             digest.update(chunk)
-            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+            ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)  # a file may be cut meanwhile
+            largest = max(largest, int(ids.max(initial=0)))
             progress(len(chunk))
     return digest.hexdigest(), largest

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training.batches.random_access import read_bytes
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Windows
 from training.configuration.errors import UserError
@@ -55,17 +56,11 @@ class PackedWindows(Windows):
         self.description = json.loads((folder / "index.json").read_text())
         del self.description["stamp"]
         self.count = self.description["windows"]
-        self._open()
-
-    def _open(self) -> None:
-        # (count + 1,): index of each window's first piece; then (pieces, 2): start and length of each piece
-        self.first = np.memmap(self.folder / "windows.bin", np.int64, mode="r")
-        self.pieces = np.memmap(self.folder / "pieces.bin", np.int64, mode="r").reshape(-1, 2)
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
         """The windows (len(indices), T + 1) as int64, negative for padding; the same in all epochs."""
         rows = np.full((len(indices), self.block_size + 1), self.padding, dtype=np.int64)
-        pieces = [self.pieces[self.first[i] : self.first[i + 1]].tolist() for i in indices]
+        pieces = [self._pieces(int(i)) for i in indices]
         for start, length in chain.from_iterable(pieces):
             self.tokens.prefetch([start], length)
         for row, window_pieces in zip(rows, pieces, strict=True):
@@ -75,12 +70,20 @@ class PackedWindows(Windows):
                 at += length
         return rows
 
-    def __getstate__(self):
-        return {**self.__dict__, "first": None, "pieces": None}  # a worker process opens the files itself
+    def _pieces(self, window: int) -> list[list[int]]:
+        """(start, length) of each document in this window."""
+        first, end = _read_numbers(self.folder / "windows.bin", self.count + 1, window, 2)
+        documents = self.description["documents"]
+        return (
+            _read_numbers(self.folder / "pieces.bin", 2 * documents, 2 * first, 2 * (end - first))
+            .reshape(-1, 2)
+            .tolist()
+        )
 
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
+
+def _read_numbers(path: Path, total: int, first: int, count: int) -> np.ndarray:
+    """`count` of the `total` numbers of an int64 file, from number `first` on."""
+    return np.frombuffer(read_bytes(path, 8 * total, 8 * first, 8 * count), np.int64)
 
 
 def pack_documents(tokens: TokenFiles, folder: Path, split: str, block_size: int, eot_id: int) -> Path:
