@@ -1,10 +1,18 @@
 """The worst day of data: token files that change under a run, damaged packings, advice that repairs."""
 
+import hashlib
+import json
 import os
+import shutil
 import time
 
+import numpy as np
 import pytest
 from helpers import TINY, last_run, make_dataset, start_train, write_config
+
+from training.batches.sources import make_windows, open_sources
+from training.configuration.errors import RunError
+from training.configuration.keys import TrainConfig
 
 # --- token files that change under a run ---
 
@@ -37,3 +45,116 @@ def wait_for_rows(out) -> None:
             return
         time.sleep(0.1)
     pytest.fail("no row in 60 s")
+
+
+# --- a packing is data like any other ---
+
+
+def packed_config(folder, **keys) -> TrainConfig:
+    return TrainConfig(**{**TINY, "dataset": str(folder), "packing": "truncate", **keys})
+
+
+def rows_of(folder) -> np.ndarray:
+    settings = packed_config(folder)
+    windows = make_windows(open_sources(settings, scan=True), settings)["train"]
+    return windows.samples(np.arange(40), seed=1)
+
+
+def rewrite(path, change) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def edit_index(**fields):
+    def change(packing):
+        path = packing / "index.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def as_pipe(packing) -> None:
+    (packing / "index.json").unlink()
+    os.mkfifo(packing / "index.json")
+
+
+def flip(content: bytes) -> bytes:
+    return content[:400] + bytes([content[400] ^ 1]) + content[401:]
+
+
+DAMAGE = {
+    "pieces cut by 10 %": lambda p: rewrite(p / "pieces.bin", lambda c: c[: len(c) * 9 // 160 * 16]),
+    "windows cut by 10 %": lambda p: rewrite(p / "windows.bin", lambda c: c[: len(c) * 9 // 80 * 8]),
+    "a bit of the pieces": lambda p: rewrite(p / "pieces.bin", flip),
+    "a bit of the windows": lambda p: rewrite(p / "windows.bin", flip),
+    "no pieces": lambda p: (p / "pieces.bin").unlink(),
+    "no hashes": edit_index(files=None),
+    "a hash that is no text": edit_index(files={"windows.bin": {"sha256": 5}}),
+    "a count as text": edit_index(windows="5"),
+    "a count as true": edit_index(documents=True),
+    "a negative count": edit_index(windows=-5),
+    "a huge count": edit_index(documents=10**30),
+    "another share": edit_index(share_padded=float("nan")),
+    "fewer windows": edit_index(windows=3),
+    "deep JSON": lambda p: (p / "index.json").write_text("[" * 100_000),
+    "no JSON": lambda p: (p / "index.json").write_bytes(b"\xff\x00"),
+    "a list": lambda p: (p / "index.json").write_text("[1]"),
+    "a named pipe": as_pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_packing_is_made_again_with_one_warning(tmp_path, damage, caplog):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    rows = rows_of(folder)
+    packing = folder / ".packed-train-32"
+    DAMAGE[damage](packing)
+    caplog.clear()
+    assert np.array_equal(rows_of(folder), rows)
+    assert len(caplog.messages) == 1 and f"{packing} is damaged" in caplog.messages[0]
+    caplog.clear()
+    assert np.array_equal(rows_of(folder), rows) and not caplog.messages
+    assert sorted(path.name for path in folder.glob(".packed*")) == [".packed-train-32"]
+
+
+def test_packing_that_is_a_link_is_not_written_through(tmp_path):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    (tmp_path / "elsewhere").mkdir()
+    for target in ("elsewhere", "absent"):
+        (folder / ".packed-train-32").symlink_to(tmp_path / target)
+        rows_of(folder)
+        assert (folder / ".packed-train-32").is_dir() and not (folder / ".packed-train-32").is_symlink()
+        shutil.rmtree(folder / ".packed-train-32")
+    assert not list((tmp_path / "elsewhere").iterdir()) and not (tmp_path / "absent").exists()
+
+
+def test_packing_that_is_changed_under_a_run_is_named(tmp_path):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    settings = packed_config(folder)
+    windows = make_windows(open_sources(settings, scan=True), settings)["train"]
+    pieces = np.fromfile(folder / ".packed-train-32" / "pieces.bin", np.int64)
+    for wrong in (-1, 0, 10**9, 2**62):
+        changed = pieces.copy()
+        changed[1] = wrong  # a length
+        changed.tofile(folder / ".packed-train-32" / "pieces.bin")
+        with pytest.raises(RunError, match=r"packed-train-32/pieces.bin was changed"):
+            windows.read(np.arange(windows.count))
+    pieces[:2].tofile(folder / ".packed-train-32" / "pieces.bin")
+    with pytest.raises(RunError, match=r"packed-train-32/pieces.bin had .* bytes when the run started"):
+        windows.read(np.arange(windows.count))
+
+
+def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    keys = {**TINY, "packing": "truncate", "dataset": folder, "out_dir": tmp_path / "out", "max_iters": 4}
+    path = write_config(tmp_path / "run.py", **keys)
+    assert run(path, "--max_iters=2") == 0
+    packing = folder / ".packed-train-32"
+    rewrite(packing / "pieces.bin", lambda c: c[32:48] + c[16:32] + c[:16] + c[48:])  # two documents change
+    index = json.loads((packing / "index.json").read_text())
+    index["files"]["pieces.bin"]["sha256"] = hashlib.sha256((packing / "pieces.bin").read_bytes()).hexdigest()
+    (packing / "index.json").write_text(json.dumps(index))
+    capfd.readouterr()
+    assert run(path, "--init_from=resume") == 2
+    assert "another packing .packed-train-32" in capfd.readouterr().err
+    shutil.rmtree(packing)
+    assert run(path, "--init_from=resume") == 0  # made again, it is the same
