@@ -4,14 +4,21 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 
 import numpy as np
 import pytest
 from helpers import TINY, last_run, make_dataset, start_train, write_config
+from test_data_prepare import small_bpe
 
+import data.inspect.__main__ as inspect
+from data.errors import DataError
+from data.pipeline.meta_file import read_meta
+from data.quickstart import prepare as quickstart
+from data.text import prepare as text_prepare
 from training.batches.sources import make_windows, open_sources
-from training.configuration.errors import RunError
+from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
 
 # --- token files that change under a run ---
@@ -158,3 +165,76 @@ def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
     assert "another packing .packed-train-32" in capfd.readouterr().err
     shutil.rmtree(packing)
     assert run(path, "--init_from=resume") == 0  # made again, it is the same
+
+
+# --- repair advice repairs ---
+
+
+def trains(run, folder, tmp_path, vocab_size: int, name: str = "out") -> None:
+    keys = {**TINY, "dataset": folder, "vocab_size": vocab_size, "eval_interval": 2, "max_iters": 2}
+    keys |= {"block_size": 8, "out_dir": tmp_path / name}
+    assert run(write_config(tmp_path / "run.py", **keys)) == 0
+
+
+def prepare_text(monkeypatch, output, *flags) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags), "--output", str(output), "--workers=1"])
+    text_prepare.main()
+
+
+def change_token(path) -> None:
+    """As a failing disk does: neither the size nor the time changes."""
+    was = path.stat()
+    rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+@pytest.mark.parametrize("same_time", [False, True])
+def test_quickstart_with_a_flipped_bit_is_made_again(monkeypatch, tmp_path, same_time):
+    folder = tmp_path / "quickstart"
+    assert quickstart.prepare(folder, corpus_bytes=1_000_000)
+    assert quickstart.prepare(folder, corpus_bytes=1_000_000) is None
+    whole = (folder / "train.bin").read_bytes()
+    check_repair(folder, folder / "train.bin", same_time)
+    assert quickstart.prepare(folder, corpus_bytes=1_000_000)
+    assert (folder / "train.bin").read_bytes() == whole
+    inspect.check_files(folder, read_meta(folder), hashes=True)
+
+
+def check_repair(folder, path, same_time: bool) -> None:
+    if same_time:
+        change_token(path)
+    else:
+        rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
+        with pytest.raises(UserError, match="is not the file that meta.json describes"):
+            open_sources(TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 10**5}), scan=True)
+    with pytest.raises(DataError, match="run the dataset's prepare.py again"):
+        inspect.check_files(folder, read_meta(folder), hashes=True)
+
+
+@pytest.mark.parametrize("same_time", [False, True])
+def test_own_text_with_a_flipped_bit_is_made_again_by_the_same_command(
+    run, monkeypatch, tmp_path, same_time, capsys
+):
+    bpe, folder = small_bpe(tmp_path), tmp_path / "own"
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 50)
+    flags = ["--input", *sorted(tmp_path.glob("*.txt")), "--tokenizer", bpe]
+    prepare_text(monkeypatch, folder, *flags)
+    first = sorted(folder.glob("train*.bin"))[0]
+    whole = first.read_bytes()
+    check_repair(folder, first, same_time)
+    prepare_text(monkeypatch, folder, *flags)
+    assert first.read_bytes() == whole and f"{first} is damaged; it is made again" in capsys.readouterr().out
+    trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
+
+
+def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypatch, tmp_path):
+    bpe, folder = small_bpe(tmp_path), tmp_path / "own"
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("the same text " * 100)
+    flags = ["--tokenizer", bpe, "--val_fraction=0.1"]
+    with pytest.raises(DataError, match="holds one text twice.*--input.*--no-resume"):
+        prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", tmp_path / "b.txt", *flags)
+    assert not (folder / "meta.json").exists()
+    prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", *flags, "--no-resume")
+    trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])

@@ -21,7 +21,7 @@ from data.errors import DataError, run_command
 from data.folders import dataset_folder
 from data.pipeline.meta_file import count_tokens, load_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, stored_dtype
-from data.pipeline.verified import entry, read_whole, remember
+from data.pipeline.verified import entry, forget, read_whole, remember
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
@@ -39,7 +39,10 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
     for path, sha256, max_id in read_whole([folder / name for name in meta["files"]], dtype):
         written = meta["files"][path.name]
         if (sha256, max_id) != (written["sha256"], written["max_id"]):
-            raise DataError(f"{path} is not the file that meta.json describes; make the dataset again")
+            forget(folder, {path.name})  # else prepare.py and train.py would trust its size and time
+            raise DataError(
+                f"{path} is not the file that meta.json describes; run the dataset's prepare.py again"
+            )
     remember(folder, entries)
 
 

@@ -134,7 +134,7 @@ def _check_no_overlap(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_r
 def overlap_error(validation: Path, training: Path) -> UserError:
     return UserError(
         f"{validation} is the same file as {training}: the validation loss would be of text that was trained "
-        "on; prepare the dataset again, or set --eval_interval=0"
+        "on; prepare the dataset again from text that is not there twice, or set --eval_interval=0"
     )
 
 
