@@ -10,11 +10,12 @@ import time
 import numpy as np
 import pytest
 from helpers import TINY, last_run, make_dataset, start_train, write_config
-from test_data_prepare import small_bpe
+from test_data_prepare import shared, small_bpe
 
 import data.inspect.__main__ as inspect
+import sample
 from data.errors import DataError
-from data.pipeline.meta_file import read_meta
+from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.quickstart import prepare as quickstart
 from data.text import prepare as text_prepare
 from training.batches.sources import make_windows, open_sources
@@ -238,3 +239,63 @@ def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypat
     assert not (folder / "meta.json").exists()
     prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", *flags, "--no-resume")
     trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
+
+
+def test_meta_written_as_the_error_says_is_enough_for_every_command(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    folder = make_dataset(tmp_path / "tokens", vocab_size=50257)
+    (folder / "meta.json").unlink()
+    settings = TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 50257})
+    with pytest.raises(UserError, match="for example") as error:
+        open_sources(settings, scan=True)
+    (folder / "meta.json").write_text(str(error.value).split("for example ")[1])
+    trains(run, folder, tmp_path, 50257)
+    capsys.readouterr()
+    for flags in ([], ["--hash"]):
+        inspected = run_inspect(monkeypatch, capsys, folder, *flags)
+        assert "gpt2, 50,257 ids" in inspected and "20,000 tokens" in inspected
+    sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=4", "--device=cpu", "--prompt=a"])
+    assert "--- sample 1 ---\na" in capsys.readouterr().out
+
+
+def run_inspect(monkeypatch, capsys, folder, *flags) -> str:
+    monkeypatch.setattr(sys, "argv", ["inspect", str(folder), *flags])
+    inspect.main()
+    return capsys.readouterr().out
+
+
+def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tmp_path, capsys):
+    folder = make_dataset(tmp_path / "tokens")
+    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
+    assert "samples are ids" in run_inspect(monkeypatch, capsys, folder, "--hash")
+    with pytest.raises(DataError, match='add it, for example "tokenizer"') as error:
+        load_tokenizer(folder)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    addition = str(error.value).split("for example ")[1]
+    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64, ' + addition + "}")
+    assert load_tokenizer(folder).decode([0]) == "!"
+    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
+    with pytest.raises(DataError, match="contains token id 63, but meta.json says vocab_size 5"):
+        run_inspect(monkeypatch, capsys, folder, "--hash")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[1]",
+        '{"dtype": ["uint16"], "vocab_size": 64}',
+        '{"dtype": "object", "vocab_size": 64}',
+        '{"dtype": "uint16", "vocab_size": 1e999}',
+        '{"dtype": "uint16", "vocab_size": null}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": [1]}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": 1}}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": {"../train.bin": {}}}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": {"tokens": -1}}}',
+    ],
+)
+def test_hostile_meta_is_one_message(tmp_path, text):
+    folder = make_dataset(tmp_path / "tokens")
+    (folder / "meta.json").write_text(text)
+    with pytest.raises(DataError, match="meta.json"):
+        load_tokenizer(folder)

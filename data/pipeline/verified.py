@@ -38,7 +38,7 @@ def stamp(stat: os.stat_result, dtype: str, sha256: str | None) -> list:
 def entry(path: Path, dtype: str, written: dict) -> dict:
     """What to remember of a file. written: what meta.json says of it. Call this before the file is read, so
     that a change of the file during the reading makes the entry invalid."""
-    return {"stamp": stamp(path.stat(), dtype, written["sha256"]), "max_id": written["max_id"]}
+    return {"stamp": stamp(path.stat(), dtype, written.get("sha256")), "max_id": written.get("max_id")}
 
 
 def recall(folder: Path) -> dict[str, dict]:

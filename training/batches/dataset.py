@@ -66,7 +66,8 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
     if not folder.is_dir():
         raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {_how_to_make(folder)}")
     if not path.exists():
-        wanted = '{"dtype": "uint16", "vocab_size": 50257}'
+        tokenizer = '{"kind": "tiktoken", "name": "gpt2"}'
+        wanted = f'{{"dtype": "uint16", "vocab_size": 50257, "tokenizer": {tokenizer}}}'
         raise UserError(
             f"no {path}, which says how the tokens are stored; {_how_to_make(folder)}, "
             f"or write it by hand, for example {wanted}"
