@@ -47,6 +47,7 @@ def make_dataset(
     val_tokens: int = 4_000,
     dtype: str = "uint16",
     seed: int = 0,
+    eot_id: int | None = None,
 ) -> Path:
     """train.bin, val.bin and meta.json in `folder`. The next id is one or two above the last, so the loss of
     a model that learns goes from ln(vocab_size) towards ln 2."""
@@ -60,6 +61,8 @@ def make_dataset(
         ids.astype({"uint16": "<u2", "uint32": "<u4"}[dtype]).tofile(path)
         files[path.name] = {"tokens": count, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     meta = {"dtype": dtype, "vocab_size": vocab_size, "tokenizer": {"name": "synthetic"}, "files": files}
+    if eot_id is not None:
+        meta["eot_id"] = eot_id
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 

@@ -42,7 +42,7 @@ def files_of(folder, split="train"):
 
 def windows_of(folder):
     tokens = files_of(folder)
-    return PackedWindows(tokens, T, EOT, pack_documents(tokens, folder, "train", T, EOT))
+    return PackedWindows(tokens, T, EOT, *pack_documents(tokens, folder, "train", T, EOT))
 
 
 def documents_of(folder) -> list[np.ndarray]:
@@ -101,22 +101,22 @@ def test_documents_of_real_lengths_leave_hardly_any_room():
 
 def test_packing_is_made_once_and_again_when_the_tokens_change(folder):
     tokens = files_of(folder)
-    made = pack_documents(tokens, folder, "train", T, EOT)
+    made, _ = pack_documents(tokens, folder, "train", T, EOT)
     before = (made / "index.json").stat().st_mtime_ns
-    assert pack_documents(tokens, folder, "train", T, EOT) == made
+    assert pack_documents(tokens, folder, "train", T, EOT)[0] == made
     assert (made / "index.json").stat().st_mtime_ns == before
     os.utime(folder / "train_001.bin", ns=(time.time_ns(), time.time_ns()))
-    assert (pack_documents(tokens, folder, "train", T, EOT) / "index.json").stat().st_mtime_ns > before
+    assert (pack_documents(tokens, folder, "train", T, EOT)[0] / "index.json").stat().st_mtime_ns > before
     assert not list(folder.glob(".packed-*.tmp-*"))
 
 
 def test_a_packing_that_was_killed_is_made_again(folder):
     tokens = files_of(folder)
-    made = pack_documents(tokens, folder, "train", T, EOT)
+    made, _ = pack_documents(tokens, folder, "train", T, EOT)
     whole = (made / "pieces.bin").read_bytes()
     (made / "index.json").unlink()
     (made / "pieces.bin").write_bytes(whole[:100])
-    assert (pack_documents(tokens, folder, "train", T, EOT) / "pieces.bin").read_bytes() == whole
+    assert (pack_documents(tokens, folder, "train", T, EOT)[0] / "pieces.bin").read_bytes() == whole
 
 
 def test_a_worker_process_opens_its_own_files(folder):

@@ -19,9 +19,9 @@ import numpy as np
 
 from data.errors import DataError, run_command
 from data.folders import dataset_folder
-from data.pipeline.meta_file import count_tokens, load_tokenizer, read_meta
+from data.pipeline.meta_file import count_tokens, load_tokenizer, names_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, stored_dtype
-from data.pipeline.verified import entry, read_whole, remember
+from data.pipeline.verified import entry, forget, read_whole, remember
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
@@ -38,8 +38,17 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
     entries = {name: entry(folder / name, meta["dtype"], written) for name, written in meta["files"].items()}
     for path, sha256, max_id in read_whole([folder / name for name in meta["files"]], dtype):
         written = meta["files"][path.name]
-        if (sha256, max_id) != (written["sha256"], written["max_id"]):
-            raise DataError(f"{path} is not the file that meta.json describes; make the dataset again")
+        recorded = (written.get("sha256", sha256), written.get("max_id", max_id))
+        if (sha256, max_id) != recorded:
+            forget(folder, {path.name})  # else prepare.py and train.py would trust its size and time
+            raise DataError(
+                f"{path} is not the file that meta.json describes; run the dataset's prepare.py again"
+            )
+        if max_id >= meta["vocab_size"]:
+            raise DataError(
+                f"{path} contains token id {max_id:,}, but meta.json says vocab_size {meta['vocab_size']:,}"
+            )
+        entries[path.name]["max_id"] = max_id
     remember(folder, entries)
 
 
@@ -49,10 +58,13 @@ def sample(
     """(file name, position, ids) of `count` random places. A longer file is chosen more often."""
     files = {name: file["tokens"] for name, file in meta["files"].items() if name.startswith(split)}
     names, tokens = list(files), np.array(list(files.values()))
+    if not tokens.sum():
+        return
     for file in rng.choice(len(names), size=count, p=tokens / tokens.sum()):
-        ids = np.memmap(folder / names[file], dtype=stored_dtype(meta["dtype"]), mode="r")
-        position = int(rng.integers(max(1, len(ids) - length)))
-        yield names[file], position, ids[position : position + length]
+        dtype = stored_dtype(meta["dtype"])
+        position = int(rng.integers(max(1, tokens[file] - length)))
+        ids = np.fromfile(folder / names[file], dtype, count=length, offset=position * dtype.itemsize)
+        yield names[file], position, ids
 
 
 def main() -> None:
@@ -70,9 +82,11 @@ def main() -> None:
     folder = dataset_folder(args.dataset)
     meta = read_meta(folder)
     check_files(folder, meta, args.hash)
-    tokenizer, eot_id = load_tokenizer(folder), meta["eot_id"]
+    recorded, eot_id = meta["tokenizer"], meta["eot_id"]
+    tokenizer = load_tokenizer(folder) if names_tokenizer(recorded) else None
+    name = recorded.get("name", recorded["kind"]) if tokenizer else "not in meta.json, so samples are ids"
     print(f"dataset    {folder}, from {meta['source']}")
-    print(f"tokenizer  {meta['tokenizer']['name']}, {meta['vocab_size']:,} ids, end-of-text {eot_id}")
+    print(f"tokenizer  {name}, {meta['vocab_size']:,} ids, end-of-text {eot_id}")
     for key in ("documents", "empty", "bad"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")
@@ -83,7 +97,8 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     for split in SPLITS:
         for name, position, ids in sample(folder, meta, split, args.samples, args.length, rng):
-            print(f"\n--- {name} at {position:,} ---\n{tokenizer.decode(ids.tolist())}")
+            text = tokenizer.decode(ids.tolist()) if tokenizer else " ".join(map(str, ids.tolist()))
+            print(f"\n--- {name} at {position:,} ---\n{text}")
 
 
 if __name__ == "__main__":

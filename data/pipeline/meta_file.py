@@ -4,13 +4,14 @@ It is written last, so a folder that has a meta.json holds a complete dataset.
 """
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
 from data.folders import dataset_argument
-from data.pipeline.token_files import SPLITS, smallest_dtype
+from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.tokenizers.tokenizer import Tokenizer, open_recorded_tokenizer
 
 FORMAT = 1  # of meta.json; a reader refuses the formats that it does not know
@@ -40,24 +41,77 @@ def nanogpt_meta(vocab_size: int, tokenizer: dict) -> bytes:
 
 
 def read_meta(folder: str | Path) -> dict:
-    """The checked meta.json of a dataset folder."""
+    """The checked meta.json of a dataset folder. What one written by hand leaves out is added: the tokens of
+    each file, a tokenizer of None, an eot_id of None."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise DataError(f"{path} does not exist, so {folder} holds no complete dataset; run its prepare.py")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); run its prepare.py again") from error
-    if meta.get("format") != FORMAT:
+    if not isinstance(meta, dict):
+        raise DataError(f"{path} is not a JSON object; run its prepare.py again")
+    if meta.get("format", FORMAT) != FORMAT:
         raise DataError(
             f"{path} has format {meta.get('format')!r}, this code reads {FORMAT}; run its prepare.py"
         )
-    return meta
+    if meta.get("dtype") not in ("uint16", "uint32"):
+        raise DataError(f"{path}: dtype {meta.get('dtype')!r} is not uint16 or uint32")
+    try:
+        vocab_size = int(meta["vocab_size"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise DataError(f"{path}: vocab_size {meta.get('vocab_size')!r} is not a number") from None
+    tokenizer = meta.get("tokenizer")
+    if isinstance(tokenizer, str):
+        tokenizer = {"kind": "tiktoken", "name": tokenizer}
+    return {
+        **meta,
+        "vocab_size": vocab_size,
+        "eot_id": meta.get("eot_id"),
+        "tokenizer": tokenizer,
+        "source": meta.get("source", "an unknown source"),
+        "files": _files(path, meta),
+    }
+
+
+def _files(path: Path, meta: dict) -> dict[str, dict]:
+    """What meta.json says of the token files, with their tokens."""
+    recorded = meta.get("files") or {
+        file.name: {} for split in SPLITS for file in sorted(path.parent.glob(f"{split}*.bin"))
+    }
+    itemsize, files = stored_dtype(meta["dtype"]).itemsize, {}
+    if not isinstance(recorded, dict):
+        raise DataError(f"{path}: files is not a JSON object; run its prepare.py again")
+    for name, file in recorded.items():
+        if not isinstance(file, dict) or os.path.basename(name) != name:
+            raise DataError(f"{path} says {file!r:.80} of the file {name!r}; run its prepare.py again")
+        there = path.with_name(name)
+        tokens = file.get("tokens", there.stat().st_size // itemsize if there.is_file() else 0)
+        if type(tokens) is not int or tokens < 0:
+            raise DataError(f"{path} says {tokens!r} tokens in {name}; run its prepare.py again")
+        files[name] = {**file, "tokens": tokens}
+    return files
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that made the tokens of this dataset: .encode(text) and .decode(ids)."""
-    return open_recorded_tokenizer(read_meta(folder)["tokenizer"], folder)
+    recorded = read_meta(folder)["tokenizer"]
+    if not names_tokenizer(recorded):
+        example = '"tokenizer": {"kind": "tiktoken", "name": "gpt2"}'
+        raise DataError(
+            f"{Path(folder) / 'meta.json'} does not say how to open the tokenizer of these tokens; "
+            f"add it, for example {example}"
+        )
+    return open_recorded_tokenizer(recorded, folder)
+
+
+def names_tokenizer(recorded: Any) -> bool:
+    """Whether what meta.json says of a tokenizer is enough to open it."""
+    fields = {"char": ("chars",), "tiktoken": ("name",), "tokenizers": ("file", "sha256")}
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("kind"), str):
+        return False
+    return all(isinstance(recorded.get(field), str) for field in fields.get(recorded["kind"], ()))
 
 
 def count_tokens(meta: dict) -> dict[str, int]:

@@ -23,6 +23,7 @@ from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta
 from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
+from data.pipeline.verified import damaged_files
 from data.pipeline.workers import run_units
 from data.tokenizers.file_tokenizer import tokenizer_json
 from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
@@ -99,7 +100,20 @@ def plan_units(
 # --- the dataset ---
 
 
-def read_manifest(unit: Unit, folder: Path, itemsize: int) -> dict | None:
+def read_manifests(units: list[Unit], folder: Path, dtype: str) -> list[dict | None]:
+    """The units' manifests; None for a unit that has none, or whose token files are not what it says."""
+    itemsize = stored_dtype(dtype).itemsize
+    manifests = [_read_manifest(unit, folder, itemsize) for unit in units]
+    files = {name: file for manifest in manifests if manifest for name, file in manifest["files"].items()}
+    damaged = damaged_files(folder, dtype, files)
+    for name in sorted(damaged):
+        print(f"{folder / name} is damaged; it is made again")
+    return [
+        None if manifest is None or damaged & manifest["files"].keys() else manifest for manifest in manifests
+    ]
+
+
+def _read_manifest(unit: Unit, folder: Path, itemsize: int) -> dict | None:
     """The unit's manifest, if its token files are there and have the sizes that it says."""
     try:
         manifest = json.loads(unit.manifest_path(folder).read_text(encoding="utf-8"))
@@ -157,11 +171,23 @@ def assemble(
             raise DataError(
                 f"the {split} split of {folder} would hold no tokens; use more text or another --val_fraction"
             )
+    _check_no_overlap(folder, files)
     for key in ("documents", "empty", "bad"):
         meta[key] = sum(manifest[key] for manifest in manifests)
     write_bytes(folder / "meta.pkl", nanogpt_meta(tokenizer.vocab_size, meta_tokenizer))
     write_json(folder / "meta.json", meta)
     return meta
+
+
+def _check_no_overlap(folder: Path, files: dict[str, dict]) -> None:
+    """Training refuses a validation file that is also a training file."""
+    training = {file["sha256"]: name for name, file in files.items() if name.startswith("train_")}
+    for name, file in files.items():
+        if name.startswith("val_") and (twin := training.get(file["sha256"])):
+            raise DataError(
+                f"{name} and {twin} of {folder} would be the same: the input holds one text twice. Leave the "
+                "copy out of --input and run the command again with --no-resume"
+            )
 
 
 def finish(
@@ -173,8 +199,7 @@ def finish(
     max_bad: int,
 ) -> dict | None:
     """Check all units together and make a dataset of them; None while some are not made yet."""
-    itemsize = stored_dtype(smallest_dtype(tokenizer.vocab_size)).itemsize
-    found = [read_manifest(unit, folder, itemsize) for unit in units]
+    found = read_manifests(units, folder, smallest_dtype(tokenizer.vocab_size))
     manifests = [manifest for manifest in found if manifest is not None]
     if len(manifests) < len(units):
         (folder / "meta.json").unlink(missing_ok=True)
@@ -234,16 +259,14 @@ def prepare(
         except OSError:
             raise DataError(f"another process is at work on part {job.part} of {folder}") from None
         start_or_resume(folder, plan, job.resume)
-        itemsize = stored_dtype(smallest_dtype(tokenizer.vocab_size)).itemsize
-        missing = [
-            unit
-            for unit in units
-            if unit.number % job.num_parts == job.part and read_manifest(unit, folder, itemsize) is None
-        ]
+        dtype = smallest_dtype(tokenizer.vocab_size)
+        mine = [unit for unit in units if unit.number % job.num_parts == job.part]
+        found = read_manifests(mine, folder, dtype)
+        missing = [unit for unit, manifest in zip(mine, found, strict=True) if manifest is None]
         if missing:
             (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is no longer complete
         if missing and job.workers:
-            check_disk_space(missing, folder, tokenizer, itemsize, store.size)
+            check_disk_space(missing, folder, tokenizer, stored_dtype(dtype).itemsize, store.size)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
             fast = needed > FAST_BYTES and tokenizer.use_fast_encoder()

@@ -15,6 +15,7 @@ from data.errors import DataError
 from data.pipeline.durable_files import sync
 from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
 from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype
+from data.pipeline.verified import damaged_files
 from data.tokenizers.file_tokenizer import tokenizer_json
 
 
@@ -87,6 +88,7 @@ def has_dataset(folder: str | Path, source: str) -> bool:
         return False
     itemsize = np.dtype(meta["dtype"]).itemsize
     paths = {Path(folder) / name: written["tokens"] * itemsize for name, written in meta["files"].items()}
-    return meta["source"] == source and all(
-        path.is_file() and path.stat().st_size == size for path, size in paths.items()
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+    return (
+        meta["source"] == source and whole and not damaged_files(Path(folder), meta["dtype"], meta["files"])
     )

@@ -15,12 +15,14 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
+
+from data.pipeline.token_files import stored_dtype
 
 MEMORY = ".verified.json"
 READ_BYTES = 1 << 24  # that each thread reads at a time
@@ -36,7 +38,7 @@ def stamp(stat: os.stat_result, dtype: str, sha256: str | None) -> list:
 def entry(path: Path, dtype: str, written: dict) -> dict:
     """What to remember of a file. written: what meta.json says of it. Call this before the file is read, so
     that a change of the file during the reading makes the entry invalid."""
-    return {"stamp": stamp(path.stat(), dtype, written["sha256"]), "max_id": written["max_id"]}
+    return {"stamp": stamp(path.stat(), dtype, written.get("sha256")), "max_id": written.get("max_id")}
 
 
 def recall(folder: Path) -> dict[str, dict]:
@@ -57,6 +59,27 @@ def remember(folder: Path, entries: dict[str, dict]) -> None:
             os.replace(temporary, folder / MEMORY)
         except OSError:
             temporary.unlink(missing_ok=True)
+
+
+def forget(folder: Path, names: Set[str]) -> None:
+    """The files with these names are read again before they are used."""
+    if names & recall(folder).keys():
+        remember(folder, {name: {"stamp": ["damaged"], "max_id": 0} for name in names})
+
+
+def damaged_files(folder: Path, dtype: str, files: dict[str, dict]) -> set[str]:
+    """The names of the files that are not what meta.json says of them: {name: what it says}. A file is read
+    unless it was read before and has not changed since."""
+    known = recall(folder)
+    entries = {name: entry(folder / name, dtype, written) for name, written in files.items()}
+    unread = [name for name in files if known.get(name, {}).get("stamp") != entries[name]["stamp"]]
+    damaged = set()
+    for path, sha256, max_id in read_whole([folder / name for name in unread], stored_dtype(dtype)):
+        if (sha256, max_id) != (files[path.name]["sha256"], files[path.name]["max_id"]):
+            damaged.add(path.name)
+    if good := {name: entries[name] for name in unread if name not in damaged}:
+        remember(folder, good)
+    return damaged
 
 
 @contextlib.contextmanager
@@ -102,6 +125,7 @@ def scan(
     with open(path, "rb") as file:
         while not stop.is_set() and (chunk := file.read(READ_BYTES)):
             digest.update(chunk)
-            largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+            ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)  # a file may be cut meanwhile
+            largest = max(largest, int(ids.max(initial=0)))
             progress(len(chunk))
     return digest.hexdigest(), largest

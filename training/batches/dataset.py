@@ -66,7 +66,8 @@ def _read_meta(folder: Path, config: TrainConfig) -> dict:
     if not folder.is_dir():
         raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {_how_to_make(folder)}")
     if not path.exists():
-        wanted = '{"dtype": "uint16", "vocab_size": 50257}'
+        tokenizer = '{"kind": "tiktoken", "name": "gpt2"}'
+        wanted = f'{{"dtype": "uint16", "vocab_size": 50257, "tokenizer": {tokenizer}}}'
         raise UserError(
             f"no {path}, which says how the tokens are stored; {_how_to_make(folder)}, "
             f"or write it by hand, for example {wanted}"
@@ -134,7 +135,7 @@ def _check_no_overlap(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_r
 def overlap_error(validation: Path, training: Path) -> UserError:
     return UserError(
         f"{validation} is the same file as {training}: the validation loss would be of text that was trained "
-        "on; prepare the dataset again, or set --eval_interval=0"
+        "on; prepare the dataset again from text that is not there twice, or set --eval_interval=0"
     )
 
 

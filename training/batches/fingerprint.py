@@ -20,8 +20,10 @@ FACTS = ("dtype", "vocab_size", "eot_id")
 PROBES, PROBE_BYTES = 64, 4096  # read from a file whose hash meta.json does not record
 
 
-def data_fingerprint(meta: dict, splits: dict[str, TokenFiles]) -> dict:
-    """Tokenizer, storage format and files of each split, and one hash of all of these."""
+def data_fingerprint(
+    meta: dict, splits: dict[str, TokenFiles], packings: dict[str, str] | None = None
+) -> dict:
+    """Tokenizer, storage format, files of each split and hashes of packings, and one hash of all of these."""
     tokenizer = meta.get("tokenizer") or {}
     content = {
         "tokenizer": _tokenizer(tokenizer if isinstance(tokenizer, dict) else {"name": str(tokenizer)}),
@@ -30,13 +32,14 @@ def data_fingerprint(meta: dict, splits: dict[str, TokenFiles]) -> dict:
             split: {path.name: _file(path, i, files, meta) for i, path in enumerate(files.paths)}
             for split, files in splits.items()
         },
+        **({"packings": packings} if packings else {}),
     }
     return {"sha256": _hash(content), **content}
 
 
 def run_fingerprint(sources: list[Source]) -> dict:
     """The fingerprint of the one dataset, or of a mixture's sources in their order, with their weights."""
-    prints = [data_fingerprint(source.meta, source.splits) for source in sources]
+    prints = [data_fingerprint(source.meta, source.splits, source.packings) for source in sources]
     if len(prints) == 1:
         return prints[0]
     prints = [{**p, "weight": str(source.weight)} for p, source in zip(prints, sources, strict=True)]
@@ -83,7 +86,9 @@ def _dataset_differences(saved: dict, now: dict) -> list[str]:
     was, is_now = (each.get("splits", {}) for each in (saved, now))
     for split in was.keys() & is_now.keys():
         differences += _file_differences(was[split], is_now[split])
-    return differences
+    was, is_now = (each.get("packings", {}) for each in (saved, now))
+    changed = sorted(name for name in was.keys() & is_now.keys() if was[name] != is_now[name])
+    return differences + [f"another packing .packed-{name}" for name in changed]
 
 
 def _differ(was, is_now) -> bool:

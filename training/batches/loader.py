@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from training.batches.windows import Split, inputs_and_targets
+from training.configuration.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
@@ -41,6 +42,20 @@ class IterationBatches(torch.utils.data.Dataset):
         return torch.from_numpy(rows.reshape(*numbers.shape, -1))
 
 
+class _ErrorsAsItems(torch.utils.data.Dataset):
+    """The batches for a worker process. torch would raise a worker's error again with the worker's traceback
+    as its message, so a RunError is handed over as an item, and Loader raises it."""
+
+    def __init__(self, batches: IterationBatches):
+        self.batches = batches
+
+    def __getitem__(self, position: int) -> torch.Tensor | RunError:
+        try:
+            return self.batches[position]
+        except RunError as error:
+            return error
+
+
 class Loader:
     """Returns the batches of one iteration after another. Its position is the number of samples returned.
 
@@ -59,7 +74,7 @@ class Loader:
         self.timer = timer
         self.batches = IterationBatches(windows, config, world)
         self.position, self.device = position, world.device
-        self.source: Iterator[torch.Tensor] = (
+        self.source: Iterator[torch.Tensor | RunError] = (
             self._workers(config) if config.use_dataloader else self._inline()
         )
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -85,6 +100,8 @@ class Loader:
 
     def _fetch(self) -> torch.Tensor:
         tokens = next(self.source)
+        if isinstance(tokens, RunError):
+            raise tokens
         with torch.cuda.stream(self.copies):  # on a CPU it is None, which has no effect
             return tokens.to(self.device, non_blocking=True)
 
@@ -103,10 +120,10 @@ class Loader:
             tokens = self.batches[position]
             yield tokens.pin_memory() if self.device.type == "cuda" else tokens
 
-    def _workers(self, config: TrainConfig) -> Iterator[torch.Tensor]:
+    def _workers(self, config: TrainConfig) -> Iterator[torch.Tensor | RunError]:
         workers = config.dataloader_num_workers
         loader = torch.utils.data.DataLoader(
-            self.batches,
+            _ErrorsAsItems(self.batches),
             batch_size=None,
             sampler=_Endless(self._positions),
             num_workers=workers,

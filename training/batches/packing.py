@@ -8,7 +8,6 @@ window that still has space for it (best-fit decreasing; Johnson 1973).
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -20,9 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
+from data.pipeline.durable_files import sync_folder
+from training.batches.packed_index import DamagedIndex, read_index, write_index
+from training.batches.random_access import read_bytes
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Windows
-from training.configuration.errors import UserError
+from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
 
 PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any space is left over
@@ -48,24 +50,17 @@ def end_of_text_id(config: TrainConfig, meta: dict) -> int | None:
 class PackedWindows(Windows):
     """A split as token windows of whole documents."""
 
-    def __init__(self, tokens: TokenFiles, block_size: int, eot_id: int, folder: Path):
-        """folder: what pack_documents() returned for these tokens."""
+    def __init__(self, tokens: TokenFiles, block_size: int, eot_id: int, folder: Path, index: dict):
+        """folder, index: what pack_documents() returned for these tokens."""
         self.tokens, self.block_size, self.folder = tokens, block_size, folder
         self.padding = ~eot_id  # see inputs_and_targets
-        self.description = json.loads((folder / "index.json").read_text())
-        del self.description["stamp"]
+        self.description = {name: value for name, value in index.items() if name != "files"}
         self.count = self.description["windows"]
-        self._open()
-
-    def _open(self) -> None:
-        # (count + 1,): index of each window's first piece; then (pieces, 2): start and length of each piece
-        self.first = np.memmap(self.folder / "windows.bin", np.int64, mode="r")
-        self.pieces = np.memmap(self.folder / "pieces.bin", np.int64, mode="r").reshape(-1, 2)
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
         """The windows (len(indices), T + 1) as int64, negative for padding; the same in all epochs."""
         rows = np.full((len(indices), self.block_size + 1), self.padding, dtype=np.int64)
-        pieces = [self.pieces[self.first[i] : self.first[i + 1]].tolist() for i in indices]
+        pieces = [self._pieces(int(i)) for i in indices]
         for start, length in chain.from_iterable(pieces):
             self.tokens.prefetch([start], length)
         for row, window_pieces in zip(rows, pieces, strict=True):
@@ -75,54 +70,83 @@ class PackedWindows(Windows):
                 at += length
         return rows
 
-    def __getstate__(self):
-        return {**self.__dict__, "first": None, "pieces": None}  # a worker process opens the files itself
+    def _pieces(self, window: int) -> list[list[int]]:
+        """(start, length) of each document in this window. Raises RunError if that is impossible: the packing
+        was changed after it was checked."""
+        documents = self.description["documents"]
+        first, end = _read_numbers(self.folder / "windows.bin", self.count + 1, window, 2).tolist()
+        if not 0 <= first < end <= documents:
+            raise self._changed("windows.bin")
+        numbers = _read_numbers(self.folder / "pieces.bin", 2 * documents, 2 * first, 2 * (end - first))
+        pieces = numbers.reshape(-1, 2).tolist()
+        inside = all(
+            0 <= start and 0 < length and start + length <= self.tokens.total for start, length in pieces
+        )
+        if not inside or sum(length for _, length in pieces) > self.block_size + 1:
+            raise self._changed("pieces.bin")
+        return pieces
 
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
+    def _changed(self, name: str) -> RunError:
+        return RunError(
+            f"{self.folder / name} was changed or damaged after the start; the next start makes it again"
+        )
 
 
-def pack_documents(tokens: TokenFiles, folder: Path, split: str, block_size: int, eot_id: int) -> Path:
-    """The folder that says which documents share a window; made here if there is none. Raises UserError."""
+def _read_numbers(path: Path, total: int, first: int, count: int) -> np.ndarray:
+    """`count` of the `total` numbers of an int64 file, from number `first` on."""
+    return np.frombuffer(read_bytes(path, 8 * total, 8 * first, 8 * count), np.int64)
+
+
+def pack_documents(
+    tokens: TokenFiles, folder: Path, split: str, block_size: int, eot_id: int, hashes: bool = True
+) -> tuple[Path, dict]:
+    """(the folder that says which documents share a window, its index); made here if there is none, or a
+    damaged one. hashes: compares the hashes of its files, too. Raises UserError."""
     final = folder / f".packed-{split}-{block_size}"
     stamp = [
         eot_id,
         PACKED_TOGETHER,
         *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in tokens.paths),
     ]
-    if _stamp_of(final) == stamp:
-        return final
-    log.warning("Packing the documents of %s into windows of %s tokens, once", folder / split, block_size)
+    try:
+        if index := read_index(final, tokens, block_size, stamp, hashes):
+            return final, index
+        log.warning("Packing the documents of %s into windows of %s tokens, once", folder / split, block_size)
+    except DamagedIndex as error:
+        log.warning("%s is damaged or of an older version (%s): packing the documents again", final, error)
     unique = uuid.uuid4().hex[:8]
     temporary, old = (final.with_name(f"{final.name}.{kind}-{unique}") for kind in ("tmp", "old"))
     try:
         temporary.mkdir()
-        description = _write_index(tokens, temporary, block_size + 1, eot_id)
-        (temporary / "index.json").write_text(json.dumps({"stamp": stamp, **description}))
-        if _stamp_of(final) != stamp:  # else another machine has made it meanwhile
-            if final.exists():  # made of other tokens, or incomplete
+        write_index(temporary, stamp, _write_windows(tokens, temporary, block_size + 1, eot_id))
+        if not _is_made(final, tokens, block_size, stamp):  # else another machine has made it meanwhile
+            if os.path.lexists(final):  # made of other tokens, incomplete or damaged
                 os.rename(final, old)
             os.rename(temporary, final)
-    except OSError as error:
+            sync_folder(folder)
+        index = read_index(final, tokens, block_size, stamp, hashes=False)
+        assert index is not None, final
+        return final, index
+    except (OSError, DamagedIndex) as error:
         raise UserError(
             f"packing='truncate' keeps which documents share a window in {final}, which cannot be written "
             f"({error}); make the folder writable, or use packing='stream'"
         ) from None
     finally:
         for leftover in (temporary, old):
+            if leftover.is_symlink() or leftover.is_file():
+                leftover.unlink()
             shutil.rmtree(leftover, ignore_errors=True)
-    return final
 
 
-def _stamp_of(folder: Path) -> list | None:
+def _is_made(folder: Path, tokens: TokenFiles, block_size: int, stamp: list) -> bool:
     try:
-        return json.loads((folder / "index.json").read_text())["stamp"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return read_index(folder, tokens, block_size, stamp, hashes=True) is not None
+    except DamagedIndex:
+        return False
 
 
-def _write_index(tokens: TokenFiles, folder: Path, capacity: int, eot_id: int) -> dict:
+def _write_windows(tokens: TokenFiles, folder: Path, capacity: int, eot_id: int) -> dict:
     windows = pieces = kept = 0
     with open(folder / "windows.bin", "wb") as window_file, open(folder / "pieces.bin", "wb") as piece_file:
         window_file.write(np.zeros(1, np.int64).tobytes())

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 from training.batches.dataset import open_dataset, overlap_error
 from training.batches.mixture import Mixture
+from training.batches.packed_index import index_hash
 from training.batches.packing import PackedWindows, end_of_text_id, pack_documents
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
@@ -29,6 +30,8 @@ class Source:
     folder: Path
     splits: dict[str, TokenFiles]
     meta: dict
+    # hashes of its packings by split and length, such as 'train-1024'; known where the data was scanned
+    packings: dict[str, str] = field(default_factory=dict)
 
 
 def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
@@ -40,8 +43,10 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
         splits, meta = open_dataset(alone, scan)
         sources.append(Source(name, weight, dataset_folder(alone), splits, meta))
         if scan and config.packing == "truncate":
+            hashes = config.verify_data == "hash"
             for split in splits:
-                packing_of(sources[-1], split, config)
+                _, index = packing_of(sources[-1], split, config, hashes)
+                sources[-1].packings[f"{split}-{config.block_size}"] = index_hash(index)
     for source in sources[1:]:
         _check_same_tokenizer(sources[0], source)
     _check_no_overlap(sources)
@@ -62,14 +67,14 @@ def _windows(source: Source, split: str, config: TrainConfig) -> Windows:
     tokens = source.splits[split]
     if config.packing == "stream":
         return StreamWindows(tokens, config.block_size)
-    folder = packing_of(source, split, config)
-    return PackedWindows(tokens, config.block_size, _eot_id(source, config), folder)
+    packing = packing_of(source, split, config, hashes=False)  # open_sources() has compared them
+    return PackedWindows(tokens, config.block_size, _eot_id(source, config), *packing)
 
 
-def packing_of(source: Source, split: str, config: TrainConfig) -> Path:
-    """The folder that says which documents share a window; made here if there is none."""
+def packing_of(source: Source, split: str, config: TrainConfig, hashes: bool) -> tuple[Path, dict]:
+    """The folder that says which documents share a window, and its index; made here if there is none."""
     eot_id = _eot_id(source, config)
-    return pack_documents(source.splits[split], source.folder, split, config.block_size, eot_id)
+    return pack_documents(source.splits[split], source.folder, split, config.block_size, eot_id, hashes)
 
 
 def _eot_id(source: Source, config: TrainConfig) -> int:
