@@ -242,7 +242,9 @@ def test_resumed_training_has_the_whole_run_in_its_record(run, tmp_path):
     )
     # an evaluation beside it is not another attempt
     assert run(config, "--init_from=resume", "--eval_only=True") == 0
-    assert last_run(out_dir)["attempt"] == 1 and last_run(out_dir)["training_iterations"] == []
+    (path,) = out_dir.glob("eval_*.json")
+    assert read(path)["attempt"] == 1 and read(path)["training_iterations"] == []
+    assert last_run(out_dir) == second
 
 
 # --- the cost ---

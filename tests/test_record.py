@@ -389,8 +389,11 @@ def test_row_over_several_iterations_gives_the_time_of_one(record, monkeypatch):
 # --- how a run ends ---
 
 
-def test_eval_only_evaluates_once_and_trains_nothing(record, tmp_path):
-    content = record("--eval_only=True", "--eval_at_start=True", "--eval_interval=1")
+def test_eval_only_evaluates_once_and_trains_nothing(run, config, tmp_path):
+    assert run(config, "--eval_only=True", "--eval_at_start=True", "--eval_interval=1") == 0
+    assert not list(tmp_path.glob("out/run_*"))
+    (path,) = tmp_path.glob("out/eval_*.json")
+    content = parse(path.read_text())
     assert [step["iter"] for step in content["eval_steps"]] == [0]
     assert content["training_iterations"] == content["checkpoints"] == []
     assert content["status"] == "completed"

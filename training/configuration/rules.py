@@ -80,7 +80,7 @@ def _check_checkpoints(config: TrainConfig) -> None:
 
 
 def _check_schedule(config: TrainConfig) -> None:
-    decays = config.decay_lr and config.lr_schedule != "constant"
+    decays = config.decay_lr and config.lr_schedule != "constant" and not config.eval_only
     if decays and config.min_lr > config.learning_rate:
         raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
     if decays and config.warmup_iters >= config.lr_decay_iters:

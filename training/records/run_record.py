@@ -33,9 +33,11 @@ SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 log = logging.getLogger("nanomfu")
 
 
-def new_run_path(out_dir: Path) -> Path:
-    """out_dir/run_YYYYMMDD_HHMMSS.json, a name that no earlier run has."""
-    name = f"run_{datetime.now():%Y%m%d_%H%M%S}"
+def new_record_path(config: TrainConfig) -> Path:
+    """out_dir/run_YYYYMMDD_HHMMSS.json, a name that no earlier record has. An evaluation alone has eval_...,
+    so that `run_*.json` does not find it."""
+    out_dir, kind = Path(config.out_dir), "eval" if config.eval_only else "run"
+    name = f"{kind}_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
     return next(path for path in candidates if not path.exists() and not path.with_suffix(".log").exists())
 
@@ -43,7 +45,7 @@ def new_run_path(out_dir: Path) -> Path:
 def open_log(config: TrainConfig, world: World) -> Path:
     """The path of this run's record, the same on all ranks. Also opens the log beside it, which rank 0
     writes. All ranks."""
-    path = gather_objects(new_run_path(Path(config.out_dir)) if world.is_main else None, world)[0]
+    path = gather_objects(new_record_path(config) if world.is_main else None, world)[0]
     start_logging(path.with_suffix(".log") if world.is_main else None, console=world.is_main)
     return path
 

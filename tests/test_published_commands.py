@@ -1,0 +1,113 @@
+"""The commands of the published guides (tests/published_commands.txt) work as they stand: each training command
+as a dry run with its number of processes; the rest on a tiny run on a CPU, in the order of a user."""
+
+import functools
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
+
+from training.configuration.files_and_flags import load_config
+from training.records import report
+
+TEXT = (ROOT / "tests" / "published_commands.txt").read_text()
+LINES = [line.split("   #")[0].rstrip() for line in TEXT.splitlines() if line and not line.startswith("#")]
+TRAINING = [line for line in LINES if " train.py " in line]
+OUT = "out-llama-1.36b"  # where the snippets look
+
+
+def processes_and_arguments(line: str) -> tuple[int, list[str]]:
+    """What a training command starts, and the arguments of train.py."""
+    words = shlex.split(line.replace("$BS", "8"))
+    launcher, arguments = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
+    counts = [int(word.partition("=")[2]) for word in launcher if word.startswith("--nproc_per_node=")]
+    return (counts or [1])[0], arguments
+
+
+# --- training commands, dry ---
+
+
+@pytest.fixture(scope="module")
+def counted_once():
+    """count_flops() depends on the model alone; several commands share one."""
+
+    @functools.cache
+    def count(config_file: str) -> dict:
+        return report_count(load_config([config_file]))
+
+    report_count = report.count_flops
+    return count
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_training_command_passes_as_a_dry_run(line, run, counted_once, monkeypatch, capfd):
+    processes, arguments = processes_and_arguments(line)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(report, "count_flops", lambda config: counted_once(arguments[0]))
+    if "--init_from=resume" in arguments:  # the report of an evaluation is that of a run
+        assert load_config(arguments, processes).eval_only
+    assert run(*arguments, "--dry_run=True") == 0
+    assert "THEORETICAL PERFORMANCE" in capfd.readouterr().out
+
+
+# --- on a tiny run ---
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A tiny run with the flags that the guides give to LLaMA on two processes."""
+    folder = tmp_path_factory.mktemp("published")
+    dataset = make_dataset(folder / "tokens")
+    keys = {**TINY, "max_iters": 6, "block_size": 16, "eval_interval": 3}
+    config = write_config(folder / "run.py", **keys, dataset=dataset, out_dir=folder / OUT)
+    flags = ["--batch_size=6", "--gradient_accumulation_steps=32", "--use_zero1=True"]
+    run_in_one_launch(folder, [[config, *flags]], processes=2)
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch) -> Path:
+    """A copy of that run, as the folder in which one works."""
+    shutil.copytree(trained / OUT, tmp_path / OUT)
+    shutil.copy(trained / "run.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in (folder / OUT).glob(pattern))
+
+
+# an evaluation
+
+
+def test_evaluation_alone_takes_a_checkpoint_of_two_processes_and_another_batch(folder, run, capfd):
+    records, checkpoints = names(folder, "run_*"), names(folder, "checkpoints/*")
+    status = run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True")
+    assert status == 0, capfd.readouterr()
+    assert names(folder, "run_*") == records and names(folder, "checkpoints/*") == checkpoints
+    (path,) = (folder / OUT).glob("eval_*.json")
+    content = json.loads(path.read_text())
+    assert content["run_name"] == path.stem and content["status"] == "completed"
+    assert [step["iter"] for step in content["eval_steps"]] == [6]
+    assert content["training_iterations"] == []
+    trained = last_run(folder / OUT)["eval_steps"][-1]["val_loss"]
+    assert content["eval_steps"][0]["val_loss"] == pytest.approx(trained, abs=0.1)  # of other windows
+    assert path.with_suffix(".log").exists()
+
+
+def test_evaluation_alone_refuses_no_schedule_no_seed_and_no_other_data(folder, run, capfd):
+    other = make_dataset(folder / "other", seed=1)
+    flags = ["--init_from=resume", "--eval_only=True", f"--dataset={other}", "--seed=7", "--warmup_iters=200"]
+    flags += ["--learning_rate=1e-5", "--lr_decay_iters=100", "--weight_decay=0", "--packing=stream"]
+    assert run("run.py", f"--out_dir={OUT}", *flags) == 0, capfd.readouterr()
+    assert len(names(folder, "eval_*.json")) == 1
+
+
+def test_resume_that_trains_still_refuses_another_batch(folder, run, capfd):
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8") == 2
+    assert "batch_size: checkpoint 6, now 4" in capfd.readouterr().err
