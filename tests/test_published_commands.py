@@ -1,4 +1,4 @@
-"""The commands of the published guides (tests/published_commands.txt) work as they stand: each training command
+"""The commands of the published guides, in published_commands.txt, work as they stand: each training command
 as a dry run with its number of processes; the rest on a tiny run on a CPU, in the order of a user."""
 
 import functools
@@ -111,3 +111,30 @@ def test_evaluation_alone_refuses_no_schedule_no_seed_and_no_other_data(folder, 
 def test_resume_that_trains_still_refuses_another_batch(folder, run, capfd):
     assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8") == 2
     assert "batch_size: checkpoint 6, now 4" in capfd.readouterr().err
+
+
+# what cannot work here
+
+
+def lines_of(log: str, text: str) -> list[str]:
+    return [line for line in log.splitlines() if text in line]
+
+
+def test_zero1_and_cuda_graphs_on_one_cpu_run_without_and_have_a_line_each(folder, run, capfd):
+    assert run("run.py", "--out_dir=alone", "--use_zero1=True", "--use_cuda_graphs=True") == 0
+    log = capfd.readouterr().out
+    (parallelism,) = lines_of(log, "Parallelism")
+    assert "single, use_zero1=True has no other process to share with" in parallelism
+    (graph,) = lines_of(log, "CUDA Graph")
+    assert "not used, the eager step runs: device='cpu' has no CUDA Graphs" in graph
+    assert last_run(folder / "alone")["startup_info"]["hardware"]["parallelism"] == "single"
+
+
+@pytest.mark.parametrize("sharding", ["use_zero1", "use_fsdp"])
+def test_cuda_graphs_with_sharding_fall_back_with_a_line(sharding, folder, run, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (
+        run("run.py", "--device=cuda", "--use_cuda_graphs=True", f"--{sharding}=True", "--dry_run=True") == 0
+    )
+    (graph,) = lines_of(capfd.readouterr().out, "CUDA Graph")
+    assert f"not used, the eager step runs: {sharding}=True" in graph
