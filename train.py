@@ -1,7 +1,7 @@
 """Trains GPT-2, LLaMA or Qwen3 models, and measures how well the hardware is used.
 
     python train.py config/quickstart.py --max_iters=100
-    torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py --batch_size=22
+    torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py
 
 Read it from top to bottom: check the inputs, join the ranks, choose where to start, build, parallelize, load,
 loop, finish. training/configuration/keys.py documents every setting.

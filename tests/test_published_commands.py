@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 
+import model_builder
 from training.configuration.files_and_flags import load_config
 from training.records import report
+from training.records.memory_estimate import estimate_memory
 
 TEXT = (ROOT / "tests" / "published_commands.txt").read_text()
 LINES = [line.split("   #")[0].rstrip() for line in TEXT.splitlines() if line and not line.startswith("#")]
 TRAINING = [line for line in LINES if " train.py " in line]
 OUT = "out-llama-1.36b"  # where the snippets look
+B200 = "config/full_qwen3_1.8b_b200_optimal.py"
 
 
 def processes_and_arguments(line: str) -> tuple[int, list[str]]:
@@ -52,6 +55,17 @@ def test_training_command_passes_as_a_dry_run(line, run, counted_once, monkeypat
         assert load_config(arguments, processes).eval_only
     assert run(*arguments, "--dry_run=True") == 0
     assert "THEORETICAL PERFORMANCE" in capfd.readouterr().out
+
+
+def test_b200_config_without_flags_is_phase_1_of_the_guide_and_fits(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config([B200], 8)
+    assert config.samples_per_iter(8) * config.block_size == 64 * 4 * 8 * 2048 == 4_194_304
+    assert config.use_dataloader and config.dataloader_num_workers == 16
+    assert config.activation_checkpointing == "none" and config.loss_chunks == 1
+    model = config.model_config()
+    parameters = model_builder.build_model(model).count_parameters()["total"]
+    assert sum(estimate_memory(model, parameters, config, 8).values()) < 120  # GiB, of a GPU with 180 GB
 
 
 # --- on a tiny run ---
