@@ -1,10 +1,14 @@
 """The commands of the published guides, in published_commands.txt, work as they stand: each training command
 as a dry run with its number of processes; the rest on a tiny run on a CPU, in the order of a user."""
 
+import contextlib
 import functools
+import io
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +18,17 @@ import model_builder
 from training.configuration.files_and_flags import load_config
 from training.records import report
 from training.records.memory_estimate import estimate_memory
+from training.records.rows import Logger
+
+sys.path.insert(0, str(ROOT / "plots"))
+import compare_runs  # noqa: E402
+import plot_single_run  # noqa: E402
 
 TEXT = (ROOT / "tests" / "published_commands.txt").read_text()
 LINES = [line.split("   #")[0].rstrip() for line in TEXT.splitlines() if line and not line.startswith("#")]
 TRAINING = [line for line in LINES if " train.py " in line]
+SNIPPETS = [line for line in LINES if line.startswith("python -c ")]
+AROUND = [line for line in LINES if line not in TRAINING and line not in SNIPPETS]
 OUT = "out-llama-1.36b"  # where the snippets look
 B200 = "config/full_qwen3_1.8b_b200_optimal.py"
 
@@ -28,6 +39,14 @@ def processes_and_arguments(line: str) -> tuple[int, list[str]]:
     launcher, arguments = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
     counts = [int(word.partition("=")[2]) for word in launcher if word.startswith("--nproc_per_node=")]
     return (counts or [1])[0], arguments
+
+
+def printed(snippet: str) -> list[str]:
+    """The lines that a one-line script prints, here in this process."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(shlex.split(snippet)[2], "-c", "exec"), {})
+    return output.getvalue().splitlines()
 
 
 # --- training commands, dry ---
@@ -152,3 +171,89 @@ def test_cuda_graphs_with_sharding_fall_back_with_a_line(sharding, folder, run, 
     )
     (graph,) = lines_of(capfd.readouterr().out, "CUDA Graph")
     assert f"not used, the eager step runs: {sharding}=True" in graph
+
+
+# reading records
+
+
+PEAK = "--peak_tflops=1"  # a CPU has no MFU without it
+PROGRESS, LAST_ROW = SNIPPETS
+
+
+@pytest.mark.parametrize("flags", [[], [PEAK]], ids=["no peak", "peak"])
+def test_snippets_read_the_record_at_every_row_of_a_run(flags, folder, run, monkeypatch):
+    for path in (folder / OUT).glob("run_*"):
+        path.unlink()
+    seen, write = [], Logger.write
+
+    def write_and_read(logger, reading, *arguments):
+        write(logger, reading, *arguments)
+        seen.append((len(printed(PROGRESS)), printed(LAST_ROW)))
+
+    monkeypatch.setattr(Logger, "write", write_and_read)
+    assert run("run.py", f"--out_dir={OUT}", "--log_save_interval=1", *flags) == 0
+    assert len(seen) == 6
+    assert all(len(last) == 1 for _, last in seen)
+    assert [count for count, _ in seen][0] == 0  # the first iteration has no MFU
+    assert len(printed(PROGRESS)) == (5 if flags else 0)
+    assert printed(LAST_ROW)[0].split()[0] == "5"
+
+
+def test_the_first_row_is_in_the_record_at_once(folder, run, monkeypatch):
+    for path in (folder / OUT).glob("run_*"):
+        path.unlink()
+    rows, write = [], Logger.write
+
+    def write_and_read(logger, reading, *arguments):
+        write(logger, reading, *arguments)
+        rows.append(printed(LAST_ROW)[0].split()[0])
+
+    monkeypatch.setattr(Logger, "write", write_and_read)
+    assert run("run.py", f"--out_dir={OUT}") == 0
+    assert rows[0] == "0"
+
+
+def test_progress_holds_no_null_and_says_whose_memory_it_is(folder, run):
+    assert run("run.py", f"--out_dir={OUT}", PEAK) == 0
+    progress = last_run(folder / OUT)["training_progress"]
+    assert [row["iter"] for row in progress] == [1, 2, 3, 4, 5]
+    assert all(value is not None for row in progress for value in row.values())
+    assert {row["memory_kind"] for row in progress} == {"resident memory of the process"}
+    assert all(0.05 < row["memory_allocated_gb"] < 64 for row in progress)
+
+
+def test_a_run_says_how_to_watch_it_and_the_guide_too(folder, run, capfd):
+    assert run("run.py", "--out_dir=watched") == 0
+    (log,) = (folder / "watched").glob("*.log")
+    before, hint, _ = capfd.readouterr().out.partition(f"tail -F watched/{log.name}")
+    assert hint and "STARTING TRAINING" in before and "📍" not in before
+    guide = (ROOT / "TRAINING_GUIDE.md").read_text()
+    assert (
+        "tail -F out-qwen3-1.8b-b200/run_*.log" in guide
+        and "`tail -f out-*/run_*.json` shows nothing" in guide
+    )
+
+
+def test_train_evaluate_resume_plot_and_read_in_this_order(folder, run, capfd):
+    """As the guides say: torchrun with two processes made the run (see `trained`)."""
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True") == 0
+    same = ["--batch_size=6", "--gradient_accumulation_steps=64", "--use_zero1=True"]  # as many samples
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8", PEAK, *same) == 0
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True") == 0
+    capfd.readouterr()
+    records = names(folder, "run_*.json")
+    assert len(records) == 2 and len(names(folder, "eval_*.json")) >= 1
+    assert plot_single_run.main([f"{OUT}/run_*.json"]) == 0
+    assert compare_runs.main([f"{OUT}/{record}" for record in records]) == 0
+    assert [line.split()[0] for line in printed(PROGRESS)] == ["7"]
+    assert printed(LAST_ROW)[0].split()[0] == "7"
+    grep = next(line for line in AROUND if line.startswith("grep "))
+    found = subprocess.run(grep, shell=True, capture_output=True, text=True).stdout
+    assert all(text in found for text in ("CUDA Graph", "DataLoader", "Attention backend"))
+
+
+@pytest.mark.parametrize("line", [line for line in AROUND if line.startswith(("cp ", "cd ", "ls "))])
+def test_what_a_command_around_a_run_names_is_there(line):
+    for word in shlex.split(line)[1:]:
+        if "/" in word:
+            assert list(ROOT.glob(word.rstrip("/"))), word

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
     if record:
         record.save()
     log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
+    if record and not config.eval_only:
+        log.info(f"To watch this run: tail -F {shlex.quote(str(record.path.with_suffix('.log')))}")
     if info["resumed_from"]:
         log.info(f"Resuming from {info['resumed_from']}: iteration {start:,}")
         for name, (old, new) in info["changed_since_checkpoint"].items():

@@ -24,6 +24,7 @@ from typing import Any
 
 from training.configuration.keys import TrainConfig
 from training.process.console import start_logging
+from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.world import World, gather_objects
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path
@@ -107,12 +108,15 @@ class RunRecord:
     def add_iteration(self, row: dict) -> None:
         mfu, memory = row["mfu"], row["memory"]
         self._add("training_iterations", row)
+        if mfu is None or not math.isfinite(row["loss"]):
+            return  # one-line scripts calculate with what is in training_progress: no null
         flat = {
             "iter": row["iter"],
             "loss": row["loss"],
-            "mfu": mfu and mfu["mfu"],
+            "mfu": mfu["mfu"],
             "tokens_per_sec": row["tokens_per_sec"],
-            "memory_allocated_gb": memory and memory["allocated_gb"],
+            "memory_allocated_gb": memory["allocated_gb"] if memory else resident_bytes() / GIB,
+            "memory_kind": "allocated on the GPU" if memory else "resident memory of the process",
             "dt_ms": row["time_ms"],
         }
         self._add("training_progress", flat)
