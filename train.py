@@ -1,7 +1,7 @@
 """Trains GPT-2, LLaMA or Qwen3 models, and measures how well the hardware is used.
 
     python train.py config/quickstart.py --max_iters=100
-    torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py --batch_size=22
+    torchrun --standalone --nproc_per_node=8 train.py config/full_qwen3_1.8b_b200_optimal.py
 
 Read it from top to bottom: check the inputs, join the ranks, choose where to start, build, parallelize, load,
 loop, finish. training/configuration/keys.py documents every setting.
@@ -40,6 +40,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import captures_cuda_graphs
 from training.cuda_graphs.graphed_step import graphed
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
@@ -161,7 +162,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )
-    if config.use_cuda_graphs:
+    if captures_cuda_graphs(config, world.size):
         step = graphed(step, state, clock.paused, start, info)
     return Run(
         *(config, world, watchdog, path, info, resume.checkpoint, start),

@@ -1,5 +1,7 @@
 # Qwen3 architecture for a node of B200s: 1,830,395,904 parameters.
-# GPU: B200 (180 GB). Measured: unmeasured.
+# GPU: eight B200 (180 GB). Measured: unmeasured.
+# On 8 GPUs 4,194,304 tokens per iteration, as phase 1 of the published guide (64 x 4 there), in micro-batches
+# that fit without recomputation.
 out_dir = "out-qwen3-1.8b-b200"
 dataset = "slimpajama_6b_qwen3"
 
@@ -14,8 +16,10 @@ vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 block_size = 2048
 
 # batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
-batch_size = 22
-gradient_accumulation_steps = 2
+batch_size = 16
+gradient_accumulation_steps = 16
+use_dataloader = True
+dataloader_num_workers = 16
 dtype = "bfloat16"
 compile = True
 attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere

@@ -30,7 +30,7 @@ def attempt(out_dir: Path, number: int, run_before: str | None, start: int, ackn
     content.save()
     for iteration in range(start, start + 10_000):
         row = {"iter": iteration, "loss": 1 / (1 + iteration), "time_ms": 1.0, "tokens_per_sec": 1.0}
-        content.add_iteration({**row, "mfu": None, "memory": None})
+        content.add_iteration({**row, "mfu": {"mfu": 0.5}, "memory": None})
         os.write(acknowledge, b"%d\n" % iteration)
         if iteration % 5 == 0:
             content.save()

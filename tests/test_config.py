@@ -13,6 +13,7 @@ from training.configuration.errors import UserError
 from training.configuration.files_and_flags import USAGE, load_config
 from training.configuration.help import help_text
 from training.configuration.keys import ALIASES, GUARDED, KEYS
+from training.configuration.rules import captures_cuda_graphs, cuda_graphs_obstacle, shards_optimizer
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
 
@@ -397,12 +398,34 @@ def test_zero1_with_fsdp_names_both(load):
     assert "use_zero1=True" in message and "use_fsdp=True" in message
 
 
-@pytest.mark.parametrize("key", ["use_zero1", "use_fsdp"])
-def test_sharding_under_one_process_shows_how_to_start_several(load, key):
-    message = refusal(load, f"--{key}=True", world_size=1)
-    assert f"{key}=True" in message and "torchrun" in message
-    assert getattr(load(f"--{key}=True", world_size=2), key)
-    assert getattr(load(f"--{key}=True", "--dry_run=True", world_size=1), key)
+def test_fsdp_under_one_process_shows_how_to_start_several(load):
+    message = refusal(load, "--use_fsdp=True", world_size=1)
+    assert "use_fsdp=True" in message and "torchrun" in message
+    assert load("--use_fsdp=True", world_size=2).use_fsdp
+    assert load("--use_fsdp=True", "--dry_run=True", world_size=1).use_fsdp
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_zero1_is_used_where_there_is_another_process(load, processes):
+    assert shards_optimizer(load("--use_zero1=True", world_size=processes), processes) == (processes > 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "why"),
+    [
+        (["--device=cpu"], 1, "device='cpu'"),
+        (["--device=cuda"], 1, None),
+        (["--device=cuda"], 2, None),
+        (["--device=cuda", "--use_zero1=True"], 1, None),
+        (["--device=cuda", "--use_zero1=True"], 2, "use_zero1=True"),
+        (["--device=cuda", "--use_fsdp=True"], 2, "use_fsdp=True"),
+    ],
+)
+def test_cuda_graphs_fall_back_where_they_cannot_work(load, flags, processes, why):
+    config = load("--use_cuda_graphs=True", *flags, world_size=processes)
+    obstacle = cuda_graphs_obstacle(config, processes)
+    assert obstacle is None if why is None else obstacle.startswith(why)
+    assert captures_cuda_graphs(config, processes) == (why is None)
 
 
 def test_min_lr_above_learning_rate_names_both(load):

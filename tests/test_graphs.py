@@ -417,10 +417,15 @@ def test_the_rate_is_a_tensor_that_the_update_reads(dataset):
     assert same(weights(parts), weights(other))
 
 
-def test_train_refuses_what_cannot_be_captured(dataset, tmp_path, run, capsys):
+def test_train_runs_eagerly_what_cannot_be_captured(dataset, tmp_path, run, capsys):
     config = write_config(tmp_path / "run.py", **TINY, dataset=str(dataset), out_dir=str(tmp_path / "out"))
-    assert run(config, "--use_cuda_graphs=True") == 2
-    assert "use_cuda_graphs=True needs device='cuda'" in capsys.readouterr().err
+    assert run(config, "--use_cuda_graphs=True") == 0
+    reason = "device='cpu' has no CUDA Graphs"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "CUDA Graph" in line]
+    assert [line.split(None, 2)[2] for line in lines] == [f"not used, the eager step runs: {reason}"]
+    content = last_run(tmp_path / "out")
+    expected = {"asked": "CUDA Graph", "used": "eager step", "reason": reason}
+    assert content["startup_info"]["cuda_graphs"] == expected and content["status"] == "completed"
 
 
 # --- captures of the real thing, on a GPU ---

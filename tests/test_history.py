@@ -25,7 +25,7 @@ KILLS = 100
 
 
 def row(iteration: int, **more) -> dict:
-    facts = {"loss": 1.0, "time_ms": 5.0, "tokens_per_sec": 1.0, "mfu": None, "memory": None}
+    facts = {"loss": 1.0, "time_ms": 5.0, "tokens_per_sec": 1.0, "mfu": {"mfu": 0.5}, "memory": None}
     return {"iter": iteration, **facts, **more}
 
 
@@ -195,12 +195,15 @@ def test_restart_by_torchrun_before_the_first_checkpoint_is_an_attempt_too(attem
 
 def test_record_of_an_older_version_is_carried_on(attempt, tmp_path):
     old = {"run_name": "run_20250101_000000", "status": "running", "startup_info": {}}
-    old |= {"training_iterations": [row(0), row(10)], "training_progress": [], "eval_steps": []}
+    old |= {"training_iterations": [row(0), row(10)], "eval_steps": []}
+    flat = [{"iter": 0, "loss": 1.0, "mfu": None}, {"iter": 4, "loss": 1.0, "mfu": 0.5}]
+    old["training_progress"] = flat  # without an MFU: those of today have no such rows
     (tmp_path / "run_20250101_000000.json").write_text(json.dumps(old))
     content = attempt(1, "run_20250101_000000", start=5).content
     assert content["attempt"] == 2 and [
         (e["iter"], e["attempt"]) for e in content["training_iterations"]
     ] == [(0, 1)]
+    assert iterations(content["training_progress"]) == [4]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run_name": "run_20260101_000001"}', "[" * 100_000])
@@ -242,7 +245,9 @@ def test_resumed_training_has_the_whole_run_in_its_record(run, tmp_path):
     )
     # an evaluation beside it is not another attempt
     assert run(config, "--init_from=resume", "--eval_only=True") == 0
-    assert last_run(out_dir)["attempt"] == 1 and last_run(out_dir)["training_iterations"] == []
+    (path,) = out_dir.glob("eval_*.json")
+    assert read(path)["attempt"] == 1 and read(path)["training_iterations"] == []
+    assert last_run(out_dir) == second
 
 
 # --- the cost ---

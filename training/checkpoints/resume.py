@@ -2,7 +2,8 @@
 
 It takes the newest checkpoint whose files are what was written. It renames and reports a damaged one, and
 never uses or deletes it. A change that would silently make it another run (other data, another batch, another
-schedule) is refused, field by field, unless allow_changes names the field.
+schedule) is refused, field by field, unless allow_changes names the field. An evaluation alone trains
+nothing: it refuses only another architecture.
 
 The trap is torchrun --max-restarts, which starts the same command line again. A run that began from scratch,
 or from one certain checkpoint, must then resume from the newest checkpoint that it saved itself: it must not
@@ -56,7 +57,7 @@ def _choose_start(config: TrainConfig) -> TrainConfig:
         if existing.items() - _earlier(root).items():
             return replace(config, init_from="resume", resume_from="latest")
         log.info("It had saved no checkpoint, so it begins again as it began")
-    elif may_restart() and root.is_dir():
+    elif may_restart() and root.is_dir() and not config.eval_only:  # an evaluation saves nothing
         (root / EARLIER).write_text(json.dumps(existing))
     if config.init_from == "auto":
         return replace(config, init_from="resume" if existing else "scratch")
@@ -97,7 +98,8 @@ def find_resume(config: TrainConfig, world: World, data: dict) -> Resume:
     checkpoint, renamed = _choose_checkpoint(config, world)
     saved = read_state(checkpoint)
     check_architecture(checkpoint, saved["model_config"], config.model_config())
-    refuse_changes(checkpoint, saved, config, world.size, data)
+    if not config.eval_only:
+        refuse_changes(checkpoint, saved, config, world.size, data)
     return Resume(checkpoint, changed_settings(saved, config), renamed, saved.get("run"))
 
 

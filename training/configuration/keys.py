@@ -34,7 +34,7 @@ class TrainConfig:
     max_iters: int = key(25000, "optimizer updates in total, also after a resume", minimum=0)
     eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
     eval_iters: int = key(100, "batches of batch_size sequences per split, over all GPUs together", minimum=1)
-    eval_only: bool = key(False, "evaluate once, and stop")
+    eval_only: bool = key(False, "evaluate once into eval_*.json, and stop; no changed setting is refused")
     eval_at_start: bool = key(False, "also evaluate before the first update")
     log_interval: int = key(10, "iterations between log rows; only a row waits for the GPU", minimum=1)
     gradient_log_interval: int = key(100, "iterations between gradient mean and std; 0: never", minimum=0)

@@ -1,5 +1,6 @@
-"""What a value may be and what may go together: every rule that needs no device, checked before a device or a
-process group is touched. Choices and least values are those that each key's line in keys.py states.
+"""What a value may be, what may go together, and what falls back where it cannot work: every rule that needs
+no device, checked before a device or a process group is touched. Choices and least values are those that each
+key's line in keys.py states.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _check_checkpoints(config: TrainConfig) -> None:
 
 
 def _check_schedule(config: TrainConfig) -> None:
-    decays = config.decay_lr and config.lr_schedule != "constant"
+    decays = config.decay_lr and config.lr_schedule != "constant" and not config.eval_only
     if decays and config.min_lr > config.learning_rate:
         raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
     if decays and config.warmup_iters >= config.lr_decay_iters:
@@ -97,12 +98,11 @@ def _check_sharding(config: TrainConfig, world_size: int) -> None:
         raise UserError(
             "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
         )
-    for name in ("use_zero1", "use_fsdp"):
-        if getattr(config, name) and world_size == 1 and not config.dry_run:
-            raise UserError(
-                f"{name}=True shards over processes, but this run has one; start it with "
-                f"torchrun --standalone --nproc_per_node=N, or set --{name}=False"
-            )
+    if config.use_fsdp and world_size == 1 and not config.dry_run:
+        raise UserError(
+            "use_fsdp=True shards over processes, but this run has one; start it with "
+            "torchrun --standalone --nproc_per_node=N, or set --use_fsdp=False"
+        )
     for name, default in (("fsdp_sharding", "full"), ("reshard_after_forward", False)):
         value = getattr(config, name)
         if value != default and not config.use_fsdp:
@@ -139,12 +139,6 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
             "compile_scope='whole' leaves no place between blocks for communication; "
             "set compile_scope='regional' for several processes"
         )
-    if config.use_cuda_graphs and (config.use_zero1 or config.use_fsdp):
-        raise UserError(
-            "use_cuda_graphs=True captures one process or DDP; set it to False with use_zero1 or use_fsdp"
-        )
-    if config.use_cuda_graphs and config.device == "cpu":
-        raise UserError("use_cuda_graphs=True needs device='cuda'; set it to False for device='cpu'")
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
     if config.wandb_log and importlib.util.find_spec("wandb") is None:
@@ -156,3 +150,27 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
         raise UserError(
             "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak"
         )
+
+
+# --- what falls back where it cannot work; the start-up report has a line about each ---
+
+
+def shards_optimizer(config: TrainConfig, world_size: int) -> bool:
+    """Whether ZeRO-1 is used: one process has nobody to share with, so there use_zero1 changes nothing."""
+    return config.use_zero1 and world_size > 1
+
+
+def cuda_graphs_obstacle(config: TrainConfig, world_size: int) -> str | None:
+    """Why an iteration cannot be captured, so that the eager step runs; None if nothing known here speaks
+    against it."""
+    if config.device == "cpu":
+        return "device='cpu' has no CUDA Graphs"
+    if shards_optimizer(config, world_size):
+        return "use_zero1=True, and only one process or DDP can be captured"
+    if config.use_fsdp:
+        return "use_fsdp=True, and only one process or DDP can be captured"
+    return None
+
+
+def captures_cuda_graphs(config: TrainConfig, world_size: int) -> bool:
+    return config.use_cuda_graphs and cuda_graphs_obstacle(config, world_size) is None

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import captures_cuda_graphs
 from training.faults.watchdog import Watchdog
 from training.process.work_timer import WorkTimer
 from training.process.world import World
@@ -22,7 +23,7 @@ IN_A_ROW = 8  # consecutive iterations in which a rank must be slow: it is named
 def make_work_timer(config: TrainConfig, world: World, watchdog: Watchdog) -> WorkTimer | None:
     """A timer for the loader, the step and FSDP. None for one process, and None with CUDA graphs, because
     nothing can be measured inside a replay."""
-    if world.size == 1 or config.use_cuda_graphs:
+    if world.size == 1 or captures_cuda_graphs(config, world.size):
         return None
     return WorkTimer(world.device.type == "cuda", watchdog.enter_phase)
 

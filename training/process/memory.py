@@ -4,10 +4,22 @@ names end in _gb are GiB, as torch and nvidia-smi count."""
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from pathlib import Path
 
 GIB = 2**30
 GB = 10**9
+
+
+def resident_bytes() -> float:
+    """Main memory that this process holds now; where there is no /proc, the most that it has held."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(most if sys.platform == "darwin" else 1024 * most)  # bytes there, KiB elsewhere
+    return float(pages * resource.getpagesize())
 
 
 def free_host_bytes() -> float:

@@ -58,6 +58,9 @@ def _read(path: Path) -> dict | None:
         return None
     for section, entry in _journal(journal_path(path), record.get("journal_lines", 0)):
         record[section].append(entry)
+    # earlier versions listed rows without a loss or an MFU there, too
+    progress = record["training_progress"]
+    record["training_progress"] = [row for row in progress if None not in (row.get("loss"), row.get("mfu"))]
     return record
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from model_config import ModelConfig
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import shards_optimizer
 from training.optimization.compile import is_recomputed
 from training.process.memory import GIB
 from training.process.world import machine_size
@@ -21,7 +22,7 @@ def estimate_memory(
     if config.use_fsdp and config.fsdp_sharding == "hybrid":
         shards = min(machine_size(), world_size)
     stored, moment, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
-    adam_shards = shards if config.use_zero1 or config.use_fsdp else 1
+    adam_shards = shards if config.use_zero1 or config.use_fsdp else 1  # shards is 1 on one process
     logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
     head = model.vocab_size * model.n_embd
     sizes = {
@@ -45,7 +46,7 @@ def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainCon
     if not config.use_fsdp:
         rounded = 0 if config.param_dtype == "float32" else stored / (shards if config.use_zero1 else 1)
         sizes = {"gradient sums (float32)": (4 + rounded) * parameters}  # the sums, and the optimizer's copy
-        if config.use_zero1 or config.dtype != config.param_dtype:
+        if shards_optimizer(config, shards) or config.dtype != config.param_dtype:
             sizes[f"working weights ({config.dtype})"] = compute * parameters
         return sizes
     gathered = parameters

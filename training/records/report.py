@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
 from training.process.console import start_logging
@@ -28,6 +30,8 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
     if record:
         record.save()
     log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
+    if record and not config.eval_only:
+        log.info(f"To watch this run: tail -F {shlex.quote(str(record.path.with_suffix('.log')))}")
     if info["resumed_from"]:
         log.info(f"Resuming from {info['resumed_from']}: iteration {start:,}")
         for name, (old, new) in info["changed_since_checkpoint"].items():
@@ -143,6 +147,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Precision", _precision(config)),
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
+        ("CUDA Graph", _cuda_graphs(config, gpus)),
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
     ]
@@ -196,6 +201,13 @@ def _compilation(config: TrainConfig) -> str:
     return text
 
 
+def _cuda_graphs(config: TrainConfig, processes: int) -> str:
+    if not config.use_cuda_graphs:
+        return "off, the eager step runs"
+    obstacle = cuda_graphs_obstacle(config, processes)
+    return f"not used, the eager step runs: {obstacle}" if obstacle else "asked for; used if its check passes"
+
+
 def _dataloader(config: TrainConfig) -> str:
     if not config.use_dataloader:
         return "off, batches are read in the training process"
@@ -225,6 +237,7 @@ def _parallelism(config: TrainConfig, strategy: str) -> str:
         f"{config.fsdp_sharding} sharding" * (config.fsdp_sharding != "full"),
         "reshard after forward" * config.reshard_after_forward,
         f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
+        "use_zero1=True has no other process to share with" * (config.use_zero1 and strategy == "single"),
     ]
     return ", ".join([strategy, *filter(None, extras)])
 

@@ -125,9 +125,11 @@ class Logger:
         self.record.add_iteration(row)
         if self.tracker:
             self.tracker.add_row(row)
-        if row["iter"] // self.config.log_save_interval != self.saved_at // self.config.log_save_interval:
+        interval = self.config.log_save_interval
+        first = reading.first == self.start  # at once: scripts expect that a record has a row
+        if first or row["iter"] // interval != self.saved_at // interval:
             with self.clock.paused(synchronize=False):  # takes longer as the run grows; no iteration's time
-                self.record.save()
+                self.record.save(at_once=first)
             self.saved_at = row["iter"]
 
     def _row(self, reading: Reading, learning_rate: float) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from training.configuration.keys import TrainConfig
 from training.process.console import start_logging
+from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.world import World, gather_objects
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path
@@ -33,9 +34,11 @@ SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 log = logging.getLogger("nanomfu")
 
 
-def new_run_path(out_dir: Path) -> Path:
-    """out_dir/run_YYYYMMDD_HHMMSS.json, a name that no earlier run has."""
-    name = f"run_{datetime.now():%Y%m%d_%H%M%S}"
+def new_record_path(config: TrainConfig) -> Path:
+    """out_dir/run_YYYYMMDD_HHMMSS.json, a name that no earlier record has. An evaluation alone has eval_...,
+    so that `run_*.json` does not find it."""
+    out_dir, kind = Path(config.out_dir), "eval" if config.eval_only else "run"
+    name = f"{kind}_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
     return next(path for path in candidates if not path.exists() and not path.with_suffix(".log").exists())
 
@@ -43,7 +46,7 @@ def new_run_path(out_dir: Path) -> Path:
 def open_log(config: TrainConfig, world: World) -> Path:
     """The path of this run's record, the same on all ranks. Also opens the log beside it, which rank 0
     writes. All ranks."""
-    path = gather_objects(new_run_path(Path(config.out_dir)) if world.is_main else None, world)[0]
+    path = gather_objects(new_record_path(config) if world.is_main else None, world)[0]
     start_logging(path.with_suffix(".log") if world.is_main else None, console=world.is_main)
     return path
 
@@ -105,12 +108,15 @@ class RunRecord:
     def add_iteration(self, row: dict) -> None:
         mfu, memory = row["mfu"], row["memory"]
         self._add("training_iterations", row)
+        if mfu is None or not math.isfinite(row["loss"]):
+            return  # one-line scripts calculate with what is in training_progress: no null
         flat = {
             "iter": row["iter"],
             "loss": row["loss"],
-            "mfu": mfu and mfu["mfu"],
+            "mfu": mfu["mfu"],
             "tokens_per_sec": row["tokens_per_sec"],
-            "memory_allocated_gb": memory and memory["allocated_gb"],
+            "memory_allocated_gb": memory["allocated_gb"] if memory else resident_bytes() / GIB,
+            "memory_kind": "allocated on the GPU" if memory else "resident memory of the process",
             "dt_ms": row["time_ms"],
         }
         self._add("training_progress", flat)

@@ -11,6 +11,7 @@ from training.batches.sources import Source, describe_sources
 from training.batches.windows import Split
 from training.checkpoints.resume import Resume
 from training.configuration.keys import ROOT, TrainConfig
+from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.peaks import Peak
 from training.optimization.optimizer import describe_optimizer
 from training.process.world import launch_record
@@ -34,6 +35,8 @@ def startup_info(
     model_config = config.model_config()
     model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
+    obstacle = cuda_graphs_obstacle(config, world_size) if config.use_cuda_graphs else None
+    graphs = {"asked": "CUDA Graph", "used": "eager step", "reason": obstacle}
     return {
         "model": {
             "total_params": counts["total"],
@@ -53,6 +56,7 @@ def startup_info(
         "software": {name: machine[name] for name in SOFTWARE},
         "git": git_state(),
         "attention": attention,
+        **({"cuda_graphs": graphs} if obstacle else {}),
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from model import Transformer
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import shards_optimizer
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.fsdp import Fsdp
@@ -31,6 +32,6 @@ def parallelize(
 def strategy_name(config: TrainConfig, world_size: int) -> str:
     if config.use_fsdp:
         return "fsdp"
-    if config.use_zero1:
+    if shards_optimizer(config, world_size):
         return "zero1"
     return "ddp" if world_size > 1 else "single"
