@@ -23,7 +23,7 @@ from training.configuration.errors import RunError, UserError
 from training.configuration.files_and_flags import load_config
 from training.faults.liveness import Liveness
 from training.faults.watchdog import Watchdog
-from training.process import exit_status
+from training.process import exit_status, world
 from training.process.world import World
 
 FOR_EVER = "--max_iters=100000000", "--log_interval=1000000"
@@ -273,3 +273,76 @@ def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
     ):
         exit_status.leave_now(3)
     assert left == [3]
+
+
+# --- A.8: output and launch ---
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_run_needs_no_console(config, tmp_path, closed):
+    command = f"exec {sys.executable} train.py {config} --out_dir={tmp_path} {closed}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert last_run(tmp_path)["status"] == "completed"
+
+
+def test_a_closed_stderr_is_not_the_number_of_another_file():
+    """Otherwise a library's messages could be written into a checkpoint."""
+    program = (
+        "import os, sys; from training.process.console import prepare_output; prepare_output();"
+        "sys.exit(open('/dev/zero').fileno() < 3 or os.readlink('/proc/self/fd/2') != os.devnull)"
+    )
+    command = f'exec {sys.executable} -c "{program}" 2>&- >&- <&-'
+    assert subprocess.run(command, shell=True, cwd=ROOT, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_rows_are_printed_whatever_the_console_can_show(config, run, tmp_path, encoding):
+    raw = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding=encoding, write_through=True)):
+        assert run(config, f"--out_dir={tmp_path}") == 0
+        shown = raw.getvalue().decode(encoding)
+    assert shown.count("? Iter ") == TINY["max_iters"], shown[-2000:]
+    (log,) = tmp_path.glob("run_*.log")
+    assert log.read_text(encoding="utf-8").count("\N{ROUND PUSHPIN} Iter ") == TINY["max_iters"]
+
+
+def test_a_reader_that_has_seen_enough_ends_no_run(config, tmp_path):
+    """train.py ... | head -1"""
+    process = start(config, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert ends(process) == 0
+    assert process.stderr.read().decode().count("Broken pipe") == 1
+    assert last_run(tmp_path)["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "stray", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": ""}]
+)
+def test_stray_variables_are_one_clear_message(config, run, tmp_path, monkeypatch, capsys, stray):
+    monkeypatch.setattr(exit_status, "RANK_0_SPEAKS_FIRST_S", 0)
+    monkeypatch.setattr(exit_status, "leave_now", lambda status: None)  # as with several processes
+    for name, value in stray.items():
+        monkeypatch.setenv(name, value)
+    assert run(config, f"--out_dir={tmp_path}/out") == 2
+    (name,) = stray
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"error: the environment has {name}={stray[name]!r}, but torchrun did not start" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_world_size_stands_in_for_torchrun_in_a_dry_run(config, run, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert run(config, "--dry_run=True") == 0
+    assert "MODEL ARCHITECTURE" in capsys.readouterr().out
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(exit_status, "RANK_0_SPEAKS_FIRST_S", 0)
+    assert run(config, "--dry_run=True") == 2, "it would print nothing"
+
+
+def test_a_start_timeout_of_0_is_none(config, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.faults.watchdog.TICK_S", 0.01)
+    assert run(config, f"--out_dir={tmp_path}", "--start_timeout_minutes=0") == 0
+    limits = load_config([str(config), "--start_timeout_minutes=0"])
+    assert world._timeout(limits) == world.START_TIMEOUT, "the watchdog comes before a collective's timeout"

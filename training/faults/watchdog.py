@@ -225,7 +225,8 @@ class Watchdog:
             within(SAY_TIMEOUT_S, log.warning, "torchrun is gone: ending after this iteration")
             self._handle_signal(signal.SIGTERM)
         minutes = self.config.start_timeout_minutes if self.patient else self.config.timeout_minutes
-        if self.liveness and self.config.timeout_minutes and self.stalled_seconds > 60 * minutes:
+        is_limited = self.config.timeout_minutes and minutes  # 0: never
+        if self.liveness and is_limited and self.stalled_seconds > 60 * minutes:
             self._end_hanging_run(self.liveness, minutes, ticks)
 
     def _handle_signal(self, number: int) -> None:
