@@ -9,6 +9,7 @@ loop, finish. training/configuration/keys.py documents every setting.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -57,9 +58,10 @@ from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
+from training.process.console import prepare_output
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
 from training.process.run_lock import RunLock, check_writable
-from training.process.world import World, check_device, init_world, launch_info
+from training.process.world import World, check_device, check_launch, init_world, launch_info
 from training.records.clock import Clock
 from training.records.report import announce, closing_lines, dry_run
 from training.records.rows import Logger
@@ -94,10 +96,12 @@ class Run:
 def main(argv: list[str]) -> int:
     """Runs everything and returns the exit status."""
     if "--help" in argv:
-        print(help_text())
+        with contextlib.suppress(OSError):  # its reader has seen enough: train.py --help | head
+            print(help_text(), flush=True)
         return 0
     _, _, world_size = launch_info()
     config = load_config(argv, world_size)
+    check_launch(config)
     if config.dry_run:
         dry_run(config, world_size)
         return 0
@@ -264,6 +268,7 @@ def build(
 
 def run(argv: list[str]) -> int:
     """main() with every error turned into a message and an exit status."""
+    prepare_output()
     try:
         return main(argv)
     except (Exception, KeyboardInterrupt) as error:

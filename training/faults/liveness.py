@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from training.process.exit_status import within
 from training.process.world import World, gather_objects
 
 SILENCE_SECONDS = 3  # a rank that has published nothing for so long is silent
+ANSWER_TIMEOUT_S = 3.0  # for torchrun's store; torchrun may be stopped, or its machine gone
 NEVER_SEEN = (0, -1, "not started")
 PHASES = ("batch", "forward", "backward")  # of an iteration, in their order
 NAMED = 8  # ranks in one message
@@ -39,6 +42,8 @@ class Liveness:
         }
         # a connection of its own: the main thread may be waiting in the default one, which blocks other calls
         self.store: dist.Store | None = None
+        self.asking = threading.Lock()  # held by the call that waits for the store's answer
+        self.overdue: threading.Event | None = None  # set when an answer comes after its timeout
         if world.size > 1:
             self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # no stub
 
@@ -107,13 +112,25 @@ class Liveness:
         return self._try(lambda store: store.get(key) if store.check([key]) else None)
 
     def _try(self, action: Callable[[dist.Store], Answer]) -> Answer | None:
-        """The store's answer; None if it does not answer."""
-        if self.store is None:
+        """The store's answer; None if it does not answer in time, or the connection is broken."""
+        store = self.store
+        if store is None or (self.overdue and not self.overdue.is_set()):
             return None
-        try:
-            return action(self.store)
-        except Exception:  # DistNetworkError, RuntimeError: whatever a broken connection raises
+        if not self.asking.acquire(timeout=ANSWER_TIMEOUT_S):
             return None
+        answered = threading.Event()
+
+        def ask() -> Answer:
+            try:
+                return action(store)
+            finally:
+                answered.set()
+                self.asking.release()
+
+        answer = within(ANSWER_TIMEOUT_S, ask)
+        if not answered.is_set():
+            self.overdue = answered
+        return answer
 
 
 def _furthest_behind_first(group: tuple[tuple[bool, int, str], list[int]]) -> tuple:

@@ -9,10 +9,14 @@ nothing could be saved.
 A stop is a request: every rank learns of it in the same iteration (training/faults/consensus.py), check()
 raises Stopped there, and the run is saved and ends. Before the first iteration, and at a second Ctrl-C, it
 ends at once.
+
+No output, file or launcher may stop this thread or delay it for long, as nothing else ends a run that hangs:
+it writes through within(), and an error of its own ends the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -20,11 +24,10 @@ import re
 import select
 import signal
 import socket
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -34,9 +37,16 @@ from training.configuration.keys import TrainConfig
 from training.faults.consensus import Consensus
 from training.faults.liveness import Liveness
 from training.process.console import write_to_log_file
-from training.process.exit_status import FAILED, OtherRankFailed, leave_now, tell_launcher, within
+from training.process.exit_status import (
+    FAILED,
+    OtherRankFailed,
+    leave_now,
+    print_last,
+    tell_launcher,
+    within,
+)
 from training.process.redaction import redact
-from training.process.world import FLIGHT_RECORDER, World, is_launched, launch_info
+from training.process.world import FLIGHT_RECORDER, World, is_launched
 from training.records.rows import Logger
 
 log = logging.getLogger("nanomfu")
@@ -45,13 +55,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 TICK_S = 1.0  # between two checks
 PATIENT_ITERATIONS = 12  # the first ones may take start_timeout_minutes each: compilation, CUDA graphs
 SECOND_SIGNAL_S = 1.0  # a Ctrl-C after this time is a second one; before, torchrun repeats the first
+SAY_TIMEOUT_S = 2.0  # for a line in the log, while the main thread may be blocked in writing one
 SHUTDOWN_TIMEOUT_S = 5.0  # for writing the record and the flight recorder before the process ends
+WHO_TIMEOUT_S = 15.0  # for finding out which ranks are behind
 CAUSE_FIRST_S = 5.0  # torchrun blames the rank that ends first, so a rank that only waited ends later
 NEWS_TIMEOUT_S = 3.0  # after a failed collective, for the news that another rank has ended
 LOST_CONTACT = re.compile(
     "gloo|nccl|connection (closed|reset|refused|was)|broken pipe|timed out waiting|socket", re.IGNORECASE
 )
 LAST_BARRIER_TIMEOUT_S = 60.0  # for the last barrier of the run; everything is saved by then
+THREAD_TIMEOUT_S = 60.0  # for the watchdog's own thread, when the run is over
 
 
 class Stopped(Exception):
@@ -104,14 +117,16 @@ class Watchdog:
             rank = self.liveness.world.rank
             self.liveness.end_all(f"rank {rank} failed: {type(error).__name__}: {first_line}")
         self.closed.set()
-        self.wakeup.send(b"\0")
-        self.thread.join()
+        with contextlib.suppress(BlockingIOError):  # full, so the thread has something to read
+            self.wakeup.send(b"\0")
+        self.thread.join(THREAD_TIMEOUT_S)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         for number, handler in self.handlers_before:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self.wakeup_before)
-        self.inbox.close()
-        self.wakeup.close()
+        if not self.thread.is_alive():
+            self.inbox.close()
+            self.wakeup.close()
         if reason:
             raise OtherRankFailed(reason) from error
 
@@ -148,7 +163,7 @@ class Watchdog:
         """Notes the phase of the iteration: the message about a hanging rank names it."""
         self.phase = phase
 
-    @contextmanager
+    @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Wraps work that is no iteration and may take long: an evaluation, a checkpoint."""
         before = self.phase, self.patient
@@ -175,6 +190,12 @@ class Watchdog:
     # --- the thread ---
 
     def _run(self) -> None:
+        try:
+            self._supervise()
+        except BaseException as error:  # without this thread, nothing would end a run that hangs
+            self._end_unsupervised_run(error)
+
+    def _supervise(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         ticks, last = 0, time.monotonic()
         while not self.closed.is_set():
@@ -201,10 +222,11 @@ class Watchdog:
             if reason and not self.closed.is_set():
                 self._leave(self.liveness, self.liveness.end_all(reason))
         if is_launched() and os.getppid() != self.launcher and not self.stop_asked_at:
-            log.warning("torchrun is gone: ending after this iteration")
+            within(SAY_TIMEOUT_S, log.warning, "torchrun is gone: ending after this iteration")
             self._handle_signal(signal.SIGTERM)
         minutes = self.config.start_timeout_minutes if self.patient else self.config.timeout_minutes
-        if self.liveness and self.config.timeout_minutes and self.stalled_seconds > 60 * minutes:
+        is_limited = self.config.timeout_minutes and minutes  # 0: never
+        if self.liveness and is_limited and self.stalled_seconds > 60 * minutes:
             self._end_hanging_run(self.liveness, minutes, ticks)
 
     def _handle_signal(self, number: int) -> None:
@@ -212,21 +234,21 @@ class Watchdog:
             return
         name = signal.Signals(number).name
         if self.first is None:
-            log.info(f"{name} before the first iteration: there is nothing to save")
+            within(SAY_TIMEOUT_S, log.info, f"{name} before the first iteration: there is nothing to save")
             if self.liveness:  # another rank may already be in its first iteration
                 reason = f"rank {self.liveness.world.rank} got {name} before its first iteration"
-                within(SHUTDOWN_TIMEOUT_S, self.liveness.end_all, f"{reason}: there is nothing to save")
+                self.liveness.end_all(f"{reason}: there is nothing to save")
             self._complete_record("interrupted")
             leave_now(128 + number)
         is_second = self.stop_asked_at and time.monotonic() - self.stop_asked_at > SECOND_SIGNAL_S
         if number == signal.SIGINT and is_second and self.final_status is None:
-            print("interrupted again: ending without a checkpoint", file=sys.stderr, flush=True)
+            print_last("interrupted again: ending without a checkpoint")
             self._complete_record("interrupted")
             leave_now(128 + number)
-        if not self.stop_asked_at:
-            log.info(f"{name}: ending after this iteration")
-        self.stop_asked_at = self.stop_asked_at or time.monotonic()
         self.consensus.ask("stop", number)
+        if not self.stop_asked_at:
+            self.stop_asked_at = time.monotonic()
+            within(SAY_TIMEOUT_S, log.info, f"{name}: ending after this iteration")
 
     def _why_others_end(self, liveness: Liveness) -> str | None:
         reason = liveness.reason_to_end()
@@ -239,7 +261,8 @@ class Watchdog:
         """Names the ranks that are behind, writes traces that show the reason, and ends this process."""
         rank, where = liveness.world.rank, f"in iteration {self.iteration} ({self.phase})"
         if liveness.world.size > 1:
-            where = liveness.who_is_behind(ticks, self.iteration, self.phase)
+            behind = within(WHO_TIMEOUT_S, liveness.who_is_behind, ticks, self.iteration, self.phase)
+            where = behind or f"rank {rank} waits {where}"
         out_dir = Path(self.config.out_dir)
         within(SHUTDOWN_TIMEOUT_S, _write_stacks, out_dir / f"hang_stacks_rank_{rank}.txt")
         within(SHUTDOWN_TIMEOUT_S, _write_collectives, out_dir / f"{FLIGHT_RECORDER}{rank}")
@@ -256,12 +279,26 @@ class Watchdog:
         elif self.closed.wait(CAUSE_FIRST_S):
             return
         if is_cause or liveness.is_first_here():
-            rank, _, world_size = launch_info()
-            mark = f"[rank {rank}] " if world_size > 1 else ""
-            print(f"{mark}error: {reason}", file=sys.stderr, flush=True)
+            print_last(f"error: {reason}")
         within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"error: {reason}")
         self._complete_record("failed")
         leave_now(FAILED)
+
+    def _end_unsupervised_run(self, error: BaseException) -> None:
+        """Ends this process because of an error in the watchdog itself."""
+        if self.final_status is not None:  # everything is saved
+            leave_now(self.final_status)
+        try:
+            reason = redact(f"the watchdog failed: {type(error).__name__}: {error}")
+            lines = redact("".join(traceback.format_exception(error)))
+            if self.liveness:
+                self.liveness.end_all(reason)
+            tell_launcher(f"{lines}error: {reason}")
+            print_last(f"{lines}error: {reason}")
+            within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"{lines}error: {reason}")
+            self._complete_record("failed")
+        finally:
+            leave_now(FAILED)
 
     def _complete_record(self, status: str) -> None:
         if self.logger is not None:

@@ -2,13 +2,15 @@
 have neither.
 
 A full disk or a closed console never ends a run: the first failure is a warning, and the next message is
-tried again.
+tried again. A console that cannot show a character shows a question mark.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -76,6 +78,20 @@ class _LogFile(_Patient, logging.FileHandler):
         return self.baseFilename
 
 
+def prepare_output() -> None:
+    """The first call of a process. Makes it possible to write to stdout and stderr, whatever they are."""
+    # A number that was closed is taken here; a checkpoint could get it otherwise, and a library's messages.
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(null)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def start_logging(log_path: Path | None, console: bool = True) -> None:
     """Sends the 'nanomfu' logger to the console and to log_path. Without either, messages go nowhere."""
     log.handlers.clear()
@@ -83,7 +99,7 @@ def start_logging(log_path: Path | None, console: bool = True) -> None:
     log.setLevel(logging.INFO)
     log.addHandler(_Console() if console else logging.NullHandler())
     if log_path is not None:
-        log.addHandler(_LogFile(log_path, encoding="utf-8", delay=True))
+        log.addHandler(_LogFile(log_path, encoding="utf-8", errors="replace", delay=True))
     for handler in log.handlers:
         handler.setFormatter(_Redacting())
 

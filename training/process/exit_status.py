@@ -1,5 +1,8 @@
 """Ends a process: every error becomes one message and one exit status, and nothing can delay the end.
 
+Once it is decided that the process ends, a disk may be full, a reader of our output dead and the launcher
+stopped. So every write from there on goes through within(), and os._exit follows in any case.
+
 0 completed · 1 failed · 2 an error that the user can fix · 128 + n stopped by signal n, after saving
 """
 
@@ -15,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,9 @@ from training.process.world import World, launch_info
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 RANK_0_SPEAKS_FIRST_S = 3.0  # the others wait, so that rank 0 alone prints an error that every rank has
-FLUSH_TIMEOUT_S = 2.0  # for writing buffered output: a file system that hangs may never take it
+WRITE_TIMEOUT_S = 2.0  # for one of the last writes: a pipe or a file system may never take it
+
+Result = TypeVar("Result")
 
 
 class OtherRankFailed(RunError):
@@ -47,7 +52,7 @@ def end_with(error: BaseException) -> int:
     message = redact(message)
     rank, _, world_size = launch_info()
     is_cause = not isinstance(error, OtherRankFailed)
-    write_to_log_file(message)
+    within(WRITE_TIMEOUT_S, write_to_log_file, message)
     if status == FAILED and is_cause:
         tell_launcher(message)
     if rank != 0 or not is_cause:
@@ -55,8 +60,7 @@ def end_with(error: BaseException) -> int:
     if status == USER_ERROR:
         tell_launcher(message)
     if rank == 0 or status != INTERRUPTED:
-        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
-            print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+        print_last(message)
     if world_size > 1:
         leave_now(status)
     return status
@@ -81,15 +85,31 @@ def _describe(error: BaseException) -> tuple[int, str]:
 
 
 def tell_launcher(message: str) -> None:
-    """Puts the message into torchrun's summary. torchrun takes the earliest message for the root cause. So
-    call this at once, and only on a rank that is the cause itself."""
+    """Puts the message into torchrun's summary, if that can be written. torchrun takes the earliest message
+    for the root cause. So call this at once, and only on a rank that is the cause itself."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        within(WRITE_TIMEOUT_S, _write_error_file, Path(path), message)
+
+
+def _write_error_file(path: Path, message: str) -> None:
+    """Writes the whole file or none: torchrun itself fails if it finds half of one."""
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    try:
+        path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    except OSError:
+        if path.is_file():  # and no device
+            path.unlink()
 
 
 # --- the last calls of a process ---
+
+
+def print_last(message: str) -> None:
+    """Prints on stderr, if stderr takes it, with the rank if there are several."""
+    rank, _, world_size = launch_info()
+    text = message if world_size == 1 else f"[rank {rank}] {message}"
+    within(WRITE_TIMEOUT_S, lambda: print(text, file=sys.stderr, flush=True))
 
 
 def end_process(world: World, status: int = 0) -> None:
@@ -109,24 +129,26 @@ def end_process(world: World, status: int = 0) -> None:
 def leave_now(status: int) -> NoReturn:
     """Flushes the output and ends this process at once: no atexit and no destructor runs, as they may
     wait."""
-    within(FLUSH_TIMEOUT_S, _flush)
-    os._exit(status)
+    try:
+        for flush in (lambda: sys.stderr.flush(), lambda: sys.stdout.flush(), logging.shutdown):
+            within(WRITE_TIMEOUT_S, flush)
+    finally:
+        os._exit(status)
 
 
-def _flush() -> None:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+def within(seconds: float, action: Callable[..., Result], *arguments: object) -> Result | None:
+    """Calls `action` and returns after `seconds` at the latest. Returns its result; None if it has not
+    returned by then, or has raised an error."""
+    results: list[Result] = []
 
-
-def within(seconds: float, action: Callable, *arguments: object) -> None:
-    """Calls `action` and returns after `seconds` at the latest, whether `action` has returned or not. An
-    error that it raises is ignored."""
-
-    def run():
-        with contextlib.suppress(Exception):
-            action(*arguments)
+    def run() -> None:
+        with contextlib.suppress(BaseException):
+            results.append(action(*arguments))
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):  # no further thread can be had, and without one `action` may hang
+        return None
     thread.join(seconds)
+    return results[0] if results else None

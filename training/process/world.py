@@ -40,9 +40,32 @@ class World:
 
 
 def launch_info() -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) without it."""
-    environment = os.environ.get
-    return int(environment("RANK", 0)), int(environment("LOCAL_RANK", 0)), int(environment("WORLD_SIZE", 1))
+    """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) without it. A dry run takes a WORLD_SIZE
+    without torchrun, too; check_launch() refuses what else is there."""
+    return _number("RANK", 0), _number("LOCAL_RANK", 0), _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, alone: int) -> int:
+    """The variable's value; `alone`, which it has in a run of one process, if it is not a number."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else alone
+
+
+def check_launch(config: TrainConfig) -> None:
+    """Raises UserError if the environment speaks of several processes, but torchrun has not started this one:
+    it would wait for processes that nobody starts."""
+    if is_launched():
+        return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    if config.dry_run and launch_info()[2] > 0:
+        alone["WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
+    stray = [name for name, value in alone.items() if os.environ.get(name, value) != value]
+    if stray:
+        listed = ", ".join(f"{name}={os.environ[name]!r}" for name in stray)
+        raise UserError(
+            f"the environment has {listed}, but torchrun did not start this process; for several processes: "
+            f"torchrun --standalone --nproc_per_node=N train.py ...; for one: unset {' '.join(stray)}"
+        )
 
 
 def machine_size() -> int:
@@ -135,12 +158,10 @@ def _fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
 
 
 def _timeout(config: TrainConfig) -> datetime.timedelta:
-    minutes = max(config.timeout_minutes, config.start_timeout_minutes)
-    return (
-        datetime.timedelta(minutes=minutes + WATCHDOG_FIRST_MINUTES)
-        if config.timeout_minutes
-        else START_TIMEOUT
-    )
+    limits = config.timeout_minutes, config.start_timeout_minutes
+    if not all(limits):  # 0: never
+        return START_TIMEOUT
+    return datetime.timedelta(minutes=max(limits) + WATCHDOG_FIRST_MINUTES)
 
 
 FLIGHT_RECORDER = "flight_recorder_rank_"  # a file in out_dir, followed by the rank; for torchfrtrace
