@@ -132,6 +132,20 @@ def test_a_hang_ends_with_stderr_on_a_full_disk(config, tmp_path):
     assert last_run(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.chaos
+def test_two_ranks_one_of_them_stopped_end_with_stderr_on_a_full_disk(config, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["tests/fault_worker.py", str(config), f"--out_dir={tmp_path}", "--max_iters=24"]
+    limits = ["--timeout_minutes=0.05", "--start_timeout_minutes=0.15"]
+    faults = {"FAULT": "SIGSTOP 1 15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            command + limits, cwd=ROOT, env=os.environ | faults, stdout=subprocess.DEVNULL, stderr=full
+        )
+        assert ends(process, 100) == 1
+    assert last_run(tmp_path)["status"] == "failed"
+
+
 @BROKEN
 def test_a_hang_ends_whatever_stderr_does(config, tmp_path, left, broken):
     began = time.monotonic()
