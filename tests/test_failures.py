@@ -138,6 +138,7 @@ def peers(monkeypatch):
             peer.world, peer.store = World(rank, rank, size, torch.device("cpu")), store
             peer.processes = [("node", 100 + r) for r in range(size)]
             peer.local_pids = {}
+            peer.asking, peer.overdue = threading.Lock(), None
             made.append(peer)
         return made
 

@@ -17,6 +17,7 @@ import torch
 from training.batches.windows import Split, inputs_and_targets
 from training.configuration.errors import RunError
 from training.configuration.keys import TrainConfig
+from training.process.exit_status import STOP_SIGNALS
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 
@@ -149,5 +150,5 @@ class _Endless(torch.utils.data.Sampler):
 def _ignore_signals(worker_id: int) -> None:
     """The training process handles stop requests, and it needs batches until it has stopped. It ends the
     workers through their queues; if it has ended without that, they end by themselves."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -39,6 +39,7 @@ from training.faults.liveness import Liveness
 from training.process.console import write_to_log_file
 from training.process.exit_status import (
     FAILED,
+    STOP_SIGNALS,
     OtherRankFailed,
     leave_now,
     print_last,
@@ -51,7 +52,6 @@ from training.records.rows import Logger
 
 log = logging.getLogger("nanomfu")
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 TICK_S = 1.0  # between two checks
 PATIENT_ITERATIONS = 12  # the first ones may take start_timeout_minutes each: compilation, CUDA graphs
 SECOND_SIGNAL_S = 1.0  # a Ctrl-C after this time is a second one; before, torchrun repeats the first
@@ -98,14 +98,14 @@ class Watchdog:
         self.inbox, self.wakeup = socket.socketpair()
         self.inbox.setblocking(False)
         self.wakeup.setblocking(False)
-        self.handlers_before = [(number, signal.getsignal(number)) for number in SIGNALS]
+        self.handlers_before = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
         self.wakeup_before = signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
         for number, handler in self.handlers_before:
             if handler != signal.SIG_IGN or is_launched():  # keeps nohup's choice, except under torchrun
                 signal.signal(number, lambda number, frame: None)  # the thread reads the byte in the socket
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self.thread.start()
-        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(
@@ -196,7 +196,7 @@ class Watchdog:
             self._end_unsupervised_run(error)
 
     def _supervise(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         ticks, last = 0, time.monotonic()
         while not self.closed.is_set():
             ready, _, _ = select.select([self.inbox], [], [], TICK_S)
@@ -230,7 +230,7 @@ class Watchdog:
             self._end_hanging_run(self.liveness, minutes, ticks)
 
     def _handle_signal(self, number: int) -> None:
-        if number not in SIGNALS:  # other libraries' handlers write to the same socket
+        if number not in STOP_SIGNALS:  # other libraries' handlers write to the same socket
             return
         name = signal.Signals(number).name
         if self.first is None:

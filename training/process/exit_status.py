@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ from training.process.redaction import redact
 from training.process.world import World, launch_info
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
+# Each asks a run to save and to end. Only the training process itself reacts, not its data workers.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 RANK_0_SPEAKS_FIRST_S = 3.0  # the others wait, so that rank 0 alone prints an error that every rank has
 WRITE_TIMEOUT_S = 2.0  # for one of the last writes: a pipe or a file system may never take it
 
