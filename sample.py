@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import model_builder
-from data.errors import DataError
+from common.command import run_command
+from common.errors import UserError
 from data.pipeline.meta_file import load_tokenizer
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
 from training.checkpoints.loading import load_weights
 from training.configuration.dataset_name import dataset_folder, parse_dataset
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.process.world import World
 
@@ -93,7 +93,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UserError, DataError) as error:
-        sys.exit(f"error: {error}")
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -22,7 +22,7 @@ from pathlib import Path
 from bench.plan import WARMUP_ITERS, check_overrides
 from bench.process import end_with_status, python_command, run_process
 from bench.throughput import dataset_chooser, new_folder
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.process.memory import GB
 

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.peer_model import build, check_parameters, import_transformers
 from bench.process import end_with_status
+from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
 from training.batches.windows import StreamWindows
-from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import resolve_peak

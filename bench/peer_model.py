@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 import model_builder
+from common.errors import UserError
 from model_config import ModelConfig
-from training.configuration.errors import UserError
 
 SPECIAL_ID = 0  # transformers requires ids for the begin and the end of text; training does not use them
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.suites import ALL_GPUS, Variant
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS, TrainConfig
 

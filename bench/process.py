@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.keys import ROOT
 from training.process.exit_status import leave_now
 from training.process.world import launch_info

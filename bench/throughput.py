@@ -32,8 +32,8 @@ from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES
 from bench.table import document_lines, result_line, table_lines
+from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.hardware.description import describe_hardware
 from training.records.startup_info import git_state

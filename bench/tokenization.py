@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.units import PIECE_CHARS, Settings, Unit
 from data.pipeline.workers import run_units
@@ -49,7 +49,7 @@ def read_sample(files: list[Path], megabytes: float) -> list[str]:
         size = 0
         for _, document in read_records(path):
             if isinstance(document, BadRecord):
-                raise DataError(f"{document}; choose another --input")
+                raise UserError(f"{document}; choose another --input")
             text = "".join(document)
             texts.append(text[: 2 * PIECE_CHARS])
             size += len(texts[-1].encode())
@@ -74,7 +74,7 @@ def measure_preparation(
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
         finished = run_units(units, folder, tokenizer_name, settings, workers, 0, fast=fast)
     if len({unit.process for unit in finished}) != workers:
-        raise DataError("a worker process started so late that it had nothing to do; use a larger --mb")
+        raise UserError("a worker process started so late that it had nothing to do; use a larger --mb")
     rate = seconds = 0.0
     tokens = 0
     for process in {unit.process for unit in finished}:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from bench.results import spread
 from bench.tokenization import Peers, Rate, measure_preparation, read_sample
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.documents import find_files
 from data.tokenizers.tokenizer import open_tokenizer
 
@@ -124,7 +124,7 @@ def named_paths(arguments: list[str]) -> dict[str, str]:
         elif not name:
             name = resolved.parent.name if resolved.is_file() else resolved.name
         if name in named:
-            raise DataError(f"two tokenizers would be called {name}; pass --tokenizer NAME=PATH")
+            raise UserError(f"two tokenizers would be called {name}; pass --tokenizer NAME=PATH")
         named[name] = path
     return named
 
@@ -166,7 +166,7 @@ def write_sample(texts: list[str], folder: Path) -> Path:
     try:
         import zstandard
     except ImportError:
-        raise DataError("the benchmark writes .jsonl.zst: pip install zstandard") from None
+        raise UserError("the benchmark writes .jsonl.zst: pip install zstandard") from None
     path = folder / "sample.jsonl.zst"
     path.write_bytes(zstandard.compress(lines))
     return path

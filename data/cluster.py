@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError, run_command
+from common.command import run_command
+from common.errors import UserError
 from data.folders import DATA_DIR
 
 ROOT = DATA_DIR.parent
@@ -101,7 +102,7 @@ def run_ray(args: argparse.Namespace, part: Part, finish: Part) -> None:
     try:
         import ray  # noqa: F401
     except ImportError:
-        raise DataError("--executor ray needs Ray: pip install ray") from None
+        raise UserError("--executor ray needs Ray: pip install ray") from None
     from datatrove.executor import RayPipelineExecutor
 
     RayPipelineExecutor(
@@ -148,11 +149,11 @@ def main() -> None:
     args = parse_arguments()
     script = DATA_DIR / args.dataset / "prepare.py"
     if not script.is_file():
-        raise DataError(f"there is no {script}")
+        raise UserError(f"there is no {script}")
     try:
         import datatrove  # noqa: F401
     except ImportError:
-        raise DataError("this needs datatrove: pip install -r requirements-data.txt") from None
+        raise UserError("this needs datatrove: pip install -r requirements-data.txt") from None
     output = (args.output or script.parent).resolve()
     args.logs = (args.logs or output / "cluster").resolve()
     command = (str(script), *args.options, "--output", str(output), "--workers")
@@ -168,11 +169,11 @@ def main() -> None:
     elif status := finish.run(0):
         sys.exit(status)
     elif not (output / "meta.json").is_file():
-        raise DataError(f"parts are missing; see above or {args.logs}, and run the same command again")
+        raise UserError(f"parts are missing; see above or {args.logs}, and run the same command again")
 
 
 if __name__ == "__main__":
     # datatrove pickles Part, and another process must find its module: data.cluster, not __main__.
     from data.cluster import main
 
-    run_command(main)
+    sys.exit(run_command(main))

@@ -2,14 +2,14 @@
 
 from types import ModuleType
 
-from data.errors import DataError
+from common.errors import UserError
 
 
 def hub_library() -> ModuleType:
     try:
         import huggingface_hub
     except ImportError:
-        raise DataError(
+        raise UserError(
             "downloading needs huggingface_hub: pip install -r requirements-data.txt; or get the files "
             "elsewhere and pass --input DIR"
         ) from None

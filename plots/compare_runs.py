@@ -10,12 +10,17 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import figure
 import numpy as np
-import run_record
-from run_record import METHODS, PlotError, Run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.command import run_command  # noqa: E402
+from common.errors import UserError  # noqa: E402
+from plots import figure, run_record  # noqa: E402
+from plots.run_record import METHODS, Run  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,14 +40,14 @@ def run_labels(runs: list[Run]) -> list[str]:
 
 
 def require_one_method(runs: list[Run]) -> None:
-    """Raises PlotError when the runs' MFUs were counted by different formulas."""
+    """Raises UserError when the runs' MFUs were counted by different formulas."""
     users: dict[str, list[str]] = {}
     for run in runs:
         for method in run.mfu_methods:
             users.setdefault(method, []).append(run.path.name)
     if len(users) > 1:
         listing = "; ".join(f"{method} ({', '.join(names)})" for method, names in sorted(users.items()))
-        raise PlotError(
+        raise UserError(
             f"these runs count MFU by different formulas, which cannot share an axis: {listing}. "
             f"Add --method {'|'.join(METHODS)} to recount them all by one"
         )
@@ -175,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     where = "default: compare_runs.png beside the first record"
     parser.add_argument("--output", metavar="PATH.png", help=where)
     options = parser.parse_args(argv)
-    return figure.exit_status(compare, options.runs, options.method, options.output)
+    return run_command(compare, options.runs, options.method, options.output)
 
 
 if __name__ == "__main__":

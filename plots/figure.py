@@ -1,15 +1,15 @@
-"""Drawing for both plot scripts: figures, axes and their limits, the PNG file, the exit status."""
+"""Drawing for both plot scripts: figures, axes and their limits, the PNG file."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from run_record import PlotError, Run, evaluations, finite
+
+from common.errors import UserError
+from plots.run_record import Run, evaluations, finite
 
 if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absence is one clear error
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotError("matplotlib draws the plots and is not installed: pip install matplotlib") from None
+        raise UserError("matplotlib draws the plots and is not installed: pip install matplotlib") from None
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
@@ -106,22 +106,12 @@ def save(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        raise PlotError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     print(f"wrote {path}")
 
 
 def png_path(text: str) -> Path:
-    """The path after --output. Raises PlotError if its ending is not that of the format."""
+    """The path after --output. Raises UserError if its ending is not that of the format."""
     if not text.endswith(".png"):
-        raise PlotError(f"--output {text} must end in .png")
+        raise UserError(f"--output {text} must end in .png")
     return Path(text)
-
-
-def exit_status(work: Callable[..., None], *arguments: Any) -> int:
-    """Runs a script's work; a PlotError becomes one line on stderr and status 2."""
-    try:
-        work(*arguments)
-    except PlotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0

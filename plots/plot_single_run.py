@@ -10,11 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import figure
-import run_record
-from run_record import Run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.command import run_command  # noqa: E402
+from common.errors import UserError  # noqa: E402
+from plots import figure, run_record  # noqa: E402
+from plots.run_record import Run  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,9 +128,7 @@ def draw_columns(axis: Axes, run: Run, labels: Mapping[str, str | None], absent:
 def plot_all(patterns: list[str], output: str | None) -> None:
     paths = run_record.expand_globs(patterns)
     if output and len(paths) > 1:
-        raise run_record.PlotError(
-            f"--output is one file, but {len(paths)} runs were given; plot them one by one"
-        )
+        raise UserError(f"--output is one file, but {len(paths)} runs were given; plot them one by one")
     target = figure.png_path(output) if output else None
     # all are read before the first PNG is written, so that a bad file stops the command here
     runs = [run_record.load_run(path) for path in paths]
@@ -139,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     parser.add_argument("--output", metavar="PATH.png", help="where the PNG goes when there is one run")
     options = parser.parse_args(argv)
-    return figure.exit_status(plot_all, options.runs, options.output)
+    return run_command(plot_all, options.runs, options.output)
 
 
 if __name__ == "__main__":

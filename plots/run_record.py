@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
+
 METHODS = {
     "v1": "nanogpt_legacy_v1",
     "v2": "combined_formula_v2",
@@ -25,10 +27,6 @@ METHODS = {
 NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
 UNSTATED = "method not stated"
-
-
-class PlotError(ValueError):
-    """A problem the user can fix; the scripts print it alone and exit with status 2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,24 +147,24 @@ def expand_globs(patterns: list[str]) -> list[Path]:
     for pattern in patterns:
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not matches:
-            raise PlotError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
+            raise UserError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
         paths.update({Path(match).resolve(): Path(match) for match in matches})
     return list(paths.values())
 
 
 def load_run(path: Path) -> Run:
-    """Reads one run record; PlotError names the file when it is not one."""
+    """Reads one run record; UserError names the file when it is not one."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except IsADirectoryError:
-        raise PlotError(f"{path} is a directory; give its records, such as {path / 'run_*.json'}") from None
+        raise UserError(f"{path} is a directory; give its records, such as {path / 'run_*.json'}") from None
     except OSError as error:
-        raise PlotError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # also what bad UTF-8 raises
-        raise PlotError(f"{path} is not JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}") from None
     rows = record.get("training_iterations") if isinstance(record, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise PlotError(f"{path} is not a run record: it has no list of training_iterations")
+        raise UserError(f"{path} is not a run record: it has no list of training_iterations")
 
     progress = {_number(row.get("iter")): row for row in _list(record, "training_progress")}
     values = [_row_values(row, index, progress) for index, row in enumerate(rows)]
@@ -272,7 +270,7 @@ def recounted(run: Run, method: str) -> Run:
     totals = _dict(_dict(run.startup.get("flops")).get("totals"))
     flops_per_token = _number(totals.get(method))
     if math.isnan(flops_per_token):
-        raise PlotError(
+        raise UserError(
             f"{run.path} counts MFU by {' and '.join(run.mfu_methods)} and cannot be recounted as {method}: "
             "it has no startup_info.flops.totals for it (an older log); leave this run out"
         )

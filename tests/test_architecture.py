@@ -37,8 +37,8 @@ ORDER = (
     "data/tokenizers/*",
     "data/folders.py",
     "data/huggingface.py",
-    "data/errors.py",
     "plots/*",
+    "common/*",
 )
 
 

@@ -25,9 +25,9 @@ from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
 from bench.suites import SUITES, Variant
 from bench.table import COLUMNS
+from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from training.batches.dataset import open_dataset
-from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 
 CPU = torch.device("cpu")

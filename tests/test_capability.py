@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.keys import KEYS
 from training.hardware.capability import (
     CPU,

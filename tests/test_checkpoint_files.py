@@ -17,12 +17,12 @@ from helpers import ROOT, checkpoint_tensors
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import model_builder
+from common.errors import UserError
 from model_config import ModelConfig
 from training.checkpoints import format_1
 from training.checkpoints.folder import damage_of_share, digest, read_state, recorded_files
 from training.checkpoints.loading import load_checkpoint, load_weights
 from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
-from training.configuration.errors import UserError
 
 # format -> sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by
 # ZeRO-1 on two ranks, after 3 iterations of a model of this shape

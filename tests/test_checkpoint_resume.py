@@ -11,11 +11,11 @@ import torch
 from checkpoint_parts import ALONE, make_config, make_saver, make_state, save
 from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 
+from common.errors import UserError
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import data_fingerprint
 from training.checkpoints.folder import find_checkpoint, read_state, step_folders
 from training.checkpoints.resume import find_resume, refuse_changes
-from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.optimization.schedule import learning_rate
 

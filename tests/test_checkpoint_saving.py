@@ -26,11 +26,11 @@ from checkpoint_parts import (
 )
 from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 
+from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
 from training.checkpoints.folder import complete_checkpoints, damage_of_share
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.train_state import Progress
-from training.configuration.errors import RunError, UserError
 from training.faults.watchdog import Watchdog
 
 

@@ -11,8 +11,8 @@ import pytest
 from helpers import ROOT
 from test_data_prepare import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
 
+from common.errors import UserError
 from data import cluster
-from data.errors import DataError
 
 SBATCH = """
 import os, pathlib, re, subprocess, sys
@@ -80,7 +80,7 @@ def test_tasks_on_this_machine_give_the_bytes_of_one_process(tmp_path, corpus):
     whole = bad.read_text()
     bad.write_text(whole + "cut o")
     result = submit(*options, "--", *corpus)
-    assert result.returncode == 1 and "parts are missing" in result.stderr and "line 31" in result.stderr
+    assert result.returncode == 2 and "parts are missing" in result.stderr and "line 31" in result.stderr
     assert len(list(out.glob("units/*.json"))) == 3 and not (out / "meta.json").exists()
     result = submit(*options, "--", *corpus, "--max_bad", 1)
     assert result.returncode == 0, result.stderr
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_the_dataset_is_said_before_anything_is_submitted(tmp
     result = submit(*options, "--output", tmp_path / "out", "--", *corpus, "--worker_count", 3, path=slurm)
     assert result.returncode == 2 and "unrecognized arguments: --worker_count" in result.stderr
     result = submit(*options, "--output", tmp_path / "out", "--", *corpus[:3], "gtp2", path=slurm)
-    assert result.returncode == 1 and "no tokenizer 'gtp2'" in result.stderr
+    assert result.returncode == 2 and "no tokenizer 'gtp2'" in result.stderr
     assert not list(slurm.glob("job*"))
 
 
@@ -131,8 +131,8 @@ def test_options_that_cannot_work_are_refused(words, message, monkeypatch, capsy
 def test_without_datatrove_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["cluster", "text", "--executor", "local", "--tasks", "2"])
     monkeypatch.setitem(sys.modules, "datatrove", None)
-    with pytest.raises(DataError, match="pip install -r requirements-data.txt"):
+    with pytest.raises(UserError, match="pip install -r requirements-data.txt"):
         cluster.main()
     monkeypatch.setattr(sys, "argv", ["cluster", "absent", "--executor", "local", "--tasks", "2"])
-    with pytest.raises(DataError, match="there is no .*absent/prepare.py"):
+    with pytest.raises(UserError, match="there is no .*absent/prepare.py"):
         cluster.main()

@@ -8,8 +8,8 @@ import pytest
 from helpers import ROOT, TINY, write_config
 
 import model_config
+from common.errors import UserError
 from training.configuration.dtypes import DTYPES
-from training.configuration.errors import UserError
 from training.configuration.files_and_flags import USAGE, load_config
 from training.configuration.help import help_text
 from training.configuration.keys import ALIASES, GUARDED, KEYS

@@ -10,13 +10,12 @@ import pytest
 import torch
 from helpers import TINY, last_run, make_dataset, write_config
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.token_files import TokenWriter
 from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint
 from training.batches.sources import open_sources
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.process.world import World
 from training.records.rows import Logger
@@ -78,7 +77,7 @@ def fingerprint_of(folder: Path, **keys) -> dict:
 
 def test_item_21_id_of_70000_is_not_stored_in_16_bits(tmp_path):
     writer = TokenWriter(tmp_path / "train.bin", "uint16", 65_536)
-    with pytest.raises(DataError, match="token id 70000 is outside the vocabulary"):
+    with pytest.raises(UserError, match="token id 70000 is outside the vocabulary"):
         writer.write([1, 70_000])
     writer.finish()
     assert (tmp_path / "train.bin").stat().st_size == 0

@@ -12,13 +12,14 @@ from helpers import ROOT
 from test_data_prepare import shared, small_bpe, write_jsonl
 from test_data_scale import make, tokens_and_meta, write_corpus
 
-from data.errors import DataError, EncodeError
+from common.errors import UserError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.parquet import largest_page
 from data.pipeline.preparation import plan_units
 from data.pipeline.units import Settings, Unit
 from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import open_tokenizer
 
 
@@ -152,7 +153,7 @@ def test_a_disk_that_takes_no_more_leaves_what_was_complete(tmp_path, bpe, monke
     out, limit = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limit[1]))  # a worker's write() fails, really
     try:
-        with pytest.raises(DataError, match="File too large.*what was complete is kept"):
+        with pytest.raises(UserError, match="File too large.*what was complete is kept"):
             make(files, out, bpe, shard_tokens=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -171,7 +172,7 @@ def test_a_full_disk_is_warned_of_before_and_resumed_from_after(tmp_path, bpe, c
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
-        with pytest.raises(DataError, match="No space left.*what was complete is kept"):
+        with pytest.raises(UserError, match="No space left.*what was complete is kept"):
             make(files, disk / "out", bpe, shard_tokens=1 << 20)
         assert "has 0.00 GB free" in capsys.readouterr().out
         assert (disk / "out" / "units" / "000000.json").is_file()
@@ -194,7 +195,7 @@ def test_a_disk_that_is_much_too_small_is_refused_before_work_starts(tmp_path, b
         )
 
     disk_with(needed / 2.2)
-    with pytest.raises(DataError, match="will take about .* GB free; make room"):
+    with pytest.raises(UserError, match="will take about .* GB free; make room"):
         make(files, tmp_path / "small", bpe)
     assert not list((tmp_path / "small").glob("*.bin"))
     make(files, tmp_path / "small", bpe, max_tokens=int(needed / 5), resume=False)  # what fits is made
@@ -216,7 +217,7 @@ def test_a_parquet_page_that_would_not_fit_in_memory_is_refused(tmp_path, monkey
         largest = largest_page(path, parquet.read_metadata(path))
         assert 250_000 < largest < 1_000_000  # all of the text column is about 800 kB
     monkeypatch.setattr("data.pipeline.parquet.PAGE_BYTES", largest - 1)
-    with pytest.raises(DataError, match="has a page of .* write it again"):
+    with pytest.raises(UserError, match="has a page of .* write it again"):
         list(read_records(path))
 
 
@@ -232,7 +233,7 @@ def test_one_bad_row_of_a_parquet_file_is_one_bad_record(tmp_path, monkeypatch):
     assert [records[0], records[3]] == [["a"], ["d"]]
     assert all(isinstance(record, BadRecord) for record in records[1:3])
     parquet.write_table(pyarrow.table({"body": ["a"]}), path)
-    with pytest.raises(DataError, match='no column "text"; it has body'):
+    with pytest.raises(UserError, match='no column "text"; it has body'):
         list(read_records(path))
 
 

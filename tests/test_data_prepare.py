@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
-from data.errors import DataError  # noqa: E402
+from common.errors import UserError  # noqa: E402
 from data.inspect.__main__ import check_files  # noqa: E402
 from data.pipeline.documents import BadRecord, find_files, read_records  # noqa: E402
 from data.pipeline.meta_file import load_tokenizer, read_meta  # noqa: E402
@@ -135,7 +135,7 @@ def test_one_pass_may_feed_both_splits(tmp_path):
 
 
 def test_an_empty_split_is_refused(tmp_path):
-    with pytest.raises(DataError, match="val.bin"):
+    with pytest.raises(UserError, match="val.bin"):
         write_small(tmp_path, splits={"train": [[0]], "val": []})
 
 
@@ -192,7 +192,7 @@ def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monk
     monkeypatch.setattr("data.pipeline.small_dataset.os.replace", replace)
     with pytest.raises(OSError, match="killed here"):
         write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
-    with pytest.raises(DataError, match="no complete dataset"):
+    with pytest.raises(UserError, match="no complete dataset"):
         load_tokenizer(tmp_path)
 
 
@@ -217,12 +217,12 @@ def test_a_changed_tokenizer_file_is_refused(tmp_path):
     )
     with open(tmp_path / "bpe" / "tokenizer.json", "a") as file:
         file.write("\n")
-    with pytest.raises(DataError, match="has changed"):
+    with pytest.raises(UserError, match="has changed"):
         load_tokenizer(tmp_path / "bpe")
 
 
 def test_a_character_outside_the_dataset_is_named():
-    with pytest.raises(DataError, match="'€'"):
+    with pytest.raises(UserError, match="'€'"):
         CHAR.encode("a€")
 
 
@@ -258,14 +258,14 @@ def test_tiktoken_without_files_or_network_says_what_to_do(tmp_path):
     result = run_prepare(
         "text", "--input", document, "--tokenizer", "gpt2", "--output", tmp_path / "out", env=env
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "TIKTOKEN_CACHE_DIR" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_an_unknown_tokenizer_is_named():
     pytest.importorskip("tiktoken")
-    with pytest.raises(DataError, match="'gtp2'.*gpt2"):
+    with pytest.raises(UserError, match="'gtp2'.*gpt2"):
         open_tokenizer("gtp2")
 
 
@@ -389,7 +389,7 @@ def test_a_stop_while_a_document_moves_to_an_empty_split_loses_nothing(tmp_path,
 
 
 def test_no_text_at_all_is_refused(tmp_path):
-    with pytest.raises(DataError, match="would hold no tokens"):
+    with pytest.raises(UserError, match="would hold no tokens"):
         write_text_dataset(tmp_path, [""], 0.1, 100)
 
 
@@ -460,9 +460,9 @@ def test_a_note_beside_jsonl_files_is_not_taken_for_a_document(tmp_path, capsys)
 
 def test_input_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "a.pdf").write_text("a")
-    with pytest.raises(DataError, match="a.pdf.*.jsonl.zst"):
+    with pytest.raises(UserError, match="a.pdf.*.jsonl.zst"):
         find_files([str(tmp_path / "a.pdf")])
-    with pytest.raises(DataError, match="nothing"):
+    with pytest.raises(UserError, match="nothing"):
         find_files([str(tmp_path / "nothing*.txt")])
 
 
@@ -470,13 +470,13 @@ def test_the_end_of_text_token_is_found_named_or_asked_for(tmp_path):
     tokenizer = FileTokenizer(small_bpe(tmp_path))
     assert find_eot(tokenizer, None) == 256
     assert find_eot(tokenizer, "<|endoftext|>") == 256
-    with pytest.raises(DataError, match="<eos>.*--eot"):
+    with pytest.raises(UserError, match="<eos>.*--eot"):
         find_eot(tokenizer, "<eos>")
 
 
 def test_an_end_of_text_token_that_text_can_spell_is_refused(tmp_path):
     tokenizer = FileTokenizer(small_bpe(tmp_path, special=False))
-    with pytest.raises(DataError, match="special"):
+    with pytest.raises(UserError, match="special"):
         find_eot(tokenizer, None)
 
 
@@ -538,5 +538,5 @@ def test_every_prepare_runs_from_the_root_and_from_its_folder(name):
 def test_shakespeare_without_a_network_says_to_use_input(tmp_path):
     proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     result = run_prepare("shakespeare_char", "--output", tmp_path, env={**os.environ, **proxy})
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "--input FILE" in result.stderr and "Traceback" not in result.stderr

@@ -18,7 +18,7 @@ import pytest
 from helpers import ROOT, TINY, last_run, run_train, write_config
 from test_data_prepare import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.meta_file import load_tokenizer, read_meta
@@ -29,7 +29,6 @@ from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
 from data.tokenizers.tokenizer import open_tokenizer
 from training.batches.dataset import open_dataset
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 
 NAMES = {"gpt2": "gpt2", "llama": "llama2", "llama3": "llama3", "qwen3": "qwen3"}  # family -> shared folder
@@ -171,14 +170,14 @@ def test_a_document_without_a_place_to_cut_is_a_bad_record(bpe, monkeypatch):
 
 
 def test_the_wrong_tokenizer_is_refused(bpe):
-    with pytest.raises(DataError, match="is not the tokenizer of this dataset"):
+    with pytest.raises(UserError, match="is not the tokenizer of this dataset"):
         open_family(FAMILIES["qwen3"], str(bpe))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen3"])
 def test_a_missing_tokenizer_says_how_to_get_it(family, tmp_path):
     result = run_prepare(f"slimpajama_6b_{family}", "--input", __file__, "--tokenizer", tmp_path / "none")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "save_pretrained('./" + FAMILIES[family].tokenizer + "')" in result.stderr
     assert FAMILIES[family].repository in result.stderr and "pip install transformers" in result.stderr
 
@@ -268,7 +267,7 @@ def test_a_unit_that_lost_a_file_is_made_again(tmp_path, bpe):
 def test_other_settings_are_refused_until_told_to_start_again(tmp_path, bpe):
     files = write_corpus(tmp_path / "in", files=2)
     make(files, tmp_path / "out", bpe)
-    with pytest.raises(DataError, match="shard_tokens.*--no-resume"):
+    with pytest.raises(UserError, match="shard_tokens.*--no-resume"):
         make(files, tmp_path / "out", bpe, shard_tokens=500)
     make(files, tmp_path / "out", bpe, shard_tokens=500, resume=False)
     make(files, tmp_path / "fresh", bpe, shard_tokens=500)
@@ -282,9 +281,9 @@ def test_bad_records_are_counted_reported_and_capped(tmp_path, bpe, capsys):
     files = write_corpus(tmp_path / "in", files=3)
     for path in files[:2]:
         path.write_text(path.read_text() + '{"text": "cut o\n{"body": 3}\n{"text": ""}\n')
-    with pytest.raises(DataError, match=r"2 of 3 units(.|\n)*0\.jsonl, line 41 is not a JSON object"):
+    with pytest.raises(UserError, match=r"2 of 3 units(.|\n)*0\.jsonl, line 41 is not a JSON object"):
         make(files, tmp_path / "out", bpe)
-    with pytest.raises(DataError, match="4 bad records in all"):
+    with pytest.raises(UserError, match="4 bad records in all"):
         make(files, tmp_path / "out", bpe, max_bad=3)
     meta = make(files, tmp_path / "out", bpe, max_bad=4)
     assert (meta["documents"], meta["empty"], meta["bad"]) == (120, 2, 4)
@@ -359,7 +358,7 @@ def test_no_network_says_to_use_input(tmp_path):
     result = run_prepare("slimpajama_6b_gpt2", "--output", tmp_path / "out", env=env)
     if not existed:
         shutil.rmtree(folder, ignore_errors=True)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "--input DIR" in result.stderr
 
 
@@ -380,7 +379,7 @@ def test_readers_refuse_a_changed_a_missing_and_an_extra_file(tmp_path, bpe):
     with pytest.raises(UserError, match="is not the file that meta.json describes"):
         open_dataset(config_of(out), scan=True)
     result = inspect(out, "--hash")
-    assert result.returncode == 1 and "is not the file that meta.json describes" in result.stderr
+    assert result.returncode == 2 and "is not the file that meta.json describes" in result.stderr
     path.unlink()
     with pytest.raises(UserError, match="is missing from"):
         open_dataset(config_of(out), scan=False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, TINY, make_dataset
 
+from common.errors import RunError, UserError
 from data.inspect.__main__ import check_files
 from data.pipeline import verified
 from data.pipeline.meta_file import read_meta
@@ -19,7 +20,6 @@ from training.batches.loader import IterationBatches
 from training.batches.sources import open_sources
 from training.batches.windows import StreamWindows
 from training.configuration.dataset_name import dataset_folder
-from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
 from training.process.world import World
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
 from training.hardware.description import describe_hardware

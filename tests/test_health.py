@@ -12,7 +12,7 @@ from helpers import ROOT, TINY, last_run, make_dataset, write_config
 from test_graphs import Fake, build, graphed, rate, same, train, weights
 
 import model
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.cuda_graphs.parity import Snapshot

@@ -17,7 +17,7 @@ import pytest
 from helpers import ROOT
 from test_data_prepare import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.hub import Hub, open_hub
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.tokenizer import open_or_download_tokenizer
@@ -229,7 +229,7 @@ def test_a_file_is_fetched_once_and_again_if_it_was_damaged(files):
 def test_a_file_that_is_not_the_listed_one_is_refused(files):
     hub, acts = files
     acts += ["other"]
-    with pytest.raises(DataError, match="a.jsonl is not the file that hub.json lists"):
+    with pytest.raises(UserError, match="a.jsonl is not the file that hub.json lists"):
         hub.fetch([str(hub.paths()[0])])
 
 
@@ -250,7 +250,7 @@ def test_a_listing_is_kept_and_one_of_another_data_set_is_refused(tmp_path, monk
     first = open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True)
     monkeypatch.setattr("data.pipeline.hub._ask", None)
     assert open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True) == first
-    with pytest.raises(DataError, match="is of o/n, not of o/other"):
+    with pytest.raises(UserError, match="is of o/n, not of o/other"):
         open_hub("o/other", tmp_path / "text", tmp_path / "hub.json", keep=True)
 
 
@@ -278,7 +278,7 @@ def test_a_tokenizer_of_the_hub_is_taken_from_its_cache_without_a_network(tmp_pa
 
     cache_tokenizer(tmp_path / "cache", "owner/qwen", shared("tokenizers/hf/qwen3/tokenizer.json"))
     assert open_family(FAMILIES["qwen3"], "hf:owner/qwen").vocab_size == 151669
-    with pytest.raises(DataError, match="owner/absent could not be downloaded"):
+    with pytest.raises(UserError, match="owner/absent could not be downloaded"):
         open_or_download_tokenizer("hf:owner/absent")
 
 
@@ -287,7 +287,7 @@ def test_a_gated_tokenizer_says_where_its_licence_is_and_how_to_log_in(monkeypat
         raise OSError("401 Client Error. Cannot access gated repo")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         open_family(FAMILIES["llama3"], "hf:meta-llama/Meta-Llama-3-8B")
     message = str(caught.value)
     for part in ("https://huggingface.co/meta-llama/Meta-Llama-3-8B", "hf auth login", "./llama3_tokenizer"):

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers import TINY, last_run, make_dataset, write_config
 
+from common.errors import UserError
 from training.batches.fingerprint import data_differences, run_fingerprint
 from training.batches.loader import IterationBatches, Loader
 from training.batches.mixture import BLOCK, Mixture
 from training.batches.sources import describe_sources, make_windows, open_sources
 from training.batches.windows import StreamWindows
 from training.configuration.dataset_name import parse_dataset
-from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.evaluation import eval_batches, evaluate

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import TINY, write_config
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.optimization import optimizer as optimizer_module

@@ -11,14 +11,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-PLOTS = Path(__file__).resolve().parents[1] / "plots"
-sys.path.insert(0, str(PLOTS))
-
-import compare_runs  # noqa: E402
-import plot_single_run  # noqa: E402
-from run_record import PlotError, load_run, recounted, spread  # noqa: E402
-
+from common.errors import UserError  # noqa: E402
+from plots import compare_runs, plot_single_run  # noqa: E402
+from plots.run_record import load_run, recounted, spread  # noqa: E402
 from training.records import percentiles  # noqa: E402
+
+PLOTS = Path(__file__).resolve().parents[1] / "plots"
 
 V1, V2, V3 = "nanogpt_legacy_v1", "combined_formula_v2", "component_summation_v2025"
 QWEN3 = {V1: 12_190_334_976, V2: 10_322_706_432, V3: 10_322_706_432}  # training FLOPs per token, DESIGN.md
@@ -405,7 +403,7 @@ def test_a_glob_that_matches_nothing_is_an_error(tmp_path, capsys):
 
 def test_missing_matplotlib_comes_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PlotError, match="pip install matplotlib"):
+    with pytest.raises(UserError, match="pip install matplotlib"):
         plot_single_run.plot(load_run(write(tmp_path, new_record(20))))
 
 

@@ -8,21 +8,17 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 
 import model_builder
+from plots import compare_runs, plot_single_run
 from training.configuration.files_and_flags import load_config
 from training.records import report
 from training.records.memory_estimate import estimate_memory
 from training.records.rows import Logger
-
-sys.path.insert(0, str(ROOT / "plots"))
-import compare_runs  # noqa: E402
-import plot_single_run  # noqa: E402
 
 TEXT = (ROOT / "tests" / "published_commands.txt").read_text()
 LINES = [line.split("   #")[0].rstrip() for line in TEXT.splitlines() if line and not line.startswith("#")]

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, TINY, make_dataset, write_config
 
 import sample
-from training.configuration.errors import UserError
+from common.errors import UserError
 
 
 @pytest.fixture
@@ -58,5 +58,5 @@ def test_bad_options_are_named_without_a_traceback(trained, capsys, flag):
 def test_no_checkpoint_is_one_line_and_status_1(tmp_path):
     command = [sys.executable, "sample.py", f"--out_dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "holds no complete checkpoint" in done.stderr

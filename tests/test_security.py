@@ -21,12 +21,11 @@ import pytest
 import torch
 from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.meta_file import load_tokenizer
 from training.batches.dataset import open_dataset
 from training.checkpoints.folder import MANIFEST, recorded_files
 from training.configuration.dataset_name import dataset_folder
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.process import redaction as redact
 from training.process import run_lock
@@ -210,7 +209,7 @@ def test_item_24_tokenizer_cannot_be_a_file_elsewhere(dataset, tmp_path):
     edit_meta(dataset, format=1, tokenizer=tokenizer)
     with pytest.raises(UserError, match="leads out of the folder"):
         open_dataset(TrainConfig(**{**TINY, "dataset": str(dataset)}), scan=True)
-    with pytest.raises(DataError, match="outside of"):
+    with pytest.raises(UserError, match="outside of"):
         load_tokenizer(dataset)
 
 

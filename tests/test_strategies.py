@@ -20,11 +20,11 @@ from helpers import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
+from common.errors import UserError
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state
 from training.checkpoints.loading import load_weights
 from training.configuration.dtypes import DTYPES
-from training.configuration.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer

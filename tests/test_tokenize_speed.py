@@ -8,7 +8,7 @@ from test_data_prepare import small_bpe, write_jsonl
 
 from bench import tokenize
 from bench.tokenization import read_sample
-from data.errors import DataError
+from common.errors import UserError
 from data.tokenizers import fast_encoder
 
 
@@ -67,7 +67,7 @@ def test_two_tokenizers_of_one_name_must_be_named_apart(tmp_path):
     path = small_bpe(tmp_path / "bpe_tokenizer")
     folder = str(path.parent)
     assert tokenize.named_paths(["gpt2", str(path)]) == {"gpt2": "gpt2", "bpe_tokenizer": str(path)}
-    with pytest.raises(DataError, match="NAME=PATH"):
+    with pytest.raises(UserError, match="NAME=PATH"):
         tokenize.named_paths([str(path), folder])
     assert tokenize.named_paths([str(path), f"b={folder}"]) == {"bpe_tokenizer": str(path), "b": folder}
 
@@ -77,5 +77,5 @@ def test_a_sample_is_taken_from_every_file_and_a_bad_one_is_refused(tmp_path):
     texts = read_sample(files, 0.02)
     assert {text[0] for text in texts} == set("0123") and 20 <= len(texts) < 40
     files[0].write_text("{}\n")
-    with pytest.raises(DataError, match="line 1"):
+    with pytest.raises(UserError, match="line 1"):
         read_sample(files, 0.02)

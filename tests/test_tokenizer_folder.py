@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_data_prepare import shared, small_bpe
 
-from data.errors import DataError
+from common.errors import UserError
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.merges import QWEN_PATTERN
 from data.tokenizers.model_file import byte_letters
@@ -153,7 +153,7 @@ DAMAGE = {
 def test_a_folder_whose_ids_are_not_certain_is_refused_with_the_commands_that_help(tmp_path, reason):
     folder = small_folder(tmp_path / "small")
     DAMAGE[reason](folder)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         open_tokenizer(str(folder))
     message = str(caught.value)
     assert reason in message and "pip install transformers" in message
@@ -194,5 +194,5 @@ def test_a_tokenizer_with_the_right_vocabulary_and_another_rule_is_refused(tmp_p
     text = json.dumps(content, ensure_ascii=False)
     assert before in text
     (tmp_path / "tokenizer.json").write_text(text.replace(before, after))
-    with pytest.raises(DataError, match="is not the tokenizer of this dataset"):
+    with pytest.raises(UserError, match="is not the tokenizer of this dataset"):
         open_family(FAMILIES[family], str(tmp_path))

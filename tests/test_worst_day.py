@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, TINY, last_run, make_dataset, write_config
 
-from training.configuration.errors import RunError, UserError
+from common.errors import RunError, UserError
 from training.configuration.files_and_flags import load_config
 from training.faults.liveness import Liveness
 from training.faults.watchdog import Watchdog

@@ -14,12 +14,11 @@ from test_data_prepare import shared, small_bpe
 
 import data.inspect.__main__ as inspect
 import sample
-from data.errors import DataError
+from common.errors import RunError, UserError
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.quickstart import prepare as quickstart
 from data.text import prepare as text_prepare
 from training.batches.sources import make_windows, open_sources
-from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
 
 # --- token files that change under a run ---
@@ -208,7 +207,7 @@ def check_repair(folder, path, same_time: bool) -> None:
         rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
         with pytest.raises(UserError, match="is not the file that meta.json describes"):
             open_sources(TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 10**5}), scan=True)
-    with pytest.raises(DataError, match="run the dataset's prepare.py again"):
+    with pytest.raises(UserError, match="run the dataset's prepare.py again"):
         inspect.check_files(folder, read_meta(folder), hashes=True)
 
 
@@ -234,7 +233,7 @@ def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypat
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("the same text " * 100)
     flags = ["--tokenizer", bpe, "--val_fraction=0.1"]
-    with pytest.raises(DataError, match="holds one text twice.*--input.*--no-resume"):
+    with pytest.raises(UserError, match="holds one text twice.*--input.*--no-resume"):
         prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", tmp_path / "b.txt", *flags)
     assert not (folder / "meta.json").exists()
     prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", *flags, "--no-resume")
@@ -268,14 +267,14 @@ def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tm
     folder = make_dataset(tmp_path / "tokens")
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
     assert "samples are ids" in run_inspect(monkeypatch, capsys, folder, "--hash")
-    with pytest.raises(DataError, match='add it, for example "tokenizer"') as error:
+    with pytest.raises(UserError, match='add it, for example "tokenizer"') as error:
         load_tokenizer(folder)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
     addition = str(error.value).split("for example ")[1]
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64, ' + addition + "}")
     assert load_tokenizer(folder).decode([0]) == "!"
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
-    with pytest.raises(DataError, match="contains token id 63, but meta.json says vocab_size 5"):
+    with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):
         run_inspect(monkeypatch, capsys, folder, "--hash")
 
 
@@ -297,5 +296,5 @@ def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tm
 def test_hostile_meta_is_one_message(tmp_path, text):
     folder = make_dataset(tmp_path / "tokens")
     (folder / "meta.json").write_text(text)
-    with pytest.raises(DataError, match="meta.json"):
+    with pytest.raises(UserError, match="meta.json"):
         load_tokenizer(folder)

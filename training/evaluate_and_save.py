@@ -7,11 +7,11 @@ import math
 import time
 from pathlib import Path
 
+from common.errors import RunError
 from training.batches.loader import Loader
 from training.batches.windows import Split
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress
-from training.configuration.errors import RunError
 from training.configuration.rules import checkpoint_interval
 from training.evaluation import evaluate
 from training.faults.anomalies import AnomalyPolicy, Diverged

@@ -12,12 +12,14 @@ so the first word may be half of one.
 # the standard library's inspect is found. With an __init__.py, this folder would be imported in its place.
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError, run_command
+from common.command import run_command
+from common.errors import UserError
 from data.folders import dataset_folder
 from data.pipeline.meta_file import count_tokens, load_tokenizer, names_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, stored_dtype
@@ -28,11 +30,11 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
     dtype = stored_dtype(meta["dtype"])
     there = {path.name for split in SPLITS for path in folder.glob(f"{split}*.bin")}
     for name in sorted(there ^ set(meta["files"])):
-        raise DataError(f"{folder / name} is {'not in meta.json' if name in there else 'missing'}")
+        raise UserError(f"{folder / name} is {'not in meta.json' if name in there else 'missing'}")
     for name, written in meta["files"].items():
         path, size = folder / name, written["tokens"] * dtype.itemsize
         if path.stat().st_size != size:
-            raise DataError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
+            raise UserError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
     if not hashes:
         return
     entries = {name: entry(folder / name, meta["dtype"], written) for name, written in meta["files"].items()}
@@ -41,11 +43,11 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
         recorded = (written.get("sha256", sha256), written.get("max_id", max_id))
         if (sha256, max_id) != recorded:
             forget(folder, {path.name})  # else prepare.py and train.py would trust its size and time
-            raise DataError(
+            raise UserError(
                 f"{path} is not the file that meta.json describes; run the dataset's prepare.py again"
             )
         if max_id >= meta["vocab_size"]:
-            raise DataError(
+            raise UserError(
                 f"{path} contains token id {max_id:,}, but meta.json says vocab_size {meta['vocab_size']:,}"
             )
         entries[path.name]["max_id"] = max_id
@@ -102,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(run_command(main))

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.meta_file import report
 from data.pipeline.preparation import Job, prepare
@@ -60,7 +60,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -> Settings:
     bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
     if args.bos is not None and bos_id is None:
-        raise DataError(f"--bos {args.bos}: the tokenizer has no such token")
+        raise UserError(f"--bos {args.bos}: the tokenizer has no such token")
     return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens)
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from data.errors import DataError, EncodeError
+from common.errors import UserError
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.units import Unit
+from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
 
 SAMPLED_FILES = 5
@@ -24,7 +25,7 @@ GB = 1e9
 def check_disk_space(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, itemsize: int, size_of: Callable[[str], int]
 ) -> None:
-    """Warns if the token files of these units may not fit; DataError if they cannot."""
+    """Warns if the token files of these units may not fit; UserError if they cannot."""
     free = shutil.disk_usage(folder).free
     sizes = [sum(size_of(path) for path, _ in unit.files) for unit in units]
     if sum(sizes) * MOST_TOKENS * itemsize < free:
@@ -43,7 +44,7 @@ def check_disk_space(
     )
     fix = "another --output, or --max_tokens, or --part with disks of several machines"
     if needed > 2 * free:
-        raise DataError(f"{state}; make room, or use {fix}")
+        raise UserError(f"{state}; make room, or use {fix}")
     if needed > 0.95 * free:
         print(f"warning: {state}. If it fills, what is complete is kept: make room, or use {fix}")
 

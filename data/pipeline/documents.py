@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.parquet import read_values
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -40,13 +40,13 @@ def find_files(patterns: list[str]) -> list[Path]:
                 print(f"--input {pattern}: left out {names}; name a .txt file that is text with a glob")
                 found = [file for file in found if file.suffix != ".txt"]
         if not found:
-            raise DataError(
+            raise UserError(
                 f"--input {pattern}: no such file, or nothing in it ends in {', '.join(SUFFIXES)}"
             )
         files += sorted(found)
     for path in files:
         if not path.name.endswith(SUFFIXES):
-            raise DataError(
+            raise UserError(
                 f"--input {path}: cannot read this kind of file; it must be {', '.join(SUFFIXES)}"
             )
     return list(dict.fromkeys(files))  # a file that two arguments name is read once
@@ -59,7 +59,7 @@ class ZstdFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise DataError(f"{path} needs the zstandard library: pip install zstandard") from None
+            raise UserError(f"{path} needs the zstandard library: pip install zstandard") from None
         self.raw, self.output = raw, memoryview(b"")
         self.frame: zstandard.ZstdDecompressionObj | None = None
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as zstd --long needs
@@ -118,7 +118,7 @@ def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[in
                 if long:
                     while (rest := lines.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
                         pass
-            except DataError:
+            except UserError:
                 raise
             except Exception as error:  # gzip, zlib and zstandard each raise errors of their own
                 if is_disk_error(error):
@@ -147,7 +147,7 @@ def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int
             number += 1
             bad = BadRecord(f"{path}, row {number} has no text, or none of at most {LINE_BYTES >> 20} MiB")
             yield number, bad if text is None else text
-    except (DataError, MemoryError):
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # pyarrow raises many kinds
         if is_disk_error(error):
@@ -168,7 +168,7 @@ def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
                 progress(raw.tell() - position)
                 position = raw.tell()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_records(

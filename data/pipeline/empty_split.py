@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.durable_files import sync, write_json
+from common.durable_file import sync, write_json
 from data.pipeline.token_files import SPLITS, ShardWriter, TokenWriter, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
 

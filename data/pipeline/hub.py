@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.errors import DataError
+from common.errors import UserError
 from data.huggingface import first_line, hub_library
 
 LISTING = "hub.json"
@@ -65,7 +65,7 @@ class Hub:
                 Path(path).unlink(missing_ok=True)
                 self._download(self._name(path))
                 if not self._is_whole(path):
-                    raise DataError(
+                    raise UserError(
                         f"{path} is not the file that {LISTING} lists; run the same command again"
                     )
 
@@ -132,7 +132,7 @@ def open_hub(repository: str, folder: Path, listing: Path, keep: bool) -> Hub:
         os.replace(temporary, listing)
     content = json.loads(listing.read_text(encoding="utf-8"))
     if content["repository"] != repository:
-        raise DataError(f"{listing} is of {content['repository']}, not of {repository}; delete it")
+        raise UserError(f"{listing} is of {content['repository']}, not of {repository}; delete it")
     files = {name: (size, sha256) for name, (size, sha256) in content["files"].items()}
     return Hub(repository, content["commit"], files, folder, keep)
 
@@ -150,12 +150,12 @@ def _ask(repository: str) -> tuple[str, dict]:
             if entry.path.endswith(SUFFIXES) and hasattr(entry, "size")
         }
     except Exception as error:
-        raise DataError(
+        raise UserError(
             f"{repository} could not be downloaded {first_line(error)}. Run the same command again to go on, "
             f"or get the files elsewhere and pass --input DIR"
         ) from error
     if not files:
-        raise DataError(f"{repository} holds no file that ends in {', '.join(SUFFIXES)}")
+        raise UserError(f"{repository} holds no file that ends in {', '.join(SUFFIXES)}")
     return commit, files
 
 

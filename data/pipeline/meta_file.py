@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from common.errors import UserError
 from data.folders import dataset_argument
 from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.tokenizers.tokenizer import Tokenizer, open_recorded_tokenizer
@@ -45,23 +45,23 @@ def read_meta(folder: str | Path) -> dict:
     each file, a tokenizer of None, an eot_id of None."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
-        raise DataError(f"{path} does not exist, so {folder} holds no complete dataset; run its prepare.py")
+        raise UserError(f"{path} does not exist, so {folder} holds no complete dataset; run its prepare.py")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}); run its prepare.py again") from error
+        raise UserError(f"{path} is not JSON ({error}); run its prepare.py again") from error
     if not isinstance(meta, dict):
-        raise DataError(f"{path} is not a JSON object; run its prepare.py again")
+        raise UserError(f"{path} is not a JSON object; run its prepare.py again")
     if meta.get("format", FORMAT) != FORMAT:
-        raise DataError(
+        raise UserError(
             f"{path} has format {meta.get('format')!r}, this code reads {FORMAT}; run its prepare.py"
         )
     if meta.get("dtype") not in ("uint16", "uint32"):
-        raise DataError(f"{path}: dtype {meta.get('dtype')!r} is not uint16 or uint32")
+        raise UserError(f"{path}: dtype {meta.get('dtype')!r} is not uint16 or uint32")
     try:
         vocab_size = int(meta["vocab_size"])
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise DataError(f"{path}: vocab_size {meta.get('vocab_size')!r} is not a number") from None
+        raise UserError(f"{path}: vocab_size {meta.get('vocab_size')!r} is not a number") from None
     tokenizer = meta.get("tokenizer")
     if isinstance(tokenizer, str):
         tokenizer = {"kind": "tiktoken", "name": tokenizer}
@@ -82,14 +82,14 @@ def _files(path: Path, meta: dict) -> dict[str, dict]:
     }
     itemsize, files = stored_dtype(meta["dtype"]).itemsize, {}
     if not isinstance(recorded, dict):
-        raise DataError(f"{path}: files is not a JSON object; run its prepare.py again")
+        raise UserError(f"{path}: files is not a JSON object; run its prepare.py again")
     for name, file in recorded.items():
         if not isinstance(file, dict) or os.path.basename(name) != name:
-            raise DataError(f"{path} says {file!r:.80} of the file {name!r}; run its prepare.py again")
+            raise UserError(f"{path} says {file!r:.80} of the file {name!r}; run its prepare.py again")
         there = path.with_name(name)
         tokens = file.get("tokens", there.stat().st_size // itemsize if there.is_file() else 0)
         if type(tokens) is not int or tokens < 0:
-            raise DataError(f"{path} says {tokens!r} tokens in {name}; run its prepare.py again")
+            raise UserError(f"{path} says {tokens!r} tokens in {name}; run its prepare.py again")
         files[name] = {**file, "tokens": tokens}
     return files
 
@@ -99,7 +99,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     recorded = read_meta(folder)["tokenizer"]
     if not names_tokenizer(recorded):
         example = '"tokenizer": {"kind": "tiktoken", "name": "gpt2"}'
-        raise DataError(
+        raise UserError(
             f"{Path(folder) / 'meta.json'} does not say how to open the tokenizer of these tokens; "
             f"add it, for example {example}"
         )

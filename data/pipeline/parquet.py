@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data.errors import DataError
+from common.errors import UserError
 
 COLUMN = "text"
 PAGE_BYTES = 128 << 20  # largest page, decompressed; writers make pages of about 1 MiB
@@ -23,7 +23,7 @@ def read_values(path: Path, max_bytes: int, progress: Callable[[int], None]) -> 
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{path} needs the pyarrow library: pip install pyarrow") from None
+        raise UserError(f"{path} needs the pyarrow library: pip install pyarrow") from None
     size, done = path.stat().st_size, 0
     with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
         total = max(1, file.metadata.num_rows)
@@ -49,7 +49,7 @@ def _text(value: Any, max_bytes: int) -> str | None:
 
 
 def largest_page(path: Path, metadata: Any) -> int:
-    """Bytes of the text column's largest page, decompressed. DataError if that is above PAGE_BYTES."""
+    """Bytes of the text column's largest page, decompressed. UserError if that is above PAGE_BYTES."""
     largest = 0
     with open(path, "rb") as file:
         for group in range(metadata.num_row_groups):
@@ -57,7 +57,7 @@ def largest_page(path: Path, metadata: Any) -> int:
             chunk = next((column for column in columns if column.path_in_schema == COLUMN), None)
             if chunk is None:
                 names = ", ".join(column.path_in_schema for column in columns)
-                raise DataError(f'{path} has no column "{COLUMN}"; it has {names}')
+                raise UserError(f'{path} has no column "{COLUMN}"; it has {names}')
             position = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 position = min(position, chunk.dictionary_page_offset)
@@ -68,7 +68,7 @@ def largest_page(path: Path, metadata: Any) -> int:
                 largest = max(largest, header[UNCOMPRESSED_SIZE])
                 position = file.tell() + header[COMPRESSED_SIZE]
     if largest > PAGE_BYTES:
-        raise DataError(
+        raise UserError(
             f"{path} has a page of {largest >> 20} MiB, and at most {PAGE_BYTES >> 20} MiB are read at once; "
             f"write it again without documents of that size, and with pages of 1 MiB (pyarrow's default)"
         )

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data.errors import DataError
+from common.durable_file import write_bytes, write_json
+from common.errors import UserError
 from data.pipeline.disk_space import check_disk_space
-from data.pipeline.durable_files import write_bytes, write_json
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta
@@ -126,7 +126,7 @@ def _read_manifest(unit: Unit, folder: Path, itemsize: int) -> dict | None:
 
 
 def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
-    """Returns if all that is in the folder belongs to this plan. DataError if not, unless resume is False:
+    """Returns if all that is in the folder belongs to this plan. UserError if not, unless resume is False:
     then what is there is deleted."""
     path = folder / "plan.json"
     if not resume:
@@ -138,12 +138,12 @@ def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
         old = json.loads(path.read_text(encoding="utf-8"))
         differ = [key for key in plan if old.get(key) != plan[key]]
         if differ:
-            raise DataError(
+            raise UserError(
                 f"{folder} was begun with another {', '.join(differ)}; pass what it was begun with, another "
                 f"--output, or --no-resume to delete what is there"
             )
     elif any(folder.glob("*.bin")):
-        raise DataError(f"{folder} holds a dataset made otherwise; pass another --output or --no-resume")
+        raise UserError(f"{folder} holds a dataset made otherwise; pass another --output or --no-resume")
     (folder / "units").mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         write_json(path, plan)
@@ -168,7 +168,7 @@ def assemble(
     meta = describe(tokenizer.vocab_size, meta_tokenizer, eot_id, source, files)
     for split, tokens in count_tokens(meta).items():
         if tokens == 0:
-            raise DataError(
+            raise UserError(
                 f"the {split} split of {folder} would hold no tokens; use more text or another --val_fraction"
             )
     _check_no_overlap(folder, files)
@@ -184,7 +184,7 @@ def _check_no_overlap(folder: Path, files: dict[str, dict]) -> None:
     training = {file["sha256"]: name for name, file in files.items() if name.startswith("train_")}
     for name, file in files.items():
         if name.startswith("val_") and (twin := training.get(file["sha256"])):
-            raise DataError(
+            raise UserError(
                 f"{name} and {twin} of {folder} would be the same: the input holds one text twice. Leave the "
                 "copy out of --input and run the command again with --no-resume"
             )
@@ -209,7 +209,7 @@ def finish(
     total = sum(manifest["bad"] for manifest in manifests)
     if total > max_bad:
         shown = "\n    ".join(bad[:20])
-        raise DataError(
+        raise UserError(
             f"{total} bad records in all, more than --max_bad={max_bad}; look at them, and run the same "
             f"command with a larger one to leave them out:\n    {shown}"
         )
@@ -257,7 +257,7 @@ def prepare(
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(f"another process is at work on part {job.part} of {folder}") from None
+            raise UserError(f"another process is at work on part {job.part} of {folder}") from None
         start_or_resume(folder, plan, job.resume)
         dtype = smallest_dtype(tokenizer.vocab_size)
         mine = [unit for unit in units if unit.number % job.num_parts == job.part]

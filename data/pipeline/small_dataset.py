@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
-from data.pipeline.durable_files import sync
+from common.durable_file import sync
+from common.errors import UserError
 from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
 from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype
 from data.pipeline.verified import damaged_files
@@ -52,7 +52,7 @@ def write_dataset(
         files = {f"{split}.bin": writers[split].finish() for split in SPLITS}
         for name, written in files.items():
             if written["tokens"] == 0:
-                raise DataError(
+                raise UserError(
                     f"{name} of {folder} would hold no tokens; the input is too small to be split"
                 )
 
@@ -84,7 +84,7 @@ def has_dataset(folder: str | Path, source: str) -> bool:
     try:
         meta = read_meta(folder)
         load_tokenizer(folder)
-    except DataError:
+    except UserError:
         return False
     itemsize = np.dtype(meta["dtype"]).itemsize
     paths = {Path(folder) / name: written["tokens"] * itemsize for name, written in meta["files"].items()}

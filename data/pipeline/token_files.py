@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import UserError
 
 SPLITS = ("train", "val")
 UINT16_IDS = 65536  # the largest vocabulary whose ids, 0 to 65535, fit in two bytes
@@ -43,7 +43,7 @@ class TokenWriter:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
-            raise DataError(
+            raise UserError(
                 f"token id {bad} is outside the vocabulary (0 to {self.vocab_size - 1}) and could be stored "
                 f"as another token; vocab_size={self.vocab_size} is not that of the tokenizer"
             )

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError, EncodeError
+from common.durable_file import sync, sync_folder, write_json
+from common.errors import UserError
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.durable_files import sync, sync_folder, write_json
 from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
 from data.pipeline.verified import entry, remember
+from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
 
 # Characters encoded at once, which bounds the memory: short documents together, a long one in pieces.
@@ -120,7 +121,7 @@ def is_validation(file: str, number: int, val_fraction: float) -> bool:
 def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterator[np.ndarray]:
     """The ids of a document, all encoded before this returns, so that a BadRecord is raised before anything
     is written. A .txt file may have any size, so it alone is encoded while it is written, and what would be a
-    BadRecord is a DataError."""
+    BadRecord is a UserError."""
     pieces = encode_document(document, encode)
     return _streamed(pieces, path) if path.endswith(".txt") else iter(list(pieces))
 
@@ -129,7 +130,7 @@ def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
     try:
         yield from pieces
     except (BadRecord, EncodeError) as error:
-        raise DataError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def encode_batch(
@@ -254,7 +255,7 @@ def tokenize(
         bad_records.append(reason)
         if counts["bad"] > max_bad:
             shown = "\n    ".join(bad_records)
-            raise DataError(
+            raise UserError(
                 f"more than --max_bad={max_bad} bad records; repair them or allow more:\n    {shown}"
             )
         del bad_records[BAD_LISTED:]

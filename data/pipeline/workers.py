@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.errors import DataError
+from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.tokenizer import open_tokenizer
@@ -91,7 +91,7 @@ def run_units(
     store: Disk | Hub = ON_DISK,
     fast: bool = False,
 ) -> list[FinishedUnit]:
-    """Tokenize the units. One DataError reports all units that failed, after the others are done."""
+    """Tokenize the units. One UserError reports all units that failed, after the others are done."""
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 3)  # bytes read, documents, tokens
     size = sum(store.size(path) for unit in units for path, _ in unit.files)
@@ -115,24 +115,24 @@ def run_units(
             raise
     if failed:
         shown = "\n".join(failed)
-        raise DataError(
+        raise UserError(
             f"{len(failed)} of {len(units)} units could not be made; the others are kept\n{shown}"
         )
     return finished
 
 
-def _error(future: Future) -> DataError | None:
+def _error(future: Future) -> UserError | None:
     """The error that stops this unit only. An error that stops all units is raised."""
     try:
         future.result()
-    except DataError as error:
+    except UserError as error:
         return error
     except (BrokenProcessPool, MemoryError):
-        raise DataError(
+        raise UserError(
             "a worker process was killed, perhaps for memory; run the same command again with fewer --workers"
         ) from None
     except OSError as error:
-        raise DataError(
+        raise UserError(
             f"{error}; what was complete is kept: run the same command again when that is in order"
         ) from None
     return None

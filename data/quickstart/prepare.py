@@ -16,7 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.errors import DataError, run_command  # noqa: E402
+from common.command import run_command  # noqa: E402
+from common.errors import UserError  # noqa: E402
 from data.pipeline.meta_file import read_meta, report  # noqa: E402
 from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
@@ -50,7 +51,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
         if text:
             texts.append(text)
     if len(texts) < VAL_EVERY:
-        raise DataError(
+        raise UserError(
             f"only {len(texts)} Python files under {root}; use a Python with its library as .py files"
         )
     return texts
@@ -61,7 +62,7 @@ def train_bpe(texts: list[str], limit_bytes: int, path: Path) -> None:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise DataError("this dataset needs the tokenizers library: pip install tokenizers") from None
+        raise UserError("this dataset needs the tokenizers library: pip install tokenizers") from None
     k = math.ceil(sum(len(text) for text in texts) / limit_bytes)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(run_command(main))

@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.errors import run_command  # noqa: E402
+from common.command import run_command  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.shakespeare_char.prepare import TRAIN_FRACTION, URL, read_text  # noqa: E402
@@ -35,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(run_command(main))

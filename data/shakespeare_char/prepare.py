@@ -12,7 +12,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.errors import DataError, run_command  # noqa: E402
+from common.command import run_command  # noqa: E402
+from common.errors import UserError  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
@@ -28,16 +29,16 @@ def read_text(path: str | None) -> str:
         try:
             return Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--input {path} cannot be read as UTF-8 text: {error}") from error
+            raise UserError(f"--input {path} cannot be read as UTF-8 text: {error}") from error
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
     except OSError as error:
-        raise DataError(
+        raise UserError(
             f"{URL} could not be downloaded ({error}); get it elsewhere and use --input FILE"
         ) from error
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise DataError(
+        raise UserError(
             f"{URL} answered {len(content):,} bytes that are not tinyshakespeare; use --input FILE"
         )
     return content.decode("utf-8")
@@ -63,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(run_command(main))

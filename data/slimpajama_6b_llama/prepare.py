@@ -11,8 +11,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.errors import run_command  # noqa: E402
+from common.command import run_command  # noqa: E402
 from data.pipeline.slimpajama import main  # noqa: E402
 
 if __name__ == "__main__":
-    run_command(lambda: main(__doc__, "6b", "llama", HERE))
+    sys.exit(run_command(lambda: main(__doc__, "6b", "llama", HERE)))

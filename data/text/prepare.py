@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.errors import run_command  # noqa: E402
+from common.command import run_command  # noqa: E402
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.documents import find_files  # noqa: E402
 from data.tokenizers.tokenizer import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
@@ -48,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(run_command(main))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import UserError
 
 
 class CharTokenizer:
@@ -19,7 +19,7 @@ class CharTokenizer:
         try:
             return [self.ids[char] for char in text]
         except KeyError as error:
-            raise DataError(
+            raise UserError(
                 f"character {error.args[0]!r} is not one of this dataset's {self.vocab_size}; leave it out"
             ) from None
 

@@ -9,7 +9,7 @@ texts the right ids. PROBE is a text whose ids change with each of these rules.
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.errors import DataError
+from common.errors import UserError
 from data.folders import DATA_DIR
 from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer, open_or_download_tokenizer
 
@@ -63,20 +63,20 @@ FAMILIES = {
 
 
 def open_family(family: Family, name: str | None) -> SubwordTokenizer:
-    """The tokenizer at `name`, or in the folder that the guide says if name is None. DataError if it is not
+    """The tokenizer at `name`, or in the folder that the guide says if name is None. UserError if it is not
     the tokenizer of this family."""
     if name is None:
         name = family.tokenizer if family.repository is None else str(_find_folder(family))
     elif family.repository is not None and not name.startswith(HUB_PREFIX) and not Path(name).exists():
-        raise DataError(f"--tokenizer {name}: no such file or folder. {how_to_get(family)}")
+        raise UserError(f"--tokenizer {name}: no such file or folder. {how_to_get(family)}")
     try:
         tokenizer = open_or_download_tokenizer(name)
-    except DataError as error:
+    except UserError as error:
         hint = "" if family.repository is None else f"\n{how_to_get(family)}"
-        raise DataError(f"{error}{hint}") from error
+        raise UserError(f"{error}{hint}") from error
     probe, eot_id = " ".join(map(str, tokenizer.encode(PROBE))), tokenizer.token_id(family.eot)
     if probe != family.probe or eot_id != family.eot_id:
-        raise DataError(
+        raise UserError(
             f"{name} is not the tokenizer of this dataset: the ids of {PROBE!r} are {probe}, not "
             f"{family.probe}, and {family.eot} is {eot_id}, not {family.eot_id}. {how_to_get(family)}"
         )
@@ -88,7 +88,7 @@ def _find_folder(family: Family) -> Path:
     for place in places:
         if place.is_dir():
             return place
-    raise DataError(
+    raise UserError(
         f"there is no tokenizer in {', '.join(map(str, dict.fromkeys(places)))}. {how_to_get(family)}"
     )
 

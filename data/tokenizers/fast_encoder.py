@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.errors import EncodeError
 from data.tokenizers.merges import QWEN_PATTERN
 from data.tokenizers.model_file import DUMMY_PREFIX, LLAMA3_PATTERN, SPACE, byte_letters
-from data.tokenizers.tiktoken_tokenizer import tiktoken_ids
+from data.tokenizers.tiktoken_tokenizer import EncodeError, tiktoken_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

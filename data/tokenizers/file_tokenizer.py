@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import UserError
 from data.tokenizers import merges, model_file
 from data.tokenizers.fast_encoder import FastEncoder, Unsuitable
 
@@ -32,14 +32,14 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise DataError(f"{path} needs the tokenizers library: pip install tokenizers") from None
+            raise UserError(f"{path} needs the tokenizers library: pip install tokenizers") from None
         path = Path(path)
         try:
             self.tokenizer = Tokenizer.from_str(tokenizer_json(path))
-        except DataError:
+        except UserError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+            raise UserError(f"{path} is not a tokenizer.json that can be read: {error}") from error
         self.tokenizer.encode_special_tokens = True  # in spite of its name: encode them as ordinary text
         self.tokenizer.no_truncation()  # a length limit in the file would drop the rest of each document
         self.tokenizer.no_padding()

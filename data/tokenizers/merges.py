@@ -8,7 +8,7 @@ a word. Any other class is refused, because its rules would be a guess.
 import json
 from pathlib import Path
 
-from data.errors import DataError
+from common.errors import UserError
 from data.tokenizers.model_file import added_token, byte_letters
 
 QWEN_PATTERN = (
@@ -29,7 +29,7 @@ def convert(path: Path) -> str:
         added = _added_tokens(folder, config, vocab)
     except (OSError, ValueError, AttributeError) as error:
         save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        raise DataError(
+        raise UserError(
             f"{folder} has no tokenizer.json, and what its ids are is not certain: {error}. Make one with\n"
             f"    pip install transformers\n"
             f'    python -c "from transformers import AutoTokenizer; {save}"'

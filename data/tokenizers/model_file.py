@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from common.errors import UserError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's piece types
 SPACE = "\u2581"
@@ -50,7 +50,7 @@ def convert(path: Path) -> str:
             return json.dumps(_from_tiktoken(content), ensure_ascii=False)
         return json.dumps(_from_sentencepiece(content), ensure_ascii=False)
     except (ValueError, IndexError, struct.error) as error:
-        raise DataError(f"{path} is not a tokenizer.model of LLaMA 2 or LLaMA 3: {error}") from None
+        raise UserError(f"{path} is not a tokenizer.model of LLaMA 2 or LLaMA 3: {error}") from None
 
 
 # --- SentencePiece, LLaMA 2 ---

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.errors import DataError, EncodeError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import tiktoken
+
+
+class EncodeError(Exception):
+    """A text that the tokenizer's library cannot encode."""
 
 
 def tiktoken_ids(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
@@ -27,9 +31,9 @@ class TiktokenTokenizer:
         try:
             import tiktoken
         except ImportError:
-            raise DataError(f"the {name!r} tokenizer needs tiktoken: pip install tiktoken") from None
+            raise UserError(f"the {name!r} tokenizer needs tiktoken: pip install tiktoken") from None
         if name not in tiktoken.list_encoding_names():
-            raise DataError(
+            raise UserError(
                 f"no tokenizer {name!r}: not a tokenizer.json, not a folder that holds one, and not one of "
                 f"tiktoken's, which are {', '.join(tiktoken.list_encoding_names())}"
             )
@@ -37,7 +41,7 @@ class TiktokenTokenizer:
             self.encoding = tiktoken.get_encoding(name)
         except OSError as error:  # the errors of requests are OSErrors too
             cache = os.environ.get("TIKTOKEN_CACHE_DIR", "not set")
-            raise DataError(
+            raise UserError(
                 f"tiktoken could not download its {name!r} files ({type(error).__name__}). Without a "
                 f"network: load it once on a machine that has one, with TIKTOKEN_CACHE_DIR=FOLDER in the "
                 f"environment; copy FOLDER here and set TIKTOKEN_CACHE_DIR to it (now: {cache})"

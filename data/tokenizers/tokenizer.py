@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data.errors import DataError
+from common.errors import UserError
 from data.huggingface import first_line, hub_library
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
@@ -56,7 +56,7 @@ def open_tokenizer(name: str) -> SubwordTokenizer:
         if file.is_file():
             return FileTokenizer(file)
     if path.is_dir():
-        raise DataError(
+        raise UserError(
             f"{path} holds no tokenizer.json, tokenizer.model or vocab.json; AutoTokenizer"
             f".from_pretrained(...).save_pretrained({str(path)!r}) of transformers writes a tokenizer.json"
         )
@@ -80,7 +80,7 @@ def _download(repository: str) -> str:
         return library.snapshot_download(repository, allow_patterns=HUB_FILES)
     except Exception as error:
         page = f"https://huggingface.co/{repository}"
-        raise DataError(
+        raise UserError(
             f"the tokenizer of {repository} could not be downloaded {first_line(error)}. If it asks for a "
             f"licence, accept that at {page} and run: hf auth login"
         ) from error
@@ -96,15 +96,15 @@ def open_recorded_tokenizer(recorded: dict[str, Any], folder: str | Path) -> Cha
     if recorded["kind"] == "tiktoken":
         return TiktokenTokenizer(recorded["name"])
     if recorded["kind"] != "tokenizers":
-        raise DataError(
+        raise UserError(
             f"{folder}/meta.json has tokenizer kind {recorded['kind']!r}, not char, tiktoken or tokenizers"
         )
     if os.path.basename(recorded["file"]) != recorded["file"]:
-        raise DataError(f"the tokenizer of {folder}/meta.json, {recorded['file']!r}, is outside of {folder}")
+        raise UserError(f"the tokenizer of {folder}/meta.json, {recorded['file']!r}, is outside of {folder}")
     path = Path(folder) / recorded["file"]
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded["sha256"]:
         state = "has changed since" if path.is_file() else "is gone, but"
-        raise DataError(
+        raise UserError(
             f"{path} {state} the tokens were made with it; put the file back, or run prepare.py again"
         )
     return FileTokenizer(path)
@@ -122,17 +122,17 @@ def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:
 
 
 def find_eot(tokenizer: Tokenizer, wanted: str | None) -> int:
-    """The id of the token with this name, or of the first of EOT_NAMES that the tokenizer has. DataError if
+    """The id of the token with this name, or of the first of EOT_NAMES that the tokenizer has. UserError if
     ordinary text could be encoded to this token, because a document would then end in its middle."""
     names = EOT_NAMES if wanted is None else (wanted,)
     found = {name: eot_id for name in names if (eot_id := tokenizer.token_id(name)) is not None}
     if not found:
-        raise DataError(
+        raise UserError(
             f"the tokenizer has no token {' or '.join(names)}; name its end-of-text token with --eot"
         )
     name, eot_id = next(iter(found.items()))
     if eot_id in tokenizer.encode(name):
-        raise DataError(
+        raise UserError(
             f"a document that spells {name} would end there, as the tokenizer does not mark it as special; "
             f'choose another with --eot, or set "special": true for it in tokenizer.json'
         )

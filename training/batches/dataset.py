@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import UserError
 from data.pipeline.verified import LARGE, read_whole, recall, remember, stamp
 from training.batches.meta_file import check_is_tokens, check_meta
 from training.batches.token_files import TokenFiles
 from training.configuration.dataset_name import dataset_folder
-from training.configuration.errors import UserError
 from training.configuration.keys import ROOT, TrainConfig
 
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -11,9 +11,9 @@ import hashlib
 import json
 from pathlib import Path
 
+from common.errors import UserError
 from training.batches.sources import Source
 from training.batches.token_files import TokenFiles
-from training.configuration.errors import UserError
 from training.process.world import World, gather_objects
 
 FACTS = ("dtype", "vocab_size", "eot_id")

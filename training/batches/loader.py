@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from common.errors import RunError
 from training.batches.windows import Split, inputs_and_targets
-from training.configuration.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.process.exit_status import STOP_SIGNALS
 from training.process.work_timer import WorkTimer

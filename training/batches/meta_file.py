@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from common.errors import UserError
 from training.configuration.dataset_name import is_plain_name
-from training.configuration.errors import UserError
 
 FORMAT = 1  # the value that data/pipeline/meta_file.py writes; a meta.json written by hand has none
 # The first bytes of other kinds of files. Read as token ids, such a file would pass for text.

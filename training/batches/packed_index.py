@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from data.pipeline.durable_files import sync, sync_folder
+from common.durable_file import sync, sync_folder
 from training.batches.token_files import TokenFiles
 
 INDEX_BYTES = 1 << 28  # no index.json is larger: it has about a hundred bytes for each token file

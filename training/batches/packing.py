@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pipeline.durable_files import sync_folder
+from common.durable_file import sync_folder
+from common.errors import RunError, UserError
 from training.batches.packed_index import DamagedIndex, read_index, write_index
 from training.batches.random_access import read_bytes
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Windows
-from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
 
 PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any space is left over

@@ -11,7 +11,7 @@ import functools
 import os
 from pathlib import Path
 
-from training.configuration.errors import RunError
+from common.errors import RunError
 
 # Of all datasets together: a process may have 1024 files open, and a dataset can have thousands of shards.
 OPEN_FILES = 256

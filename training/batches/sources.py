@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
+from common.errors import UserError
 from training.batches.dataset import open_dataset, overlap_error
 from training.batches.mixture import Mixture
 from training.batches.packed_index import index_hash
@@ -19,7 +20,6 @@ from training.batches.packing import PackedWindows, end_of_text_id, pack_documen
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
 from training.configuration.dataset_name import dataset_folder, parse_dataset
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 
 

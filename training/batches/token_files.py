@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import RunError
 from training.batches.random_access import forget_open_files, read_bytes, request
-from training.configuration.errors import RunError
 
 
 class TokenFiles:

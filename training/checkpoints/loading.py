@@ -10,12 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from common.errors import UserError
 from model_config import ModelConfig
 from training.checkpoints.folder import damaged, read_state, recorded_files
 from training.checkpoints.format_1 import METADATA, Format1
 from training.checkpoints.tensor_files import SUFFIX, TensorFiles
 from training.checkpoints.train_state import Progress, TrainState
-from training.configuration.errors import UserError
 
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 

@@ -18,6 +18,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.errors import UserError
 from training.batches.fingerprint import data_differences
 from training.checkpoints.folder import (
     damage,
@@ -29,7 +30,6 @@ from training.checkpoints.folder import (
     step_folders,
 )
 from training.checkpoints.loading import check_architecture
-from training.configuration.errors import UserError
 from training.configuration.keys import GUARDED, TrainConfig
 from training.process.redaction import redact_all
 from training.process.world import World, gather_objects, may_restart, restart_count

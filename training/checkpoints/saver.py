@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from common.durable_file import sync_folder
+from common.errors import RunError, UserError
 from training.checkpoints.folder import (
     FORMAT,
     MANIFEST,
@@ -34,13 +36,11 @@ from training.checkpoints.folder import (
     delete_remains,
     digest,
     move_aside,
-    sync_folder,
     write_synced,
 )
 from training.checkpoints.staging import Staging, local_tensors, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
-from training.configuration.errors import RunError, UserError
 from training.configuration.keys import TrainConfig
 from training.process.memory import GB, free_host_bytes
 from training.process.redaction import redact_all

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from common.errors import UserError
 from training.checkpoints.tensor_files import Part
-from training.configuration.errors import UserError
 from training.process.world import World, gather_objects
 
 ALIGNMENT = 64  # bytes

@@ -6,7 +6,7 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.keys import ROOT, TrainConfig
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from common.errors import UserError
 from training.configuration.dataset_name import parse_dataset
-from training.configuration.errors import UserError
 from training.configuration.keys import ALIASES, KEYS, ROOT, TrainConfig
 from training.configuration.rules import check, did_you_mean
 

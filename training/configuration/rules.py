@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.keys import GUARDED, KEYS, TrainConfig
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from training.configuration.errors import RunError
+from common.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.optimization.step import StepResult
 from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE

@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 
 import torch
 
+from common.errors import RunError
 from training.checkpoints.train_state import TrainState
-from training.configuration.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.process.world import all_gather
 from training.records.clock import Clock

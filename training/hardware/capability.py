@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 
 CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN, or the kernel that torch chooses
 FA2, FA3 = "flash_attn_2", "flash_attn_3"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import FP8_NEEDS, capability, dotted
 from training.process.world import World, gather_objects

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
+from common.errors import UserError
 from ops import float8
 from ops.linear import Linear
-from training.configuration.errors import UserError
 from training.configuration.keys import TrainConfig
 
 INITIAL_SCALE = 65536.0  # the values of torch.amp.GradScaler

@@ -24,7 +24,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.configuration.errors import RunError, UserError
+from common.errors import RunError, UserError
 from training.process.console import write_to_log_file
 from training.process.redaction import redact
 from training.process.world import World, launch_info

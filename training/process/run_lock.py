@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 
 NAME = "run.lock"
 WAIT_SECONDS = 3.0  # for a process that was just killed: its lock is freed last, after gigabytes of memory

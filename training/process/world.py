@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.configuration.errors import UserError
+from common.errors import UserError
 from training.configuration.keys import TrainConfig
 
 # torch 2.13 renamed these two and warns about the old names.

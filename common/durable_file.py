@@ -1,0 +1,49 @@
+"""Writes files so that, after a crash or a power failure, each is either whole or not there; and never
+through a link, which may lead to a file of somebody else."""
+
+import json
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+
+def create(path: Path) -> BinaryIO:
+    """Opens a new, empty file. A file or a link that has this name is removed first; what a link leads to
+    is not touched."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces the file in one step: a reader sees the old content or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        with create(temporary) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: dict) -> None:
+    """As write_bytes; the new name is also on disk when this returns."""
+    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
+    sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Returns when the file's content is on disk."""
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Returns when the names of the folder's files are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

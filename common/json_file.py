@@ -1,0 +1,45 @@
+"""Reads a JSON file that anybody may have written or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 1 << 30  # far above any record or listing that we write; a reader may ask for less
+
+
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in a file. Its fields are still to be checked.
+
+    Raises FileNotFoundError (also for a dangling link), another OSError if it cannot be read, and ValueError
+    for anything else: no regular file (a named pipe would block for ever), too large, not UTF-8, not JSON,
+    nested too deep, a number of too many digits, or no JSON object.
+    """
+    return parse_object(read_regular(path, max_bytes))
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in these bytes, which may begin with a byte order mark. Raises ValueError."""
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file. Raises OSError, or ValueError if it is something else or too large."""
+    # O_NONBLOCK: opening a named pipe without a writer would block
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_size > max_bytes:
+            raise ValueError(f"it has {found.st_size:,} bytes, more than {max_bytes:,}")
+        return file.read(max_bytes)
