@@ -311,8 +311,8 @@ def table(text: str, first_heading: str) -> list[list[str]]:
     return rows
 
 
-def full(name: str):
-    return load_config([str(ROOT / "config" / name)])
+def full(name: str, *flags: str):
+    return load_config([str(ROOT / "config" / name), *flags])
 
 
 def totals(formula, model) -> int:
@@ -329,6 +329,20 @@ def test_readme_describes_the_full_models():
         tied = " tied" if model.weight_tying else ""
         expected = [sizes, f"{model.vocab_size:,}{tied}", f"{total:,}", f"{totals(v3, model):,}"]
         assert [shape, vocabulary, parameters, flops] == expected
+
+
+def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
+    flags = ["--loss_chunks=8", "--activation_checkpointing=full"]
+    for _, batch, tokens, _, estimated, measured, _, _ in table(TEXTS["TRAINING_GUIDE.md"], "phase"):
+        batch_size, accumulation = batch.split(" x ")
+        flags_of_phase = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+        config = full("full_qwen3_1.8b_b200_optimal.py", *flags_of_phase, *flags)
+        assert tokens == f"{config.samples_per_iter(8) * config.block_size:,}"
+        model = config.model_config()
+        parameters = model_builder.build_model(model).count_parameters()["total"]
+        estimate = sum(estimate_memory(model, parameters, config, 8).values())
+        assert estimated == f"{estimate:.1f}"
+        assert estimate == pytest.approx(float(measured), rel=0.01)
 
 
 def test_guide_has_the_batches_and_the_memory_of_the_full_configs():

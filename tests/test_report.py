@@ -84,10 +84,16 @@ def test_the_estimate_holds_what_is_known_by_counting():
     assert not any(name.startswith("working") for name in halves)  # the optimizer's own are used
 
 
-def test_recomputing_everything_keeps_one_block_and_the_inputs():
-    none, full = estimate(), estimate("--activation_checkpointing=full")
-    one_block, inputs = none["activations"] / 24, 24 * 2 * 16 * 2048 * 2048 / 2**30
-    assert full["activations"] == pytest.approx(one_block + inputs)
+def test_recomputing_everything_keeps_both_inputs_of_each_block():
+    """Until the backward, where one block at a time has all its activations, and the gradients of both inputs
+    and of the product in SwiGLU (three times as wide) are there."""
+    none, flag = estimate(), "--activation_checkpointing=full"
+    one_block, stream = none["activations"] / 24, 2 * 16 * 2048 * 2048 / 2**30
+    after_forward = estimate(flag)  # its logits in one part are larger than a block's activations
+    assert after_forward["activations"] == pytest.approx(24 * 2 * stream)
+    in_backward = estimate(flag, "--loss_chunks=8")
+    assert in_backward["activations"] == pytest.approx((24 * 2 + 2 + 3) * stream + one_block)
+    assert "logits" in after_forward and "logits" not in in_backward
 
 
 # --- text ---

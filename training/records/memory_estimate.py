@@ -15,28 +15,31 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def estimate_memory(
     model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
 ) -> dict[str, float]:
-    """Estimated GiB per GPU by item, at the end of the last forward, which is the peak. The allocator's
-    reserve and the temporaries of a backward are not included. Assumes a fused attention kernel and
-    compiled blocks; without compile, more is needed."""
+    """Estimated GiB per GPU by item, at the fullest moment: the end of the last forward, or the backward of a
+    block that is recomputed. The allocator's reserve and short-lived temporaries are not included. Assumes a
+    fused attention kernel and compiled blocks; without compile, more is needed."""
     shards = world_size
     if config.use_fsdp and config.fsdp_sharding == "hybrid":
         shards = min(machine_size(), world_size)
-    stored, moment, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
+    stored, adam, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
     adam_shards = shards if config.use_zero1 or config.use_fsdp else 1  # shards is 1 on one process
     logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
     head = model.vocab_size * model.n_embd
     sizes = {
         f"weights ({config.param_dtype})": stored * parameters / adam_shards,
-        f"Adam moments ({config.adam_dtype})": 2 * moment * parameters / adam_shards,
+        f"Adam moments ({config.adam_dtype})": 2 * adam * parameters / adam_shards,
         **_weights_and_gradients(model, parameters, config, shards),
-        "activations": _activation_bytes(model, config),
-        "logits": logits,
-        "head's gradient (float32)": 4 * head,
     }
     if config.low_precision != "none":
         with_head = config.low_precision_scope == "layers_and_head"
         sizes["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
-        sizes["logits"] += with_head * 2 / compute * logits  # their gradient in fp8, both layouts
+        logits *= 1 + with_head * 2 / compute  # their gradient in fp8, both layouts
+    after_forward, in_backward = _activation_bytes(model, config)
+    moments: tuple[dict[str, float], ...] = (
+        {"activations": after_forward, "logits": logits, "head's gradient (float32)": 4 * head},
+        {"activations": in_backward},
+    )
+    sizes |= max(moments, key=lambda moment: sum(moment.values()))
     return {name: size / GIB for name, size in sizes.items()}
 
 
@@ -68,9 +71,9 @@ def _block_weights(model: ModelConfig) -> int:
     return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
 
 
-def _activation_bytes(model: ModelConfig, config: TrainConfig) -> float:
-    """Bytes that the forward of all blocks keeps for the backward. A recomputed block keeps only its input;
-    one of them at a time has all its activations."""
+def _activation_bytes(model: ModelConfig, config: TrainConfig) -> tuple[float, float]:
+    """Bytes that the forward of all blocks keeps for the backward, and the most that are there during the
+    backward. A recomputed block keeps only its two inputs, and has all its activations in its backward."""
     compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
     C, F = model.n_embd, model.d_ff
     qkv = C + 2 * model.n_kv_head * model.head_dim
@@ -82,6 +85,13 @@ def _activation_bytes(model: ModelConfig, config: TrainConfig) -> float:
         layer = compute * (layer + inputs)
     else:
         layer = compute * layer + inputs + C  # inputs in fp8, and an fp8 copy of the context
-    recomputed = sum(is_recomputed(i, config.activation_checkpointing) for i in range(model.n_layer))
-    whole = model.n_layer - recomputed + (recomputed > 0)
-    return tokens * (whole * layer + recomputed * compute * C)
+    kept, backward = 0, 0
+    for i in range(model.n_layer):
+        if is_recomputed(i, config.activation_checkpointing):
+            kept += 2 * compute * C  # the stream and what is to be added to it
+            backward = max(backward, kept + layer)
+        else:
+            kept += layer
+            backward = max(backward, kept)
+    gradients = compute * (2 * C + F)  # of the stream, of what is added, and of the input of down
+    return tokens * kept, tokens * (backward + gradients)
