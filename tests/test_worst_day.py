@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -133,17 +134,56 @@ def test_a_hang_ends_with_stderr_on_a_full_disk(config, tmp_path):
 
 
 @pytest.mark.chaos
-def test_two_ranks_one_of_them_stopped_end_with_stderr_on_a_full_disk(config, tmp_path):
+@pytest.mark.parametrize("broken", ["stderr on a full disk", "nobody reads stderr", "TMPDIR full"])
+def test_two_ranks_one_of_them_stopped_end(config, tmp_path, broken):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["tests/fault_worker.py", str(config), f"--out_dir={tmp_path}", "--max_iters=24"]
-    limits = ["--timeout_minutes=0.05", "--start_timeout_minutes=0.15"]
+    command += ["--timeout_minutes=0.05", "--start_timeout_minutes=0.15"]
     faults = {"FAULT": "SIGSTOP 1 15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
-    with open("/dev/full", "w") as full:
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(open("/dev/full" if "stderr on" in broken else os.devnull, "w"))
+        if broken == "nobody reads stderr":
+            reader, writer = os.pipe()
+            stderr = stack.enter_context(open(writer, "w"))
+            os.close(reader)
+        disk = None
+        if broken == "TMPDIR full":  # the launcher keeps its error files there
+            disk = stack.enter_context(small_disk(tmp_path / "disk"))
+            faults["TMPDIR"] = str(disk)
         process = subprocess.Popen(
-            command + limits, cwd=ROOT, env=os.environ | faults, stdout=subprocess.DEVNULL, stderr=full
+            command, cwd=ROOT, env=os.environ | faults, stdout=subprocess.DEVNULL, stderr=stderr
         )
+        if disk:
+            wait_for(lambda: list(tmp_path.glob("run_*.json")), process)
+            fill(disk)
         assert ends(process, 100) == 1
     assert last_run(tmp_path)["status"] == "failed"
+
+
+@contextlib.contextmanager
+def small_disk(folder):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk):
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert shutil.disk_usage(disk).free == 0
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
 
 
 @BROKEN

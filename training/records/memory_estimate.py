@@ -39,8 +39,8 @@ def estimate_memory(
         {"activations": after_forward, "logits": logits, "head's gradient (float32)": 4 * head},
         {"activations": in_backward},
     )
-    sizes |= max(moments, key=lambda moment: sum(moment.values()))
-    return {name: size / GIB for name, size in sizes.items()}
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    return {name: size / GIB for name, size in (sizes | fullest).items()}
 
 
 def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainConfig, shards: int) -> dict:
