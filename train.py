@@ -31,7 +31,6 @@ from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
 from training.batches.packing import end_of_text_id
 from training.batches.sources import Source, make_windows, open_sources
-from training.batches.windows import hash_seed
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_progress
 from training.checkpoints.resume import choose_start, find_resume
@@ -42,6 +41,7 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
+from training.configuration.seeds import DROPOUT, stream_seed
 from training.cuda_graphs.graphed_step import graphed
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
@@ -144,7 +144,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 6) load weights, Adam moments, random generators and data position; in a new run each rank has a
     # dropout seed of its own
-    torch.manual_seed(hash_seed(config.seed, world.rank))
+    torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     progress = load_progress(resume.checkpoint, state, config.model_config())
     start = progress.iteration

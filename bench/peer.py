@@ -31,6 +31,7 @@ from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
+from training.configuration.seeds import DROPOUT, stream_seed
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
 from training.process.exit_status import end_process
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(config.seed)
     with world.device:
         model = build(transformers, config.model_config())
+    torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     parameters = check_parameters(model, config.model_config())
     loader = Loader(make_windows(sources, config)["train"], config, world)
     rows = train(config, world, make_step(model, config, world), loader)
