@@ -175,24 +175,43 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
 
 def train(run: Run) -> int:
-    """Trains until the last iteration or until a stop, and returns the exit status."""
+    """Trains until the last iteration or until a stop, and returns the exit status. However that ends,
+    everything is closed; of several errors, the first is raised."""
+    errors: list[BaseException] = []
     status, exit_status = "failed", 0
+    try:
+        status, exit_status = train_or_stop(run)
+    except BaseException as error:
+        errors.append(error)
+    for close in (
+        run.evaluate_and_save.close,
+        lambda: run.logger.close("failed" if errors else status),
+        run.loader.close,
+    ):
+        try:
+            close()
+        except BaseException as error:
+            errors.append(error)
+    for error in errors[1:]:
+        log.warning(f"then, while the run was being closed: {type(error).__name__}: {error}")
+    if errors:
+        raise errors[0]
+    return exit_status
+
+
+def train_or_stop(run: Run) -> tuple[str, int]:
+    """(the record's status, the exit status)."""
     try:
         announce(run.config, run.info, run.logger.record, run.start)
         if run.config.eval_only:
             run.evaluate_and_save.evaluate(run.start, learning_rate(run.start, run.config))
         else:
             loop(run)
-        status = "completed"
+        return "completed", 0
     except Stopped as stop:
         log.info(f"\n{stop}")
         run.evaluate_and_save.stop(stop.iteration)
-        status, exit_status = "interrupted", stop.status
-    finally:
-        run.evaluate_and_save.close()
-        run.logger.close(status)
-        run.loader.close()
-    return exit_status
+        return "interrupted", stop.status
 
 
 def loop(run: Run) -> None:
