@@ -192,8 +192,8 @@ def train(run: Run) -> int:
             close()
         except BaseException as error:
             errors.append(error)
-    for error in errors[1:]:
-        log.warning(f"then, while the run was being closed: {type(error).__name__}: {error}")
+    for later in errors[1:]:
+        log.warning(f"then, while the run was being closed: {type(later).__name__}: {later}")
     if errors:
         raise errors[0]
     return exit_status
