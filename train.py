@@ -31,7 +31,6 @@ from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
 from training.batches.packing import end_of_text_id
 from training.batches.sources import Source, make_windows, open_sources
-from training.batches.windows import hash_seed
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_progress
 from training.checkpoints.resume import choose_start, find_resume
@@ -42,6 +41,7 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
+from training.configuration.seeds import DROPOUT, stream_seed
 from training.cuda_graphs.graphed_step import graphed
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
@@ -144,7 +144,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 6) load weights, Adam moments, random generators and data position; in a new run each rank has a
     # dropout seed of its own
-    torch.manual_seed(hash_seed(config.seed, world.rank))
+    torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     progress = load_progress(resume.checkpoint, state, config.model_config())
     start = progress.iteration
@@ -175,24 +175,43 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
 
 def train(run: Run) -> int:
-    """Trains until the last iteration or until a stop, and returns the exit status."""
+    """Trains until the last iteration or until a stop, and returns the exit status. However that ends,
+    everything is closed; of several errors, the first is raised."""
+    errors: list[BaseException] = []
     status, exit_status = "failed", 0
+    try:
+        status, exit_status = train_or_stop(run)
+    except BaseException as error:
+        errors.append(error)
+    for close in (
+        run.evaluate_and_save.close,
+        lambda: run.logger.close("failed" if errors else status),
+        run.loader.close,
+    ):
+        try:
+            close()
+        except BaseException as error:
+            errors.append(error)
+    for later in errors[1:]:
+        log.warning(f"then, while the run was being closed: {type(later).__name__}: {later}")
+    if errors:
+        raise errors[0]
+    return exit_status
+
+
+def train_or_stop(run: Run) -> tuple[str, int]:
+    """(the record's status, the exit status)."""
     try:
         announce(run.config, run.info, run.logger.record, run.start)
         if run.config.eval_only:
             run.evaluate_and_save.evaluate(run.start, learning_rate(run.start, run.config))
         else:
             loop(run)
-        status = "completed"
+        return "completed", 0
     except Stopped as stop:
         log.info(f"\n{stop}")
         run.evaluate_and_save.stop(stop.iteration)
-        status, exit_status = "interrupted", stop.status
-    finally:
-        run.evaluate_and_save.close()
-        run.logger.close(status)
-        run.loader.close()
-    return exit_status
+        return "interrupted", stop.status
 
 
 def loop(run: Run) -> None:

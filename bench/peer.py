@@ -2,12 +2,13 @@
 
     python -m bench.peer config/full_qwen3_1.8b_optimal.py --max_iters=31 --log_interval=5 --eval_interval=0
 
-Takes train.py's arguments and reads the same batches. The recipe is the usual one: fp32 weights under bf16
-autocast, SDPA, torch.compile, fused AdamW, clip_grad_norm_, DDP under torchrun. The number of parameters must
-equal ours. MFU is computed by formula v3 with the same peak. Keys for which transformers has nothing similar
-(strategies, attention backends, low precision) have no effect. The last line of the output is JSON with rows
-as in a run record. The time of a row is the wall time of log_interval iterations, divided by their number;
-the device is synchronized at both ends.
+Takes train.py's arguments and trains on the same inputs and targets, of mixtures and packed documents, too.
+The recipe is the usual one: fp32 weights under bf16 autocast, SDPA, torch.compile, fused AdamW,
+clip_grad_norm_, DDP under torchrun. The number of parameters must equal ours. MFU is computed by formula v3
+with the same peak. Keys for which transformers has nothing similar have no effect if they change only how
+the work is done (strategies, attention backends, low precision); the others are refused. The last line of the
+output is JSON with rows as in a run record. The time of a row is the wall time of log_interval iterations,
+divided by their number; the device is synchronized at both ends.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from bench.peer_model import build, check_parameters, import_transformers
 from bench.process import end_with_status
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
-from training.batches.dataset import open_dataset
+from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
-from training.batches.windows import StreamWindows
+from training.batches.sources import make_windows, open_sources
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
+from training.configuration.seeds import DROPOUT, stream_seed
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
 from training.process.exit_status import end_process
@@ -38,29 +40,47 @@ from training.process.world import World, check_device, init_world, launch_info
 from training.records.utilization import utilization
 
 Step = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, y, learning rate) -> mean loss
+NOT_COUNTED = -100  # the target that transformers leaves out of the loss
 
 
 def main(argv: list[str]) -> int:
     config = load_config(argv, launch_info()[2])
-    if config.dtype == "float16":
-        raise UserError("bench.peer has no loss scale for float16; use --dtype=bfloat16 or float32")
-    if config.max_iters < 1:
-        raise UserError("max_iters=0 leaves nothing to time")
+    check_keys(config)
     transformers = import_transformers()
     check_device(config)
-    splits, _ = open_dataset(config, scan=launch_info()[1] == 0)
+    sources = open_sources(config, scan=launch_info()[1] == 0)
     world = init_world(config)
+    agree_on_data(sources, world)
     torch.manual_seed(config.seed)
     with world.device:
         model = build(transformers, config.model_config())
+    torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     parameters = check_parameters(model, config.model_config())
-    loader = Loader(StreamWindows(splits["train"], config.block_size), config, world)
+    loader = Loader(make_windows(sources, config)["train"], config, world)
     rows = train(config, world, make_step(model, config, world), loader)
     if world.is_main:
         print(json.dumps(report(config, world, model, parameters, rows, transformers.__version__)))
     loader.close()
     end_process(world)
     return 0
+
+
+def check_keys(config: TrainConfig) -> None:
+    """Raises UserError where train.py would train on other batches, or on other targets, than the peer."""
+    if config.dtype == "float16":
+        raise UserError("bench.peer has no loss scale for float16; use --dtype=bfloat16 or float32")
+    if config.doc_masking:
+        raise UserError(
+            "doc_masking=True keeps attention inside each document, and bench.peer's models attend to the "
+            "whole window, so they would train something else; use --doc_masking=False for both"
+        )
+    if config.init_from != "scratch":
+        raise UserError(
+            f"init_from={config.init_from!r} continues a run, and bench.peer always starts with random "
+            "weights and the first batch; use --init_from=scratch"
+        )
+    if config.max_iters < 1:
+        raise UserError("max_iters=0 leaves nothing to time")
 
 
 # --- training ---
@@ -82,11 +102,13 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step
 
     def step(x: torch.Tensor, y: torch.Tensor, rate: float) -> torch.Tensor:
         losses = []
+        targets = torch.where(y < 0, NOT_COUNTED, y)  # negative: padding of packed documents
         for i, ids in enumerate(x):
             # gradients are reduced once for each iteration, after its last micro-step
             with ddp.no_sync() if ddp and i < len(x) - 1 else contextlib.nullcontext():
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=use_bf16):
-                    loss = forward(input_ids=ids, labels=ids).loss  # the model shifts the labels itself
+                    # labels alone would be shifted: without the target of each window's last token
+                    loss = forward(input_ids=ids, labels=targets[i], shift_labels=targets[i]).loss
                 (loss / len(x)).backward()
             losses.append(loss.detach())
         if config.grad_clip:

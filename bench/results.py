@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import statistics
 
+from bench.gpu_monitor import FIELDS
 from bench.plan import Entry
 from training.records import percentiles
 
 SERIES = ("mfu_percent", "mfu_causal_percent", "tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
-GPU_FIGURES = ("sm_clock_mhz", "power_w", "temperature_c")
 
 
 def measure(rows: list[dict], warmup: int) -> dict:
@@ -56,7 +56,7 @@ def combine(runs: list[dict]) -> dict | None:
         "first_step_s": statistics.median(m["first_step_s"] for m in measurements),
         "max_allocated_gb": _most([m["max_allocated_gb"] for m in measurements]),
         "max_reserved_gb": _most([m["max_reserved_gb"] for m in measurements]),
-        **{name: _median([g[name] for g in gpu]) for name in GPU_FIGURES},
+        **{name: _median([g[name] for g in gpu]) for name in FIELDS},
         "mfu_reason": next((m["mfu_reason"] for m in measurements if m["mfu_reason"]), None),
     }
 

@@ -14,6 +14,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
@@ -28,7 +29,11 @@ from bench.table import COLUMNS
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from training.batches.dataset import open_dataset
+from training.batches.loader import Loader
+from training.batches.windows import inputs_and_targets
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.process.world import World
 
 CPU = torch.device("cpu")
 SHAPE = {key: TINY[key] for key in ("n_layer", "n_embd", "d_ff", "vocab_size", "block_size", "batch_size")}
@@ -356,6 +361,79 @@ def test_peer_that_would_be_another_model_is_refused():
         mixed = load_config([quickstart, "--normalization=layernorm"]).model_config()
         with pytest.raises(UserError, match="no model with rope, layernorm"):
             build(import_transformers(), mixed)
+
+
+# --- the peer's batches ---
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Two datasets in which the id 0 ends a document."""
+    root = tmp_path_factory.mktemp("documents")
+    return [make_dataset(root / name, seed=seed, eot_id=0) for name, seed in (("a", 1), ("b", 2))]
+
+
+@pytest.mark.parametrize("kind", ["stream", "packed", "mixture"])
+def test_peer_trains_on_the_very_batches_of_train_py(documents, tmp_path, monkeypatch, run, kind):
+    pytest.importorskip("transformers")
+    from bench import peer
+
+    mixture = ",".join(f"{folder}:{weight}" for folder, weight in zip(documents, (0.7, 0.3), strict=True))
+    dataset = mixture if kind == "mixture" else documents[0]
+    packing = "truncate" if kind == "packed" else "stream"
+    config = write_config(tmp_path / "config.py", **TINY, dataset=dataset, packing=packing)
+    # a document has about 43 tokens, so a window of 65 has padding
+    flags = [str(config), "--max_iters=3", "--block_size=64", f"--out_dir={tmp_path / 'out'}"]
+    batches, next_batch = [], Loader.next
+
+    def noted(loader):
+        batches.append(next_batch(loader))
+        return batches[-1]
+
+    monkeypatch.setattr(Loader, "next", noted)
+    assert run(*flags) == 0 and peer.main(flags) == 0
+    ours, theirs = batches[:3], batches[3:]
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    assert any((y < 0).any() for _, y in ours) == (kind == "packed")  # padding
+
+
+def test_peer_counts_the_targets_that_we_count():
+    """Every token's target, also the last one's of a window; no padding."""
+    pytest.importorskip("transformers")
+    from bench import peer, peer_model
+
+    config = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 2})
+    torch.manual_seed(0)
+    model = peer_model.build(peer_model.import_transformers(), config.model_config())
+    x, y = inputs_and_targets(torch.randint(1, 64, (2, 2, TINY["block_size"] + 1)))
+    y[0, 0, 20:] = ~0
+    expected = []
+    for ids, targets in zip(x, y, strict=True):
+        losses = functional.cross_entropy(
+            model(input_ids=ids).logits.flatten(0, 1).float(),
+            targets.flatten().clamp(min=0),
+            reduction="none",
+        )
+        expected.append(losses[targets.flatten() >= 0].mean().item())
+    loss = peer.make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
+    assert loss.item() == pytest.approx(statistics.mean(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--doc_masking=True", "attention inside each document"),
+        ("--init_from=auto", "continues a run"),
+        ("--dtype=float16", "no loss scale"),
+    ],
+)
+def test_peer_refuses_keys_with_which_it_would_train_something_else(documents, tmp_path, flag, why):
+    from bench import peer
+
+    config = write_config(tmp_path / "config.py", **TINY, dataset=documents[0])
+    with pytest.raises(UserError, match=why):
+        peer.main([str(config), flag])
 
 
 def test_missing_transformers_says_how_to_install_it(monkeypatch):

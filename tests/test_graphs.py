@@ -21,13 +21,13 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.cuda_graphs import graphed_step as graphs_module
 from training.cuda_graphs.capture import CudaGraphs
-from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES, GraphedStep
+from training.cuda_graphs.graphed_step import EAGER_ITERS, REFERENCES, GraphedStep, _pack, _unpack
 from training.cuda_graphs.parity import UPDATE_TOLERANCE, Snapshot
 from training.evaluation import evaluate
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale, use_low_precision
-from training.optimization.step import EagerStep
+from training.optimization.step import EagerStep, StepResult
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
 from training.strategies.parallelize import parallelize
@@ -99,6 +99,27 @@ def lines(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("nanomfu"), "propagate", True)
     caplog.set_level(logging.INFO, logger="nanomfu")
     return lambda: [message for message in caplog.messages if "CUDA Graph" in message]
+
+
+# --- what a replay returns ---
+
+
+@pytest.mark.parametrize("with_gradient_sum", [False, True])
+def test_a_replay_gives_every_field_of_a_result_under_its_own_name(with_gradient_sum):
+    """Also if fields change their places: nothing is found by its position beside the one that may be
+    missing."""
+    values = {name: torch.tensor(float(i)) for i, name in enumerate(StepResult._fields)}
+    if not with_gradient_sum:
+        values["grad_sum"] = None
+    found = _unpack(_pack(StepResult(**values), with_gradient_sum), with_gradient_sum)
+    assert found._asdict() == values
+
+
+@pytest.mark.parametrize(("missing", "with_gradient_sum"), [("verdict", False), ("grad_sum", True)])
+def test_a_field_that_is_missing_is_an_error_and_never_the_value_of_another(missing, with_gradient_sum):
+    values = {name: torch.tensor(float(i)) for i, name in enumerate(StepResult._fields)}
+    with pytest.raises(AttributeError):
+        _pack(StepResult(**{**values, missing: None}), with_gradient_sum)
 
 
 # --- which captures are trusted, on a CPU ---

@@ -367,11 +367,19 @@ def test_memory_stays_flat_over_10000_batches(tmp_path):
     assert loader.position > windows.count  # more than an epoch
 
 
-def test_a_stop_during_an_evaluation_leaves_the_model_in_training_mode(windows):
-    def stop():
+@pytest.mark.parametrize("where", ["check", "forward", "read"])
+def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(windows, monkeypatch, where):
+    """By a stop, by an error of the model, or by a token file that has changed."""
+
+    def stop(*arguments):
         raise KeyboardInterrupt
 
     model = CountingModel()
+    check = stop if where == "check" else lambda: None
+    if where == "forward":
+        monkeypatch.setattr(model, "forward", stop)
+    if where == "read":
+        monkeypatch.setattr(StreamWindows, "read", stop)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(model, {"val": windows}, CONFIG, world(), check=stop)
+        evaluate(model, {"val": windows}, CONFIG, world(), check)
     assert model.training

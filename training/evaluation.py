@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.batches.windows import Split, Windows, hash_seed, inputs_and_targets, permute
+from training.batches.windows import Split, Windows, inputs_and_targets, permute
 from training.configuration.keys import TrainConfig
+from training.configuration.seeds import EVALUATION, stream_seed
 from training.process.world import World, sum_over_ranks
-
-EVAL_STREAM = 2**32 - 1  # a seed stream that no epoch reaches
 
 
 def evaluate(
@@ -65,4 +64,4 @@ def eval_batches(windows: Windows, config: TrainConfig, weight: Fraction | int =
     B = config.batch_size
     batches = max(1, min(round(config.eval_iters * weight), windows.count // B))
     order = np.arange(batches * B) % windows.count
-    return permute(order, windows.count, hash_seed(config.seed, EVAL_STREAM)).reshape(batches, B)
+    return permute(order, windows.count, stream_seed(config.seed, EVALUATION)).reshape(batches, B)

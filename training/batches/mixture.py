@@ -12,10 +12,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from training.batches.windows import Split, Windows, hash_seed, permute
+from training.batches.windows import Split, Windows, permute
+from training.configuration.seeds import MIXTURE_BLOCK, stream_seed
 
 BLOCK = 256  # samples; an iteration with more samples has nearly the shares asked for
-BLOCK_STREAM = 2**33  # seed streams from here on; no epoch and no evaluation reaches them
 
 
 class Mixture(Split):
@@ -55,7 +55,7 @@ class Mixture(Split):
 
     def _block(self, block: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         before, after = self.counts(block * BLOCK), self.counts((block + 1) * BLOCK)
-        slots = permute(np.arange(BLOCK), BLOCK, hash_seed(seed, BLOCK_STREAM + block))
+        slots = permute(np.arange(BLOCK), BLOCK, stream_seed(seed, MIXTURE_BLOCK, block))
         sources = np.searchsorted(np.cumsum(after - before), slots, side="right")
         own = np.empty_like(slots)
         for source, (first, end) in enumerate(zip(before, after, strict=True)):

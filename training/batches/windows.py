@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from training.batches.token_files import TokenFiles
+from training.configuration.seeds import EPOCH, stream_seed
 
 ROUNDS = 6  # Feistel rounds; four already look random (Luby and Rackoff 1988), two more cost nothing
 
@@ -37,11 +38,6 @@ def _feistel(value: np.ndarray, half: int, mask: np.uint64, keys: np.ndarray) ->
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)  # splitmix64's
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << np.uint64(half)) | right
-
-
-def hash_seed(seed: int, stream: int) -> int:
-    """One seed for each (seed, stream), so that epochs are shuffled independently."""
-    return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0])
 
 
 class Split(ABC):
@@ -76,7 +72,7 @@ class Windows(Split):
         indices = np.empty_like(inside)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            indices[here] = permute(inside[here], self.count, seed=hash_seed(seed, int(epoch)))
+            indices[here] = permute(inside[here], self.count, stream_seed(seed, EPOCH, int(epoch)))
         return indices, epochs
 
     def samples(self, numbers: np.ndarray, seed: int) -> np.ndarray:

@@ -201,7 +201,7 @@ class GraphedStep:
                 raise Obstacle(f"the step waits for the GPU at {reference.waits[0]}")
         assert self.inputs, "a reference has filled them"
         run = functools.partial(self.step, *self.inputs, with_gradient_sum)
-        replay = self.graphs.capture(lambda: _pack(run()))
+        replay = self.graphs.capture(lambda: _pack(run(), with_gradient_sum))
         return lambda: _unpack(replay(), with_gradient_sum)
 
     def _check(
@@ -237,13 +237,16 @@ class GraphedStep:
         return None
 
 
-def _pack(result: StepResult) -> torch.Tensor:
+def _pack(result: StepResult, with_gradient_sum: bool) -> torch.Tensor:
     """One tensor, so that one copy saves the results: the next replay overwrites the capture's memory."""
-    return torch.stack([value.float() for value in result if value is not None])
+    return torch.stack([getattr(result, name).float() for name in _packed(with_gradient_sum)])
 
 
 def _unpack(values: torch.Tensor, with_gradient_sum: bool) -> StepResult:
-    """The StepResult that _pack() has packed; grad_sum is missing if it was not asked for."""
-    names = [name for name in StepResult._fields if with_gradient_sum or name != "grad_sum"]
-    found = dict(zip(names, values.unbind(), strict=True))
+    """The StepResult that _pack() has packed."""
+    found = dict(zip(_packed(with_gradient_sum), values.unbind(), strict=True))
     return StepResult(grad_sum=found.pop("grad_sum", None), **found)
+
+
+def _packed(with_gradient_sum: bool) -> list[str]:
+    return [name for name in StepResult._fields if with_gradient_sum or name != "grad_sum"]
