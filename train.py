@@ -13,10 +13,16 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends at once, without a traceback
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C during the imports, seconds: an end without traceback
 
 # Reduces memory fragmentation. It is set here because torch may read it while it is imported.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -295,4 +301,5 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     leave_now(run(sys.argv[1:]))

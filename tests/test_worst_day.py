@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -400,3 +401,31 @@ def test_a_start_timeout_of_0_is_none(config, run, tmp_path, monkeypatch):
     assert run(config, f"--out_dir={tmp_path}", "--start_timeout_minutes=0") == 0
     limits = load_config([str(config), "--start_timeout_minutes=0"])
     assert world._timeout(limits) == world.START_TIMEOUT, "the watchdog comes before a collective's timeout"
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(config, tmp_path):
+    process = start(config, tmp_path, *FOR_EVER, stderr=subprocess.PIPE)
+    wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    process.send_signal(signal.SIGINT)
+    assert ends(process, 20) == -signal.SIGINT
+    assert process.stderr.read() == b""
+
+
+def test_a_data_worker_that_was_killed_is_one_message(config, tmp_path):
+    workers = ["--use_dataloader=True", "--dataloader_num_workers=1"]
+    process = start(config, tmp_path, *FOR_EVER, *workers, stderr=subprocess.PIPE)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: list(tmp_path.glob("run_*.json")) and children.read_text(), process)
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    assert ends(process, 30) == 1
+    stderr = process.stderr.read().decode()
+    assert "error: DataLoader worker" in stderr and "--dataloader_num_workers" in stderr
+    assert "Traceback" not in stderr
+    assert last_run(tmp_path)["status"] == "failed"
+
+
+def test_variables_of_an_earlier_torchrun_do_not_make_a_restart(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "abc")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert world.restart_count() == 0 and not world.may_restart()

@@ -83,6 +83,13 @@ def _describe(error: BaseException) -> tuple[int, str]:
             "or shard with --use_fsdp=True"
         )
         return FAILED, f"error: out of GPU memory; {hint}\n{error}"
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
+        # torch raises it from a signal handler, so anywhere in the loop
+        hint = (
+            "if the kernel killed it for want of memory, lower --dataloader_num_workers or "
+            "--dataloader_prefetch_factor, or read without workers: --use_dataloader=False"
+        )
+        return FAILED, f"error: {error}; {hint}"
     lines = "".join(traceback.format_exception(error))
     return FAILED, f"{lines}error: {type(error).__name__}: {error}"
 

@@ -75,12 +75,12 @@ def machine_size() -> int:
 
 def restart_count() -> int:
     """How often torchrun has restarted these processes because one had failed (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_launched() else 0
 
 
 def may_restart() -> bool:
     """Whether torchrun restarts these processes if one fails."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    return is_launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
 def is_launched() -> bool:
