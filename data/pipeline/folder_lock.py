@@ -29,8 +29,10 @@ def only_preparation(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (folder / NAME).unlink(missing_ok=True)  # while it is locked: a dataset that is there needs none
-        os.close(lock)
+        try:
+            (folder / NAME).unlink(missing_ok=True)  # while it is locked: a finished dataset needs none
+        finally:
+            os.close(lock)
 
 
 @contextlib.contextmanager

@@ -160,13 +160,13 @@ def _read_listing(path: Path, repository: str) -> tuple[str, dict[str, tuple[int
         raise UserError(f"{path} is damaged (it lists no commit or no files); delete it")
     for name, file in files.items():
         inside = name.endswith(SUFFIXES) and all(map(is_plain_name, name.split("/")))
-        if not inside or not isinstance(file, list) or not _is_size_and_hash(*file):
+        if not inside or not isinstance(file, list) or not _is_size_and_hash(file):
             raise UserError(f"{path} is damaged (it says {file!r:.80} of {name!r:.80}); delete it")
     return commit, {name: (size, sha256) for name, (size, sha256) in files.items()}
 
 
-def _is_size_and_hash(size: object = None, sha256: object = None, *more: object) -> bool:
-    return is_count(size) and (sha256 is None or is_hash(sha256)) and not more
+def _is_size_and_hash(file: list) -> bool:
+    return len(file) == 2 and is_count(file[0]) and (file[1] is None or is_hash(file[1]))
 
 
 def _ask(repository: str) -> tuple[str, dict]:

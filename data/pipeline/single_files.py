@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from common.durable_file import sync, sync_folder, write_json
+from common.errors import UserError
 from data.pipeline.manifests import COUNTS, read_checked
 from data.pipeline.token_files import SPLITS, TokenWriter, is_of_split, smallest_dtype, stored_dtype
 from data.pipeline.units import BAD_LISTED
+from data.pipeline.verified import entry, remember
 
 CHUNK = 1 << 24  # tokens that are read at once
 
@@ -46,6 +48,8 @@ def join(manifests: list[dict], folder: Path, shard_tokens: int, vocab_size: int
     try:
         for split, files in written.items():
             joined[f"{split}.bin"] = _copy(folder, [name for name, _ in files], temporary[split], vocab_size)
+        if [file["tokens"] for file in joined.values()] != totals:
+            raise UserError(f"the token files in {folder} were changed meanwhile; run the same command again")
         for split in SPLITS:
             sync(temporary[split])
         for split in SPLITS:
@@ -58,6 +62,8 @@ def join(manifests: list[dict], folder: Path, shard_tokens: int, vocab_size: int
     bad_records = [line for manifest in manifests for line in manifest["bad_records"]]
     manifest = {**counts, "bad_records": bad_records[:BAD_LISTED], "files": joined}
     write_json(_manifest_path(folder), manifest)
+    dtype = smallest_dtype(vocab_size)
+    remember(folder, {name: entry(folder / name, dtype, file) for name, file in joined.items()})
     _delete_units(folder)
     return manifest
 
