@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_BYTES = 1 << 30  # far above any record or listing that we write; a reader may ask for less
 
@@ -34,12 +34,19 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
     """The bytes of a regular file. Raises OSError, or ValueError if it is something else or too large."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"it has {size:,} bytes, more than {max_bytes:,}")
+        return file.read(max_bytes)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read. Raises OSError, or ValueError if it is something else: a named pipe would
+    block for ever, and a device has no end."""
     # O_NONBLOCK: opening a named pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is not a regular file")
-        if found.st_size > max_bytes:
-            raise ValueError(f"it has {found.st_size:,} bytes, more than {max_bytes:,}")
-        return file.read(max_bytes)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return open(descriptor, "rb")

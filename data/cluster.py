@@ -20,6 +20,8 @@ from typing import Any
 from common.command import run_command
 from common.errors import UserError
 from data.folders import DATA_DIR
+from data.options import MOST_PARTS, MOST_WORKERS, folder_path, whole_number
+from data.pipeline.disk_errors import disk_errors_are_shown
 
 ROOT = DATA_DIR.parent
 OURS = ("--part", "--num_parts", "--workers", "--output", "--no-resume")  # refused after the --
@@ -51,15 +53,29 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="python -m data.cluster DATASET --executor NAME --tasks N [options] [-- options of prepare.py]",
     )
-    add = parser.add_argument
+    add, cores = parser.add_argument, whole_number(1, MOST_WORKERS)
     add("dataset", help="name of a folder in data/ whose prepare.py has --part")
     add("--executor", required=True, choices=EXECUTORS)
-    add("--tasks", type=int, required=True, help="parts of the dataset")
-    add("--workers", type=int, default=1, help="processes, and so cores, of each task (default: 1)")
-    add("--at_once", type=int, help="tasks at a time (default: all; local: as the cores allow)")
-    add("--output", type=Path, metavar="DIR", help="dataset folder (default: that of prepare.py)")
-    add("--logs", type=Path, metavar="DIR", help="what datatrove writes (default: cluster/ in the output)")
-    add("--memory", type=int, default=2, help="GB for each core, of Slurm and Ray (default: 2)")
+    add("--tasks", type=whole_number(1, MOST_PARTS), required=True, help="parts of the dataset")
+    add("--workers", type=cores, default=1, help="processes, and so cores, of each task (default: 1)")
+    add(
+        "--at_once",
+        type=whole_number(1, MOST_PARTS),
+        help="tasks at a time (default: all; local: as the cores allow)",
+    )
+    add("--output", type=folder_path, metavar="DIR", help="dataset folder (default: that of prepare.py)")
+    add(
+        "--logs",
+        type=folder_path,
+        metavar="DIR",
+        help="what datatrove writes (default: cluster/ in the output)",
+    )
+    add(
+        "--memory",
+        type=whole_number(1, 10**6),
+        default=2,
+        help="GB for each core, of Slurm and Ray (default: 2)",
+    )
     add("--partition", help="of Slurm")
     add("--time", help="limit of a Slurm task, as 24:00:00")
     add("--sbatch", nargs="*", default=[], metavar="KEY=VALUE", help="more options of sbatch, as account=x")
@@ -67,9 +83,6 @@ def parse_arguments() -> argparse.Namespace:
     end = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:end])
     args.options = words[end + 1 :]
-    for name in ("tasks", "workers", "at_once"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name}={value} must be at least 1")
     if args.executor == "slurm" and not (args.partition and args.time):
         parser.error("Slurm needs --partition and --time")
     if wrong := [word for word in args.options if word.split("=")[0] in OURS]:
@@ -145,6 +158,7 @@ def run_slurm(args: argparse.Namespace, part: Part, finish: Part) -> None:
 EXECUTORS = {"local": run_local, "slurm": run_slurm, "ray": run_ray}
 
 
+@disk_errors_are_shown()
 def main() -> None:
     args = parse_arguments()
     script = DATA_DIR / args.dataset / "prepare.py"
@@ -155,6 +169,8 @@ def main() -> None:
     except ImportError:
         raise UserError("this needs datatrove: pip install -r requirements-data.txt") from None
     output = (args.output or script.parent).resolve()
+    if args.logs is None and (output / "cluster").is_symlink():
+        raise UserError(f"{output / 'cluster'} is a link, through which nothing is written; pass --logs")
     args.logs = (args.logs or output / "cluster").resolve()
     command = (str(script), *args.options, "--output", str(output), "--workers")
     submits = args.executor == "slurm"

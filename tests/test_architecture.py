@@ -35,6 +35,7 @@ ORDER = (
     "data/*",
     "data/pipeline/*",
     "data/tokenizers/*",
+    "data/options.py",
     "data/folders.py",
     "data/huggingface.py",
     "plots/*",

@@ -140,7 +140,7 @@ def test_an_empty_split_is_refused(tmp_path):
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".tmp")}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix not in (".tmp", ".lock")}
 
 
 def test_a_failed_write_leaves_the_old_dataset_as_it_was(tmp_path):

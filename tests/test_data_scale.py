@@ -212,6 +212,7 @@ def corpus(tmp_path_factory) -> dict:
     write_corpus(folder / "in", files=8, lines=4000)
     tokenizer = shared("tokenizers/hf/gpt2")
     options = ["--input", folder / "in", "--tokenizer", tokenizer, "--val_fraction", 0.1, "--workers", 2]
+    options += ["--shard_tokens", 50_000]  # so that the files of the units stay
     assert start_prepare(options, folder / "out").wait(timeout=60) == 0
     return {"options": options, "bytes": tokens_and_meta(folder / "out")}
 

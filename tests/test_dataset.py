@@ -148,10 +148,11 @@ def test_absent_token_file_without_a_prepare_script_says_how_to_make_one(folder)
     assert "python data/text/prepare.py" in refusal(folder)
 
 
-def test_absent_meta_shows_what_to_write(folder):
+def test_absent_meta_names_the_command_that_makes_it(folder):
     (folder / "meta.json").unlink()
     message = refusal(folder)
-    assert f"no {folder / 'meta.json'}" in message and '"vocab_size"' in message
+    assert f"no {folder / 'meta.json'}" in message
+    assert f"python -m data.adopt {folder} --tokenizer=gpt2" in message
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,7 @@ def test_read_only_dataset_works_and_is_scanned_every_time(folder, scanned, monk
     def refuse(path, *_, **__):
         raise PermissionError(13, "read-only file system", str(path))
 
-    monkeypatch.setattr("pathlib.Path.write_text", refuse)  # a mode would not stop root
+    monkeypatch.setattr("common.durable_file.create", refuse)  # a mode would not stop root
     for _ in range(2):
         assert open_dataset(config(folder), scan=True)[0]["train"].total == 20_000
     assert sorted(scanned) == sorted(2 * ["train.bin", "val.bin"])

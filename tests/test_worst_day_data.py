@@ -15,6 +15,7 @@ from test_data_prepare import shared, small_bpe
 import data.inspect.__main__ as inspect
 import sample
 from common.errors import RunError, UserError
+from data import adopt
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.quickstart import prepare as quickstart
 from data.text import prepare as text_prepare
@@ -240,14 +241,14 @@ def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypat
     trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
 
 
-def test_meta_written_as_the_error_says_is_enough_for_every_command(run, monkeypatch, tmp_path, capsys):
+def test_meta_made_as_the_error_says_is_enough_for_every_command(run, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
     folder = make_dataset(tmp_path / "tokens", vocab_size=50257)
     (folder / "meta.json").unlink()
     settings = TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 50257})
-    with pytest.raises(UserError, match="for example") as error:
+    with pytest.raises(UserError, match=r"python -m data\.adopt") as error:
         open_sources(settings, scan=True)
-    (folder / "meta.json").write_text(str(error.value).split("for example ")[1])
+    follow_advice(monkeypatch, error)
     trains(run, folder, tmp_path, 50257)
     capsys.readouterr()
     for flags in ([], ["--hash"]):
@@ -255,6 +256,12 @@ def test_meta_written_as_the_error_says_is_enough_for_every_command(run, monkeyp
         assert "gpt2, 50,257 ids" in inspected and "20,000 tokens" in inspected
     sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=4", "--device=cpu", "--prompt=a"])
     assert "--- sample 1 ---\na" in capsys.readouterr().out
+
+
+def follow_advice(monkeypatch, error) -> None:
+    """Runs the data.adopt command at the end of the error."""
+    monkeypatch.setattr(sys, "argv", str(error.value).split("python -m ")[-1].split())
+    adopt.main()
 
 
 def run_inspect(monkeypatch, capsys, folder, *flags) -> str:
@@ -267,11 +274,11 @@ def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tm
     folder = make_dataset(tmp_path / "tokens")
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
     assert "samples are ids" in run_inspect(monkeypatch, capsys, folder, "--hash")
-    with pytest.raises(UserError, match='add it, for example "tokenizer"') as error:
+    with pytest.raises(UserError, match="delete it and run") as error:
         load_tokenizer(folder)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
-    addition = str(error.value).split("for example ")[1]
-    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64, ' + addition + "}")
+    (folder / "meta.json").unlink()
+    follow_advice(monkeypatch, error)
     assert load_tokenizer(folder).decode([0]) == "!"
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
     with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):

@@ -20,19 +20,23 @@ import numpy as np
 
 from common.command import run_command
 from common.errors import UserError
-from data.folders import dataset_folder
+from data.folders import dataset_folder, how_to_make
+from data.options import text_path, whole_number
+from data.pipeline.disk_errors import disk_errors_are_shown
 from data.pipeline.meta_file import count_tokens, load_tokenizer, names_tokenizer, read_meta
-from data.pipeline.token_files import SPLITS, stored_dtype
+from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
 from data.pipeline.verified import entry, forget, read_whole, remember
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
     dtype = stored_dtype(meta["dtype"])
-    there = {path.name for split in SPLITS for path in folder.glob(f"{split}*.bin")}
-    for name in sorted(there ^ set(meta["files"])):
-        raise UserError(f"{folder / name} is {'not in meta.json' if name in there else 'missing'}")
+    there = {name for split in SPLITS for name in token_file_names(folder, split)}
+    for name in sorted(there - set(meta["files"])):
+        raise UserError(f"{folder / name} is not in meta.json; run the dataset's prepare.py again")
     for name, written in meta["files"].items():
         path, size = folder / name, written["tokens"] * dtype.itemsize
+        if not path.is_file():
+            raise UserError(f"{path} is missing or not a regular file; {how_to_make(folder)}")
         if path.stat().st_size != size:
             raise UserError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
     if not hashes:
@@ -58,7 +62,7 @@ def sample(
     folder: Path, meta: dict, split: str, count: int, length: int, rng: np.random.Generator
 ) -> Iterator[tuple[str, int, np.ndarray]]:
     """(file name, position, ids) of `count` random places. A longer file is chosen more often."""
-    files = {name: file["tokens"] for name, file in meta["files"].items() if name.startswith(split)}
+    files = {name: file["tokens"] for name, file in meta["files"].items() if is_of_split(name, split)}
     names, tokens = list(files), np.array(list(files.values()))
     if not tokens.sum():
         return
@@ -69,16 +73,26 @@ def sample(
         yield names[file], position, ids
 
 
+def printable(text: str) -> str:
+    """Anybody may have written it: no control characters, and nothing that a terminal cannot show."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+@disk_errors_are_shown()
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.inspect",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dataset", help="name of a folder in data/, or a path")
-    parser.add_argument("--samples", type=int, default=3, help="of each split (default: 3)")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sample (default: 64)")
-    parser.add_argument("--seed", type=int, default=None, help="for the same places again")
+    parser.add_argument("dataset", type=text_path, help="name of a folder in data/, or a path")
+    parser.add_argument(
+        "--samples", type=whole_number(0, 10**4), default=3, help="of each split (default: 3)"
+    )
+    parser.add_argument(
+        "--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)"
+    )
+    parser.add_argument("--seed", type=whole_number(0, 2**64), default=None, help="for the same places again")
     parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)
@@ -87,8 +101,8 @@ def main() -> None:
     recorded, eot_id = meta["tokenizer"], meta["eot_id"]
     tokenizer = load_tokenizer(folder) if names_tokenizer(recorded) else None
     name = recorded.get("name", recorded["kind"]) if tokenizer else "not in meta.json, so samples are ids"
-    print(f"dataset    {folder}, from {meta['source']}")
-    print(f"tokenizer  {name}, {meta['vocab_size']:,} ids, end-of-text {eot_id}")
+    print(f"dataset    {folder}, from {printable(meta['source'])}")
+    print(f"tokenizer  {printable(name)}, {meta['vocab_size']:,} ids, end-of-text {eot_id}")
     for key in ("documents", "empty", "bad"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")

@@ -33,7 +33,7 @@ def find_files(patterns: list[str]) -> list[Path]:
         path = Path(pattern)
         found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
         if path.is_dir():
-            found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
+            found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not file.is_dir()]
             notes = [file for file in found if file.suffix == ".txt"]
             if 0 < len(notes) < len(found):  # otherwise a README.txt beside the data would become a document
                 names = ", ".join(sorted(path.name for path in notes))
@@ -49,6 +49,8 @@ def find_files(patterns: list[str]) -> list[Path]:
             raise UserError(
                 f"--input {path}: cannot read this kind of file; it must be {', '.join(SUFFIXES)}"
             )
+        if not path.is_file():
+            raise UserError(f"--input {path}: a link to nothing, or not a regular file")
     return list(dict.fromkeys(files))  # a file that two arguments name is read once
 
 
@@ -182,6 +184,9 @@ def read_records(
     """
     if path.suffix == ".txt":
         yield 1, read_text(path, progress)
+        return
+    if not path.stat().st_size:
+        yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")
         return
     for number, text in (
         read_rows(path, progress) if path.suffix == ".parquet" else read_lines(path, progress)

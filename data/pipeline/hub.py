@@ -8,15 +8,18 @@ planned from that list, and each file is compared with it before it is read.
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.durable_file import write_json
 from common.errors import UserError
+from common.json_file import read_json
+from data.folders import is_plain_name
 from data.huggingface import first_line, hub_library
+from data.pipeline.token_files import is_count, is_hash
 
 LISTING = "hub.json"
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -61,6 +64,7 @@ class Hub:
     def fetch(self, paths: Iterable[str]) -> None:
         """Returns when the files are on this disk and equal to the listed ones."""
         for path in paths:
+            self._check_no_link(path)
             if not self._is_whole(path):
                 Path(path).unlink(missing_ok=True)
                 self._download(self._name(path))
@@ -68,6 +72,18 @@ class Hub:
                     raise UserError(
                         f"{path} is not the file that {LISTING} lists; run the same command again"
                     )
+
+    def _check_no_link(self, path: str | Path) -> None:
+        """Through a link inside the folder, a download or its deletion would change files elsewhere. The
+        folder itself may be a link, to another disk."""
+        cache = self.folder / ".cache" / "huggingface" / "download"  # where the library writes first
+        name = Path(self._name(path)).parent
+        for inside in (self.folder / name, cache / name):
+            for parent in (inside, *inside.parents):
+                if parent == self.folder:
+                    break
+                if parent.is_symlink():
+                    raise UserError(f"{parent} is a link, through which nothing is written; remove it")
 
     def release(self, paths: Iterable[str]) -> None:
         """The files will not be read again."""
@@ -126,15 +142,31 @@ def open_hub(repository: str, folder: Path, listing: Path, keep: bool) -> Hub:
     if not listing.is_file():
         commit, listed = _ask(repository)
         listing.parent.mkdir(parents=True, exist_ok=True)
-        temporary = listing.with_name(f"{listing.name}.tmp{os.getpid()}")
-        content = {"repository": repository, "commit": commit, "files": listed}
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(temporary, listing)
-    content = json.loads(listing.read_text(encoding="utf-8"))
-    if content["repository"] != repository:
-        raise UserError(f"{listing} is of {content['repository']}, not of {repository}; delete it")
-    files = {name: (size, sha256) for name, (size, sha256) in content["files"].items()}
-    return Hub(repository, content["commit"], files, folder, keep)
+        write_json(listing, {"repository": repository, "commit": commit, "files": listed})
+    commit, files = _read_listing(listing, repository)
+    return Hub(repository, commit, files, folder, keep)
+
+
+def _read_listing(path: Path, repository: str) -> tuple[str, dict[str, tuple[int, str | None]]]:
+    """(commit, {name: (size, sha256)}). Raises UserError."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete it") from None
+    if content.get("repository") != repository:
+        raise UserError(f"{path} is of {content.get('repository')!s:.80}, not of {repository}; delete it")
+    commit, files = content.get("commit"), content.get("files")
+    if not isinstance(commit, str) or not isinstance(files, dict) or not files:
+        raise UserError(f"{path} is damaged (it lists no commit or no files); delete it")
+    for name, file in files.items():
+        inside = name.endswith(SUFFIXES) and all(map(is_plain_name, name.split("/")))
+        if not inside or not isinstance(file, list) or not _is_size_and_hash(file):
+            raise UserError(f"{path} is damaged (it says {file!r:.80} of {name!r:.80}); delete it")
+    return commit, {name: (size, sha256) for name, (size, sha256) in files.items()}
+
+
+def _is_size_and_hash(file: list) -> bool:
+    return len(file) == 2 and is_count(file[0]) and (file[1] is None or is_hash(file[1]))
 
 
 def _ask(repository: str) -> tuple[str, dict]:

@@ -1,20 +1,42 @@
 """meta.json: what the token files of a dataset are.
 
-It is written last, so a folder that has a meta.json holds a complete dataset.
+It is written last, so a folder that has a meta.json holds a complete dataset. A dataset may come from
+anybody: every field is checked, no file name in it may lead out of its folder, and a meta.pkl, which a
+dataset may contain, is never read.
 """
 
-import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
+from common.durable_file import write_bytes
 from common.errors import UserError
-from data.folders import dataset_argument
-from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
-from data.tokenizers.tokenizer import Tokenizer, open_recorded_tokenizer
+from common.json_file import read_json
+from data.folders import dataset_argument, how_to_make, is_plain_name
+from data.pipeline.token_files import (
+    DTYPES,
+    SPLITS,
+    UINT16_IDS,
+    is_count,
+    is_hash,
+    is_of_split,
+    smallest_dtype,
+    stored_dtype,
+    token_file_names,
+)
+from data.tokenizers.file_tokenizer import tokenizer_json
+from data.tokenizers.tokenizer import (
+    SubwordTokenizer,
+    Tokenizer,
+    hash_tokenizer,
+    open_recorded_tokenizer,
+)
 
 FORMAT = 1  # of meta.json; a reader refuses the formats that it does not know
+MOST_BYTES = 1 << 28  # of a meta.json: it has about 150 bytes for each token file
+MOST_IDS = 1 << 32  # of a vocabulary: ids have at most four bytes
 
 
 def describe(vocab_size: int, tokenizer: dict, eot_id: int | None, source: str, files: dict) -> dict:
@@ -41,33 +63,37 @@ def nanogpt_meta(vocab_size: int, tokenizer: dict) -> bytes:
 
 
 def read_meta(folder: str | Path) -> dict:
-    """The checked meta.json of a dataset folder. What one written by hand leaves out is added: the tokens of
-    each file, a tokenizer of None, an eot_id of None."""
-    path = Path(folder) / "meta.json"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist, so {folder} holds no complete dataset; run its prepare.py")
+    """The checked meta.json of a dataset folder: the one reader of training and of every other command. What
+    one written by hand leaves out is added: the tokens of each file, a tokenizer of None, an eot_id of None.
+    Raises UserError."""
+    folder = Path(folder)
+    path = folder / "meta.json"
+    if not os.path.lexists(path):
+        raise UserError(_missing(folder, path))
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); run its prepare.py again") from error
-    if not isinstance(meta, dict):
-        raise UserError(f"{path} is not a JSON object; run its prepare.py again")
-    if meta.get("format", FORMAT) != FORMAT:
+        meta = read_json(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); {how_to_make(folder)}") from None
+    if re.fullmatch("[0-9]{1,10}", str(meta.get("vocab_size"))):
+        meta["vocab_size"] = int(meta["vocab_size"])  # people who write it by hand put it in quotes
+    if type(meta.get("format", FORMAT)) is not int or meta.get("format", FORMAT) != FORMAT:
         raise UserError(
-            f"{path} has format {meta.get('format')!r}, this code reads {FORMAT}; run its prepare.py"
+            f"{path} has format {meta['format']!r:.80}, this code reads {FORMAT}; run its prepare.py again"
         )
-    if meta.get("dtype") not in ("uint16", "uint32"):
-        raise UserError(f"{path}: dtype {meta.get('dtype')!r} is not uint16 or uint32")
-    try:
-        vocab_size = int(meta["vocab_size"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise UserError(f"{path}: vocab_size {meta.get('vocab_size')!r} is not a number") from None
+    if meta.get("dtype") not in DTYPES:  # in a tuple: a value of any type may be looked for
+        raise UserError(f"{path}: dtype {meta.get('dtype')!r:.80} is not one of {', '.join(DTYPES)}")
+    if meta["dtype"] == "uint16" and is_count(meta.get("vocab_size")) and meta["vocab_size"] > UINT16_IDS:
+        raise UserError(
+            f"{path}: a vocabulary of {meta['vocab_size']} does not fit in uint16, so ids above 65535 have "
+            f"wrapped; {how_to_make(folder)}"
+        )
+    if wrong := _wrong_field(meta):
+        raise UserError(f"{path} says {wrong}; run the dataset's prepare.py again, or correct it")
     tokenizer = meta.get("tokenizer")
     if isinstance(tokenizer, str):
         tokenizer = {"kind": "tiktoken", "name": tokenizer}
     return {
         **meta,
-        "vocab_size": vocab_size,
         "eot_id": meta.get("eot_id"),
         "tokenizer": tokenizer,
         "source": meta.get("source", "an unknown source"),
@@ -75,22 +101,79 @@ def read_meta(folder: str | Path) -> dict:
     }
 
 
+def _missing(folder: Path, path: Path) -> str:
+    message = (
+        f"no {path}, which says how the tokens are stored, so {folder} holds no complete dataset; "
+        f"{how_to_make(folder)}"
+    )
+    begun = (folder / "plan.json").exists()  # by a prepare.py, which has not finished
+    if not begun and any(token_file_names(folder, split) for split in SPLITS):
+        message += (
+            f". For token files of nanoGPT: python -m data.adopt {dataset_argument(folder)} --tokenizer=gpt2"
+        )
+    return message
+
+
+def _wrong_field(meta: dict) -> str | None:
+    """What is impossible in a meta.json; None if nothing is."""
+    vocab_size, eot_id, files = meta.get("vocab_size"), meta.get("eot_id"), meta.get("files", {})
+    if not is_count(vocab_size, MOST_IDS) or not vocab_size:
+        return f"vocab_size {vocab_size!r:.80}"
+    if eot_id is not None and not is_count(eot_id, vocab_size - 1):
+        return f"eot_id {eot_id!r:.80} with a vocabulary of {vocab_size}"
+    if not isinstance(meta.get("source", ""), str):
+        return f"the source {meta['source']!r:.80}"
+    for name in ("documents", "empty", "bad"):
+        if name in meta and not is_count(meta[name]):
+            return f"{meta[name]!r:.80} for {name}"
+    if not isinstance(files, dict):
+        return f"the files {files!r:.80}"
+    for name, file in files.items():
+        if wrong := wrong_token_file(name, file):
+            return wrong
+    return _wrong_tokenizer(meta.get("tokenizer"))
+
+
+def wrong_token_file(name: str, file: object) -> str | None:
+    """What is impossible in what a meta.json or a manifest says of one token file; None if nothing is."""
+    if not is_plain_name(name):
+        return f"the file name {name!r:.80}, which leads out of the folder"
+    if not isinstance(file, dict):
+        return f"{file!r:.80} of {name}"
+    tokens, max_id = file.get("tokens"), file.get("max_id")
+    if tokens is not None and not is_count(tokens):
+        return f"{tokens!r:.80} tokens in {name}"
+    if max_id is not None and not is_count(max_id, MOST_IDS - 1):
+        return f"the largest id {max_id!r:.80} in {name}"
+    if file.get("sha256") is not None and not is_hash(file["sha256"]):
+        return f"a sha256 of {name} that is {file['sha256']!r:.80}"
+    return None
+
+
+def _wrong_tokenizer(tokenizer: object) -> str | None:
+    if tokenizer is None or isinstance(tokenizer, str):
+        return None
+    if not isinstance(tokenizer, dict):
+        return f"the tokenizer {tokenizer!r:.80}"
+    for key in ("kind", "name", "chars", "file", "sha256"):
+        if key in tokenizer and not isinstance(tokenizer[key], str):
+            return f"{key} {tokenizer[key]!r:.80} of the tokenizer"
+    if "file" in tokenizer and not is_plain_name(tokenizer["file"]):
+        return f"the tokenizer file {tokenizer['file']!r:.80}, which leads out of the folder"
+    return None
+
+
 def _files(path: Path, meta: dict) -> dict[str, dict]:
     """What meta.json says of the token files, with their tokens."""
-    recorded = meta.get("files") or {
-        file.name: {} for split in SPLITS for file in sorted(path.parent.glob(f"{split}*.bin"))
-    }
+    names = [name for split in SPLITS for name in token_file_names(path.parent, split)]
+    recorded = meta.get("files") or {name: {} for name in names}
     itemsize, files = stored_dtype(meta["dtype"]).itemsize, {}
-    if not isinstance(recorded, dict):
-        raise UserError(f"{path}: files is not a JSON object; run its prepare.py again")
     for name, file in recorded.items():
-        if not isinstance(file, dict) or os.path.basename(name) != name:
-            raise UserError(f"{path} says {file!r:.80} of the file {name!r}; run its prepare.py again")
-        there = path.with_name(name)
-        tokens = file.get("tokens", there.stat().st_size // itemsize if there.is_file() else 0)
-        if type(tokens) is not int or tokens < 0:
-            raise UserError(f"{path} says {tokens!r} tokens in {name}; run its prepare.py again")
-        files[name] = {**file, "tokens": tokens}
+        known = {key: value for key, value in file.items() if value is not None}
+        if "tokens" not in known:
+            there = path.with_name(name)
+            known["tokens"] = there.stat().st_size // itemsize if there.is_file() else 0
+        files[name] = known
     return files
 
 
@@ -98,10 +181,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that made the tokens of this dataset: .encode(text) and .decode(ids)."""
     recorded = read_meta(folder)["tokenizer"]
     if not names_tokenizer(recorded):
-        example = '"tokenizer": {"kind": "tiktoken", "name": "gpt2"}'
+        path = Path(folder) / "meta.json"
         raise UserError(
-            f"{Path(folder) / 'meta.json'} does not say how to open the tokenizer of these tokens; "
-            f"add it, for example {example}"
+            f"{path} does not say how to open the tokenizer of these tokens; to make it anew from the token "
+            f"files, delete it and run: python -m data.adopt {dataset_argument(folder)} --tokenizer=gpt2"
         )
     return open_recorded_tokenizer(recorded, folder)
 
@@ -117,9 +200,18 @@ def names_tokenizer(recorded: Any) -> bool:
 def count_tokens(meta: dict) -> dict[str, int]:
     """Tokens of each split, over all of its files."""
     return {
-        split: sum(file["tokens"] for name, file in meta["files"].items() if name.startswith(split))
+        split: sum(file["tokens"] for name, file in meta["files"].items() if is_of_split(name, split))
         for split in SPLITS
     }
+
+
+def keep_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> dict[str, Any]:
+    """What meta.json records of the tokenizer. Its file, if it has one, is copied into the folder."""
+    meta = {**tokenizer.meta, "sha256": hash_tokenizer(tokenizer)}
+    if meta["kind"] == "tokenizers":
+        write_bytes(folder / "tokenizer.json", tokenizer_json(meta["file"]).encode())
+        meta["file"] = "tokenizer.json"
+    return meta
 
 
 def report(meta: dict, folder: str | Path, config: str | None = None) -> None:

@@ -7,7 +7,6 @@ takes the units k, k + n, ... The trap: files that another plan left in the fold
 plan, so plan.json says which plan they belong to.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,15 +16,17 @@ from pathlib import Path
 
 from common.durable_file import write_bytes, write_json
 from common.errors import UserError
+from common.json_file import read_json
 from data.pipeline.disk_space import check_disk_space
 from data.pipeline.empty_split import fill_empty_split
+from data.pipeline.folder_lock import one_at_a_time, one_part
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.meta_file import count_tokens, describe, nanogpt_meta
+from data.pipeline.manifests import COUNTS, read_manifests
+from data.pipeline.meta_file import count_tokens, describe, keep_tokenizer, nanogpt_meta
+from data.pipeline.single_files import join, read_joined
 from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
-from data.pipeline.verified import damaged_files
 from data.pipeline.workers import run_units
-from data.tokenizers.file_tokenizer import tokenizer_json
 from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
 
 UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
@@ -100,42 +101,22 @@ def plan_units(
 # --- the dataset ---
 
 
-def read_manifests(units: list[Unit], folder: Path, dtype: str) -> list[dict | None]:
-    """The units' manifests; None for a unit that has none, or whose token files are not what it says."""
-    itemsize = stored_dtype(dtype).itemsize
-    manifests = [_read_manifest(unit, folder, itemsize) for unit in units]
-    files = {name: file for manifest in manifests if manifest for name, file in manifest["files"].items()}
-    damaged = damaged_files(folder, dtype, files)
-    for name in sorted(damaged):
-        print(f"{folder / name} is damaged; it is made again")
-    return [
-        None if manifest is None or damaged & manifest["files"].keys() else manifest for manifest in manifests
-    ]
-
-
-def _read_manifest(unit: Unit, folder: Path, itemsize: int) -> dict | None:
-    """The unit's manifest, if its token files are there and have the sizes that it says."""
-    try:
-        manifest = json.loads(unit.manifest_path(folder).read_text(encoding="utf-8"))
-        for name, file in manifest["files"].items():
-            if (folder / name).stat().st_size != file["tokens"] * itemsize:
-                return None
-        return manifest
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
     """Returns if all that is in the folder belongs to this plan. UserError if not, unless resume is False:
     then what is there is deleted."""
     path = folder / "plan.json"
+    if (folder / "units").is_symlink():
+        raise UserError(f"{folder / 'units'} is a link, through which nothing is written; remove it")
     if not resume:
         leftovers = [*folder.glob("meta.*"), path, *folder.glob("units/*")]
         leftovers += [file for split in SPLITS for file in folder.glob(f"{split}*.bin*")]
         for leftover in leftovers:
             leftover.unlink(missing_ok=True)
     if path.is_file():
-        old = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            old = read_json(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}); --no-resume deletes what is there") from None
         differ = [key for key in plan if old.get(key) != plan[key]]
         if differ:
             raise UserError(
@@ -157,12 +138,7 @@ def assemble(
     source: str,
 ) -> dict:
     """Write tokenizer.json, meta.pkl and, last, meta.json."""
-    meta_tokenizer = dict(tokenizer.meta)
-    if meta_tokenizer["kind"] == "tokenizers":
-        content = tokenizer_json(meta_tokenizer["file"]).encode()
-        write_bytes(folder / "tokenizer.json", content)
-        meta_tokenizer["file"] = "tokenizer.json"
-    meta_tokenizer["sha256"] = hash_tokenizer(tokenizer)
+    meta_tokenizer = keep_tokenizer(folder, tokenizer)
     files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
     files = {name: files[name] for name in sorted(files)}
     meta = describe(tokenizer.vocab_size, meta_tokenizer, eot_id, source, files)
@@ -171,16 +147,16 @@ def assemble(
             raise UserError(
                 f"the {split} split of {folder} would hold no tokens; use more text or another --val_fraction"
             )
-    _check_no_overlap(folder, files)
-    for key in ("documents", "empty", "bad"):
+    for key in COUNTS:
         meta[key] = sum(manifest[key] for manifest in manifests)
     write_bytes(folder / "meta.pkl", nanogpt_meta(tokenizer.vocab_size, meta_tokenizer))
     write_json(folder / "meta.json", meta)
     return meta
 
 
-def _check_no_overlap(folder: Path, files: dict[str, dict]) -> None:
+def _check_no_overlap(folder: Path, manifests: list[dict]) -> None:
     """Training refuses a validation file that is also a training file."""
+    files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
     training = {file["sha256"]: name for name, file in files.items() if name.startswith("train_")}
     for name, file in files.items():
         if name.startswith("val_") and (twin := training.get(file["sha256"])):
@@ -199,9 +175,11 @@ def finish(
     max_bad: int,
 ) -> dict | None:
     """Check all units together and make a dataset of them; None while some are not made yet."""
-    found = read_manifests(units, folder, smallest_dtype(tokenizer.vocab_size))
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    joined = read_joined(folder, dtype)
+    found = [joined] if joined else read_manifests(units, folder, dtype)
     manifests = [manifest for manifest in found if manifest is not None]
-    if len(manifests) < len(units):
+    if len(manifests) < len(found):
         (folder / "meta.json").unlink(missing_ok=True)
         print(f"{len(units) - len(manifests)} of {len(units)} units are not here yet")
         return None
@@ -213,7 +191,11 @@ def finish(
             f"{total} bad records in all, more than --max_bad={max_bad}; look at them, and run the same "
             f"command with a larger one to leave them out:\n    {shown}"
         )
-    manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
+    if not joined:
+        manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
+        _check_no_overlap(folder, manifests)
+        joined = join(manifests, folder, settings.shard_tokens, tokenizer.vocab_size)
+        manifests = [joined] if joined else manifests
     meta = assemble(folder, manifests, tokenizer, settings.eot_id, source)
     if total:
         print(f"left out {total} bad records:\n    " + "\n    ".join(bad[:20]))
@@ -253,18 +235,15 @@ def prepare(
         "unit_bytes": unit_bytes,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f".part-{job.part}-of-{job.num_parts}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another process is at work on part {job.part} of {folder}") from None
-        start_or_resume(folder, plan, job.resume)
+    with one_part(folder, job.part, job.num_parts):
         dtype = smallest_dtype(tokenizer.vocab_size)
         mine = [unit for unit in units if unit.number % job.num_parts == job.part]
-        found = read_manifests(mine, folder, dtype)
-        missing = [unit for unit, manifest in zip(mine, found, strict=True) if manifest is None]
-        if missing:
-            (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is no longer complete
+        with one_at_a_time(folder):  # another part may join or delete the files that are looked at here
+            start_or_resume(folder, plan, job.resume)
+            found = [] if read_joined(folder, dtype) else read_manifests(mine, folder, dtype)
+            missing = [unit for unit, manifest in zip(mine, found, strict=False) if manifest is None]
+            if missing:
+                (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
         if missing and job.workers:
             check_disk_space(missing, folder, tokenizer, stored_dtype(dtype).itemsize, store.size)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
@@ -273,6 +252,5 @@ def prepare(
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
             run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)
-        with open(folder / ".part-finish.lock", "w") as finishing:
-            fcntl.flock(finishing, fcntl.LOCK_EX)  # if parts end at the same moment, one waits
+        with one_at_a_time(folder):  # if parts end at the same moment, one waits
             return finish(units, folder, tokenizer, settings, source, job.max_bad)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.durable_file import sync
+from common.durable_file import create, sync, sync_folder
 from common.errors import UserError
+from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
 from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype
 from data.pipeline.verified import damaged_files
@@ -36,6 +37,20 @@ def write_dataset(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    with only_preparation(folder):
+        if (folder / "plan.json").is_file():
+            raise UserError(f"{folder} holds a dataset made otherwise; pass another --output, or empty it")
+        return _write(folder, splits, vocab_size, tokenizer, eot_id, source)
+
+
+def _write(
+    folder: Path,
+    splits: Mapping[str, Iterable] | Iterable[tuple[str, np.ndarray | list[int]]],
+    vocab_size: int,
+    tokenizer: dict,
+    eot_id: int | None,
+    source: str,
+) -> dict:
     if isinstance(splits, Mapping):
         splits = ((split, ids) for split, chunks in splits.items() for ids in chunks)
     dtype = smallest_dtype(vocab_size)
@@ -58,12 +73,12 @@ def write_dataset(
 
         if tokenizer["kind"] == "tokenizers":
             content = tokenizer_json(tokenizer["file"]).encode()
-            temporary["tokenizer.json"].write_bytes(content)
+            _write_new(temporary["tokenizer.json"], content)
             sha256 = hashlib.sha256(content).hexdigest()
             tokenizer = {**tokenizer, "file": "tokenizer.json", "sha256": sha256}
         meta = describe(vocab_size, tokenizer, eot_id, source, files)
-        temporary["meta.json"].write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        temporary["meta.pkl"].write_bytes(nanogpt_meta(vocab_size, tokenizer))
+        _write_new(temporary["meta.json"], (json.dumps(meta, indent=2) + "\n").encode())
+        _write_new(temporary["meta.pkl"], nanogpt_meta(vocab_size, tokenizer))
         for name in names:
             sync(temporary[name])
 
@@ -71,12 +86,18 @@ def write_dataset(
         (folder / "meta.json").unlink(missing_ok=True)
         for name in names:
             os.replace(temporary[name], folder / name)
+        sync_folder(folder)
     finally:
         for writer in writers.values():
             writer.file.close()
         for path in temporary.values():
             path.unlink(missing_ok=True)
     return meta
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    with create(path) as file:
+        file.write(content)
 
 
 def has_dataset(folder: str | Path, source: str) -> bool:

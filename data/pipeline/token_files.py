@@ -5,14 +5,32 @@ The trap: numpy narrows 70000 to uint16 as 4464 without an error, which is anoth
 
 import contextlib
 import hashlib
+import os
+import re
 from pathlib import Path
 
 import numpy as np
 
+from common.durable_file import create
 from common.errors import UserError
+from common.json_file import open_regular
 
 SPLITS = ("train", "val")
+DTYPES = ("uint16", "uint32")
 UINT16_IDS = 65536  # the largest vocabulary whose ids, 0 to 65535, fit in two bytes
+MOST_TOKENS = 1 << 60  # of a file
+MOST_SHARDS = 1000  # of one split of one unit: their names have three digits, and are read in sorted order
+# The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
+OTHER_FILES = {
+    b"\x93NUMPY": "a NumPy array (.npy)",
+    b"PK\x03\x04": "a zip archive (.npz, .pt)",
+    b"\x28\xb5\x2f\xfd": "compressed by zstandard",
+    b"\x1f\x8b\x08": "compressed by gzip",
+    b"PAR1": "a parquet file",
+    (20240520).to_bytes(
+        4, "little"
+    ): "a token file with a header (llm.c), whose first 1,024 bytes are no tokens",
+}
 
 
 def smallest_dtype(vocab_size: int) -> str:
@@ -24,11 +42,45 @@ def stored_dtype(name: str) -> np.dtype:
     return np.dtype(name).newbyteorder("<")
 
 
+def is_of_split(name: str, split: str) -> bool:
+    return name == f"{split}.bin" or name.startswith(f"{split}_") and name.endswith(".bin")
+
+
+def token_file_names(folder: Path, split: str) -> list[str]:
+    """SPLIT.bin if it is there, else the shards SPLIT_*.bin in the order in which they are read."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    shards = sorted(name for name in names if is_of_split(name, split))
+    return [f"{split}.bin"] if f"{split}.bin" in shards else shards
+
+
+def check_is_tokens(path: Path) -> None:
+    """Checks a file whose hash meta.json does not record. Raises UserError."""
+    try:
+        with open_regular(path) as file:
+            begin = file.read(8)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    for magic, kind in OTHER_FILES.items():
+        if begin.startswith(magic):
+            raise UserError(
+                f"{path} is {kind}, not flat token ids; data/text/prepare.py makes them from text"
+            )
+
+
+def is_count(value: object, most: int = MOST_TOKENS) -> bool:
+    """Whether a value from a JSON file is a number of things; a bool is another type."""
+    return type(value) is int and 0 <= value <= most
+
+
+def is_hash(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
 class TokenWriter:
     """Checks ids and appends them to one file; counts and hashes what it wrote."""
 
     def __init__(self, path: Path, dtype: str, vocab_size: int):
-        self.file = open(path, "wb")
+        self.file = create(path)
         self.dtype = stored_dtype(dtype)
         self.vocab_size = vocab_size
         self.tokens = 0
@@ -72,6 +124,11 @@ class ShardWriter:
     def write(self, ids: np.ndarray) -> None:
         while len(ids):
             if self.writer is None:
+                if len(self.files) == MOST_SHARDS:
+                    raise UserError(
+                        f"--shard_tokens={self.shard_tokens} makes more than {MOST_SHARDS:,} files of one "
+                        "unit; use a larger one"
+                    )
                 self.name = f"{self.stem}_{len(self.files):03d}.bin"
                 path = self.folder / f"{self.name}.tmp"
                 self.writer = TokenWriter(path, smallest_dtype(self.vocab_size), self.vocab_size)

@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -22,6 +21,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from common.durable_file import write_bytes
+from common.errors import UserError
+from common.json_file import open_regular, read_json
 from data.pipeline.token_files import stored_dtype
 
 MEMORY = ".verified.json"
@@ -44,21 +46,20 @@ def entry(path: Path, dtype: str, written: dict) -> dict:
 def recall(folder: Path) -> dict[str, dict]:
     """{name: {"stamp", "max_id"}} of the files that have been read; damaged entries are left out."""
     try:
-        memory = json.loads((folder / MEMORY).read_text())
-        return {name: e for name, e in memory.items() if isinstance(e["max_id"], int) and e["stamp"]}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        memory = read_json(folder / MEMORY)
+    except (OSError, ValueError):
         return {}
+    return {
+        name: e
+        for name, e in memory.items()
+        if isinstance(e, dict) and type(e.get("max_id")) is int and isinstance(e.get("stamp"), list)
+    }
 
 
 def remember(folder: Path, entries: dict[str, dict]) -> None:
     """Add entries to .verified.json. In a folder that cannot be written, files are read again each time."""
-    temporary = folder / f"{MEMORY}.{uuid.uuid4().hex[:8]}"
     with contextlib.suppress(OSError), _one_at_a_time(folder):
-        try:
-            temporary.write_text(json.dumps({**recall(folder), **entries}))
-            os.replace(temporary, folder / MEMORY)
-        except OSError:
-            temporary.unlink(missing_ok=True)
+        write_bytes(folder / MEMORY, json.dumps({**recall(folder), **entries}).encode())
 
 
 def forget(folder: Path, names: Set[str]) -> None:
@@ -75,7 +76,8 @@ def damaged_files(folder: Path, dtype: str, files: dict[str, dict]) -> set[str]:
     unread = [name for name in files if known.get(name, {}).get("stamp") != entries[name]["stamp"]]
     damaged = set()
     for path, sha256, max_id in read_whole([folder / name for name in unread], stored_dtype(dtype)):
-        if (sha256, max_id) != (files[path.name]["sha256"], files[path.name]["max_id"]):
+        written = files[path.name]
+        if (sha256, max_id) != (written.get("sha256", sha256), written.get("max_id", max_id)):
             damaged.add(path.name)
     if good := {name: entries[name] for name in unread if name not in damaged}:
         remember(folder, good)
@@ -122,7 +124,11 @@ def scan(
 ) -> tuple[str, int]:
     """(sha256, largest id) in one pass."""
     digest, largest = hashlib.sha256(), 0
-    with open(path, "rb") as file:
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        raise UserError(f"{path} holds no token ids: {error}") from None
+    with file:
         while not stop.is_set() and (chunk := file.read(READ_BYTES)):
             digest.update(chunk)
             ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)  # a file may be cut meanwhile

@@ -14,6 +14,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
+from common.json_file import read_regular  # noqa: E402
+from data.options import folder_path, text_path  # noqa: E402
+from data.pipeline.disk_errors import disk_errors_are_shown  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
@@ -21,14 +24,16 @@ from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TRAIN_FRACTION = 0.9
+MOST_BYTES = 1 << 30  # of --input, which is read at once; data/text/prepare.py reads more
 
 
 def read_text(path: str | None) -> str:
     """The text of a file; if path is None, tinyshakespeare from the network."""
     if path is not None:
         try:
-            return Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_regular(Path(path), MOST_BYTES).decode("utf-8-sig")
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+        except (OSError, ValueError) as error:
             raise UserError(f"--input {path} cannot be read as UTF-8 text: {error}") from error
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
@@ -44,12 +49,18 @@ def read_text(path: str | None) -> str:
     return content.decode("utf-8")
 
 
+@disk_errors_are_shown()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--input", metavar="FILE", help="a text file; without it tinyshakespeare is downloaded"
+        "--input",
+        type=text_path,
+        metavar="FILE",
+        help="a text file; without it tinyshakespeare is downloaded",
     )
-    parser.add_argument("--output", metavar="DIR", default=HERE, help="dataset folder (default: this one)")
+    parser.add_argument(
+        "--output", type=folder_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+    )
     args = parser.parse_args()
 
     text = read_text(args.input)

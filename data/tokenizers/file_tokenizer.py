@@ -22,7 +22,8 @@ def tokenizer_json(path: str | Path) -> str:
         return model_file.convert(path)
     if path.name == "vocab.json":
         return merges.convert(path)
-    return model_file.restore_prefix(path.read_bytes().decode())  # read_text would change the line ends
+    content = model_file.read_file(path).decode("utf-8-sig")  # read_text would change the line ends
+    return model_file.restore_prefix(content)
 
 
 class FileTokenizer:
@@ -36,14 +37,16 @@ class FileTokenizer:
         path = Path(path)
         try:
             self.tokenizer = Tokenizer.from_str(tokenizer_json(path))
+            self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         except UserError:
             raise
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # the library raises plain Exception, or a panic, which is none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"{path} is not a tokenizer.json that can be read: {error}") from error
         self.tokenizer.encode_special_tokens = True  # in spite of its name: encode them as ordinary text
         self.tokenizer.no_truncation()  # a length limit in the file would drop the rest of each document
         self.tokenizer.no_padding()
-        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.meta: dict[str, Any] = {
             "kind": "tokenizers",
             "name": path.resolve().parent.name,

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 from common.errors import UserError
-from data.tokenizers.model_file import added_token, byte_letters
+from common.json_file import read_json
+from data.tokenizers.model_file import MOST_BYTES, added_token, byte_letters, read_file
 
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -27,7 +28,7 @@ def convert(path: Path) -> str:
         _check(vocab, merges)
         rules = _rules(config)
         added = _added_tokens(folder, config, vocab)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         raise UserError(
             f"{folder} has no tokenizer.json, and what its ids are is not certain: {error}. Make one with\n"
@@ -44,7 +45,7 @@ def _read(path: Path) -> dict:
     if not path.is_file():
         raise ValueError(f"there is no {path.name}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, MOST_BYTES)
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON ({error})") from None
 
@@ -52,7 +53,7 @@ def _read(path: Path) -> dict:
 def _read_merges(path: Path) -> list[list[str]]:
     if not path.is_file():
         raise ValueError(f"there is no {path.name}")
-    lines = [line.rstrip("\r") for line in path.read_bytes().decode().split("\n")]
+    lines = [line.rstrip("\r") for line in read_file(path).decode().split("\n")]
     first = 1 if lines[0].startswith("#version") else 0
     return [line.split(" ") for line in lines[first:] if line]
 

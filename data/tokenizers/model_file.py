@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.json_file import read_regular
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's piece types
+MOST_BYTES = 1 << 28  # of a tokenizer's file; those of the largest vocabularies have a tenth of it
+LONGEST_PIECE = 10_000  # characters; finding its merges takes time by the square of them
 SPACE = "\u2581"
 DUMMY_PREFIX: dict[str, Any] = {  # SentencePiece's name for the space that it puts before every text
     "type": "Sequence",
@@ -41,16 +44,25 @@ LLAMA3_SPECIAL = {  # by their place among the 256 special tokens; all others of
 }
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a tokenizer's file. Raises UserError."""
+    try:
+        return read_regular(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no tokenizer that can be read: {error}") from None
+
+
 def convert(path: Path) -> str:
     """The content of a tokenizer.json that gives the ids of this tokenizer.model."""
-    content = path.read_bytes()
+    content = read_file(path)
     first = content.split(b"\n", 1)[0].split()
     try:
         if len(first) == 2 and first[1] == b"0":
             return json.dumps(_from_tiktoken(content), ensure_ascii=False)
         return json.dumps(_from_sentencepiece(content), ensure_ascii=False)
-    except (ValueError, IndexError, struct.error) as error:
-        raise UserError(f"{path} is not a tokenizer.model of LLaMA 2 or LLaMA 3: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is not a tokenizer.model of LLaMA 2 or LLaMA 3 ({reason})") from None
 
 
 # --- SentencePiece, LLaMA 2 ---
@@ -67,6 +79,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         while True:
             byte = message[position]
             position += 1
+            if shift > 63:
+                raise ValueError("a number in it has more than ten bytes")
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
@@ -94,8 +108,8 @@ def _from_sentencepiece(content: bytes) -> dict:
             pieces.append((piece[1].decode(), score, piece.get(3, NORMAL)))
         elif number == 2 and dict(_fields(value)).get(3) != 2:
             raise ValueError("its SentencePiece model is not BPE")
-    if not pieces:
-        raise ValueError("it holds no pieces")
+    if not any(kind == UNKNOWN for *_, kind in pieces):
+        raise ValueError("it holds no piece for unknown text")
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     ranked = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
     added = [
@@ -155,6 +169,8 @@ def restore_prefix(content: str) -> str:
 def _merges(ranked: Mapping[str, float], vocab: dict[str, int]) -> list[list[str]]:
     """Every pair of pieces that makes a piece, sorted by the rank of that piece, then the ids of the pair."""
     found = []
+    if any(len(piece) > LONGEST_PIECE for piece in ranked):
+        raise ValueError(f"a piece has more than {LONGEST_PIECE:,} characters")
     for piece, rank in ranked.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
@@ -181,6 +197,8 @@ def _from_tiktoken(content: bytes) -> dict:
     for line in content.splitlines():
         token, rank = line.split()
         vocab["".join(letters[byte] for byte in base64.b64decode(token))] = int(rank)
+    if sorted(vocab.values()) != list(range(len(vocab))):
+        raise ValueError(f"its ranks are not 0 to {len(vocab) - 1}")
     if len(vocab) != LLAMA3_RANKS:
         raise ValueError(f"it has {len(vocab)} ranks, LLaMA 3's has {LLAMA3_RANKS}")
     reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))

@@ -18,6 +18,7 @@ from common.errors import UserError
 from data.huggingface import first_line, hub_library
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
+from data.tokenizers.model_file import read_file
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 
 HUB_PREFIX = "hf:"  # --tokenizer hf:OWNER/NAME
@@ -51,7 +52,9 @@ SubwordTokenizer = TiktokenTokenizer | FileTokenizer
 
 def open_tokenizer(name: str) -> SubwordTokenizer:
     """name: a tokenizer.json or .model or vocab.json, a folder that holds one, or a name of tiktoken's."""
-    path = Path(name)
+    path = Path(name).expanduser()
+    if not name:
+        raise UserError("--tokenizer is empty; name a tokenizer, such as gpt2, or a tokenizer.json")
     for file in (path / "tokenizer.json", path / "tokenizer.model", path / "vocab.json", path):
         if file.is_file():
             return FileTokenizer(file)
@@ -102,12 +105,17 @@ def open_recorded_tokenizer(recorded: dict[str, Any], folder: str | Path) -> Cha
     if os.path.basename(recorded["file"]) != recorded["file"]:
         raise UserError(f"the tokenizer of {folder}/meta.json, {recorded['file']!r}, is outside of {folder}")
     path = Path(folder) / recorded["file"]
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded["sha256"]:
+    if not path.is_file() or file_hash(path) != recorded["sha256"]:
         state = "has changed since" if path.is_file() else "is gone, but"
         raise UserError(
             f"{path} {state} the tokens were made with it; put the file back, or run prepare.py again"
         )
     return FileTokenizer(path)
+
+
+def file_hash(path: Path) -> str:
+    """The sha256 of a tokenizer file. Raises UserError."""
+    return hashlib.sha256(read_file(path)).hexdigest()
 
 
 def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:

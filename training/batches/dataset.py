@@ -9,22 +9,22 @@ checked when it is read (training/batches/token_files.py).
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import stat as stat_module
 import time
 from pathlib import Path
 
-import numpy as np
-
 from common.errors import UserError
+from data.folders import how_to_make
+from data.pipeline.meta_file import read_meta
+from data.pipeline.token_files import check_is_tokens, stored_dtype, token_file_names
 from data.pipeline.verified import LARGE, read_whole, recall, remember, stamp
-from training.batches.meta_file import check_is_tokens, check_meta
+from data.tokenizers.tokenizer import file_hash
 from training.batches.token_files import TokenFiles
 from training.configuration.dataset_name import dataset_folder
-from training.configuration.keys import ROOT, TrainConfig
+from training.configuration.keys import TrainConfig
 
-DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 REMEMBER_SECONDS = 10.0  # results are stored this often while reading: after a stop, the next start continues
 
 log = logging.getLogger("nanomfu")
@@ -41,15 +41,25 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
     verify_data is 'size'. The results are stored in the dataset's folder. One rank of each machine scans.
     """
     folder = dataset_folder(config)
-    meta = _read_meta(folder, config)
+    try:
+        return _open(folder, config, scan)
+    except OSError as error:  # no permission, a broken disk, a name that is too long
+        raise UserError(f"dataset={config.dataset!r:.200} cannot be read: {error}") from None
+
+
+def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
+    if not folder.is_dir():
+        raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {how_to_make(folder)}")
+    meta = read_meta(folder)
+    _check_tokenizer(folder, meta["tokenizer"] or {})
     splits: dict[str, TokenFiles] = {}
     stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
-        paths = [folder / name for name in _file_names(folder, split)]
+        paths = [folder / name for name in token_file_names(folder, split)]
         if not paths:
-            raise UserError(f"no token file {folder}/{split}.bin; {_how_to_make(folder)}")
+            raise UserError(f"no token file {folder}/{split}.bin; {how_to_make(folder)}")
         _check_names(paths, split, meta, folder)
-        stats |= {path: path.stat() for path in paths}
+        stats |= {path: _stat(path) for path in paths}
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
     _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
@@ -61,55 +71,28 @@ def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles]
     return splits, meta
 
 
-def _read_meta(folder: Path, config: TrainConfig) -> dict:
-    path = folder / "meta.json"
-    if not folder.is_dir():
-        raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {_how_to_make(folder)}")
-    if not path.exists():
-        tokenizer = '{"kind": "tiktoken", "name": "gpt2"}'
-        wanted = f'{{"dtype": "uint16", "vocab_size": 50257, "tokenizer": {tokenizer}}}'
-        raise UserError(
-            f"no {path}, which says how the tokens are stored; {_how_to_make(folder)}, "
-            f"or write it by hand, for example {wanted}"
-        )
+def _stat(path: Path) -> os.stat_result:
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        dtype, vocab_size = str(meta["dtype"]), int(meta["vocab_size"])
-        files = {name: dict(recorded) for name, recorded in meta.get("files", {}).items()}
-        for recorded in files.values():
-            if "max_id" in recorded:
-                recorded["max_id"] = int(recorded["max_id"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        found = path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{path} is a link to a file that is not there; {how_to_make(path.parent)}") from None
+    if not stat_module.S_ISREG(found.st_mode):
+        raise UserError(f"{path} is not a regular file; {how_to_make(path.parent)}")
+    return found
+
+
+def _check_tokenizer(folder: Path, tokenizer: dict) -> None:
+    """The tokenizer file beside the tokens must be the one that made them: sample.py decodes with it.
+    Training does not need it, so it may be absent."""
+    file = folder / tokenizer.get("file", "")
+    if not file.is_file():
+        return
+    sha256, recorded = file_hash(file), tokenizer.get("sha256")
+    if recorded not in (None, sha256):
         raise UserError(
-            f"{path} is damaged ({type(error).__name__}: {error}); {_how_to_make(folder)}"
-        ) from None
-    if dtype not in DTYPES:
-        raise UserError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if dtype == "uint16" and vocab_size > 65536:
-        raise UserError(
-            f"{path}: a vocabulary of {vocab_size} does not fit in uint16, so ids above 65535 have wrapped; "
-            f"{_how_to_make(folder)}"
+            f"{file} (sha256 {sha256[:12]}...) is not the tokenizer that made the tokens "
+            f"({recorded[:12]}...); put the file back, or run the dataset's prepare.py again"
         )
-    meta = {**meta, "vocab_size": vocab_size, "files": files}
-    check_meta(path, meta)
-    return meta
-
-
-def _file_names(folder: Path, split: str) -> list[str]:
-    names = os.listdir(folder)
-    shards = (name for name in names if name.startswith(f"{split}_") and name.endswith(".bin"))
-    return [f"{split}.bin"] if f"{split}.bin" in names else sorted(shards)
-
-
-def _how_to_make(folder: Path) -> str:
-    script = folder / "prepare.py"
-    if script.exists():
-        return f"make it with: python {os.path.relpath(script)}"
-    shipped = ", ".join(sorted(path.parent.name for path in (ROOT / "data").glob("*/prepare.py")))
-    return (
-        f"data/ can make: {shipped}. For your own text: "
-        f"python data/text/prepare.py --input FILES --tokenizer TOKENIZER --output {os.path.relpath(folder)}"
-    )
 
 
 def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> None:
@@ -119,7 +102,7 @@ def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> Non
     if listed and listed != found:
         name = min(listed ^ found)
         state = "is missing from" if name in listed else "is not listed in the meta.json of"
-        raise UserError(f"{name} {state} {folder}, which was not copied whole; {_how_to_make(folder)}")
+        raise UserError(f"{name} {state} {folder}, which was not copied whole; {how_to_make(folder)}")
 
 
 def _check_no_overlap(splits: dict[str, TokenFiles], stats: dict[Path, os.stat_result]) -> None:
@@ -140,11 +123,11 @@ def overlap_error(validation: Path, training: Path) -> UserError:
 
 
 def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, config: TrainConfig) -> TokenFiles:
-    dtype = DTYPES[meta["dtype"]]
+    dtype = stored_dtype(meta["dtype"])
     for path, stat in stats.items():
         size = stat.st_size
         if not size:
-            raise UserError(f"{path} is empty; {_how_to_make(path.parent)}")
+            raise UserError(f"{path} is empty; {how_to_make(path.parent)}")
         if size % dtype.itemsize:
             raise UserError(
                 f"{path} has {size} bytes, not a multiple of {dtype.itemsize} ({meta['dtype']}): "
@@ -154,7 +137,7 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
         if recorded is not None and recorded != size // dtype.itemsize:
             raise UserError(
                 f"{path} holds {size // dtype.itemsize:,} tokens, but meta.json records {recorded:,}; "
-                f"{_how_to_make(path.parent)}"
+                f"{how_to_make(path.parent)}"
             )
         if "sha256" not in meta["files"].get(path.name, {}):
             check_is_tokens(path)
@@ -171,8 +154,7 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
 def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
     model_vocab = config.model_config().vocab_size
     if meta["vocab_size"] > model_vocab:
-        tokenizer = meta.get("tokenizer") or {}
-        name = tokenizer.get("name", "its tokenizer") if isinstance(tokenizer, dict) else tokenizer
+        name = (meta["tokenizer"] or {}).get("name", "its tokenizer")
         raise UserError(
             f"dataset={config.dataset!r} has a vocabulary of {meta['vocab_size']:,} ({name}), but the "
             f"model's vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer, "
@@ -215,11 +197,11 @@ def _check_content(stats: dict[Path, os.stat_result], folder: Path, meta: dict, 
         )
     found, remembered_at = {}, time.monotonic()
     try:
-        for path, sha256, largest in read_whole(unread, DTYPES[meta["dtype"]]):
+        for path, sha256, largest in read_whole(unread, stored_dtype(meta["dtype"])):
             if recorded[path] not in (None, sha256):
                 raise UserError(
                     f"{path} is not the file that meta.json describes (sha256 {sha256[:12]}..., recorded "
-                    f"{recorded[path][:12]}...); {_how_to_make(folder)}"
+                    f"{recorded[path][:12]}...); {how_to_make(folder)}"
                 )
             found[path.name] = {"stamp": stamps[path], "max_id": largest}
             if time.monotonic() - remembered_at > REMEMBER_SECONDS:

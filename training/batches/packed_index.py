@@ -7,14 +7,12 @@ hashes of its files are recorded, as those of token files are, and a resume comp
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import stat
 from pathlib import Path
-from typing import Any
 
-from common.durable_file import sync, sync_folder
+from common.durable_file import sync, write_json
+from common.json_file import open_regular, read_json
 from training.batches.token_files import TokenFiles
 
 INDEX_BYTES = 1 << 28  # no index.json is larger: it has about a hundred bytes for each token file
@@ -30,10 +28,9 @@ def write_index(folder: Path, stamp: list, description: dict) -> None:
     """Writes index.json beside the finished windows.bin and pieces.bin. Returns when all is on disk."""
     names = _sizes(description)
     files = {name: {"bytes": size, "sha256": _hash(folder / name)} for name, size in names.items()}
-    (folder / "index.json").write_text(json.dumps({"stamp": stamp, **description, "files": files}))
-    for name in (*names, "index.json"):
+    for name in names:
         sync(folder / name)
-    sync_folder(folder)
+    write_json(folder / "index.json", {"stamp": stamp, **description, "files": files})
 
 
 def read_index(folder: Path, tokens: TokenFiles, block_size: int, stamp: list, hashes: bool) -> dict | None:
@@ -42,7 +39,10 @@ def read_index(folder: Path, tokens: TokenFiles, block_size: int, stamp: list, h
     path = folder / "index.json"
     if not os.path.lexists(path):
         return None
-    index = _read_json(path)
+    try:
+        index = read_json(path, INDEX_BYTES)
+    except (OSError, ValueError) as error:
+        raise DamagedIndex(f"index.json: {error}") from None
     if index.get("stamp") != stamp:
         return None
     _check_counts(index, tokens.total, block_size)
@@ -72,18 +72,6 @@ def _sizes(description: dict) -> dict[str, int]:
     return {"windows.bin": 8 * (description["windows"] + 1), "pieces.bin": 16 * description["documents"]}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if _size(path) > INDEX_BYTES:
-        raise DamagedIndex("index.json is too large")
-    try:
-        index = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedIndex(f"index.json: {type(error).__name__}") from None
-    if not isinstance(index, dict):
-        raise DamagedIndex("index.json is not a JSON object")
-    return index
-
-
 def _check_counts(index: dict, total: int, block_size: int) -> None:
     for name in COUNTS:
         value = index.get(name)
@@ -100,19 +88,16 @@ def _check_counts(index: dict, total: int, block_size: int) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a regular file. Raises DamagedIndex: reading a named pipe would wait for ever."""
     try:
-        found = path.stat()
-    except OSError as error:
-        raise DamagedIndex(f"{path.name}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedIndex(f"{path.name} is not a regular file")
-    return found.st_size
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:
+        raise DamagedIndex(f"{path.name}: {error}") from None
 
 
 def _hash(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(READ_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.durable_file import sync_folder
+from common.durable_file import create, sync_folder
 from common.errors import RunError, UserError
 from training.batches.packed_index import DamagedIndex, read_index, write_index
 from training.batches.random_access import read_bytes
@@ -148,7 +148,7 @@ def _is_made(folder: Path, tokens: TokenFiles, block_size: int, stamp: list) -> 
 
 def _write_windows(tokens: TokenFiles, folder: Path, capacity: int, eot_id: int) -> dict:
     windows = pieces = kept = 0
-    with open(folder / "windows.bin", "wb") as window_file, open(folder / "pieces.bin", "wb") as piece_file:
+    with create(folder / "windows.bin") as window_file, create(folder / "pieces.bin") as piece_file:
         window_file.write(np.zeros(1, np.int64).tobytes())
         for starts, lengths in _groups(tokens, eot_id):
             lengths = np.minimum(lengths, capacity)

@@ -53,7 +53,8 @@ class _OpenFile:
 
 @functools.lru_cache(OPEN_FILES)
 def _open(path: Path, size: int) -> _OpenFile:
-    file = _OpenFile(os.open(path, os.O_RDONLY))
+    # O_NONBLOCK: a named pipe that has taken the file's place would block for ever
+    file = _OpenFile(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     found = os.fstat(file.descriptor).st_size
     if found != size:
         raise _changed(path, size, found)

@@ -101,11 +101,9 @@ def _check_same_tokenizer(one: Source, other: Source) -> None:
 
 def _tokenizer(source: Source) -> dict:
     """What meta.json records to distinguish tokenizers. A name is only a folder name; a hash says more."""
-    recorded = source.meta.get("tokenizer") or {}
-    if not isinstance(recorded, dict):
-        recorded = {"name": str(recorded)}
+    recorded = source.meta["tokenizer"] or {}
     facts = {field: recorded[field] for field in ("sha256", "chars", "name") if recorded.get(field)}
-    return {**facts, "vocab_size": source.meta["vocab_size"], "eot_id": source.meta.get("eot_id")}
+    return {**facts, "vocab_size": source.meta["vocab_size"], "eot_id": source.meta["eot_id"]}
 
 
 def _show(tokenizer: dict) -> str:

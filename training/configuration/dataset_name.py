@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from fractions import Fraction
 from pathlib import Path
 
 from common.errors import UserError
+from data.folders import is_plain_name
 from training.configuration.keys import ROOT, TrainConfig
+
+SMALLEST, LARGEST = Fraction(1, 10**9), 10**9  # a weight beyond these is a slip of the keyboard
+MOST_DIGITS = 32  # and other characters of a weight
 
 
 def parse_dataset(text: str) -> dict[str, Fraction]:
@@ -18,22 +23,35 @@ def parse_dataset(text: str) -> dict[str, Fraction]:
     weights = {}
     for part in text.split(","):
         name, _, weight = (word.strip() for word in part.rpartition(":"))
-        try:
-            weights[name], known = Fraction(weight), name in weights
-        except (ValueError, ZeroDivisionError):
-            raise _mixture_error(text, f"{part.strip()!r} is not NAME:WEIGHT") from None
+        known, value = name in weights, _weight(weight)
+        if value is None:
+            raise _mixture_error(text, f"{part.strip()!r:.80} is not NAME:WEIGHT")
         if not name or known:
             raise _mixture_error(text, f"{name!r} is there twice" if known else f"{part!r} has no name")
-        if weights[name] <= 0:
+        if not 0 < value:
             raise _mixture_error(text, f"the weight of {name!r} is not above 0")
+        if not SMALLEST <= value <= LARGEST:
+            raise _mixture_error(text, f"the weight of {name!r} is not between {SMALLEST} and {LARGEST}")
+        weights[name] = value
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
+def _weight(text: str) -> Fraction | None:
+    """The number; None if it is none, or has more digits than a weight needs: '1e999999999' would be computed
+    for hours."""
+    if len(text) > MOST_DIGITS or re.search(r"[eE][+-]?\d{3}", text):
+        return None
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
 def _mixture_error(text: str, why: str) -> UserError:
     return UserError(
-        f"dataset={text!r}: {why}; write NAME:WEIGHT,NAME:WEIGHT, as in 'a:0.7,b:0.3', where a weight counts "
-        "relative to their sum"
+        f"dataset={text!r:.200}: {why}; write NAME:WEIGHT,NAME:WEIGHT, as in 'a:0.7,b:0.3', where a "
+        "weight counts relative to their sum"
     )
 
 
@@ -41,11 +59,12 @@ def dataset_folder(config: TrainConfig) -> Path:
     """data/NAME, or the path itself if `dataset`, which names one, contains a slash."""
     name = config.dataset
     if "/" in name or os.sep in name:
-        return Path(name).expanduser()
+        try:
+            if "\0" not in name:
+                return Path(name).expanduser()
+        except RuntimeError:  # ~NAME of nobody
+            pass
+        raise UserError(f"dataset={name!r:.200} is no path of a folder")
     if not is_plain_name(name):
         raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
     return ROOT / "data" / name
-
-
-def is_plain_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0", os.sep} & set(name)
