@@ -26,6 +26,7 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 import torch
 
 import model_builder
+from common.command import prepare_output
 from model import Transformer, manual_attention
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
@@ -58,7 +59,6 @@ from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
-from training.process.console import prepare_output
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
 from training.process.run_lock import RunLock, check_writable
 from training.process.world import World, check_device, check_launch, init_world, launch_info

@@ -24,12 +24,13 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from common.command import FAILED, INTERRUPTED, USER_ERROR
 from common.errors import RunError, UserError
+from common.text import MESSAGE_CHARACTERS, plain, shorten
 from training.process.console import write_to_log_file
 from training.process.redaction import redact
 from training.process.world import World, launch_info
 
-FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 # Each asks a run to save and to end. Only the training process itself reacts, not its data workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 RANK_0_SPEAKS_FIRST_S = 3.0  # the others wait, so that rank 0 alone prints an error that every rank has
@@ -52,7 +53,7 @@ def end_with(error: BaseException) -> int:
     normal exit would wait for them. torchrun stops the others as soon as this process has ended.
     """
     status, message = _describe(error)
-    message = redact(message)
+    message = shorten(plain(redact(message)), MESSAGE_CHARACTERS)
     rank, _, world_size = launch_info()
     is_cause = not isinstance(error, OtherRankFailed)
     within(WRITE_TIMEOUT_S, write_to_log_file, message)
