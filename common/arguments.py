@@ -1,0 +1,46 @@
+"""Types of command-line options, for argparse: numbers within limits, and paths."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+from common.text import shown
+
+INT64_MAX = 2**63 - 1
+
+
+def whole(least: int, most: int = INT64_MAX) -> Callable[[str], int]:
+    """An int between these two."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:  # also one of more than 4,300 digits
+            raise ArgumentTypeError(f"{shown(text)} is not a whole number") from None
+        if not least <= number <= most:
+            raise ArgumentTypeError(f"{shown(number)} is not between {least:,} and {most:,}")
+        return number
+
+    return read
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """A float between these two."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{shown(text)} is not a number") from None
+        if not least <= value <= most:  # also NaN
+            raise ArgumentTypeError(f"{value:g} is not between {least:g} and {most:g}")
+        return value
+
+    return read
+
+
+def path(text: str) -> str:
+    """A path as a shell would read it: it leaves the ~ of --output=~/x to us."""
+    return os.path.expanduser(text)
