@@ -28,6 +28,7 @@ from training.process.exit_status import leave_now
 from training.process.world import launch_info
 
 STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them
+TIMEOUT_MAX_S = 30 * 24 * 3600  # a month, for --timeout
 REASON_LENGTH = 300  # characters; the log has the rest
 LINE_LENGTH = 10_000  # a longer line of a log is read in parts
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
 
 from common.text import shown
 
 INT64_MAX = 2**63 - 1
 
 
-def whole(least: int, most: int = INT64_MAX) -> Callable[[str], int]:
+def whole_number(least: int, most: int = INT64_MAX) -> Callable[[str], int]:
     """An int between these two."""
 
     def read(text: str) -> int:
@@ -26,7 +27,7 @@ def whole(least: int, most: int = INT64_MAX) -> Callable[[str], int]:
     return read
 
 
-def number(least: float, most: float) -> Callable[[str], float]:
+def real_number(least: float, most: float) -> Callable[[str], float]:
     """A float between these two."""
 
     def read(text: str) -> float:
@@ -41,6 +42,10 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
-def path(text: str) -> str:
+def user_path(text: str) -> str:
     """A path as a shell would read it: it leaves the ~ of --output=~/x to us."""
     return os.path.expanduser(text)
+
+
+def user_folder(text: str) -> Path:
+    return Path(user_path(text))

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.arguments import user_folder, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import DATA_DIR
+from data.pipeline.command import PARTS_MAX, WORKERS_MAX
 
 ROOT = DATA_DIR.parent
 OURS = ("--part", "--num_parts", "--workers", "--output", "--no-resume")  # refused after the --
@@ -54,12 +56,22 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("dataset", help="name of a folder in data/ whose prepare.py has --part")
     add("--executor", required=True, choices=EXECUTORS)
-    add("--tasks", type=int, required=True, help="parts of the dataset")
-    add("--workers", type=int, default=1, help="processes, and so cores, of each task (default: 1)")
-    add("--at_once", type=int, help="tasks at a time (default: all; local: as the cores allow)")
-    add("--output", type=Path, metavar="DIR", help="dataset folder (default: that of prepare.py)")
-    add("--logs", type=Path, metavar="DIR", help="what datatrove writes (default: cluster/ in the output)")
-    add("--memory", type=int, default=2, help="GB for each core, of Slurm and Ray (default: 2)")
+    add("--tasks", type=whole_number(1, PARTS_MAX), required=True, help="parts of the dataset")
+    add(
+        "--workers",
+        type=whole_number(1, WORKERS_MAX),
+        default=1,
+        help="processes, and so cores, of each task (default: 1)",
+    )
+    add("--at_once", type=whole_number(1), help="tasks at a time (default: all; local: as the cores allow)")
+    add("--output", type=user_folder, metavar="DIR", help="dataset folder (default: that of prepare.py)")
+    add(
+        "--logs",
+        type=user_folder,
+        metavar="DIR",
+        help="what datatrove writes (default: cluster/ in the output)",
+    )
+    add("--memory", type=whole_number(1), default=2, help="GB for each core, of Slurm and Ray (default: 2)")
     add("--partition", help="of Slurm")
     add("--time", help="limit of a Slurm task, as 24:00:00")
     add("--sbatch", nargs="*", default=[], metavar="KEY=VALUE", help="more options of sbatch, as account=x")
@@ -67,9 +79,6 @@ def parse_arguments() -> argparse.Namespace:
     end = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:end])
     args.options = words[end + 1 :]
-    for name in ("tasks", "workers", "at_once"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name}={value} must be at least 1")
     if args.executor == "slurm" and not (args.partition and args.time):
         parser.error("Slurm needs --partition and --time")
     if wrong := [word for word in args.options if word.split("=")[0] in OURS]:

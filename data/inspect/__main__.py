@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder
@@ -75,10 +76,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dataset", help="name of a folder in data/, or a path")
-    parser.add_argument("--samples", type=int, default=3, help="of each split (default: 3)")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sample (default: 64)")
-    parser.add_argument("--seed", type=int, default=None, help="for the same places again")
+    parser.add_argument("dataset", type=user_path, help="name of a folder in data/, or a path")
+    parser.add_argument(
+        "--samples", type=whole_number(0, 10**6), default=3, help="of each split (default: 3)"
+    )
+    parser.add_argument(
+        "--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)"
+    )
+    parser.add_argument("--seed", type=whole_number(0), default=None, help="for the same places again")
     parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)

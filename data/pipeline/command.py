@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from common.arguments import user_folder, whole_number
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.meta_file import report
@@ -11,27 +12,53 @@ from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
+WORKERS_MAX = 1024  # processes of one machine
+PARTS_MAX = 100_000  # machines or tasks; each is a folder and a lock
+
 
 def make_parser(description: str | None, output: Path, val_fraction: float) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--output", type=Path, default=output, metavar="DIR", help="dataset folder (default: the script's)")
-    add("--workers", type=int, default=os.cpu_count(), help="processes (default: one a core; 0: only check)")
+    add(
+        "--output",
+        type=user_folder,
+        default=output,
+        metavar="DIR",
+        help="dataset folder (default: the script's)",
+    )
+    add(
+        "--workers",
+        type=whole_number(0, WORKERS_MAX),
+        default=os.cpu_count(),
+        help="processes (default: one a core; 0: only check)",
+    )
     add(
         "--val_fraction",
         type=float,
         default=val_fraction,
         help=f"of documents, where the input has no validation files (default: {val_fraction})",
     )
-    add("--max_tokens", type=int, help="about this many tokens, from all parts of the input")
-    add("--shard_tokens", type=int, default=1 << 28, help="most tokens in a file (default: 268 M)")
-    add("--max_bad", type=int, default=0, help="bad records to leave out before giving up (default: 0)")
+    add("--max_tokens", type=whole_number(1), help="about this many tokens, from all parts of the input")
+    add(
+        "--shard_tokens", type=whole_number(1), default=1 << 28, help="most tokens in a file (default: 268 M)"
+    )
+    add(
+        "--max_bad",
+        type=whole_number(0),
+        default=0,
+        help="bad records to leave out before giving up (default: 0)",
+    )
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
-    add("--part", type=int, default=0, help="this machine's number, from 0")
-    add("--num_parts", type=int, default=1, help="number of machines that share the work")
+    add("--part", type=whole_number(0, PARTS_MAX), default=0, help="this machine's number, from 0")
+    add(
+        "--num_parts",
+        type=whole_number(1, PARTS_MAX),
+        default=1,
+        help="number of machines that share the work",
+    )
     return parser
 
 
@@ -39,15 +66,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction} must lie between 0 and 1, for example 0.001")
-    for name, least in (
-        ("workers", 0),
-        ("max_bad", 0),
-        ("max_tokens", 1),
-        ("shard_tokens", 1),
-        ("num_parts", 1),
-    ):
-        if (value := getattr(args, name)) is not None and value < least:
-            parser.error(f"--{name}={value} must be at least {least}")
     if not 0 <= args.part < args.num_parts:
         parser.error(f"--part={args.part} must lie between 0 and num_parts - 1 = {args.num_parts - 1}")
     if not args.resume and args.num_parts > 1:

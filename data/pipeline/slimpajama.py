@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from common.arguments import user_folder, user_path
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse
 from data.pipeline.documents import find_files
 from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
@@ -16,11 +17,20 @@ def main(description: str | None, size: str, family_name: str, folder: Path) -> 
     """description: the docstring of the prepare.py, for --help. folder: where that file is."""
     parser = make_parser(description, folder, val_fraction=0.001)
     add = parser.add_argument
-    add("--input", nargs="+", metavar="PATH", help="files, folders or quoted globs, instead of the download")
-    add("--text", type=Path, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)")
+    add(
+        "--input",
+        nargs="+",
+        type=user_path,
+        metavar="PATH",
+        help="files, folders or quoted globs, instead of the download",
+    )
+    add(
+        "--text", type=user_folder, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
+    )
     add("--stream", action="store_true", help="delete each downloaded file when its tokens are made")
     add(
         "--tokenizer",
+        type=user_path,
         metavar="NAME",
         help="tokenizer.json, tokenizer.model, vocab.json, their folder, or hf:OWNER/NAME",
     )

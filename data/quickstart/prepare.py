@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.meta_file import read_meta, report  # noqa: E402
@@ -105,7 +106,9 @@ def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="make it again even if it is there")
-    parser.add_argument("--output", metavar="DIR", default=HERE, help="dataset folder (default: this one)")
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+    )
     args = parser.parse_args()
     meta = prepare(args.output, args.force)
     if meta is None:

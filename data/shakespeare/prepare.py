@@ -7,6 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
@@ -17,9 +18,14 @@ from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--input", metavar="FILE", help="a text file; without it tinyshakespeare is downloaded"
+        "--input",
+        type=user_path,
+        metavar="FILE",
+        help="a text file; without it tinyshakespeare is downloaded",
     )
-    parser.add_argument("--output", metavar="DIR", default=HERE, help="dataset folder (default: this one)")
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+    )
     args = parser.parse_args()
 
     text = read_text(args.input)

@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
@@ -47,9 +48,14 @@ def read_text(path: str | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--input", metavar="FILE", help="a text file; without it tinyshakespeare is downloaded"
+        "--input",
+        type=user_path,
+        metavar="FILE",
+        help="a text file; without it tinyshakespeare is downloaded",
     )
-    parser.add_argument("--output", metavar="DIR", default=HERE, help="dataset folder (default: this one)")
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+    )
     args = parser.parse_args()
 
     text = read_text(args.input)

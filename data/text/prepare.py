@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.documents import find_files  # noqa: E402
@@ -31,10 +32,18 @@ CONFIGS = {
 def main() -> None:
     parser = make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders or quoted globs")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        type=user_path,
+        metavar="PATH",
+        help="files, folders or quoted globs",
+    )
     add(
         "--tokenizer",
         required=True,
+        type=user_path,
         metavar="NAME",
         help="gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or hf:OWNER/NAME",
     )

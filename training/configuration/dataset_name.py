@@ -41,7 +41,7 @@ def dataset_folder(config: TrainConfig) -> Path:
     """data/NAME, or the path itself if `dataset`, which names one, contains a slash."""
     name = config.dataset
     if "/" in name or os.sep in name:
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))  # leaves the name of an unknown user as it is
     if not is_plain_name(name):
         raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
     return ROOT / "data" / name

@@ -84,8 +84,23 @@ def _describe(error: BaseException) -> tuple[int, str]:
             "or shard with --use_fsdp=True"
         )
         return FAILED, f"error: out of GPU memory; {hint}\n{error}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        hint = "lower --batch_size, --block_size or --gradient_accumulation_steps"
+        return FAILED, f"error: out of memory of the machine; {hint}\n{error}"
+    if compiler := _missing_compiler(error):
+        hint = "install g++ and the headers of Python (apt install g++ python3-dev), or set --compile=False"
+        return USER_ERROR, f"error: torch.compile has no compiler that works; {hint}\n{compiler}"
     lines = "".join(traceback.format_exception(error))
     return FAILED, f"{lines}error: {type(error).__name__}: {error}"
+
+
+def _missing_compiler(error: BaseException) -> str | None:
+    """What torch.compile says of the C or C++ compiler of this machine, if that is why it failed."""
+    inner = getattr(error, "inner_exception", error)  # of torch's BackendCompilerFailed
+    says = str(inner)
+    is_missing = type(inner).__name__ == "InvalidCxxCompiler" or "Failed to find C compiler" in says  # Triton
+    does_not_work = type(inner).__name__ == "CppCompileError" and "fatal error:" in says  # a missing header
+    return says.split("\n\nSet TORCH")[0] if is_missing or does_not_work else None
 
 
 def tell_launcher(message: str) -> None:
