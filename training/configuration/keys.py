@@ -57,7 +57,9 @@ class TrainConfig:
     log_interval: int = key(10, "iterations between log rows; only a row waits for the GPU", minimum=1)
     gradient_log_interval: int = key(100, "iterations between gradient mean and std; 0: never", minimum=0)
     always_save_checkpoint: bool = key(True, "save at each evaluation and the end; False: only new bests")
-    checkpoint_interval: int | str | None = key(None, "also save every N iterations, or every '30m' or '2h'")
+    checkpoint_interval: int | str | None = key(
+        None, "also save every N iterations, or every '30m'; 0: never"
+    )
     async_checkpoint: bool = key(True, "save while training goes on; needs host memory for a copy")
     keep_last: int = key(2, "newest checkpoints that are kept, beside the best", minimum=1)
     keep_all_checkpoints: bool = key(False, "delete no checkpoint")
@@ -123,7 +125,7 @@ class TrainConfig:
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
         "cosine", "the decay after a linear warm-up; wsd: stable, then linear", guarded=True
     )
-    warmup_iters: int = key(2000, "iterations of linear warm-up", minimum=0, guarded=True)
+    warmup_iters: int = key(2000, "iterations of linear warm-up; 0: none", minimum=0, guarded=True)
     lr_decay_iters: int = key(25000, "iteration at which min_lr is reached", minimum=1, guarded=True)
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
     weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
@@ -165,10 +167,13 @@ class TrainConfig:
     peak_tflops: float | str | None = key(None, "dense TFLOPS of one GPU; 'measure': a GEMM; None: table")
     backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
     timeout_minutes: float = key(
-        10.0, "minutes without progress that end the run; 0: never", minimum=0, maximum=YEAR
+        10.0,
+        "minutes without progress that end the run; 0: never, also at the start",
+        minimum=0,
+        maximum=YEAR,
     )
     start_timeout_minutes: float = key(
-        60.0, "the same while it compiles, evaluates or saves; 0: never", minimum=0, maximum=YEAR
+        60.0, "the same, in minutes, to compile, evaluate or save; 0: never", minimum=0, maximum=YEAR
     )
 
     def model_config(self) -> ModelConfig:
@@ -181,7 +186,7 @@ class TrainConfig:
         return self.batch_size * self.gradient_accumulation_steps * world_size
 
     def to_dict(self) -> dict[str, Any]:
-        """{key: value}. Redact it before it is written anywhere (training/process/redaction.py)."""
+        """{key: value}. Redact it before it is shown (training/process/redaction.py)."""
         return dataclasses.asdict(self)
 
 
