@@ -18,6 +18,7 @@ import model_builder
 from common.arguments import real_number, user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
+from common.text import plain
 from data.pipeline.meta_file import load_tokenizer
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
@@ -88,6 +89,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if 0 < options.temperature < TEMPERATURE_MIN:
         parser.error(f"--temperature must be 0 or at least {TEMPERATURE_MIN}, got {options.temperature}")
+    if plain(options.prompt) != options.prompt:
+        parser.error("--prompt has a control character, or is no UTF-8")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda, but torch finds no CUDA GPU; use --device=cpu")
     return options

@@ -124,7 +124,7 @@ def named_paths(arguments: list[str]) -> dict[str, str]:
     named = {}
     for argument in arguments:
         name, _, named_path = argument.rpartition("=")
-        named_path = user_path(named_path)
+        named_path = os.path.expanduser(named_path)
         resolved = Path(named_path).resolve()
         if not name and not resolved.exists():
             name = named_path

@@ -43,7 +43,9 @@ def real_number(least: float, most: float) -> Callable[[str], float]:
 
 
 def user_path(text: str) -> str:
-    """A path as a shell would read it: it leaves the ~ of --output=~/x to us."""
+    """A path as a shell would read it: it leaves the ~ of --output=~/x to us. '' would be this folder."""
+    if not text:
+        raise ArgumentTypeError("it is empty; name a file or a folder")
     return os.path.expanduser(text)
 
 

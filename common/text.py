@@ -3,14 +3,18 @@ control characters."""
 
 from __future__ import annotations
 
+import re
+
+# escapes and other control characters, separators of lines, directions of writing, lone surrogates
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SHOWN_CHARACTERS = 100  # of a value in a message: enough to recognize it
 MESSAGE_CHARACTERS = 20_000  # of an error; the rest is no help to a reader
 
 
 def plain(text: str) -> str:
-    """The text with a question mark for each character that a terminal may obey instead of showing: escapes
-    and other control characters, and lone surrogates. Line breaks and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    """The text with a question mark for each character that a terminal obeys instead of showing it. Line
+    breaks and tabs stay."""
+    return OBEYED.sub("?", text)
 
 
 def one_line(text: str, most: int = SHOWN_CHARACTERS) -> str:

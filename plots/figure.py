@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.arguments import user_path
 from common.errors import UserError
 from common.text import plain
 from plots.run_record import Run, evaluations, finite
@@ -131,4 +131,4 @@ def png_path(text: str) -> Path:
     """The path after --output. Raises UserError if its ending is not that of the format."""
     if not text.endswith(".png"):
         raise UserError(f"--output {text} must end in .png")
-    return Path(user_path(text))
+    return Path(os.path.expanduser(text))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.arguments import user_path
 from common.errors import UserError
 from common.json_file import read_json
 from common.text import one_line
@@ -153,7 +153,7 @@ def expand_globs(patterns: list[str]) -> list[Path]:
     """The files that paths and globs name, in this order, each once. A shell expands no quoted glob."""
     paths = {}
     for pattern in patterns:
-        pattern = user_path(pattern)
+        pattern = os.path.expanduser(pattern)
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise UserError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")

@@ -217,6 +217,25 @@ def product_files():
     return [path for path in done.stdout.split() if not path.startswith(("tests/", "config/"))]
 
 
+@pytest.mark.parametrize("name", ["--out_dir", "--dataset"])
+def test_an_empty_path_is_not_this_folder(name, capfd):
+    assert run_command(lambda: sample.parse(["--out_dir=x", f"{name}="]) and 0) == 2
+    assert f"{name}: it is empty; name a file or a folder" in tells(capfd)
+
+
+@pytest.mark.parametrize("name", ["out_dir", "dataset"])
+def test_a_control_character_in_a_path_is_refused_and_a_foreign_script_is_not(config, name):
+    with pytest.raises(UserError, match="control character") as error:
+        load_config([str(config), f"--{name}=a/\x1b[2J"])
+    assert "\x1b" not in str(error.value)
+    assert getattr(load_config([str(config), f"--{name}=é/名\u3000前\u200c"]), name) == "é/名\u3000前\u200c"
+
+
+def test_a_prompt_that_is_no_text_is_one_message(capfd):
+    assert run_command(lambda: sample.parse(["--out_dir=x", "--prompt=\udce9"])) == 2
+    assert "--prompt has a control character, or is no UTF-8" in tells(capfd)
+
+
 def test_a_config_may_begin_with_a_byte_order_mark(config, tmp_path):
     path = tmp_path / "bom.py"
     path.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())

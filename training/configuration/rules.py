@@ -67,8 +67,8 @@ def _check_path(name: str, value: str) -> None:
         raise UserError(f"{name} is empty; name a folder")
     if "://" in value:
         raise UserError(f"{name}={shown(value)} is a URL; name a folder")
-    if not value.isprintable():  # it would steer the terminal, and break lines of the log
-        raise UserError(f"{name}={shown(value)} has a line break, a control character or bad UTF-8")
+    if any(ord(c) < 32 for c in value):  # it would steer the terminal, and break lines of the log
+        raise UserError(f"{name}={shown(value)} has a line break or another control character")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
