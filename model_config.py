@@ -15,6 +15,18 @@ CHOICES = {
     "ffn_type": ("mlp", "swiglu"),
 }
 
+# Greatest sizes: of each, some times what the largest known models have. They keep every tensor and every
+# count of the model within 64 bits, and the time in which it is built within a minute.
+MOST = {
+    "n_layer": 2**10,
+    "n_head": 2**12,
+    "n_embd": 2**20,
+    "n_kv_head": 2**12,
+    "d_ff": 2**22,
+    "vocab_size": 2**24,
+    "block_size": 2**24,  # n_head x block_size^2 scores in float32 are counted
+}
+
 SWIGLU_MULTIPLE = 256  # LLaMA's rounding of 8/3 x width; keeps the FFN matmuls on tensor-core tiles
 
 
@@ -53,9 +65,9 @@ class ModelConfig:
         self._check()
 
     def _check(self):
-        for name in ("n_layer", "n_head", "n_embd", "n_kv_head", "d_ff", "vocab_size", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{config_key(name)}={getattr(self, name)} must be at least 1")
+        for name, most in MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{config_key(name)}={getattr(self, name)} must be from 1 to {most:,}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(

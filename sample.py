@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 
 import model_builder
+from common.arguments import real_number, user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
+from common.text import plain
 from data.pipeline.meta_file import load_tokenizer
 from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
@@ -24,6 +26,8 @@ from training.checkpoints.loading import load_weights
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
 from training.process.world import World
+
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3  # logits divided by it stay numbers in float32
 
 
 def main(argv: list[str]) -> None:
@@ -67,26 +71,26 @@ def generate(model, ids, count: int, temperature: float, top_k: int, generator) 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Generate text from a run's checkpoint.")
-    parser.add_argument("--out_dir", required=True, help="the run's out_dir")
+    parser.add_argument("--out_dir", required=True, type=user_path, help="the run's out_dir")
     parser.add_argument(
         "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
     )
     parser.add_argument("--prompt", default="\n")
-    parser.add_argument("--num_samples", type=int, default=1)
-    parser.add_argument("--max_new_tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
-    parser.add_argument("--top_k", type=int, default=200, help="sample among the k most likely; 0 among all")
-    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--num_samples", type=whole_number(1), default=1)
+    parser.add_argument("--max_new_tokens", type=whole_number(1), default=200)
+    hottest = real_number(0, TEMPERATURE_MAX)
+    parser.add_argument("--temperature", type=hottest, default=0.8, help="0: always the most likely token")
+    parser.add_argument("--top_k", type=whole_number(0), default=200, help="the k most likely; 0: all")
+    parser.add_argument("--seed", type=whole_number(0), default=1337)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
-    parser.add_argument("--dataset", help="a name in data/ or a path, if it has moved since training")
+    parser.add_argument(
+        "--dataset", type=user_path, help="a name in data/ or a path, if it has moved since training"
+    )
     options = parser.parse_args(argv)
-    for name, minimum in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
-        if getattr(options, name) < minimum:
-            parser.error(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
-    if not 0 <= options.temperature < float("inf"):
-        parser.error(f"--temperature must be a number from 0 up, got {options.temperature}")
-    if options.seed >= 2**63:
-        parser.error("--seed must be below 2**63")
+    if 0 < options.temperature < TEMPERATURE_MIN:
+        parser.error(f"--temperature must be 0 or at least {TEMPERATURE_MIN}, got {options.temperature}")
+    if plain(options.prompt) != options.prompt:
+        parser.error("--prompt has a control character, or is no UTF-8")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda, but torch finds no CUDA GPU; use --device=cpu")
     return options

@@ -30,6 +30,8 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 import torch
 
 import model_builder
+from common.command import prepare_output
+from common.text import plain
 from model import Transformer, manual_attention
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
@@ -62,8 +64,8 @@ from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
-from training.process.console import prepare_output
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
+from training.process.redaction import redact
 from training.process.run_lock import RunLock, check_writable
 from training.process.world import World, check_device, check_launch, init_world, launch_info
 from training.records.clock import Clock
@@ -100,14 +102,15 @@ class Run:
 def main(argv: list[str]) -> int:
     """Runs everything and returns the exit status."""
     if "--help" in argv:
-        with contextlib.suppress(OSError):  # its reader has seen enough: train.py --help | head
-            print(help_text(), flush=True)
+        show(help_text())
         return 0
-    _, _, world_size = launch_info()
+    rank, _, world_size = launch_info()
     config = load_config(argv, world_size)
     check_launch(config)
     if config.dry_run:
-        dry_run(config, world_size)
+        lines = dry_run(config, world_size)
+        if rank == 0:
+            show("\n".join(lines))
         return 0
     # the watchdog handles signals, failed ranks and hanging ranks; the lock refuses a second run in out_dir
     with Watchdog(config) as watchdog, RunLock(Path(config.out_dir)) as lock:
@@ -115,6 +118,12 @@ def main(argv: list[str]) -> int:
         exit_status = train(run)
         finish(run, exit_status)
         return exit_status
+
+
+def show(text: str) -> None:
+    """Prints what is the whole output of a command, without secrets."""
+    with contextlib.suppress(OSError):  # its reader has seen enough: train.py --help | head
+        print(plain(redact(text)), flush=True)
 
 
 def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:

@@ -20,13 +20,17 @@ import sys
 from pathlib import Path
 
 from bench.plan import WARMUP_ITERS, check_overrides
-from bench.process import end_with_status, python_command, run_process
+from bench.process import TIMEOUT_MAX_S, end_with_status, python_command, run_process
 from bench.throughput import dataset_chooser, new_folder
+from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
+from common.json_file import read_json
+from training.checkpoints.folder import find_checkpoint
 from training.configuration.files_and_flags import load_config
 from training.process.memory import GB
 
 MEASURED_ITERS = 20  # after each save, and before the first one
+PROCESSES_MAX = 1024  # of one machine
 SAVES = 2  # that are measured; the run makes one more at its end, which no iteration follows
 MODES = {"training waits": False, "beside the training": True}  # value of async_checkpoint
 COLUMNS = (
@@ -66,11 +70,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="--key=value, any setting of train.py, goes to both runs.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="a config file")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs of this machine (1)")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run (1800)")
-    parser.add_argument("--dataset", help="instead of the config's own; 'random' makes one of random tokens")
-    parser.add_argument("--output", help="a new folder, on the disk to be measured")
+    parser.add_argument("config", type=user_path, help="a config file")
+    parser.add_argument(
+        "--processes", type=whole_number(1, PROCESSES_MAX), default=1, help="GPUs of this machine (1)"
+    )
+    parser.add_argument(
+        "--timeout", type=real_number(0, TIMEOUT_MAX_S), default=1800, help="seconds for one run (1800)"
+    )
+    parser.add_argument(
+        "--dataset", type=user_path, help="instead of the config's own; 'random' makes one of random tokens"
+    )
+    parser.add_argument("--output", type=user_path, help="a new folder, on the disk to be measured")
     return parser.parse_known_args(argv)
 
 
@@ -86,14 +96,16 @@ def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: 
     outcome = run_process(command, out_dir / "console.log", arguments.timeout, keep_cache=True)
     if outcome.reason:
         return {"mode": mode, "reason": outcome.reason}
-    checkpoints = out_dir / "checkpoints"
-    newest = checkpoints / (checkpoints / "latest").read_text().strip()
+    newest = find_checkpoint(out_dir)
     size = sum(path.stat().st_size for path in newest.iterdir())
-    shutil.rmtree(checkpoints)
+    shutil.rmtree(newest.parent)
     path = max(out_dir.glob("run_*.json"), default=None)
     if path is None:
         raise UserError(f"no run record in {out_dir}")
-    return {"mode": mode, "gigabytes": size / GB, **figures(json.loads(path.read_text(encoding="utf-8")))}
+    try:
+        return {"mode": mode, "gigabytes": size / GB, **figures(read_json(path))}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def flags(asynchronous: bool) -> list[str]:

@@ -19,14 +19,18 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from common.errors import UserError
+from common.command import FAILED, outcome, prepare_output, say
+from common.text import one_line, shorten
 from training.configuration.keys import ROOT
 from training.process.exit_status import leave_now
 from training.process.world import launch_info
 
 STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them
+TIMEOUT_MAX_S = 30 * 24 * 3600  # a month, for --timeout
 REASON_LENGTH = 300  # characters; the log has the rest
+LINE_LENGTH = 10_000  # a longer line of a log is read in parts
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: boo
     seconds = time.perf_counter() - began
     if timed_out:
         return Outcome(seconds, f"not done after {timeout_s:g} s, stopped; see --timeout")
-    output_text = log.read_text(encoding="utf-8", errors="replace")
-    return Outcome(seconds, failure_reason(process.returncode, output_text))
+    with open(log, encoding="utf-8", errors="replace") as lines:
+        return Outcome(seconds, failure_reason(process.returncode, lines))
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -94,33 +98,35 @@ def _stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def failure_reason(status: int, output: str) -> str | None:
+def failure_reason(status: int, output: TextIO) -> str | None:
     """Why a process with this exit status failed, in one line: the first 'error: ...' in its output (where
-    several ranks report one, the first is closest to the cause), or else its last line. None for status 0."""
+    several ranks report one, the first is closest to the cause), or else its last line. None for status 0.
+    The output may have any length: no more than a line of it is held."""
     if status == 0:
         return None
-    errors = re.findall(r"^(?:\[rank \d+\] )?error: (.+)$", output, re.M)
-    lines = errors[:1] or [line for line in output.splitlines() if line.strip()][-1:]
-    reason = lines[0].strip() if lines else "it said nothing"
-    if status < 0 and not errors:
+    reason, is_error = "it said nothing", False
+    while not is_error and (line := output.readline(LINE_LENGTH)):
+        if found := re.match(r"(?:\[rank \d+\] )?error: (.+)$", line):
+            reason, is_error = found[1], True
+        elif line.strip():
+            reason = line
+    if status < 0 and not is_error:
         reason = f"killed by {signal.Signals(-status).name}; last line: {reason}"
-    return reason[:REASON_LENGTH]
+    return one_line(reason, REASON_LENGTH)
 
 
 def end_with_status(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The exit status of a process that runs main(argv). An error is printed as a line that failure_reason()
-    finds; the status is 2 if the user can fix it."""
+    """The exit status of a process that runs main(argv), as every command ends, and the ranks of one do. An
+    error is printed as a line that failure_reason() finds."""
+    prepare_output()
     try:
-        return main(argv)
-    except UserError as error:
-        status, message = 2, f"error: {error}"
-    except KeyboardInterrupt:
-        status, message = 130, "interrupted"
+        status, message = outcome(main, argv)
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0]
-        status, message = 1, f"{traceback.format_exc()}error: {type(error).__name__}: {first_line}"
+        first_line = shorten(str(error).strip().split("\n")[0], REASON_LENGTH)
+        status, message = FAILED, f"{traceback.format_exc()}error: {type(error).__name__}: {first_line}"
     rank, _, world_size = launch_info()
-    print(message if world_size == 1 else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
-    if world_size > 1:
+    if message:
+        say(message if world_size == 1 else f"[rank {rank}] {message}")
+    if status and world_size > 1:
         leave_now(status)  # other ranks may be waiting in a collective; torchrun stops them
     return status

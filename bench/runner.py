@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 from bench.gpu_monitor import GpuMonitor, gpu_ids
 from bench.plan import Entry
-from bench.process import python_command, run_process
+from bench.process import REASON_LENGTH, python_command, run_process
 from bench.results import combine, measure
+from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
+from common.text import one_line
 
 PROGRAMS = {"variant": ["train.py"], "peer": ["-m", "bench.peer"], "roofline": ["-m", "bench.roofline"]}
 LOG = "console.log"
@@ -40,8 +41,10 @@ def run_entry(
     if outcome.reason is None:
         try:
             read_output(entry, run, out_dir, arguments.warmup)
-        except (OSError, ValueError, LookupError) as error:
-            run["reason"] = f"its result cannot be read: {type(error).__name__}: {error}"
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            run["reason"] = one_line(
+                f"its result cannot be read: {type(error).__name__}: {error}", REASON_LENGTH
+            )
     if entry.kind != "roofline":
         entry.result = combine(entry.runs)
 
@@ -62,7 +65,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
         path = max(out_dir.glob("run_*.json"), default=None)
         if path is None:
             raise ValueError(f"no run record in {out_dir}")
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         info, rows = record["startup_info"], record["training_iterations"]
         facts = {name: info[name] for name in ("hardware", "software", "git", "attention")}
         facts |= {"record": str(path), "config": record["config"], "peak": info["hardware"]["peak"]}
@@ -73,7 +76,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
         ]
         entry.facts = {**facts, "parameters": info["model"]["total_params"]}
     else:
-        printed = _last_json((out_dir / LOG).read_text(encoding="utf-8"))
+        printed = _last_json(read_regular(out_dir / LOG, MAX_BYTES))
         if entry.kind == "roofline":
             entry.result = printed
             return
@@ -82,8 +85,8 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
     run["measurement"] = measure(rows, warmup)
 
 
-def _last_json(output: str) -> dict:
-    lines = [line for line in output.splitlines() if line.startswith("{")]
+def _last_json(output: bytes) -> dict:
+    lines = [line for line in output.splitlines() if line.startswith(b"{")]
     if not lines:
         raise ValueError("it printed no JSON")
-    return json.loads(lines[-1])
+    return parse_object(lines[-1])

@@ -26,17 +26,20 @@ import torch
 
 import model_builder
 from bench.plan import WARMUP_ITERS, Entry, check_overrides, iteration_flags, make_plan
-from bench.process import end_with_status
+from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES
 from bench.table import document_lines, result_line, table_lines
+from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.keys import TrainConfig
 from training.hardware.description import describe_hardware
 from training.records.startup_info import git_state
+
+ITERS_MAX = 10**6  # of one run
 
 
 def main(argv: list[str]) -> int:
@@ -87,26 +90,25 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--suite", required=True, choices=SUITES, help="which variants")
-    parser.add_argument("--iters", type=_at_least(1), default=20, help="timed iterations of a run (20)")
+    parser.add_argument(
+        "--iters", type=whole_number(1, ITERS_MAX), default=20, help="timed iterations of a run (20)"
+    )
     warmup = f"iterations before them ({WARMUP_ITERS})"
-    parser.add_argument("--warmup", type=_at_least(0), default=WARMUP_ITERS, help=warmup)
-    parser.add_argument("--repeats", type=_at_least(1), default=1, help="times that the suite is run (1)")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run (1800)")
-    parser.add_argument("--dataset", help="instead of the configs' own; 'random' makes one of random tokens")
+    parser.add_argument("--warmup", type=whole_number(0, ITERS_MAX), default=WARMUP_ITERS, help=warmup)
+    parser.add_argument(
+        "--repeats", type=whole_number(1, ITERS_MAX), default=1, help="times that the suite is run (1)"
+    )
+    parser.add_argument(
+        "--timeout", type=real_number(0, TIMEOUT_MAX_S), default=1800, help="seconds for one run (1800)"
+    )
+    parser.add_argument(
+        "--dataset", type=user_path, help="instead of the configs' own; 'random' makes one of random tokens"
+    )
     parser.add_argument("--peer", choices=("transformers",), help="run this implementation, too")
     parser.add_argument("--roofline", action="store_true", help="measure this machine's ceiling, too")
     parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
-    parser.add_argument("--output", help="a new folder (default: out-bench/SUITE_DATE_TIME)")
+    parser.add_argument("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
     return parser.parse_known_args(argv)
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text} is below {minimum}")
-        return int(text)
-
-    return number
 
 
 def new_folder(asked: str | None, name: str) -> Path:
@@ -127,8 +129,8 @@ def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], 
     if asked == "random":
         return lambda config: make_random_dataset(folder, config.model_config().vocab_size)
     # absolute, because the runs start in the repository's root
-    path = str(Path(asked).expanduser().resolve()) if os.sep in asked else asked
-    return lambda config: path
+    named = str(Path(asked).resolve()) if os.sep in asked else asked
+    return lambda config: named
 
 
 def save(folder: Path, content: dict, entries: list[Entry]) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from bench.results import spread
 from bench.tokenization import Peers, Rate, measure_preparation, read_sample
+from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from data.pipeline.documents import find_files
 from data.tokenizers.tokenizer import open_tokenizer
@@ -37,6 +38,7 @@ from data.tokenizers.tokenizer import open_tokenizer
 UNIT_SECONDS = 1.5  # about the time that a unit shall take; each worker makes two
 FAST_GAIN = 4  # expected speed of the fast encoder, in times the library's; used to choose the size of a unit
 MOST_PASSES = 30  # over the sample, in a unit
+WORKERS_MAX = 1024  # processes of one machine
 CORES = 128  # of the machine for which the time of CORPORA is extrapolated
 CORPORA = {"6 B": 6e9, "627 B": 627e9}  # tokens
 COLUMNS = (
@@ -90,7 +92,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m bench.tokenize", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="text: files, folders or quoted globs")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        type=user_path,
+        metavar="PATH",
+        help="text: files, folders or quoted globs",
+    )
     add(
         "--tokenizer",
         nargs="+",
@@ -98,16 +107,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="[NAME=]PATH",
         help="gpt2, or what a prepare.py takes: tokenizer.json, tokenizer.model, or the folder of one",
     )
-    add("--workers", type=int, default=2, help="of the preparation, beside one (2)")
-    add("--mb", type=float, default=6, help="MB of text, from all of the input (6)")
-    add("--repeats", type=int, default=3, help="(3)")
+    add("--workers", type=whole_number(1, WORKERS_MAX), default=2, help="of the preparation, beside one (2)")
+    add("--mb", type=real_number(0.001, 1e6), default=6, help="MB of text, from all of the input (6)")
+    add("--repeats", type=whole_number(1), default=3, help="(3)")
     add("--quick", action="store_true", help="one repeat of 1.5 MB: whether it works, not how fast")
     add("--no_peer", action="store_true", help="leave datasets.map out")
-    add("--output", help="a new folder (default: out-bench/tokenize_DATE_TIME)")
+    add("--output", type=user_path, help="a new folder (default: out-bench/tokenize_DATE_TIME)")
     arguments = parser.parse_args(argv)
-    for name in ("workers", "mb", "repeats"):
-        if getattr(arguments, name) <= 0:
-            parser.error(f"--{name}={getattr(arguments, name)} must be above 0")
     if arguments.quick:
         arguments.mb, arguments.repeats = 1.5, 1
     return arguments
@@ -117,15 +123,16 @@ def named_paths(arguments: list[str]) -> dict[str, str]:
     """{name in the table: path}; the name is the folder's where none is given."""
     named = {}
     for argument in arguments:
-        name, _, path = argument.rpartition("=")
-        resolved = Path(path).resolve()
+        name, _, named_path = argument.rpartition("=")
+        named_path = os.path.expanduser(named_path)
+        resolved = Path(named_path).resolve()
         if not name and not resolved.exists():
-            name = path
+            name = named_path
         elif not name:
             name = resolved.parent.name if resolved.is_file() else resolved.name
         if name in named:
             raise UserError(f"two tokenizers would be called {name}; pass --tokenizer NAME=PATH")
-        named[name] = path
+        named[name] = named_path
     return named
 
 

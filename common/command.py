@@ -1,31 +1,86 @@
-"""How every command but train.py ends: an error of the user is one line and status 2, without a
-traceback."""
+"""How every command ends: an error of the user is one message and status 2, without a traceback.
+
+0 done · 1 failed · 2 an error that the user can fix · 130 Ctrl-C · 141 the reader of the output has ended
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 from common.errors import UserError
+from common.text import MESSAGE_CHARACTERS, plain, shorten
 
-USER_ERROR, INTERRUPTED = 2, 128 + signal.SIGINT
+FAILED, USER_ERROR, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 OUTPUT_NOT_READ = 128 + signal.SIGPIPE  # what a shell shows of a program that writes to a closed pipe
 
 
 def run_command(main: Callable[..., int | None], *arguments: object) -> int:
-    """Calls main and returns the exit status of the command."""
+    """Calls main and returns the exit status of the command. train.py and bench/, whose ranks wait for each
+    other, end in another way, but with the same outcome()."""
+    prepare_output()
+    status, message = outcome(main, *arguments)
+    if message:
+        say(message)
+    return status
+
+
+def prepare_output() -> None:
+    """The first call of a process. Makes it possible to write to stdout and stderr, whatever they are: a
+    stream that is closed is replaced, and a character that it cannot show is a question mark."""
+    # A number that was closed is taken here; another file could get it otherwise, and a library's messages.
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(null)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def outcome(main: Callable[..., int | None], *arguments: object) -> tuple[int, str]:
+    """(exit status, what is to be said on stderr) of main(*arguments), whose output is written when this
+    returns. An error that is a fault of this program is raised."""
     try:
-        status = main(*arguments) or 0
+        status, message = main(*arguments) or 0, ""
         sys.stdout.flush()
-        return status
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        status, message = USER_ERROR, f"error: {error}"
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        status, message = INTERRUPTED, "interrupted"
+    except SystemExit as end:  # argparse has printed the help, or what is wrong with the arguments
+        text = "" if end.code is None or isinstance(end.code, int) else str(end.code)
+        status, message = FAILED if text else int(end.code or 0), text
     except BrokenPipeError:  # the reader of our output has seen enough: ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more
-        return OUTPUT_NOT_READ
+        status, message = OUTPUT_NOT_READ, ""
+    except OSError as error:  # a full disk, a missing permission: about the machine, and the user's to mend
+        where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        status, message = USER_ERROR, f"error: {where}"
+    flush(sys.stdout)
+    return status, message
+
+
+def say(message: str) -> None:
+    """Prints on stderr, if stderr takes it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(shorten(plain(message), MESSAGE_CHARACTERS), file=sys.stderr)
+    flush(sys.stderr)
+
+
+def flush(stream: TextIO) -> None:
+    """Writes what the stream holds. If that fails, it goes nowhere: Python would write it once more when it
+    ends, and report the error again."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # it has no descriptor
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from common.arguments import user_path
 from common.command import run_command
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
-from data.options import text_path
-from data.pipeline.disk_errors import disk_errors_are_shown
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, keep_tokenizer, read_meta, report
 from data.pipeline.token_files import (
@@ -165,18 +164,17 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
     return meta
 
 
-@disk_errors_are_shown()
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.adopt",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dataset", type=text_path, help="name of a folder in data/, or a path")
+    parser.add_argument("dataset", type=user_path, help="name of a folder in data/, or a path")
     parser.add_argument(
         "--tokenizer",
         required=True,
-        type=text_path,
+        type=user_path,
         metavar="NAME",
         help="that made the ids: gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or "
         "hf:OWNER/NAME",

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.arguments import user_folder, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import DATA_DIR
-from data.options import MOST_PARTS, MOST_WORKERS, folder_path, whole_number
-from data.pipeline.disk_errors import disk_errors_are_shown
+from data.pipeline.command import PARTS_MAX, WORKERS_MAX
 
 ROOT = DATA_DIR.parent
 OURS = ("--part", "--num_parts", "--workers", "--output", "--no-resume")  # refused after the --
@@ -53,20 +53,25 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="python -m data.cluster DATASET --executor NAME --tasks N [options] [-- options of prepare.py]",
     )
-    add, cores = parser.add_argument, whole_number(1, MOST_WORKERS)
+    add = parser.add_argument
     add("dataset", help="name of a folder in data/ whose prepare.py has --part")
     add("--executor", required=True, choices=EXECUTORS)
-    add("--tasks", type=whole_number(1, MOST_PARTS), required=True, help="parts of the dataset")
-    add("--workers", type=cores, default=1, help="processes, and so cores, of each task (default: 1)")
+    add("--tasks", type=whole_number(1, PARTS_MAX), required=True, help="parts of the dataset")
+    add(
+        "--workers",
+        type=whole_number(1, WORKERS_MAX),
+        default=1,
+        help="processes, and so cores, of each task (default: 1)",
+    )
     add(
         "--at_once",
-        type=whole_number(1, MOST_PARTS),
+        type=whole_number(1, PARTS_MAX),
         help="tasks at a time (default: all; local: as the cores allow)",
     )
-    add("--output", type=folder_path, metavar="DIR", help="dataset folder (default: that of prepare.py)")
+    add("--output", type=user_folder, metavar="DIR", help="dataset folder (default: that of prepare.py)")
     add(
         "--logs",
-        type=folder_path,
+        type=user_folder,
         metavar="DIR",
         help="what datatrove writes (default: cluster/ in the output)",
     )
@@ -158,7 +163,6 @@ def run_slurm(args: argparse.Namespace, part: Part, finish: Part) -> None:
 EXECUTORS = {"local": run_local, "slurm": run_slurm, "ray": run_ray}
 
 
-@disk_errors_are_shown()
 def main() -> None:
     args = parse_arguments()
     script = DATA_DIR / args.dataset / "prepare.py"

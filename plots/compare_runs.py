@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
+from common.text import one_line  # noqa: E402
 from plots import figure, run_record  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
@@ -33,9 +34,10 @@ SPARSE_MARK = " (2:4 sparse peak)"
 
 def run_labels(runs: list[Run]) -> list[str]:
     """Folder and name, because default run names are only times; the whole path where these are equal."""
-    labels = [f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
+    labels = [one_line(f"{run.path.resolve().parent.name}/{run.name}") for run in runs]
     return [
-        label if labels.count(label) == 1 else str(run.path) for run, label in zip(runs, labels, strict=True)
+        label if labels.count(label) == 1 else one_line(str(run.path))
+        for run, label in zip(runs, labels, strict=True)
     ]
 
 
@@ -44,7 +46,7 @@ def require_one_method(runs: list[Run]) -> None:
     users: dict[str, list[str]] = {}
     for run in runs:
         for method in run.mfu_methods:
-            users.setdefault(method, []).append(run.path.name)
+            users.setdefault(method, []).append(one_line(run.path.name))
     if len(users) > 1:
         listing = "; ".join(f"{method} ({', '.join(names)})" for method, names in sorted(users.items()))
         raise UserError(
@@ -173,6 +175,10 @@ def compare(patterns: list[str], method: str | None, output: str | None) -> None
 
 
 def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_and_compare, argv)
+
+
+def parse_and_compare(argv: list[str] | None) -> None:
     parser = argparse.ArgumentParser(description="Overlay run records in one PNG and print them as a table.")
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     names = [*METHODS, *METHODS.values()]
@@ -180,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     where = "default: compare_runs.png beside the first record"
     parser.add_argument("--output", metavar="PATH.png", help=where)
     options = parser.parse_args(argv)
-    return run_command(compare, options.runs, options.method, options.output)
+    compare(options.runs, options.method, options.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import UserError
+from common.text import plain
 from plots.run_record import Run, evaluations, finite
 
 if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absence is one clear error
@@ -29,7 +32,7 @@ def label_axis(
     axis: Axes, title: str, ylabel: str, number_format: str | None = None, title_pad: float = 6
 ) -> None:
     """Title, axis labels and grid."""
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=title_pad)
+    axis.set_title(literal(title), loc="left", fontsize=11, fontweight="bold", pad=title_pad)
     axis.set_xlabel("iteration")
     axis.set_ylabel(ylabel)
     axis.grid(alpha=0.3)
@@ -97,8 +100,22 @@ def explain_empty(axis: Axes, text: str) -> None:
 
 
 def literal(text: str) -> str:
-    """The text with escaped dollars: matplotlib would read $...$ in a run name as a formula."""
-    return text.replace("$", r"\$")
+    """The text as matplotlib shows it: with escaped dollars, because it would read $...$ in a run name as a
+    formula; and with a question mark for what its font lacks, emoji for example, because it would warn."""
+    known = _font_characters()
+    shown = "".join(c if ord(c) in known or c == "\n" else "?" for c in text)
+    return shown.replace("$", r"\$")
+
+
+@functools.cache
+def _font_characters() -> frozenset[int]:
+    """What both weights have: the titles of the panels are bold."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    regular, bold = (
+        get_font(findfont(FontProperties(weight=weight))).get_charmap() for weight in ("normal", "bold")
+    )
+    return frozenset(regular.keys() & bold.keys())
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -107,11 +124,11 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, format="png")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
-    print(f"wrote {path}")
+    print(f"wrote {plain(str(path))}")
 
 
 def png_path(text: str) -> Path:
     """The path after --output. Raises UserError if its ending is not that of the format."""
     if not text.endswith(".png"):
         raise UserError(f"--output {text} must end in .png")
-    return Path(text)
+    return Path(os.path.expanduser(text))

@@ -137,11 +137,15 @@ def plot_all(patterns: list[str], output: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_and_plot, argv)
+
+
+def parse_and_plot(argv: list[str] | None) -> None:
     parser = argparse.ArgumentParser(description="Draw each run record as one PNG beside it.")
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     parser.add_argument("--output", metavar="PATH.png", help="where the PNG goes when there is one run")
     options = parser.parse_args(argv)
-    return run_command(plot_all, options.runs, options.output)
+    plot_all(options.runs, options.output)
 
 
 if __name__ == "__main__":

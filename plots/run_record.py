@@ -1,16 +1,18 @@
 """Run records for the plots: the JSON that train.py writes, and the older field logs of the same shape.
 
 Everything is read once into columns, with NaN for whatever a log lacks, so the plots need no case for older
-logs. Trap: not every time_ms is that of a plain step. Warm-up includes compilation, older logs include
-evaluation, and a run that was stopped and resumed may have changed its hardware. Medians use only the rows
-in `Run.timed`: plain steps of the last attempt.
+logs. A record may come from anybody: each text of it becomes one line that a terminal can show.
+
+Trap: not every time_ms is that of a plain step. Warm-up includes compilation, older logs include evaluation,
+and a run that was stopped and resumed may have changed its hardware. Medians use only the rows in
+`Run.timed`: plain steps of the last attempt.
 """
 
 from __future__ import annotations
 
 import glob
-import json
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.json_file import read_json
+from common.text import one_line
 
 METHODS = {
     "v1": "nanogpt_legacy_v1",
@@ -26,6 +30,7 @@ METHODS = {
 }
 NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
+LARGEST = 1e30  # FLOP/s of the largest machines are 1e19; far larger ones overflow on the way to the plot
 UNSTATED = "method not stated"
 
 
@@ -45,14 +50,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        return str(self.record.get("run_name") or self.path.stem)
+        return one_line(str(self.record.get("run_name") or self.path.stem))
 
     @property
     def status(self) -> str:
         status = self.record.get("status")
         if status == "running" and not self.record.get("end_time"):
             return "running, or killed (no end recorded)"
-        return str(status or "status not recorded")
+        return one_line(str(status or "status not recorded"))
 
     @property
     def warmup_spans(self) -> list[tuple[float, float]]:
@@ -80,7 +85,9 @@ class Run:
     def model(self) -> str:
         facts = _dict(self.startup.get("model"))
         names = (facts.get("architecture"), self.hardware.get("architecture"), self.config.get("arch_preset"))
-        name = next((name for name in names if name and isinstance(name, str)), "model not recorded")
+        name = one_line(
+            next((name for name in names if name and isinstance(name, str)), "model not recorded")
+        )
         params = _number(facts.get("total_params"))
         if math.isnan(params):
             return name
@@ -90,7 +97,7 @@ class Run:
     @property
     def machine(self) -> str:
         name = self.hardware.get("gpu_name") or self.config.get("device") or "device not recorded"
-        return f"{self.num_gpus} x {name}" if self.num_gpus else str(name)
+        return one_line(f"{self.num_gpus} x {name}" if self.num_gpus else str(name))
 
     @property
     def num_gpus(self) -> int | None:
@@ -99,7 +106,8 @@ class Run:
 
     @property
     def precision(self) -> str:
-        return str(self.hardware.get("precision") or self.config.get("dtype") or "precision not recorded")
+        precision = self.hardware.get("precision") or self.config.get("dtype") or "precision not recorded"
+        return one_line(str(precision))
 
     @property
     def hardware(self) -> dict:
@@ -120,8 +128,8 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        losses = [row.get("loss") for row in self.record["training_iterations"]]
-        return next((loss for loss in reversed(losses) if isinstance(loss, (int, float))), None)
+        losses = finite(self.columns["loss"])
+        return float(losses[-1]) if len(losses) else None
 
     @property
     def best_val_loss(self) -> float | None:
@@ -135,7 +143,7 @@ class Run:
         if not rows:
             return "no iterations logged"
         reasons = [row.get("mfu_reason") for row in rows if row.get("mfu_reason")]
-        return str(reasons[-1]) if reasons else "the log holds no measured MFU and gives no reason"
+        return one_line(str(reasons[-1])) if reasons else "the log holds no measured MFU and gives no reason"
 
 
 # --- reading ---
@@ -145,6 +153,7 @@ def expand_globs(patterns: list[str]) -> list[Path]:
     """The files that paths and globs name, in this order, each once. A shell expands no quoted glob."""
     paths = {}
     for pattern in patterns:
+        pattern = os.path.expanduser(pattern)
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise UserError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
@@ -155,14 +164,14 @@ def expand_globs(patterns: list[str]) -> list[Path]:
 def load_run(path: Path) -> Run:
     """Reads one run record; UserError names the file when it is not one."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except IsADirectoryError:
         raise UserError(f"{path} is a directory; give its records, such as {path / 'run_*.json'}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # also what bad UTF-8 raises
-        raise UserError(f"{path} is not JSON: {error}") from None
-    rows = record.get("training_iterations") if isinstance(record, dict) else None
+    except ValueError as error:
+        raise UserError(f"{path} is no run record: {error}") from None
+    rows = record.get("training_iterations")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} is not a run record: it has no list of training_iterations")
 
@@ -170,7 +179,8 @@ def load_run(path: Path) -> Run:
     values = [_row_values(row, index, progress) for index, row in enumerate(rows)]
     names = _row_values({}, 0, {}).keys()
     columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
-    methods = {str(_measured(row).get("calculation_method") or UNSTATED) for row in rows if _measured(row)}
+    measured = [mfu for row in rows if (mfu := _measured(row))]
+    methods = {one_line(str(mfu.get("calculation_method") or UNSTATED)) for mfu in measured}
     masks = _warmup_and_evaluation(rows, columns["iter"], record)
     attempts = np.array([_number(row.get("attempt"), 1) for row in rows])
     earlier_attempt = attempts < _number(record.get("attempt"), 1)
@@ -226,8 +236,9 @@ def _mfu_percent(mfu: dict) -> float:
 
 
 def _number(value: Any, default: float = math.nan) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else default
+    """The value as a float; `default` if it is no number, or one that no quantity of a run can have."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < LARGEST else default  # NaN is below nothing
 
 
 def _dict(value: Any) -> dict:

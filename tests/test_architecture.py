@@ -35,7 +35,6 @@ ORDER = (
     "data/*",
     "data/pipeline/*",
     "data/tokenizers/*",
-    "data/options.py",
     "data/folders.py",
     "data/huggingface.py",
     "plots/*",

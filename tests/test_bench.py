@@ -3,6 +3,7 @@ by itself. What only a GPU can show is its speed."""
 
 import argparse
 import ast
+import io
 import json
 import os
 import re
@@ -197,7 +198,7 @@ def test_each_run_gets_an_empty_compile_cache_unless_it_is_to_be_kept(tmp_path, 
     ],
 )
 def test_reason_of_a_failure_is_its_error_line(status, output, reason):
-    found = failure_reason(status, output)
+    found = failure_reason(status, io.StringIO(output))
     assert found == reason or found.startswith(reason)
 
 

@@ -115,7 +115,7 @@ def test_what_is_wrong_with_the_dataset_is_said_before_anything_is_submitted(tmp
     "words, message",
     [
         (["--executor", "slurm", "--tasks", "2"], "Slurm needs --partition and --time"),
-        (["--executor", "local", "--tasks", "0"], "--tasks: 0 must be at least 1"),
+        (["--executor", "local", "--tasks", "0"], "--tasks: 0 is not between 1 and 100,000"),
         (["--executor", "local", "--tasks", "2", "--", "--part=1"], "--part=1 cannot follow --"),
         (["--executor", "local", "--tasks", "2", "--", "--no-resume"], "--no-resume cannot follow --"),
         (["--executor", "pbs", "--tasks", "2"], "invalid choice: 'pbs'"),

@@ -270,7 +270,7 @@ def test_help_shows_every_key_with_its_default_and_help_in_its_section():
         inside = text.partition(f"\n\n{section}\n")[2].partition("\n\n")[0]
         assert inside.startswith(f"  --{first}=") and f"\n  --{last}" in inside
     for line in (
-        "  --batch_size=12  (int, at least 1, guarded)",
+        "  --batch_size=12  (int, at least 1, at most 1,048,576, guarded)",
         "  --backend=None  (None | 'nccl' | 'gloo')",
         "  --d_ff=None  (int | None)",
         "  --packing=stream  ('stream' | 'truncate', guarded)",

@@ -344,7 +344,7 @@ def test_a_run_needs_no_console(config, tmp_path, closed):
 def test_a_closed_stderr_is_not_the_number_of_another_file():
     """Otherwise a library's messages could be written into a checkpoint."""
     program = (
-        "import os, sys; from training.process.console import prepare_output; prepare_output();"
+        "import os, sys; from common.command import prepare_output; prepare_output();"
         "sys.exit(open('/dev/zero').fileno() < 3 or os.readlink('/proc/self/fd/2') != os.devnull)"
     )
     command = f'exec {sys.executable} -c "{program}" 2>&- >&- <&-'

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
-from data.options import text_path, whole_number
-from data.pipeline.disk_errors import disk_errors_are_shown
 from data.pipeline.meta_file import count_tokens, load_tokenizer, names_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
 from data.pipeline.verified import entry, forget, read_whole, remember
@@ -78,21 +77,22 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-@disk_errors_are_shown()
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.inspect",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dataset", type=text_path, help="name of a folder in data/, or a path")
+    parser.add_argument("dataset", type=user_path, help="name of a folder in data/, or a path")
     parser.add_argument(
         "--samples", type=whole_number(0, 10**4), default=3, help="of each split (default: 3)"
     )
     parser.add_argument(
         "--length", type=whole_number(1, 10**6), default=64, help="tokens of a sample (default: 64)"
     )
-    parser.add_argument("--seed", type=whole_number(0, 2**64), default=None, help="for the same places again")
+    parser.add_argument(
+        "--seed", type=whole_number(0, 2**64 - 1), default=None, help="for the same places again"
+    )
     parser.add_argument("--hash", action="store_true", help="read every file, and check its hash and ids")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)

@@ -4,13 +4,17 @@ import argparse
 import os
 from pathlib import Path
 
+from common.arguments import user_folder, whole_number
 from common.errors import UserError
-from data.options import MOST_PARTS, MOST_TOKENS, MOST_WORKERS, folder_path, whole_number
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.meta_file import report
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
+
+WORKERS_MAX = 1024  # processes of one machine
+TOKENS_MAX = 10**15
+PARTS_MAX = 100_000  # machines or tasks; each is a folder and a lock
 
 
 def make_parser(description: str | None, output: Path, val_fraction: float) -> argparse.ArgumentParser:
@@ -20,15 +24,15 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     add = parser.add_argument
     add(
         "--output",
-        type=folder_path,
+        type=user_folder,
         default=output,
         metavar="DIR",
         help="dataset folder (default: the script's)",
     )
     add(
         "--workers",
-        type=whole_number(0, MOST_WORKERS),
-        default=min(os.cpu_count() or 1, MOST_WORKERS),
+        type=whole_number(0, WORKERS_MAX),
+        default=min(os.cpu_count() or 1, WORKERS_MAX),
         help="processes (default: one a core; 0: only check)",
     )
     add(
@@ -39,27 +43,27 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     )
     add(
         "--max_tokens",
-        type=whole_number(1, MOST_TOKENS),
+        type=whole_number(1, TOKENS_MAX),
         help="about this many tokens, from all parts of the input",
     )
     add(
         "--shard_tokens",
-        type=whole_number(1, MOST_TOKENS),
+        type=whole_number(1, TOKENS_MAX),
         default=1 << 28,
         help="most tokens in a file (default: 268 M)",
     )
     add(
         "--max_bad",
-        type=whole_number(0, MOST_TOKENS),
+        type=whole_number(0, TOKENS_MAX),
         default=0,
         help="bad records to leave out before giving up (default: 0)",
     )
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
-    add("--part", type=whole_number(0, MOST_PARTS), default=0, help="this machine's number, from 0")
+    add("--part", type=whole_number(0, PARTS_MAX), default=0, help="this machine's number, from 0")
     add(
         "--num_parts",
-        type=whole_number(1, MOST_PARTS),
+        type=whole_number(1, PARTS_MAX),
         default=1,
         help="number of machines that share the work",
     )

@@ -3,9 +3,8 @@
 import shutil
 from pathlib import Path
 
-from data.options import folder_path, text_path
+from common.arguments import user_folder, user_path
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse
-from data.pipeline.disk_errors import disk_errors_are_shown
 from data.pipeline.documents import find_files
 from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
 from data.tokenizers.families import FAMILIES, open_family
@@ -14,7 +13,6 @@ from data.tokenizers.tokenizer import find_eot
 HUB_DATASETS = {"6b": "DKYoon/SlimPajama-6B", "627b": "cerebras/SlimPajama-627B"}
 
 
-@disk_errors_are_shown()
 def main(description: str | None, size: str, family_name: str, folder: Path) -> None:
     """description: the docstring of the prepare.py, for --help. folder: where that file is."""
     parser = make_parser(description, folder, val_fraction=0.001)
@@ -22,17 +20,17 @@ def main(description: str | None, size: str, family_name: str, folder: Path) -> 
     add(
         "--input",
         nargs="+",
-        type=text_path,
+        type=user_path,
         metavar="PATH",
         help="files, folders or quoted globs, instead of the download",
     )
     add(
-        "--text", type=folder_path, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
+        "--text", type=user_folder, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
     )
     add("--stream", action="store_true", help="delete each downloaded file when its tokens are made")
     add(
         "--tokenizer",
-        type=text_path,
+        type=user_path,
         metavar="NAME",
         help="tokenizer.json, tokenizer.model, vocab.json, their folder, or hf:OWNER/NAME",
     )

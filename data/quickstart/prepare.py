@@ -16,10 +16,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from data.options import folder_path  # noqa: E402
-from data.pipeline.disk_errors import disk_errors_are_shown  # noqa: E402
 from data.pipeline.meta_file import read_meta, report  # noqa: E402
 from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
@@ -104,12 +103,11 @@ def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_
         return write_dataset(folder, splits, tokenizer.vocab_size, tokenizer.meta, eot_id, source)
 
 
-@disk_errors_are_shown()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="make it again even if it is there")
     parser.add_argument(
-        "--output", type=folder_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
     )
     args = parser.parse_args()
     meta = prepare(args.output, args.force)

@@ -7,26 +7,24 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
-from data.options import folder_path, text_path  # noqa: E402
-from data.pipeline.disk_errors import disk_errors_are_shown  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.shakespeare_char.prepare import TRAIN_FRACTION, URL, read_text  # noqa: E402
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer  # noqa: E402
 
 
-@disk_errors_are_shown()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--input",
-        type=text_path,
+        type=user_path,
         metavar="FILE",
         help="a text file; without it tinyshakespeare is downloaded",
     )
     parser.add_argument(
-        "--output", type=folder_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
     )
     args = parser.parse_args()
 

@@ -14,10 +14,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
-from data.options import text_path  # noqa: E402
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
-from data.pipeline.disk_errors import disk_errors_are_shown  # noqa: E402
 from data.pipeline.documents import find_files  # noqa: E402
 from data.tokenizers.tokenizer import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
@@ -30,22 +29,21 @@ CONFIGS = {
 }
 
 
-@disk_errors_are_shown()
 def main() -> None:
     parser = make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
     add(
         "--input",
         nargs="+",
-        type=text_path,
         required=True,
+        type=user_path,
         metavar="PATH",
         help="files, folders or quoted globs",
     )
     add(
         "--tokenizer",
-        type=text_path,
         required=True,
+        type=user_path,
         metavar="NAME",
         help="gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or hf:OWNER/NAME",
     )

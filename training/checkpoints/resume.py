@@ -31,7 +31,7 @@ from training.checkpoints.folder import (
 )
 from training.checkpoints.loading import check_architecture
 from training.configuration.keys import GUARDED, TrainConfig
-from training.process.redaction import redact_all
+from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
 
 log = logging.getLogger("nanomfu")
@@ -142,11 +142,12 @@ def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, worl
 
 def changed_settings(saved: dict, config: TrainConfig) -> dict[str, list]:
     """{key: [value in the checkpoint, value now]} for every setting that both know and that differs."""
-    old, now = saved["config"], redact_all(config.to_dict())
+    old, now = saved["config"], redact_all(config.to_dict(), without_logins)
     return {
         name: [old[name], value]
         for name, value in now.items()
-        if name in old and old[name] != value and name not in NOT_COMPARED
+        # redacted, because earlier versions saved no other settings
+        if name in old and redact_all(old[name]) != redact_all(value) and name not in NOT_COMPARED
     }
 
 

@@ -43,7 +43,7 @@ from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.keys import TrainConfig
 from training.process.memory import GB, free_host_bytes
-from training.process.redaction import redact_all
+from training.process.redaction import redact_all, without_logins
 from training.process.world import gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -90,7 +90,7 @@ class Saver:
         self.facts = {
             "format": FORMAT,
             "world_size": self.world.size,
-            "config": redact_all(config.to_dict()),
+            "config": redact_all(config.to_dict(), without_logins),  # else the truth: a resume compares it
             "model_config": config.model_config().to_dict(),
             **facts,
         }

@@ -9,15 +9,18 @@ it leaves must be a key of TrainConfig; it may import, compute and use _private 
 from __future__ import annotations
 
 import ast
+import os
+import re
 import traceback
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from common.errors import UserError
+from common.text import SHOWN_CHARACTERS, shorten, shown
 from training.configuration.dataset_name import parse_dataset
-from training.configuration.keys import ALIASES, KEYS, ROOT, TrainConfig
-from training.configuration.rules import check, did_you_mean
+from training.configuration.keys import ALIASES, FLOAT_MAX, KEYS, ROOT, TrainConfig
+from training.configuration.rules import PATHS, check, did_you_mean
 
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
 
@@ -34,6 +37,7 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
     for name, value, where in _read_file(Path(files[0])) + [_read_flag(flag) for flag in flags]:
         for key, checked in _checked(name, value, where).items():
             values[key] = checked  # a flag comes after the file, so it wins
+    values |= {name: _home(values[name]) for name in PATHS if name in values}
     config = TrainConfig(**values)
     check(config, world_size)
     parse_dataset(config.dataset)
@@ -43,7 +47,7 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
 def _read_file(path: Path) -> list[tuple[str, object, str]]:
     """(name, value, 'file:line') for every public name that executing the file leaves behind."""
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8-sig")  # an editor may have begun it with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the config file {path}: {error}\n{USAGE}") from None
     namespace = {"__file__": str(path), "__name__": "__config__"}
@@ -79,12 +83,19 @@ def _read_flag(flag: str) -> tuple[str, object, str]:
     """'--key=value' as (key, value, where); the value may itself contain '='."""
     name, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
-        raise UserError(f"cannot read {flag!r}: flags are written --key=value, for example --max_iters=100")
-    return name, _Text(text), f"the flag --{name}"
+        raise UserError(
+            f"cannot read {shown(flag)}: flags are written --key=value, for example --max_iters=100"
+        )
+    return name, _Text(text), f"the flag --{shorten(name, SHOWN_CHARACTERS)}"
 
 
 class _Text(str):
     """A value from the command line, not yet typed."""
+
+
+def _home(paths: str) -> str:
+    """The text with ~ expanded where a path begins, as a shell does; a mixture names several."""
+    return re.sub(r"(?:^|(?<=,))(\s*)(~[^/,:]*)", lambda m: m[1] + os.path.expanduser(m[2]), paths)
 
 
 # --- typing ---
@@ -95,7 +106,7 @@ def _checked(name: str, value: object, where: str) -> dict[str, object]:
     if name not in KEYS and name not in ALIASES:
         hint = did_you_mean(name, [*KEYS, *ALIASES])
         hint = hint or "; training/configuration/keys.py documents every setting"
-        raise UserError(f"unknown setting {name!r} in {where}{hint}")
+        raise UserError(f"unknown setting {shown(name)} in {where}{hint}")
     if name in ALIASES:
         return ALIASES[name].sets(_typed(name, value, ALIASES[name].types, where))
     return {name: _typed(name, value, KEYS[name].types, where)}
@@ -106,13 +117,15 @@ def _typed(name: str, value: object, allowed: tuple[type, ...], where: str) -> o
         value = _parse(str(value), allowed)
     if type(value) in allowed:
         return value
-    if float in allowed and type(value) is int:
+    if float in allowed and type(value) is int and abs(value) <= FLOAT_MAX:  # 10**400 is no float
         return float(value)
     wanted = " or ".join("None" if t is NoneType else t.__name__ for t in allowed)
     hint = ""
     if int in allowed and type(value) is float and value.is_integer():
         hint = f"; write {int(value)}"
-    raise UserError(f"{name}={value!r} in {where} is {type(value).__name__}, expected {wanted}{hint}")
+    if float in allowed and type(value) is int:
+        raise UserError(f"{name}={shown(value)} in {where} is beyond {FLOAT_MAX:g}, the limit")
+    raise UserError(f"{name}={shown(value)} in {where} is {type(value).__name__}, expected {wanted}{hint}")
 
 
 def _parse(text: str, allowed: tuple[type, ...]) -> object:
@@ -121,7 +134,7 @@ def _parse(text: str, allowed: tuple[type, ...]) -> object:
         return text.lower() == "true"
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last: '[[[[...'
         return text
     fits = type(value) in allowed or (float in allowed and type(value) is int)
     return text if str in allowed and not fits else value

@@ -35,6 +35,8 @@ def _values(key: Key) -> str:
     facts = [" | ".join(map(repr, key.choices)) if key.choices else _type_names(key.types)]
     if key.minimum is not None:
         facts.append(f"at least {key.minimum}")
+    if key.maximum is not None:
+        facts.append(f"at most {key.maximum:g}" if key.maximum > 9999999 else f"at most {key.maximum:,.0f}")
     if key.guarded:
         facts.append("guarded")
     return ", ".join(facts)

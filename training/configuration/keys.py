@@ -1,5 +1,5 @@
-"""Every key of a run, one line each: its type and choices, default, meaning with its unit, least value, and
-whether a resume guards it. What else the program knows of a key is derived from its line, in KEYS.
+"""Every key of a run, one line each: its type and choices, default, meaning with its unit, least and greatest
+value, and whether a resume guards it. What else the program knows of a key is derived from its line, in KEYS.
 
 `# --- NAME ---` opens a section, here and in `python train.py --help`. What values may go together is in
 training/configuration/rules.py.
@@ -22,9 +22,27 @@ ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ ar
 T = TypeVar("T")
 
 
-def key(default: T, help: str, *, minimum: float | None = None, guarded: bool = False) -> T:
+# Greatest values. A key without one of its own has that of its type.
+INT_MAX = 2**63 - 1  # other programs that read the record and torch have 64 bits
+FLOAT_MAX = 1e18  # a product of two is still a number in float32, in which a GPU computes
+WORKERS_MAX = 1024  # each is a process, on a machine that has at most some hundred cores
+READ_AHEAD_MAX = 1024  # so many iterations of each worker are held in memory
+BATCH_MAX = 2**20  # sequences, held in memory together
+SPIKE_WINDOW_MAX = 10**6  # numbers that stay in the GPU's memory and are read in each iteration
+YEAR = 525_600.0  # minutes; timers of the system end at some hundred years
+
+
+def key(
+    default: T,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    guarded: bool = False,
+) -> T:
     """A field of TrainConfig. guarded: a resume may change it only if allow_changes names it."""
-    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "guarded": guarded})
+    about = {"help": help, "minimum": minimum, "maximum": maximum, "guarded": guarded}
+    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,9 @@ class TrainConfig:
     log_interval: int = key(10, "iterations between log rows; only a row waits for the GPU", minimum=1)
     gradient_log_interval: int = key(100, "iterations between gradient mean and std; 0: never", minimum=0)
     always_save_checkpoint: bool = key(True, "save at each evaluation and the end; False: only new bests")
-    checkpoint_interval: int | str | None = key(None, "also save every N iterations, or every '30m' or '2h'")
+    checkpoint_interval: int | str | None = key(
+        None, "also save every N iterations, or every '30m'; 0: never"
+    )
     async_checkpoint: bool = key(True, "save while training goes on; needs host memory for a copy")
     keep_last: int = key(2, "newest checkpoints that are kept, beside the best", minimum=1)
     keep_all_checkpoints: bool = key(False, "delete no checkpoint")
@@ -57,16 +77,22 @@ class TrainConfig:
     # --- data ---
     dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)
     verify_data: Literal["hash", "size"] = key("hash", "new files: read them whole once, or trust the sizes")
-    batch_size: int = key(12, "sequences per GPU per micro-step", minimum=1, guarded=True)
-    gradient_accumulation_steps: int = key(1, "micro-steps per iteration, per GPU", minimum=1, guarded=True)
+    batch_size: int = key(12, "sequences per GPU per micro-step", minimum=1, maximum=BATCH_MAX, guarded=True)
+    gradient_accumulation_steps: int = key(
+        1, "micro-steps per iteration, per GPU", minimum=1, maximum=BATCH_MAX, guarded=True
+    )
     block_size: int = key(1024, "tokens per sequence")
     doc_masking: bool = key(False, "attention and positions stay inside each document", guarded=True)
     packing: Literal["stream", "truncate"] = key(
         "stream", "windows cut from the tokens anywhere, or filled with whole documents", guarded=True
     )
     use_dataloader: bool = key(False, "read batches in worker processes; the batches are the same")
-    dataloader_num_workers: int = key(2, "worker processes of use_dataloader, per GPU", minimum=0)
-    dataloader_prefetch_factor: int = key(2, "iterations that each worker reads ahead", minimum=1)
+    dataloader_num_workers: int = key(
+        2, "worker processes of use_dataloader, per GPU; 0: none", minimum=0, maximum=WORKERS_MAX
+    )
+    dataloader_prefetch_factor: int = key(
+        2, "iterations that each worker reads ahead", minimum=1, maximum=READ_AHEAD_MAX
+    )
 
     # --- model; None: what arch_preset says (model_config.py) ---
     arch_preset: str = key("gpt2", "'gpt2', 'llama', 'llama3' or 'qwen3': the style and the vocabulary")
@@ -99,7 +125,7 @@ class TrainConfig:
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
         "cosine", "the decay after a linear warm-up; wsd: stable, then linear", guarded=True
     )
-    warmup_iters: int = key(2000, "iterations of linear warm-up", minimum=0, guarded=True)
+    warmup_iters: int = key(2000, "iterations of linear warm-up; 0: none", minimum=0, guarded=True)
     lr_decay_iters: int = key(25000, "iteration at which min_lr is reached", minimum=1, guarded=True)
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
     weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
@@ -111,7 +137,9 @@ class TrainConfig:
     # --- bad numbers ---
     on_nonfinite: Literal["stop", "skip"] = key("stop", "on NaN or Inf: stop the run, or skip the update")
     skip_spikes: float = key(0.0, "skip updates whose loss or norm is N sigmas high; 0: never", minimum=0)
-    spike_window: int = key(128, "accepted iterations that skip_spikes takes its sigma from", minimum=16)
+    spike_window: int = key(
+        128, "accepted iterations that skip_spikes takes its sigma from", minimum=16, maximum=SPIKE_WINDOW_MAX
+    )
     max_skips: int = key(10, "updates skipped in a row, by either key, that end the run", minimum=1)
     drift_check_interval: int = key(1000, "iterations between comparisons of replicas; 0: never", minimum=0)
 
@@ -124,7 +152,9 @@ class TrainConfig:
     compile: bool = key(True, "use torch.compile")
     compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")
-    loss_chunks: int = key(1, "parts that logits and loss are computed in; more need less memory", minimum=1)
+    loss_chunks: int = key(
+        1, "parts that logits and loss are computed in; more need less memory", minimum=1, maximum=BATCH_MAX
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
         "none", "which blocks the backward pass recomputes; selective: every second one"
     )
@@ -136,8 +166,15 @@ class TrainConfig:
     use_sparse_specs: bool = key(False, "count MFU against the 2:4-sparse peak; marks every record")
     peak_tflops: float | str | None = key(None, "dense TFLOPS of one GPU; 'measure': a GEMM; None: table")
     backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
-    timeout_minutes: float = key(10.0, "minutes without progress that end the run; 0: never", minimum=0)
-    start_timeout_minutes: float = key(60.0, "the same, in minutes, to compile, evaluate or save", minimum=0)
+    timeout_minutes: float = key(
+        10.0,
+        "minutes without progress that end the run; 0: never, also at the start",
+        minimum=0,
+        maximum=YEAR,
+    )
+    start_timeout_minutes: float = key(
+        60.0, "the same, in minutes, to compile, evaluate or save; 0: never", minimum=0, maximum=YEAR
+    )
 
     def model_config(self) -> ModelConfig:
         """The model's shape. Raises ValueError."""
@@ -149,7 +186,7 @@ class TrainConfig:
         return self.batch_size * self.gradient_accumulation_steps * world_size
 
     def to_dict(self) -> dict[str, Any]:
-        """{key: value}. Redact it before it is written anywhere (training/process/redaction.py)."""
+        """{key: value}. Redact it before it is shown (training/process/redaction.py)."""
         return dataclasses.asdict(self)
 
 
@@ -164,7 +201,12 @@ class Key(NamedTuple):
     default: object
     help: str
     minimum: float | None
+    maximum: float | None
     guarded: bool
+
+    def most(self, value: float) -> float:
+        """The greatest value of this value's type."""
+        return self.maximum or (FLOAT_MAX if isinstance(value, float) else INT_MAX)
 
 
 def _read_line(hint: object, field: dataclasses.Field) -> Key:

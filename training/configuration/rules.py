@@ -12,7 +12,11 @@ import re
 from collections.abc import Iterable
 
 from common.errors import UserError
-from training.configuration.keys import GUARDED, KEYS, TrainConfig
+from common.text import shorten, shown
+from training.configuration.keys import GUARDED, KEYS, YEAR, Key, TrainConfig
+
+PATHS = ("out_dir", "dataset")  # keys that name folders
+TOKENS_MAX = 2**40  # of one GPU and iteration: 8 TiB of ids
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -22,25 +26,23 @@ def check(config: TrainConfig, world_size: int) -> None:
         if known.choices and values[name] not in known.choices:
             hint = did_you_mean(str(values[name]), map(str, known.choices))
             listed = ", ".join(map(repr, known.choices))
-            raise UserError(f"{name}={values[name]!r} is not one of {listed}{hint}")
-    for name, known in KEYS.items():
-        if known.minimum is not None and not values[name] >= known.minimum:  # also catches NaN
-            raise UserError(f"{name}={values[name]} must be at least {known.minimum}")
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name}={value} is not a finite number")
-    for name in ("out_dir", "dataset"):
-        if not values[name]:
-            raise UserError(f"{name} is empty; name a folder")
-        if "://" in values[name]:
-            raise UserError(f"{name}={values[name]!r} is a URL; name a folder")
+            raise UserError(f"{name}={shown(values[name])} is not one of {listed}{hint}")
+        _check_size(name, known, values[name])
+    for name in PATHS:
+        _check_path(name, values[name])
     for name in ("beta1", "beta2"):
         if not 0 <= values[name] < 1:
             raise UserError(f"{name}={values[name]} is not in [0, 1)")
     try:
         config.model_config()
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(shorten(str(error), 300)) from None
+    tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    if tokens > TOKENS_MAX:
+        raise UserError(
+            f"batch_size x gradient_accumulation_steps x block_size is {tokens:,} tokens, beyond "
+            f"{TOKENS_MAX:,}, the limit; the ids of an iteration are held in memory together"
+        )
     _check_checkpoints(config)
     _check_schedule(config)
     _check_sharding(config, world_size)
@@ -48,9 +50,30 @@ def check(config: TrainConfig, world_size: int) -> None:
     _check_system(config, world_size)
 
 
+def _check_size(name: str, known: Key, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if known.minimum is not None and not value >= known.minimum:  # also catches NaN
+        raise UserError(f"{name}={shown(value)} must be at least {known.minimum}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}={value} is not a finite number")
+    most = known.most(value)
+    if abs(value) > most:
+        raise UserError(f"{name}={shown(value)} is beyond {'-' * (value < 0)}{most:,}, the limit")
+
+
+def _check_path(name: str, value: str) -> None:
+    if not value:
+        raise UserError(f"{name} is empty; name a folder")
+    if "://" in value:
+        raise UserError(f"{name}={shown(value)} is a URL; name a folder")
+    if any(ord(c) < 32 for c in value):  # it would steer the terminal, and break lines of the log
+        raise UserError(f"{name}={shown(value)} has a line break or another control character")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """What an error ends with if one of the known names is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name[:100], list(known), n=1)  # it takes long for a long text
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -60,13 +83,14 @@ def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh])", value)
         seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0
-        if not seconds:
+        if not 0 < seconds <= 60 * YEAR:
             raise UserError(
-                f"checkpoint_interval={value!r} is neither a number of iterations nor a time such as '30m'"
+                f"checkpoint_interval={shown(value)} is neither a number of iterations nor a time such as "
+                "'30m', of at most a year"
             )
         return 0, seconds
     if value is not None and value < 0:
-        raise UserError(f"checkpoint_interval={value} must be at least 0")
+        raise UserError(f"checkpoint_interval={shown(value)} must be at least 0")
     return value or 0, 0.0
 
 
@@ -75,9 +99,11 @@ def _check_checkpoints(config: TrainConfig) -> None:
     for name in filter(None, (config.allow_changes or "").split(",")):
         if name not in GUARDED:
             hint = did_you_mean(name, GUARDED)
-            raise UserError(f"allow_changes: {name!r} is not one of {', '.join(GUARDED)}{hint}")
+            raise UserError(f"allow_changes: {shown(name)} is not one of {', '.join(GUARDED)}{hint}")
     if config.resume_from != "latest" and config.init_from != "resume":
-        raise UserError(f"resume_from={config.resume_from!r} says where to go on; add --init_from=resume")
+        raise UserError(
+            f"resume_from={shown(config.resume_from)} says where to go on; add --init_from=resume"
+        )
 
 
 def _check_schedule(config: TrainConfig) -> None:
@@ -145,7 +171,7 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
         raise UserError("wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False")
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
-        raise UserError(f"peak_tflops={peak!r} is neither a positive number nor 'measure'")
+        raise UserError(f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'")
     if peak == "measure" and config.use_sparse_specs:
         raise UserError(
             "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak"

@@ -2,20 +2,19 @@
 have neither.
 
 A full disk or a closed console never ends a run: the first failure is a warning, and the next message is
-tried again. A console that cannot show a character shows a question mark.
+tried again. What comes from a file or a library cannot steer the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
-import os
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
+from common.text import plain
 from training.process.redaction import redact
 
 log = logging.getLogger("nanomfu")
@@ -23,7 +22,7 @@ log = logging.getLogger("nanomfu")
 
 class _Redacting(logging.Formatter):
     def format(self, entry: logging.LogRecord) -> str:
-        return redact(super().format(entry))
+        return plain(redact(super().format(entry)))
 
 
 class _Patient:
@@ -76,20 +75,6 @@ class _LogFile(_Patient, logging.FileHandler):
 
     def __str__(self) -> str:
         return self.baseFilename
-
-
-def prepare_output() -> None:
-    """The first call of a process. Makes it possible to write to stdout and stderr, whatever they are."""
-    # A number that was closed is taken here; a checkpoint could get it otherwise, and a library's messages.
-    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(null)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def start_logging(log_path: Path | None, console: bool = True) -> None:

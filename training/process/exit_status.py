@@ -24,12 +24,13 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from common.command import FAILED, INTERRUPTED, USER_ERROR
 from common.errors import RunError, UserError
+from common.text import MESSAGE_CHARACTERS, plain, shorten
 from training.process.console import write_to_log_file
 from training.process.redaction import redact
 from training.process.world import World, launch_info
 
-FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130
 # Each asks a run to save and to end. Only the training process itself reacts, not its data workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 RANK_0_SPEAKS_FIRST_S = 3.0  # the others wait, so that rank 0 alone prints an error that every rank has
@@ -52,7 +53,7 @@ def end_with(error: BaseException) -> int:
     normal exit would wait for them. torchrun stops the others as soon as this process has ended.
     """
     status, message = _describe(error)
-    message = redact(message)
+    message = shorten(plain(redact(message)), MESSAGE_CHARACTERS)
     rank, _, world_size = launch_info()
     is_cause = not isinstance(error, OtherRankFailed)
     within(WRITE_TIMEOUT_S, write_to_log_file, message)
@@ -90,8 +91,23 @@ def _describe(error: BaseException) -> tuple[int, str]:
             "--dataloader_prefetch_factor, or read without workers: --use_dataloader=False"
         )
         return FAILED, f"error: {error}; {hint}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        hint = "lower --batch_size, --block_size or --gradient_accumulation_steps"
+        return FAILED, f"error: out of memory of the machine; {hint}\n{error}"
+    if compiler := _missing_compiler(error):
+        hint = "install g++ and the headers of Python (apt install g++ python3-dev), or set --compile=False"
+        return USER_ERROR, f"error: torch.compile has no compiler that works; {hint}\n{compiler}"
     lines = "".join(traceback.format_exception(error))
     return FAILED, f"{lines}error: {type(error).__name__}: {error}"
+
+
+def _missing_compiler(error: BaseException) -> str | None:
+    """What torch.compile says of the C or C++ compiler of this machine, if that is why it failed."""
+    inner = getattr(error, "inner_exception", error)  # of torch's BackendCompilerFailed
+    says = str(inner)
+    is_missing = type(inner).__name__ == "InvalidCxxCompiler" or "Failed to find C compiler" in says  # Triton
+    does_not_work = type(inner).__name__ == "CppCompileError" and "fatal error:" in says  # a missing header
+    return says.split("\n\nSet TORCH")[0] if is_missing or does_not_work else None
 
 
 def tell_launcher(message: str) -> None:

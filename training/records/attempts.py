@@ -12,6 +12,8 @@ import json
 import logging
 from pathlib import Path
 
+from training.process.redaction import redact
+
 SECTIONS = ("training_iterations", "training_progress", "eval_steps", "checkpoints", "events")
 # sections in which iteration n comes before update n, and so belongs to a checkpoint of n
 BEFORE_THE_UPDATE = ("eval_steps", "checkpoints")
@@ -46,7 +48,8 @@ def _is_part_of(record: dict, run_name: str) -> bool:
 
 
 def _started_by(record: dict, launch: dict) -> bool:
-    return (record["startup_info"].get("launch") or {}).get("id") == launch["id"]
+    # redacted, as it is in the record: the environment is still the same torchrun's
+    return (record["startup_info"].get("launch") or {}).get("id") == redact(launch["id"])
 
 
 def _read(path: Path) -> dict | None:

@@ -11,8 +11,6 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
-from training.process.console import start_logging
-from training.process.world import launch_info
 from training.records.run_record import RunRecord, accumulation_steps
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops
@@ -55,8 +53,8 @@ def closing_lines(
     return [*lines, f"Data:        the loop waited {waited_seconds:.2f} s for batches in all"]
 
 
-def dry_run(config: TrainConfig, world_size: int) -> None:
-    """Prints the report of a model on the meta device: no GPU, no data, no process group, no file."""
+def dry_run(config: TrainConfig, world_size: int) -> list[str]:
+    """The lines of the report of a model on the meta device: no GPU, no data, no process group, no file."""
     stated = config.peak_tflops if isinstance(config.peak_tflops, float) else None
     reason = None if stated else "a dry run looks at no device; state one with --peak_tflops=..."
     source = "stated by peak_tflops" if stated else "none"
@@ -69,9 +67,7 @@ def dry_run(config: TrainConfig, world_size: int) -> None:
         {"line": line},
         world_size,
     )
-    start_logging(None, console=launch_info()[0] == 0)
-    for line in report_lines(config, info):
-        log.info(line)
+    return report_lines(config, info)
 
 
 # --- text ---

@@ -240,7 +240,8 @@ def _text(content: dict) -> Iterator[str]:
                 yield (",\n  " if place else "") + json.dumps(entry, allow_nan=False)
             yield "\n ]"
         else:
-            yield json.dumps(_finite(redact_all(value)), indent=1, allow_nan=False).replace("\n", "\n ")
+            value = redact_all({name: value}, keep=("run_name",))[name]  # attempts find each other by it
+            yield json.dumps(_finite(value), indent=1, allow_nan=False).replace("\n", "\n ")
     yield "\n}\n"
 
 

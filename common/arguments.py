@@ -1,0 +1,56 @@
+"""Types of command-line options, for argparse: numbers within limits, and paths."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+from common.text import shown
+
+INT64_MAX = 2**63 - 1
+
+
+def whole_number(least: int, most: int = INT64_MAX) -> Callable[[str], int]:
+    """An int between these two."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:  # also one of more than 4,300 digits
+            raise ArgumentTypeError(f"{shown(text)} is not a whole number") from None
+        if not least <= number <= most:
+            raise ArgumentTypeError(f"{shown(number)} is not between {least:,} and {most:,}")
+        return number
+
+    return read
+
+
+def real_number(least: float, most: float) -> Callable[[str], float]:
+    """A float between these two."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{shown(text)} is not a number") from None
+        if not least <= value <= most:  # also NaN
+            raise ArgumentTypeError(f"{value:g} is not between {least:g} and {most:g}")
+        return value
+
+    return read
+
+
+def user_path(text: str) -> str:
+    """A path as a shell would read it: it leaves the ~ of --output=~/x to us. '' would be this folder."""
+    if not text.strip():
+        raise ArgumentTypeError("it is empty; name a file or a folder")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ArgumentTypeError(f"{shown(text)}: there is no user of this name; a folder is ./{text}")
+    return path
+
+
+def user_folder(text: str) -> Path:
+    return Path(user_path(text))
