@@ -171,8 +171,8 @@ def _record_collectives(out_dir: Path, rank: int) -> None:
     """Sets up NCCL's flight recorder: the last collectives of each rank are written to out_dir when one times
     out. Two of the variables had another name in earlier versions of torch."""
     dump = out_dir / f"{FLIGHT_RECORDER}{rank}"
-    if dump.is_symlink():  # NCCL would write through it
-        dump.unlink()
+    if os.path.lexists(dump) and (dump.is_symlink() or dump.stat().st_nlink > 1):
+        dump.unlink()  # NCCL would write through it
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
