@@ -94,9 +94,10 @@ def delete(path: Path) -> None:
 
 
 def delete_remains(root: Path) -> None:
-    """Deletes what a killed save or a killed deletion left, and files that were to replace others."""
-    for path in (*root.glob("step-*.tmp-*"), *root.glob("*.tmp[0-9]*")):
-        delete(path)
+    """Deletes what a killed save or a killed deletion left, and files that were to replace pointers."""
+    for pattern in ("step-*.tmp-*", "latest.tmp[0-9]*", "best.tmp[0-9]*"):
+        for path in root.glob(pattern):
+            delete(path)
 
 
 # --- moving out of the way ---
