@@ -14,37 +14,29 @@ from pathlib import Path
 
 import torch
 
-import model_builder
 from common.arguments import real_number, user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from common.text import plain
 from data.pipeline.meta_file import load_tokenizer
-from model_config import ModelConfig
-from training.checkpoints.folder import find_checkpoint, read_state, verify_checkpoint
-from training.checkpoints.loading import load_weights
+from training.checkpoints.loading import load_model
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
-from training.process.world import World
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3  # logits divided by it stay numbers in float32
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
-    checkpoint = find_checkpoint(Path(options.out_dir), options.checkpoint)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    verify_checkpoint(checkpoint, World(rank=0, local_rank=0, size=1, device=device))
-    saved = read_state(checkpoint)
-    model = model_builder.build_model(ModelConfig(**saved["model_config"])).init_weights(device, seed=0)
-    load_weights(checkpoint, model)
+    checkpoint, saved, model = load_model(Path(options.out_dir), options.checkpoint, device)
     model.eval()
-    dataset, *_ = parse_dataset(options.dataset or saved["config"]["dataset"])  # a mixture has one tokenizer
+    dataset, *_ = parse_dataset(options.dataset or saved.config["dataset"])  # a mixture has one tokenizer
     tokenizer = load_tokenizer(dataset_folder(TrainConfig(dataset=dataset)))
     prompt = tokenizer.encode(options.prompt)
     if not prompt:
         raise UserError("--prompt is empty; give at least one character")
-    print(f"checkpoint {checkpoint}, iteration {saved['iteration']}, validation loss {saved['val_loss']}")
+    print(f"checkpoint {checkpoint}, iteration {saved.iteration}, validation loss {saved.val_loss}")
     generator = torch.Generator(device).manual_seed(options.seed)
     for number in range(1, options.num_samples + 1):
         ids = torch.tensor([prompt], device=device)

@@ -37,9 +37,8 @@ from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
 from training.batches.packing import end_of_text_id
 from training.batches.sources import Source, make_windows, open_sources
-from training.checkpoints.folder import find_checkpoint
-from training.checkpoints.loading import load_progress
-from training.checkpoints.resume import choose_start, find_resume
+from training.checkpoints.folder import check_root, find_checkpoint
+from training.checkpoints.resume import choose_start, find_resume, load_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
@@ -159,7 +158,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # dropout seed of its own
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
-    progress = load_progress(resume.checkpoint, state, config.model_config())
+    resume, progress = load_resume(resume, state, config, data)
     start = progress.iteration
     windows = make_windows(sources, config)
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
@@ -167,7 +166,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 7) open the record
     info = startup_info(config, flops, peak, describe_hardware(world.device), attention.to_dict(), world.size)
     info |= run_info(config, sources, windows, data["sha256"], resume, world.size)
-    record = open_record(config, world, path, info, resume.run, start)
+    record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
     logger = watchdog.logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss)
 
@@ -274,6 +273,7 @@ def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
     out_dir = Path(config.out_dir)
     if rank == 0:
         check_writable(out_dir)
+        check_root(out_dir)
         if not config.eval_only:  # an evaluation alone writes only a record of its own
             lock.acquire()
         if config.init_from == "resume":

@@ -3,11 +3,11 @@ through a link, which may lead to a file of somebody else."""
 
 import json
 import os
+from io import BufferedWriter
 from pathlib import Path
-from typing import BinaryIO
 
 
-def create(path: Path) -> BinaryIO:
+def create(path: Path) -> BufferedWriter:
     """Opens a new, empty file. A file or a link that has this name is removed first; what a link leads to
     is not touched."""
     path.unlink(missing_ok=True)

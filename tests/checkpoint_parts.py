@@ -1,7 +1,9 @@
 """What the test_checkpoint files share: a tiny model's state without a run around it, and ranks as processes
 that need no process group, because a save needs none."""
 
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import model_builder
 from training.checkpoints.saver import Saver
 from training.checkpoints.staging import Staging, plan_parts
 from training.checkpoints.train_state import Progress, TrainState
+from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
@@ -49,12 +52,28 @@ def copies(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def make_saver(config: TrainConfig, state: TrainState, start: int = 0) -> Saver:
-    return Saver(config, state, {}, start)
+    data = {"sha256": "0" * 64, "tokenizer": {"name": None, "sha256": None}, "splits": {}}
+    return Saver(config, state, {"run": "run_20260101_000000", "data": data}, start)
 
 
 def save(saver: Saver, iteration: int, val_loss: float | None = None) -> Path:
     saver.begin(Progress(iteration, 10 * iteration, val_loss, val_loss))
     return saver.finished(wait=None).final
+
+
+def sign(folder: Path) -> None:
+    """The manifest of whoever can write to the folder: it matches whatever is there."""
+    files = {path.name: digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
+
+
+def copy_checkpoint(folder: Path, root: Path, step: int, **fields: object) -> Path:
+    """A copy of a checkpoint as that of another iteration, with these fields of state.json."""
+    copy = shutil.copytree(folder, root / f"step-{step:08d}")
+    state = json.loads((copy / "state.json").read_text()) | {"iteration": step} | fields
+    (copy / "state.json").write_text(json.dumps(state))
+    sign(copy)
+    return copy
 
 
 def make_ranks(

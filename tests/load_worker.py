@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from checkpoint_parts import make_saver
 from helpers import checkpoint_tensors
 from torch.distributed.tensor import DTensor
 
 import model_builder
 from training.checkpoints.loading import load_checkpoint
-from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
 from training.configuration.files_and_flags import load_config
 from training.optimization.optimizer import build_optimizer
@@ -59,7 +59,7 @@ def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[st
 
 
 def save(config, state: TrainState, progress, out_dir: Path) -> Path:
-    saver = Saver(config, state, {}, start=0)
+    saver = make_saver(config, state)
     saver.root = out_dir / "checkpoints"
     saver.begin(progress)
     return saver.finished(wait=None).final

@@ -12,17 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_parts import copies, make_config, make_saver, make_state, save
+from checkpoint_parts import ALONE, copies, make_config, make_saver, make_state, save, sign
 from helpers import ROOT, checkpoint_tensors
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-import model_builder
 from common.errors import UserError
-from model_config import ModelConfig
 from training.checkpoints import format_1
-from training.checkpoints.folder import damage_of_share, digest, read_state, recorded_files
 from training.checkpoints.loading import load_checkpoint, load_weights
+from training.checkpoints.saved_state import read_state
 from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
+from training.checkpoints.verification import damage_here, digest, recorded_files, verify_checkpoint
 
 # format -> sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by
 # ZeRO-1 on two ranks, after 3 iterations of a model of this shape
@@ -46,12 +45,6 @@ def folder(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "step-00000003")
 
 
-def sign(folder: Path):
-    """The manifest of whoever can write to the folder: it matches whatever is there."""
-    files = {path.name: digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
-    (folder / "manifest.json").write_text(json.dumps({"files": files}))
-
-
 # --- damage [8] ---
 
 FILES = ("tensors-00000-0.safetensors", "state.json", "manifest.json")
@@ -67,13 +60,13 @@ def test_item_8_any_flipped_bit_is_found_and_its_file_named(folder, name):
         flipped = bytearray(content)
         flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         (folder / name).write_bytes(flipped)
-        problems = damage_of_share(folder)
+        problems = damage_here(folder)
         if name != "manifest.json":
             assert len(problems) == 1 and problems[0] == f"{name} does not match its sha256"
         elif not problems:
             assert recorded_files(folder) == expected
     (folder / name).write_bytes(content)
-    assert damage_of_share(folder) == []
+    assert damage_here(folder) == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -83,7 +76,7 @@ def test_item_8_a_truncated_or_missing_file_is_found_and_named(folder, name, sha
     (folder / name).write_bytes(content[: int((share or 0) * len(content))])
     if share is None:
         (folder / name).unlink()
-    assert name in damage_of_share(folder)[0]
+    assert name in damage_here(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +91,7 @@ def test_item_8_a_truncated_or_missing_file_is_found_and_named(folder, name, sha
 )
 def test_item_8_a_manifest_that_is_none_is_named(folder, manifest):
     (folder / "manifest.json").write_text(manifest)
-    assert "manifest.json" in damage_of_share(folder)[0]
+    assert "manifest.json" in damage_here(folder)[0]
 
 
 # --- the format ---
@@ -157,16 +150,13 @@ def old(tmp_path):
     return shutil.copytree(ROOT / "tests/golden/format-1/step-00000003", tmp_path / "step-00000003")
 
 
-def load_into_a_model(folder: Path):
-    model = model_builder.build_model(ModelConfig(**read_state(folder)["model_config"]))
-    load_weights(folder, model.init_weights("cpu", seed=0))
-
-
 def refused(folder: Path) -> str:
+    """The manifest matches, so it protects from nothing here: what is in the files is refused."""
     sign(folder)
-    assert damage_of_share(folder) == [], "the manifest matches: it protects from nothing here"
     with pytest.raises(UserError) as error:
-        load_into_a_model(folder)
+        verify_checkpoint(folder, ALONE)
+        load_weights(folder, torch.device("cpu"))
+    assert "does not match its sha256" not in str(error.value)
     return str(error.value)
 
 
@@ -265,9 +255,9 @@ def test_item_24_files_that_the_manifest_does_not_list_are_not_read(folder):
 @pytest.mark.parametrize("version", GOLDEN)
 def test_item_28_a_checkpoint_of_every_format_loads_bit_for_bit(version):
     folder = ROOT / f"tests/golden/format-{version}/step-00000003"
-    assert damage_of_share(folder) == []
+    assert damage_here(folder) == []
     saved = read_state(folder)
-    assert saved["format"] == version
+    assert saved.format == version
     config = make_config("unused", **GOLDEN_SHAPE)
     state = make_state(config)
     progress = load_checkpoint(folder, state, config.model_config())

@@ -14,8 +14,9 @@ from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train,
 from common.errors import UserError
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import data_fingerprint
-from training.checkpoints.folder import find_checkpoint, read_state, step_folders
+from training.checkpoints.folder import find_checkpoint, step_folders
 from training.checkpoints.resume import find_resume, refuse_changes
+from training.checkpoints.saved_state import read_state
 from training.configuration.files_and_flags import load_config
 from training.optimization.schedule import learning_rate
 

@@ -28,9 +28,10 @@ from helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train,
 
 from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
-from training.checkpoints.folder import complete_checkpoints, damage_of_share
+from training.checkpoints.folder import complete_checkpoints
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.train_state import Progress
+from training.checkpoints.verification import damage_here
 from training.faults.watchdog import Watchdog
 
 
@@ -140,7 +141,7 @@ def test_ranks_share_the_writing_of_what_all_of_them_have(config, tmp_path):
     folder = tmp_path / "out" / "checkpoints" / "step-00000001"
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["manifest.json", "state.json", *(f"tensors-0000{rank}-0.safetensors" for rank in (0, 1))]
-    assert damage_of_share(folder) == []
+    assert damage_here(folder) == []
     assert equal(copies(savers[0].state), checkpoint_tensors(folder))
 
 
@@ -198,7 +199,7 @@ def test_item_6_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config
         ("_update_pointers", "after"),
     )
     assert there == ["step-00000001"] + ["step-00000002"] * committed
-    assert all(damage_of_share(root / name) == [] for name in there)
+    assert all(damage_here(root / name) == [] for name in there)
     assert equal(second if committed else first, checkpoint_tensors(root / there[-1]))
 
     # the next start needs no help, and the remains go
@@ -226,7 +227,7 @@ def test_item_9_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch
     with pytest.raises(RunError, match="could not write the checkpoint .*step-00000002.*the disk is broken"):
         saver.finished(wait=None)
     assert (root / "latest").read_text() == "step-00000001\n"
-    assert damage_of_share(root / "step-00000001") == []
+    assert damage_here(root / "step-00000001") == []
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
 
 
@@ -286,7 +287,7 @@ def test_item_7_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(c
     saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match=r"needed on the disk \(1.2 times its size\)"):
         saver.finished(wait=None)
-    assert damage_of_share(root / "step-00000001") == []
+    assert damage_here(root / "step-00000001") == []
 
 
 def test_item_6_a_checkpoint_of_that_name_is_never_overwritten(config, root):
@@ -378,7 +379,7 @@ def test_item_7_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run,
     assert done.returncode != 0 and time.monotonic() - began < 60
     assert "could not write the checkpoint" in done.stderr and "File too large" in done.stderr
     assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000002"]
-    assert damage_of_share(root / "step-00000002") == []
+    assert damage_here(root / "step-00000002") == []
     assert run(run_config, "--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=2") == 0
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
 

@@ -24,7 +24,8 @@ from helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, 
 from common.errors import UserError
 from data.pipeline.meta_file import load_tokenizer
 from training.batches.dataset import open_dataset
-from training.checkpoints.folder import MANIFEST, recorded_files
+from training.checkpoints.folder import MANIFEST
+from training.checkpoints.verification import recorded_files
 from training.configuration.dataset_name import dataset_folder
 from training.configuration.keys import TrainConfig
 from training.process import redaction as redact

@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
 from common.errors import UserError
-from model_config import ModelConfig
-from training.checkpoints.folder import find_checkpoint, read_state
+from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
@@ -247,9 +246,7 @@ def test_a_checkpoint_with_bf16_tensors_loads_into_fp32_and_back(runs, folder, r
 
 def test_sampling_reads_bf16_weights(runs, folder):
     checkpoint = find_checkpoint(out_dir(folder, "zero1", "bf16 weights"))
-    model = model_builder.build_model(ModelConfig(**read_state(checkpoint)["model_config"]))
-    model.init_weights("cpu", seed=5)
-    load_weights(checkpoint, model)
+    _, model = load_weights(checkpoint, torch.device("cpu"))
     saved = checkpoint_tensors(checkpoint)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32

@@ -10,6 +10,7 @@ from pathlib import Path
 from common.errors import RunError
 from training.batches.loader import Loader
 from training.batches.windows import Split
+from training.checkpoints.plan import plan_saves
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress
 from training.configuration.rules import checkpoint_interval
@@ -49,8 +50,7 @@ class EvaluateAndSave:
         self.last_checkpoint: Path | None = None  # the last complete one
         self.every_iterations, self.every_seconds = checkpoint_interval(config)
         self.saved_at, self.saved_time = self.start, time.monotonic()  # when the last save began
-        may_save = config.always_save_checkpoint or config.eval_interval or config.checkpoint_interval
-        if may_save and self.start < config.max_iters and not config.eval_only:
+        if plan_saves(config, self.start).most != 0:
             saver.prepare()
 
     def before_update(self, iteration: int, learning_rate: float) -> None:
@@ -116,6 +116,7 @@ class EvaluateAndSave:
     def save(self, iteration: int, val_loss: float | None, best: bool) -> None:
         """Begins a checkpoint. A later before_update() notes that it is complete."""
         self.anomalies.read_now()
+        self.logger.check_out_dir()
         self.replica_check.compare(iteration)
         progress = Progress(iteration, self.loader.position, self.logger.best_val_loss, val_loss)
         with self.logger.clock.paused(), self.watchdog.during("checkpoint"):
@@ -129,7 +130,11 @@ class EvaluateAndSave:
 
     def _conclude(self, wait: float | None = 0.0) -> None:
         """Notes the checkpoint in progress if it is complete within `wait` seconds; None: waits for it."""
-        save = self.saver.finished(wait)
+        try:
+            save = self.saver.finished(wait)
+        except RunError:
+            self.logger.check_out_dir()  # names the reason, if out_dir is gone
+            raise
         if save:
             self.last_checkpoint = save.final
             self.anomalies.saved_at = save.progress.iteration

@@ -65,6 +65,8 @@ def _check(found: metadata.Metadata, names: set[str]) -> None:
     for name, tensor in found.state_dict_metadata.items():
         if type(tensor) is not metadata.TensorStorageMetadata:
             raise ValueError(f"{name} is no tensor")
+        if type(tensor.size) is not torch.Size or type(tensor.properties.dtype) is not torch.dtype:
+            raise ValueError(f"{name} has no size and no dtype")
     for place in found.storage_data.values():
         if place.relative_path not in names or place.transform_descriptors:
             raise ValueError(f"{place.relative_path!r} is not one of its files")

@@ -10,69 +10,102 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import model_builder
 from common.errors import UserError
+from model import Transformer
 from model_config import ModelConfig
-from training.checkpoints.folder import damaged, read_state, recorded_files
-from training.checkpoints.format_1 import METADATA, Format1
-from training.checkpoints.tensor_files import SUFFIX, TensorFiles
+from training.checkpoints.folder import MANIFEST, find_checkpoint
+from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
+from training.checkpoints.verification import damaged, open_tensors, verify_checkpoint
+from training.process.world import World, gather_objects
 
+DELETIONS = 10  # of checkpoints that a run deletes while they are read, one after another
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 
 
-def check_architecture(folder: Path, saved: dict, wanted: ModelConfig) -> None:
+def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
     """Raises UserError that names every field in which the saved model differs from the configured one."""
+    was = saved.to_dict()
     differences = [
-        f"{name}: checkpoint {saved.get(name)!r}, configuration {value!r}"
+        f"{name}: checkpoint {was[name]!r}, configuration {value!r}"
         for name, value in wanted.to_dict().items()
-        if saved.get(name) != value and name not in FREE_TO_CHANGE
+        if was[name] != value and name not in FREE_TO_CHANGE
     ]
     if differences:
         raise UserError(f"{folder} holds another architecture: {'; '.join(differences)}")
 
 
-def load_progress(checkpoint: Path | None, state: TrainState, model_config: ModelConfig) -> Progress:
-    """Where a run continues: at its beginning, or at the checkpoint, which is loaded here. All ranks."""
-    return load_checkpoint(checkpoint, state, model_config) if checkpoint else Progress(0, 0)
-
-
 def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) -> Progress:
-    """Loads a verified checkpoint into the tensors of `state`, bit for bit. All ranks. Raises UserError."""
-    saved = read_state(folder)
-    check_architecture(folder, saved["model_config"], model_config)
-    reader = _open(folder)
+    """Loads a verified checkpoint into the tensors of `state`, bit for bit. All ranks. Raises UserError, on
+    every rank if on any."""
+    opened = _open(folder)
+    failures = gather_objects(opened if isinstance(opened, UserError) else None, state.world)
+    if failure := next(filter(None, failures), None):
+        raise failure
+    assert not isinstance(opened, UserError)
+    saved, reader = opened
+    check_architecture(folder, saved.model_config, model_config)
     entries = reader.read_metadata().state_dict_metadata.items()
     saved_sizes = {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
     optional = {name: t for name, t in state.optional_tensors().items() if saved_sizes.get(name) == t.shape}
     tensors = {**state.tensors(), **optional}
     _load(folder, reader, tensors, no_dist=state.world.size == 1)
     state.after_load(tensors)
-    fields = Progress.__dataclass_fields__
-    return Progress(**{name: saved[name] for name in fields})
+    return Progress(saved.iteration, saved.samples_seen, saved.best_val_loss, saved.val_loss)
 
 
-def load_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Loads only the weights of a verified checkpoint, into one process's model, for sampling and export."""
+def load_model(out_dir: Path, which: str, device: torch.device) -> tuple[Path, SavedState, Transformer]:
+    """The checkpoint that was found, what it says, and its model with its weights, for sampling and export.
+    A checkpoint that the run deletes meanwhile is replaced by the next newest. Raises UserError."""
+    for _ in range(DELETIONS):
+        folder = find_checkpoint(out_dir, which)
+        try:
+            verify_checkpoint(folder, World(rank=0, local_rank=0, size=1, device=device))
+            return folder, *load_weights(folder, device)
+        except UserError:
+            if is_there(folder):
+                raise
+    raise deleted_too_fast(out_dir)
+
+
+def load_weights(folder: Path, device: torch.device) -> tuple[SavedState, Transformer]:
+    """Loads only the weights of a verified checkpoint, into one process's model. Raises UserError."""
+    opened = _open(folder)
+    if isinstance(opened, UserError):
+        raise opened
+    saved, reader = opened
+    model = model_builder.build_model(saved.model_config).init_weights(device, seed=0)
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    _load(folder, _open(folder), tensors, no_dist=True)
+    _load(folder, reader, tensors, no_dist=True)
+    return saved, model
 
 
-def _open(folder: Path) -> dcp.StorageReader:
-    """A reader of the folder's tensors. Files that the manifest does not list are ignored."""
+def is_there(folder: Path) -> bool:
+    """False if the run has deleted the checkpoint. A damaged one is still there."""
+    return (folder / MANIFEST).is_file()
+
+
+def deleted_too_fast(out_dir: Path) -> UserError:
+    return UserError(
+        f"the run in {out_dir} deleted {DELETIONS} checkpoints while they were read; raise its --keep_last"
+    )
+
+
+def _open(folder: Path) -> tuple[SavedState, dcp.StorageReader] | UserError:
     try:
-        names = recorded_files(folder)
-        if METADATA in names:
-            return Format1(folder, set(names))
-        return TensorFiles([folder / name for name in names if name.endswith(SUFFIX)])
+        return read_state(folder), open_tensors(folder)
+    except UserError as error:
+        return error
     except (ValueError, OSError) as error:
-        raise damaged(folder, [str(error)]) from None
+        return damaged(folder, [str(error)])
 
 
 def _load(folder: Path, reader: dcp.StorageReader, tensors: dict[str, torch.Tensor], no_dist: bool) -> None:
     try:
         with _no_group_warning():
             dcp.load(tensors, storage_reader=reader, no_dist=no_dist)
-    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+    except (dcp.api.CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error
 
 

@@ -13,23 +13,26 @@ checkpoints, and a restart compares.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.durable_file import write_json
 from common.errors import UserError
+from common.json_file import read_json
 from training.batches.fingerprint import data_differences
-from training.checkpoints.folder import (
-    damage,
-    damage_of_share,
-    damaged,
-    find_checkpoint,
-    read_state,
-    rename_damaged,
-    step_folders,
+from training.checkpoints.folder import check_aside, find_checkpoint, rename_damaged, step_folders
+from training.checkpoints.loading import (
+    DELETIONS,
+    check_architecture,
+    deleted_too_fast,
+    is_there,
+    load_checkpoint,
 )
-from training.checkpoints.loading import check_architecture
+from training.checkpoints.plan import plan_saves
+from training.checkpoints.saved_state import SavedState, read_state
+from training.checkpoints.train_state import Progress, TrainState
+from training.checkpoints.verification import damage, damage_here, damaged
 from training.configuration.keys import GUARDED, TrainConfig
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
@@ -58,7 +61,7 @@ def _choose_start(config: TrainConfig) -> TrainConfig:
             return replace(config, init_from="resume", resume_from="latest")
         log.info("It had saved no checkpoint, so it begins again as it began")
     elif may_restart() and root.is_dir() and not config.eval_only:  # an evaluation saves nothing
-        (root / EARLIER).write_text(json.dumps(existing))
+        _note_earlier(root / EARLIER, existing)
     if config.init_from == "auto":
         return replace(config, init_from="resume" if existing else "scratch")
     return config
@@ -68,14 +71,30 @@ def _modification_times(root: Path) -> dict[str, int]:
     """{name: time of its last change} of everything that is or was a checkpoint, complete or damaged. If
     there is any, init_from='auto' does not begin from scratch."""
     folders = [path for path in root.glob("step-*") if ".tmp-" not in path.name]
-    return {path.name: path.stat().st_mtime_ns for path in folders}
+    return {path.name: path.lstat().st_mtime_ns for path in folders}
+
+
+def _note_earlier(path: Path, existing: dict[str, int]) -> None:
+    try:
+        write_json(path, existing)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}; choose another --out_dir") from None
 
 
 def _earlier(root: Path) -> dict[str, int]:
+    path = root / EARLIER
     try:
-        return json.loads((root / EARLIER).read_text())
-    except FileNotFoundError:
+        earlier = read_json(path)
+        if not all(type(time) is int for time in earlier.values()):
+            raise ValueError("it is no list of times")
+    except FileNotFoundError:  # there was nothing
         return {}
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), so it is not known which checkpoints this run saved before "
+            "torchrun restarted it; start it anew, with --init_from=resume to go on from the newest one"
+        ) from None
+    return earlier
 
 
 # --- from which checkpoint ---
@@ -89,32 +108,84 @@ class Resume:
     changed: dict[str, list] = field(default_factory=dict)  # setting -> [in the checkpoint, now]
     renamed: list[dict[str, str]] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
     run: str | None = None  # name of the record of the run that saved the checkpoint
+    start: int = 0  # the first iteration
 
 
 def find_resume(config: TrainConfig, world: World, data: dict) -> Resume:
     """The verified checkpoint that the configuration asks for. All ranks. Raises UserError."""
-    if config.init_from != "resume":
-        return Resume()
-    checkpoint, renamed = _choose_checkpoint(config, world)
-    saved = read_state(checkpoint)
-    check_architecture(checkpoint, saved["model_config"], config.model_config())
-    if not config.eval_only:
-        refuse_changes(checkpoint, saved, config, world.size, data)
-    return Resume(checkpoint, changed_settings(saved, config), renamed, saved.get("run"))
+    resume = Resume()
+    if config.init_from == "resume":
+        checkpoint, saved, renamed = _choose_checkpoint(config, world)
+        check_architecture(checkpoint, saved.model_config, config.model_config())
+        if not config.eval_only:
+            refuse_changes(checkpoint, saved, config, world.size, data)
+        resume = Resume(checkpoint, changed_settings(saved, config), renamed, saved.run, saved.iteration)
+    if problem := gather_objects(_aside_problem(config, resume.start) if world.is_main else None, world)[0]:
+        raise problem
+    return resume
 
 
-def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, list[dict[str, str]]]:
-    candidates = gather_objects(_candidates(config) if world.is_main else None, world)[0]
+def _aside_problem(config: TrainConfig, start: int) -> UserError | None:
+    """Why this run must not move checkpoints aside, if it would. A restart goes on with what it has begun."""
+    if plan_saves(config, start).most and not restart_count():
+        try:
+            check_aside(Path(config.out_dir) / "checkpoints", start)
+        except UserError as error:
+            return error
+    return None
+
+
+def load_resume(
+    resume: Resume, state: TrainState, config: TrainConfig, data: dict
+) -> tuple[Resume, Progress]:
+    """Where the run continues: at its beginning, or at the checkpoint, which is loaded here. An evaluation
+    holds no lock: if the run that saves there has deleted the checkpoint, it takes the next newest. All
+    ranks. Raises UserError."""
+    for _ in range(DELETIONS):
+        if resume.checkpoint is None:
+            return resume, Progress(0, 0)
+        try:
+            return resume, load_checkpoint(resume.checkpoint, state, config.model_config())
+        except UserError:
+            if not _is_deleted(resume.checkpoint, config, state.world):
+                raise
+        resume = find_resume(config, state.world, data)
+    raise deleted_too_fast(Path(config.out_dir))
+
+
+def _is_deleted(folder: Path, config: TrainConfig, world: World) -> bool:
+    """Whether a training run has deleted the checkpoint that this evaluation reads. All ranks."""
+    return config.eval_only and gather_objects(not is_there(folder), world)[0]
+
+
+def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, SavedState, list[dict[str, str]]]:
+    for _ in range(DELETIONS):
+        candidates = gather_objects(_candidates(config, world), world)[0]
+        if isinstance(candidates, UserError):
+            raise candidates
+        if found := _first_whole(candidates, config, world):
+            return found
+    raise deleted_too_fast(Path(config.out_dir))
+
+
+def _first_whole(
+    candidates: list[Path], config: TrainConfig, world: World
+) -> tuple[Path, SavedState, list[dict[str, str]]] | None:
+    """The first checkpoint that can be trusted, what it says, and those that were renamed; None if one was
+    deleted meanwhile. All ranks. Raises UserError."""
     bad: dict[Path, str] = {}  # damaged checkpoint -> problem
     for folder in candidates:
         problems = damage(folder, world)
-        if problems and not gather_objects(damage_of_share(folder) if world.is_main else None, world)[0]:
+        if not problems:
+            saved = read_state(folder)
+            return folder, saved, [_rename(one, bad[one], folder, config, world) for one in bad]
+        if _is_deleted(folder, config, world):
+            return None
+        if not gather_objects(damage_here(folder) if world.is_main else None, world)[0]:
             raise UserError(
                 f"rank 0 finds {folder} whole, another rank does not: {'; '.join(problems)}; do all machines "
                 "see this disk, and the same on it?"
             )
-        if not problems:
-            return folder, [_rename(one, bad[one], folder, config, world) for one in bad]
         if config.resume_from != "latest":
             raise damaged(folder, problems)
         bad[folder] = "; ".join(problems)
@@ -122,9 +193,15 @@ def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, list[di
     raise UserError(f"none of the checkpoints can be trusted, so there is nothing to resume:\n{named}")
 
 
-def _candidates(config: TrainConfig) -> list[Path]:
-    """The newest first. Folders without a manifest are included: they, too, are damaged checkpoints."""
-    chosen = find_checkpoint(Path(config.out_dir), config.resume_from)
+def _candidates(config: TrainConfig, world: World) -> list[Path] | UserError | None:
+    """The newest first. Folders without a manifest are included: they, too, are damaged checkpoints. Rank 0
+    alone looks."""
+    if not world.is_main:
+        return None
+    try:
+        chosen = find_checkpoint(Path(config.out_dir), config.resume_from)
+    except UserError as error:
+        return error
     return [chosen] if config.resume_from != "latest" else step_folders(chosen.parent)[::-1]
 
 
@@ -140,9 +217,9 @@ def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, worl
 # --- settings ---
 
 
-def changed_settings(saved: dict, config: TrainConfig) -> dict[str, list]:
+def changed_settings(saved: SavedState, config: TrainConfig) -> dict[str, list]:
     """{key: [value in the checkpoint, value now]} for every setting that both know and that differs."""
-    old, now = saved["config"], redact_all(config.to_dict(), without_logins)
+    old, now = saved.config, redact_all(config.to_dict(), without_logins)
     return {
         name: [old[name], value]
         for name, value in now.items()
@@ -151,24 +228,24 @@ def changed_settings(saved: dict, config: TrainConfig) -> dict[str, list]:
     }
 
 
-def refuse_changes(folder: Path, saved: dict, config: TrainConfig, processes: int, data: dict) -> None:
+def refuse_changes(folder: Path, saved: SavedState, config: TrainConfig, processes: int, data: dict) -> None:
     """Raises UserError that names every guarded field that changed, and the flag that accepts the changes."""
     changed = changed_settings(saved, config)
     found = {name: changed[name] for name in GUARDED if name in changed}
     found.pop("dataset", None)  # the folder may have another name if its content is the same
-    old = saved["config"]
+    old = saved.config
     per_iteration = [
-        old["batch_size"] * old["gradient_accumulation_steps"] * saved["world_size"],
+        old["batch_size"] * old["gradient_accumulation_steps"] * saved.world_size,
         config.samples_per_iter(processes),
     ]
     if per_iteration[0] != per_iteration[1]:
-        found |= {"processes": [saved["world_size"], processes]} if saved["world_size"] != processes else {}
+        found |= {"processes": [saved.world_size, processes]} if saved.world_size != processes else {}
     else:  # the same samples in each iteration, however they are divided
         for name in ("batch_size", "gradient_accumulation_steps"):
             found.pop(name, None)
-    if "data" in saved and (different := data_differences(saved["data"], data)):
-        found["dataset"] = [f"sha256 {saved['data']['sha256'][:12]}", "; ".join(different)]
-    if "data" not in saved and "dataset" in changed:
+    if saved.data and (different := data_differences(saved.data, data)):
+        found["dataset"] = [f"sha256 {saved.data['sha256'][:12]}", "; ".join(different)]
+    if not saved.data and "dataset" in changed:
         found["dataset"] = changed["dataset"]
     allowed = set((config.allow_changes or "").split(","))
     refused = {name: values for name, values in found.items() if name not in allowed}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -25,25 +26,20 @@ from typing import Any
 
 import torch
 
-from common.durable_file import sync_folder
+from common.durable_file import sync_folder, write_bytes
 from common.errors import RunError, UserError
-from training.checkpoints.folder import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    Retention,
-    delete,
-    delete_remains,
-    digest,
-    move_aside,
-    write_synced,
-)
+from common.json_file import read_json
+from training.checkpoints.folder import MANIFEST, delete, delete_remains, move_aside
+from training.checkpoints.retention import Retention
+from training.checkpoints.saved_state import FORMAT, STATE
 from training.checkpoints.staging import Staging, local_tensors, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
+from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
 from training.process.memory import GB, free_host_bytes
 from training.process.redaction import redact_all, without_logins
+from training.process.run_lock import check_writable
 from training.process.world import gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -110,6 +106,8 @@ class Saver:
         self.bytes = sum(part.bytes for plan in plans for part in plan)  # of a checkpoint
         if self.world.is_main:
             delete_remains(self.root)
+            if self.root.is_dir():  # perhaps a link to another disk
+                check_writable(self.root)
             try:
                 check_room(self.root, self.bytes)
             except OSError as error:
@@ -199,6 +197,7 @@ def _begin(save: Save, size: int, start: int) -> None:
     save.root.mkdir(parents=True, exist_ok=True)
     if save.is_first and (aside := move_aside(save.root, start)):
         log.info(f"Checkpoints that this run did not come from are now in {aside}")
+        log.info(f"  to delete them: rm -r {shlex.quote(str(aside))}")
         save.root.mkdir(exist_ok=True)
     delete_remains(save.root)
     check_room(save.root, size)
@@ -245,9 +244,7 @@ def _divide(work: Work) -> list[Work]:
 
 
 def _report(save: Save, rank: int, files: dict[str, dict]) -> None:
-    path = _report_path(save, rank)
-    path.with_suffix(".tmp").write_text(json.dumps(files))
-    os.replace(path.with_suffix(".tmp"), path)
+    write_bytes(_report_path(save, rank), json.dumps(files).encode())
 
 
 def _report_path(save: Save, rank: int) -> Path:
@@ -260,17 +257,17 @@ def _collect(save: Save, ranks: int) -> dict[str, dict]:
     for rank in range(ranks):
         path = _report_path(save, rank)
         _wait_until(path.exists, f"rank {rank} to write its part; do all ranks share out_dir's disk?")
-        files |= json.loads(path.read_text())
+        files |= read_json(path)
         path.unlink()
     return files
 
 
 def _commit(save: Save, files: dict[str, dict], state: dict) -> None:
     """Writes the manifest last: a folder without it is no checkpoint."""
-    write_synced(save.temporary / STATE, json.dumps(state, indent=1))
+    write_bytes(save.temporary / STATE, json.dumps(state, indent=1).encode())
     files[STATE] = digest(save.temporary / STATE)
     manifest = {"format": FORMAT, "iteration": state["iteration"], "files": dict(sorted(files.items()))}
-    write_synced(save.temporary / MANIFEST, json.dumps(manifest, indent=1))
+    write_bytes(save.temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(save.temporary)
 
 

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
+from common.json_file import parse_object
+
 SUFFIX = ".safetensors"
 DTYPES = {
     "F64": torch.float64,
@@ -115,18 +117,19 @@ def read_header(path: Path) -> dict[Part, Place]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, MAX_HEADER):
                 raise ValueError(f"a header of {length:,} bytes")
-            header = json.loads(file.read(length))
-        offsets = json.loads(header.pop("__metadata__")[OFFSETS])
+            header = parse_object(file.read(length))
+        offsets = parse_object(header.pop("__metadata__")[OFFSETS].encode())
         parts = {}
         for name, entry in header.items():
             begin, end = _numbers(entry["data_offsets"])
             where, shape = _numbers(offsets[name]["saved_offsets"]), _numbers(entry["shape"])
             part = Part(name, where, shape, DTYPES[entry["dtype"]])
-            if len(where) != len(shape) or end - begin != part.bytes or 8 + length + end > size:
+            fits = end - begin == part.bytes > 0 and 8 + length + end <= size
+            if len(where) != len(shape) or not fits:
                 raise ValueError(f"{name} does not fit its place")
             parts[part] = Place(path, 8 + length + begin)
         return parts
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path.name} is not a file of tensors: {type(error).__name__}: {error}") from None
 
 
@@ -185,10 +188,23 @@ def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
     if len({(len(part.shape), part.dtype) for part in parts}) > 1:
         raise ValueError(f"the parts of {name} are not of one kind")
     size = torch.Size([max(along) for along in zip(*ends, strict=True)])
-    if sum(math.prod(part.shape) for part in parts) != math.prod(size):
+    if not _fill(parts, size):
         raise ValueError(f"the parts of {name} do not make {tuple(size)}")
     chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in parts]
     return TensorStorageMetadata(TensorProperties(dtype=parts[0].dtype), size, chunks)
+
+
+def _fill(parts: list[Part], size: torch.Size) -> bool:
+    """Whether the parts, rows of the tensor as every strategy divides it, follow each other without a gap."""
+    if len(parts) == 1:
+        return not any(parts[0].offsets)
+    end = 0
+    for part in sorted(parts, key=lambda part: part.offsets):
+        is_next = part.offsets[:1] == (end,) and not any(part.offsets[1:]) and part.shape[1:] == size[1:]
+        if not is_next:
+            return False
+        end += part.shape[0]
+    return True
 
 
 def _mapped(part: Part, place: Place) -> torch.Tensor:

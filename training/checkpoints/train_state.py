@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
+from common.errors import UserError
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
 from training.strategies.strategy import Strategy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight, beside the number of its steps
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class TrainState:
         for shard in self.strategy.shards:
             adam = self.optimizer.state[shard.local]
             tensors[f"model.{shard.name}"] = self.strategy.as_global(shard, shard.local.detach())
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in MOMENTS:
                 tensors[f"optimizer.{shard.name}.{moment}"] = self.strategy.as_global(shard, adam[moment])
             tensors[f"optimizer.{shard.name}.step"] = adam["step"]
         return tensors
@@ -72,7 +75,10 @@ class TrainState:
         """Gives all ranks the loaded weights, and sets this rank's random generators."""
         self.strategy.publish()
         cpu, cuda = (loaded.get(f"rng.{self.world.rank}.{kind}") for kind in ("cpu", "cuda"))
-        if cpu is not None:
-            torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self.world.device)
+        try:
+            if cpu is not None:
+                torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, self.world.device)
+        except RuntimeError as error:
+            raise UserError(f"the random generators in the checkpoint are refused: {error}") from None

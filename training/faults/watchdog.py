@@ -33,6 +33,7 @@ from types import TracebackType
 
 import torch
 
+from common.durable_file import create
 from training.configuration.keys import TrainConfig
 from training.faults.consensus import Consensus
 from training.faults.liveness import Liveness
@@ -311,7 +312,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def _write_stacks(path: Path) -> None:
-    with open(path, "w") as file:
+    with create(path) as file:
         faulthandler.dump_traceback(file)
 
 
@@ -322,4 +323,5 @@ def _write_collectives(path: Path) -> None:
     from torch._C import _distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace")  # noqa: B009 - torch declares neither
-    path.write_bytes(dump())
+    with create(path) as file:
+        file.write(dump())

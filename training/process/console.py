@@ -8,7 +8,9 @@ tried again. What comes from a file or a library cannot steer the terminal.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -60,6 +62,17 @@ class _Console(_Patient, logging.Handler):
 
 
 class _LogFile(_Patient, logging.FileHandler):
+    """Creates the file, and never opens one that others have put in its place."""
+
+    created = False
+
+    def _open(self) -> io.TextIOWrapper:
+        create = 0 if self.created else os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | create
+        stream = open(os.open(self.baseFilename, flags, 0o666), "a", encoding="utf-8", errors="replace")
+        self.created = True
+        return stream
+
     def emit(self, entry: logging.LogRecord) -> None:
         try:
             super().emit(entry)
@@ -84,7 +97,7 @@ def start_logging(log_path: Path | None, console: bool = True) -> None:
     log.setLevel(logging.INFO)
     log.addHandler(_Console() if console else logging.NullHandler())
     if log_path is not None:
-        log.addHandler(_LogFile(log_path, encoding="utf-8", errors="replace", delay=True))
+        log.addHandler(_LogFile(log_path, delay=True))
     for handler in log.handlers:
         handler.setFormatter(_Redacting())
 

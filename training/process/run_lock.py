@@ -7,21 +7,24 @@ The trap of lockf: closing any descriptor of the file releases the lock, so noth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import socket
+import stat
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
-from common.errors import UserError
+from common.durable_file import create
+from common.errors import RunError, UserError
 
 NAME = "run.lock"
 WAIT_SECONDS = 3.0  # for a process that was just killed: its lock is freed last, after gigabytes of memory
 RETRY_SECONDS = 0.1
+MAX_TEXT = 1000  # bytes that are shown of the holder's text
 HELD = (errno.EACCES, errno.EAGAIN)  # errors that mean: another process holds the lock
 
 log = logging.getLogger("nanomfu")
@@ -32,45 +35,80 @@ class RunLock:
 
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
-        self.file: TextIO | None = None
+        self.path = out_dir / NAME
+        self.descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, *_) -> None:
-        if self.file:
-            self.file.close()
-            self.file = None
+        if self.descriptor is not None:
+            with contextlib.suppress(OSError):  # a full disk does not change how the run ended
+                os.close(self.descriptor)
+            self.descriptor = None
 
     def acquire(self) -> None:
         """Locks out_dir, which must exist. Raises UserError if another run holds the lock. The file's text
         names the holder for people to read; the system knows whether the file is locked, not its text."""
-        path = self.out_dir / NAME
         try:
-            self.file = file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+            self.descriptor = descriptor = _open(self.path)
         except OSError as error:
             raise _not_writable(self.out_dir, error) from None
         until = time.monotonic() + WAIT_SECONDS
-        while not _lock(file):
+        while not _lock(descriptor):
             if time.monotonic() > until:
-                holder = file.read().strip() or "(which has not said its number)"
+                text = os.pread(descriptor, MAX_TEXT, 0).decode(errors="replace")
+                holder = text.strip() or "(which has not said its number)"
                 raise UserError(
                     f"out_dir={str(self.out_dir)!r} is in use by process {holder}; stop that run, or choose "
-                    f"another --out_dir. If its machine is gone and a network disk keeps its lock: rm {path}"
+                    "another --out_dir. If its machine is gone and a network disk keeps its lock: "
+                    f"rm {self.path}"
                 )
             time.sleep(RETRY_SECONDS)
         try:
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {socket.gethostname()}, started {_now()}\n")
-            file.flush()
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}, started {_now()}\n".encode())
         except OSError as error:
             raise _not_writable(self.out_dir, error) from None
 
+    def is_lost(self) -> bool:
+        """Whether out_dir was removed, or replaced by another, while this run held the lock."""
+        if self.descriptor is None:
+            return False
+        try:
+            found = self.path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a network disk that does not answer now
+            return False
+        held = os.fstat(self.descriptor)
+        return (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino)
 
-def _lock(file: TextIO) -> bool:
+    def check(self) -> None:
+        """Raises RunError if the lock is lost: another run may have begun in a folder of the same name."""
+        if self.is_lost():
+            raise RunError(
+                f"out_dir={str(self.out_dir)!r} was removed or replaced while this run used it: its {NAME} "
+                "is gone, so nothing more is written there, and what this run had saved there is gone, too. "
+                "Start again, in another --out_dir if another run uses this one"
+            )
+
+
+def _open(path: Path) -> int:
+    """Opens a regular file that is nowhere else: no link, and no second name of a file outside."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(f"{NAME} is no file of its own; remove it: rm {path}")
+    return descriptor
+
+
+def _lock(descriptor: int) -> bool:
     """Whether this process now has the lock; True, too, if the disk knows no locks."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in HELD:
             return False
@@ -78,21 +116,21 @@ def _lock(file: TextIO) -> bool:
     return True
 
 
-def check_writable(out_dir: Path) -> None:
-    """Makes out_dir and writes a byte there. Raises UserError. Rank 0 only, before any expensive work."""
-    probe = out_dir / f".write_test_{os.getpid()}"
+def check_writable(folder: Path) -> None:
+    """Makes out_dir, or takes a folder in it, and writes a byte there. Raises UserError. Rank 0 only, before
+    any expensive work."""
+    probe = folder / f".write_test_{os.getpid()}"
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        probe.write_text("x")
+        folder.mkdir(parents=True, exist_ok=True)
+        with create(probe) as file:
+            file.write(b"x")
         probe.unlink()
     except OSError as error:
-        raise UserError(
-            f"out_dir={str(out_dir)!r} cannot be written: {error}; choose another --out_dir"
-        ) from None
+        raise _not_writable(folder, error) from None
 
 
-def _not_writable(out_dir: Path, error: OSError) -> UserError:
-    return UserError(f"out_dir={str(out_dir)!r} cannot be written: {error}; choose another --out_dir")
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"out_dir={str(folder)!r} cannot be written: {error}; choose another --out_dir")
 
 
 def _now() -> str:

@@ -124,7 +124,7 @@ def init_world(config: TrainConfig) -> World:
         backend = config.backend or ("nccl" if config.device == "cuda" else "gloo")
         bind = device if backend == "nccl" else None
         if backend == "nccl":
-            _record_collectives(Path(config.out_dir))
+            _record_collectives(Path(config.out_dir), rank)
         store = _fresh_store(next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0], rank, size)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT, device_id=bind
@@ -167,9 +167,12 @@ def _timeout(config: TrainConfig) -> datetime.timedelta:
 FLIGHT_RECORDER = "flight_recorder_rank_"  # a file in out_dir, followed by the rank; for torchfrtrace
 
 
-def _record_collectives(out_dir: Path) -> None:
+def _record_collectives(out_dir: Path, rank: int) -> None:
     """Sets up NCCL's flight recorder: the last collectives of each rank are written to out_dir when one times
     out. Two of the variables had another name in earlier versions of torch."""
+    dump = out_dir / f"{FLIGHT_RECORDER}{rank}"
+    if os.path.lexists(dump) and (dump.is_symlink() or dump.stat().st_nlink > 1):
+        dump.unlink()  # NCCL would write through it
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):

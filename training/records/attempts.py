@@ -8,12 +8,17 @@ was ever interrupted.
 
 from __future__ import annotations
 
-import json
 import logging
+import math
+import re
 from pathlib import Path
+from typing import Any
 
+from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from training.process.redaction import redact
 
+RUN_NAME = re.compile(r"[\w.-]{1,200}")  # the stem of a record's path
+MAX_DEPTH = 20  # levels; a record of ours has 6
 SECTIONS = ("training_iterations", "training_progress", "eval_steps", "checkpoints", "events")
 # sections in which iteration n comes before update n, and so belongs to a checkpoint of n
 BEFORE_THE_UPDATE = ("eval_steps", "checkpoints")
@@ -31,8 +36,7 @@ def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> di
     restarted = launch if launch and launch["restarts"] else None
     if not run_name and not restarted:
         return None
-    paths = sorted(out_dir.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in paths:
+    for path in sorted(out_dir.glob("run_*.json"), key=_changed_at, reverse=True):
         record = _read(path)
         if record and run_name and _is_part_of(record, run_name):
             return record
@@ -43,23 +47,32 @@ def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> di
     return None
 
 
+def _changed_at(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:  # just deleted
+        return 0
+
+
 def _is_part_of(record: dict, run_name: str) -> bool:
     return run_name in (attempt["run_name"] for attempt in _attempts(record))
 
 
 def _started_by(record: dict, launch: dict) -> bool:
     # redacted, as it is in the record: the environment is still the same torchrun's
-    return (record["startup_info"].get("launch") or {}).get("id") == redact(launch["id"])
+    found = record["startup_info"].get("launch")
+    return isinstance(found, dict) and found.get("id") == redact(launch["id"])
 
 
 def _read(path: Path) -> dict | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = plain(read_json(path))
         _check(record)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         log.warning("the rows of earlier attempts are left out: %s cannot be read (%s)", path, error)
         return None
-    for section, entry in _journal(journal_path(path), record.get("journal_lines", 0)):
+    attempts = len(_attempts(record))
+    for section, entry in _journal(journal_path(path), record.setdefault("journal_lines", 0), attempts):
         record[section].append(entry)
     # earlier versions listed rows without a loss or an MFU there, too
     progress = record["training_progress"]
@@ -67,33 +80,76 @@ def _read(path: Path) -> dict | None:
     return record
 
 
+def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """The same content as JSON that every reader takes: NaN and infinity, which JSON lacks, are null. Raises
+    ValueError if it is nested deeper than any record of ours."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    if not depth:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        return {key: plain(item, depth - 1) for key, item in value.items()}
+    return [plain(item, depth - 1) for item in value]
+
+
 def _check(record: dict) -> None:
-    """Raises the errors of indexing if this is not a record."""
-    _ = record["run_name"], record["startup_info"].get, record.get("journal_lines", 0) + 0
-    _ = [attempt["run_name"] for attempt in _attempts(record)], record.get("superseded", {}).items()
+    """Raises ValueError if this is not a record."""
+    superseded = record.get("superseded", {})
+    _demand(isinstance(record.get("run_name"), str), "run_name")
+    _demand(isinstance(record.get("startup_info"), dict), "startup_info")
+    _demand(_is_count(record.get("journal_lines", 0)), "journal_lines")
+    _demand(_are_objects(record.get("attempts", [])), "attempts")
+    _demand(isinstance(superseded, dict) and all(map(_are_objects, superseded.values())), "superseded")
+    for attempt in _attempts(record):
+        name = attempt.get("run_name")
+        _demand(isinstance(name, str) and RUN_NAME.fullmatch(name) is not None, "attempts[].run_name")
     for section in SECTIONS:
-        for entry in record.setdefault(section, []):
+        _demand(_are_objects(record.setdefault(section, [])), section)
+        for entry in record[section]:
             entry.setdefault("attempt", 1)
-            entry["iter"] + 0
+            _demand(_is_entry(entry, len(_attempts(record))), f"an entry of {section}")
 
 
-def _journal(path: Path, lines_in_record: int) -> list[tuple[str, dict]]:
+def _demand(condition: bool, name: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is not what a run writes")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_entry(entry: object, attempts: int) -> bool:
+    """Whether it belongs to an iteration, and to one of the attempts that the record has."""
+    if not isinstance(entry, dict) or not _is_count(entry.get("iter")):
+        return False
+    attempt = entry.get("attempt")
+    return type(attempt) is int and 1 <= attempt <= attempts
+
+
+def _journal(path: Path, lines_in_record: int, attempts: int) -> list[tuple[str, dict]]:
     """(section, entry) of each complete line that the record does not have. A kill or a full disk may have
     cut one off."""
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
+        lines = read_regular(path, MAX_BYTES).split(b"\n")
+    except (OSError, ValueError):
         return []
     found = []
-    for line in lines:
+    for line in filter(None, lines):
         try:
-            content = json.loads(line)
-            section, entry = content["section"], content["entry"]
-            entry["iter"] + entry["attempt"]
-            if content["line"] >= lines_in_record and section in SECTIONS:
-                found.append((section, entry))
-        except (ValueError, TypeError, KeyError, RecursionError):
+            content = plain(parse_object(line))
+        except ValueError:
             continue
+        number, section, entry = (content.get(name) for name in ("line", "section", "entry"))
+        is_new = _is_count(number) and number >= lines_in_record
+        if is_new and section in SECTIONS and _is_entry(entry, attempts):
+            found.append((section, entry))
     return found
 
 
@@ -117,6 +173,6 @@ def _attempts(record: dict) -> list[dict]:
     keys = ("run_name", "start_time", "end_time", "status")
     attempts = record.get("attempts") or [{"attempt": 1, **{key: record.get(key) for key in keys}}]
     last = attempts[-1]
-    if last["status"] == "running":  # no longer: the next attempt has begun
+    if last.get("status") == "running":  # no longer: the next attempt has begun
         last = {**last, "status": "killed"}
     return [*attempts[:-1], last]

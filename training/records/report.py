@@ -7,10 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
+from training.process.memory import GB
 from training.records.run_record import RunRecord, accumulation_steps
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops
@@ -23,7 +25,7 @@ Section = list[tuple[str, str]]
 def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None, start: int) -> None:
     """Writes the report of a run that begins at iteration `start`, and the record for the first time. Rank 0
     writes."""
-    for line in report_lines(config, info):
+    for line in report_lines(config, info, start):
         log.info(line)
     if record:
         record.save()
@@ -73,11 +75,11 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
 # --- text ---
 
 
-def report_lines(config: TrainConfig, info: dict) -> list[str]:
-    """The report as lines, one section after another."""
+def report_lines(config: TrainConfig, info: dict, start: int = 0) -> list[str]:
+    """The report as lines, one section after another. `start`: the first iteration."""
     sections = {
         "MODEL ARCHITECTURE": _architecture(info),
-        "TRAINING CONFIGURATION": _training(config, info),
+        "TRAINING CONFIGURATION": _training(config, info) + _checkpoints(config, info, start),
         "HARDWARE": _hardware(config, info),
         "THEORETICAL PERFORMANCE": _performance(info),
     }
@@ -146,6 +148,25 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("CUDA Graph", _cuda_graphs(config, gpus)),
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
+    ]
+
+
+def _checkpoints(config: TrainConfig, info: dict, start: int) -> Section:
+    """What will be saved: a test of ten iterations should not fill a disk unnoticed."""
+    plan = plan_saves(config, start)
+    if plan.most == 0:
+        return [("Checkpoints", "none")]
+    size = checkpoint_bytes(info["model"]["total_params"], config)
+    count = "" if plan.most is None else f"up to {plan.most:,}, " if plan.may_be_fewer else f"{plan.most:,}, "
+    total = "all are kept"
+    if plan.on_disk is not None:
+        total = f"at most {plan.on_disk} on disk at a time: {plan.on_disk * size / GB:.3g} GB"
+    elif plan.most is not None:
+        total = f"all are kept: {plan.most * size / GB:.3g} GB"
+    return [
+        ("Checkpoints", f"{count}{plan.when}"),
+        ("  size", f"{size / GB:.3g} GB each; {total}"),
+        ("  to save none", SAVE_NONE + " --checkpoint_interval=0" * bool(config.checkpoint_interval)),
     ]
 
 

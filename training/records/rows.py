@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +87,7 @@ class Logger:
     def count(self, result: StepResult) -> None:
         """After every iteration. All ranks. Does not wait."""
         self.attended += result.attended
-        if self.bar is not None:
-            self.bar.update()
+        self._draw(lambda bar: bar.update())
 
     def read(self, iteration: int, result: StepResult, verdicts: list[torch.Tensor]) -> Reading:
         """Reads the log row's numbers and the verdicts together. All ranks. The loop's only sync point."""
@@ -116,6 +116,7 @@ class Logger:
         """skipped: updates that were skipped since the last log row. Rank 0 writes."""
         if self.record is None:
             return
+        self.check_out_dir()
         row = self._row(reading, learning_rate)
         row["gradients"] = self._gradients(reading)
         if skipped:
@@ -189,7 +190,13 @@ class Logger:
 
     # --- evaluations, checkpoints, the end ---
 
+    def check_out_dir(self) -> None:
+        """Raises RunError on rank 0 if out_dir was removed under the run; the watchdog ends the others."""
+        if self.record is not None:
+            self.record.run_lock.check()
+
     def evaluated(self, iteration: int, losses: dict[str, Any], learning_rate: float) -> None:
+        self.check_out_dir()
         log.info(
             f"📊 Eval {iteration:6d} │ Train loss: {losses['train']:.4f} │ Val loss: {losses['val']:.4f}"
         )
@@ -216,22 +223,31 @@ class Logger:
             self.record.save()
 
     def close(self, status: str) -> None:
-        """Ends the bar and completes the record. Rank 0 writes. Safe after a failure: no communication."""
-        if self.bar is not None:
-            self.bar.close()
+        """Completes the record and ends the bar. Rank 0 writes. Safe after a failure: no communication."""
         if self.record is None:
             return
         rows = self.record.content["training_iterations"]
         summary = {
             "final_iter": rows[-1]["iter"] if rows else None,
-            "final_loss": rows[-1]["loss"] if rows else None,
+            "final_loss": rows[-1].get("loss") if rows else None,
             "best_val_loss": self.best_val_loss,
             "warmup_iters_left_out": UNMEASURED_ITERS,
             **summarize(self.record.own_rows),
         }
-        self.record.finish(status, summary)
+        self.record.finish(status, summary)  # before all other output, which may fail or block
+        self._draw(lambda bar: bar.close())
         if self.tracker:
             self.tracker.close(status)
+
+    def _draw(self, action: Callable[[tqdm], object]) -> None:
+        """Changes the bar, if there is one. It ends where the terminal takes no more: training goes on."""
+        bar = self.bar
+        if bar is not None:
+            try:
+                action(bar)
+            except (OSError, ValueError):
+                bar.disable = True  # it draws itself once more when it is deleted
+                self.bar = None
 
 
 def row_facts(info: dict[str, Any]) -> dict[str, Any]:

@@ -18,16 +18,18 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from io import FileIO
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
+from common.durable_file import create
 from training.configuration.keys import TrainConfig
 from training.process.console import start_logging
 from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
+from training.process.run_lock import RunLock
 from training.process.world import World, gather_objects
-from training.records.attempts import SECTIONS, carry_over, find_history, journal_path
+from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 
@@ -40,7 +42,12 @@ def new_record_path(config: TrainConfig) -> Path:
     out_dir, kind = Path(config.out_dir), "eval" if config.eval_only else "run"
     name = f"{kind}_{datetime.now():%Y%m%d_%H%M%S}"
     candidates = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
-    return next(path for path in candidates if not path.exists() and not path.with_suffix(".log").exists())
+    # lexists: a link that leads nowhere would be written through
+    return next(path for path in candidates if not any(map(os.path.lexists, _files_of(path))))
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [path, path.with_suffix(".log"), journal_path(path)]
 
 
 def open_log(config: TrainConfig, world: World) -> Path:
@@ -63,10 +70,13 @@ class RunRecord:
         enabled: bool,
         history: dict | None = None,
         start: int = 0,
+        run_lock: RunLock | None = None,
     ):
         """`history` is the record of the previous attempt (training/records/attempts.py), which this one
-        continues from iteration `start`. `startup_info` may still be filled in during the run."""
+        continues from iteration `start`. `startup_info` may still be filled in during the run. Once
+        `run_lock` is lost, nothing is written: the folder of this name may be another run's."""
         self.path = path
+        self.run_lock = run_lock or RunLock(path.parent)
         earlier = carry_over(history, start)
         self.attempt = len(earlier["attempts"]) + 1
         self.this_attempt = {
@@ -135,9 +145,9 @@ class RunRecord:
         self._add("events", {"iter": iteration, "kind": kind, "time": _now(), **facts})
 
     def _add(self, section: str, entry: dict) -> None:
-        entry = _finite(redact_all({**entry, "attempt": self.attempt}))
+        entry = plain(redact_all({**entry, "attempt": self.attempt}))
         self.content[section].append(entry)
-        if self.journal:
+        if self.journal and not self.run_lock.is_lost():
             with self._surviving(self.journal.path):
                 self.journal.append(section, entry)
 
@@ -151,6 +161,8 @@ class RunRecord:
     def save(self, at_once: bool = False) -> None:
         """Rewrites the JSON, unless that was done shortly before."""
         if self.journal is None or (time.monotonic() < self.save_not_before and not at_once):
+            return
+        if self.run_lock.is_lost():
             return
         began = time.monotonic()
         with self._surviving(self.path):
@@ -187,6 +199,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:
 def open_record(
     config: TrainConfig,
     world: World,
+    run_lock: RunLock,
     path: Path,
     info: dict[str, Any],
     resumed_run: str | None,
@@ -198,7 +211,7 @@ def open_record(
         return None
     keys = {**config.to_dict(), **accumulation_steps(config, world.size)}
     history = None if config.eval_only else find_history(path.parent, resumed_run, info["launch"])
-    return RunRecord(path, keys, info, config.save_log_to_json, history, start)
+    return RunRecord(path, keys, info, config.save_log_to_json, history, start, run_lock)
 
 
 class Journal:
@@ -207,14 +220,14 @@ class Journal:
 
     def __init__(self, path: Path):
         self.path = path
-        self.file: FileIO | None = None
+        self.file: RawIOBase | None = None
         self.lines = 0  # of the whole run
 
     def append(self, section: str, entry: dict) -> None:
         line = json.dumps({"line": self.lines, "section": section, "entry": entry}, allow_nan=False)
         self.lines += 1  # counted even if writing fails
         if self.file is None:
-            self.file = open(self.path, "ab", buffering=0)
+            self.file = create(self.path).detach()  # without a buffer: each line is written at once
         self.file.write(b"\n" + line.encode())
 
     def clear(self, remove: bool) -> None:
@@ -226,6 +239,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
         else:
             self.file.truncate(0)
+            self.file.seek(0)
 
 
 def _text(content: dict) -> Iterator[str]:
@@ -241,26 +255,17 @@ def _text(content: dict) -> Iterator[str]:
             yield "\n ]"
         else:
             value = redact_all({name: value}, keep=("run_name",))[name]  # attempts find each other by it
-            yield json.dumps(_finite(value), indent=1, allow_nan=False).replace("\n", "\n ")
+            yield json.dumps(plain(value), indent=1, allow_nan=False).replace("\n", "\n ")
     yield "\n}\n"
 
 
 def _replace(path: Path, text: Iterator[str]) -> None:
     temporary = path.with_suffix(".json.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(text)
+    with create(temporary) as file:
+        file.writelines(part.encode() for part in text)
         file.flush()
         os.fsync(file.fileno())  # so that a loss of power leaves the old file or the new one
     os.replace(temporary, path)
-
-
-def _finite(value):
-    """The same content with NaN and infinity as null, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _now() -> str:

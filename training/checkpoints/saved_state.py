@@ -1,0 +1,198 @@
+"""Reads state.json, all of a checkpoint that is not a tensor. Every reader of checkpoints uses read_state(),
+and a field of the wrong type or out of its range makes the checkpoint a damaged one.
+
+The hash of state.json in the manifest proves nothing of this kind: whoever can write one can write both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from common.errors import UserError
+from common.json_file import read_json
+from model_config import ModelConfig
+
+FORMAT, READABLE = 2, (1, 2)
+STATE = "state.json"
+MAX_BYTES = 64 << 20  # it lists the files of every dataset
+MAX_COUNT = 1 << 53  # of iterations or samples; JSON keeps whole numbers exactly up to here
+MAX_BLOCK_SIZE = 1 << 20  # tokens; no tensor has this size, and a table of rotary angles is made of it
+PLAIN = str, int, float, bool, type(None)  # types of values that can be compared and shown
+STEP = re.compile(r"step-([0-9]{1,16})")  # the name of a checkpoint's folder
+
+
+class UnknownFormat(UserError):
+    """Another version of nanoMFU wrote the checkpoint. It is not damaged."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a checkpoint says of the run that saved it."""
+
+    format: int
+    iteration: int  # optimizer updates done
+    samples_seen: int  # sequences, over all GPUs
+    best_val_loss: float | None
+    val_loss: float | None
+    world_size: int
+    config: dict[str, Any]  # settings: numbers, text, booleans and null
+    model_config: ModelConfig
+    data: dict[str, Any] | None  # fingerprint; None in format 1
+    run: str | None  # name of the run's record; None in format 1
+
+
+def step_number(folder: Path) -> int | None:
+    """The iteration in the name of a checkpoint's folder; None if it is no such name."""
+    match = STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def read_state(folder: Path) -> SavedState:
+    """Raises UnknownFormat, or ValueError if state.json is missing or not what a run writes."""
+    try:
+        content = read_json(folder / STATE, MAX_BYTES)
+        return _parse(content, folder)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{STATE} cannot be read ({error})") from None
+
+
+def _parse(content: dict[str, Any], folder: Path) -> SavedState:
+    version = _whole(content, "format", 1)
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise UnknownFormat(
+            f"{folder} has checkpoint format {version}; this version of nanoMFU reads {known}"
+        )
+    iteration = _whole(content, "iteration", 0)
+    if iteration != step_number(folder):
+        raise ValueError(f"iteration={iteration} is not that of {folder.name}")
+    config = _settings(content, "config")
+    for name in ("batch_size", "gradient_accumulation_steps"):
+        _whole(config, name, 1)
+    _check("dataset", config.get("dataset"), str)
+    data, run = content.get("data"), content.get("run")
+    if version > 1 or data is not None:
+        _check_fingerprint(data)
+    if version > 1 or run is not None:
+        _check("run", run, str)
+    return SavedState(
+        format=version,
+        iteration=iteration,
+        samples_seen=_whole(content, "samples_seen", 0),
+        best_val_loss=_loss(content, "best_val_loss"),
+        val_loss=_loss(content, "val_loss"),
+        world_size=_whole(content, "world_size", 1),
+        config=config,
+        model_config=_model_config(_settings(content, "model_config")),
+        data=data,
+        run=run,
+    )
+
+
+def _check(name: str, value: object, *types: type) -> None:
+    """Raises ValueError if the value has none of these types. A bool is not an int here."""
+    if type(value) not in types:
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+        raise ValueError(f"{name} is {_shown(value)}, not {expected}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (dict, list)):
+        return f"a {type(value).__name__}"
+    return "null" if value is None else repr(value)[:40]
+
+
+def _whole(content: dict[str, Any], name: str, least: int) -> int:
+    value: Any = content.get(name)
+    _check(name, value, int)
+    if not least <= value < MAX_COUNT:
+        raise ValueError(f"{name}={_shown(value)} is not from {least} to 2^53")
+    return value
+
+
+def _loss(content: dict[str, Any], name: str) -> float | None:
+    if name not in content:
+        raise ValueError(f"{name} is missing")
+    value = content[name]
+    _check(name, value, int, float, type(None))
+    return None if value is None else _finite(name, value)
+
+
+def _finite(name: str, value: int | float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={_shown(value)} is not a finite number")
+    return number
+
+
+def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object of plain values, which can be compared and shown."""
+    settings = content.get(name)
+    _check(name, settings, dict)
+    assert isinstance(settings, dict)
+    for key, value in settings.items():
+        _check(f"{name}.{key}", value, *PLAIN)
+    return settings
+
+
+def _model_config(saved: dict[str, Any]) -> ModelConfig:
+    """A field that is missing is newer than the checkpoint and has its default."""
+    hints = get_type_hints(ModelConfig)
+    for name, value in saved.items():
+        if name not in hints:
+            raise ValueError(f"model_config.{name} is unknown")
+        types = {*(get_args(hints[name]) or (hints[name],)), type(getattr(ModelConfig, name))}
+        _check(f"model_config.{name}", value, *types, *((int,) if float in types else ()))
+        if type(value) in (int, float) and not -MAX_COUNT < value < MAX_COUNT:  # also catches NaN
+            raise ValueError(f"model_config.{name}={_shown(value)} is no size")
+    config = ModelConfig(**saved)  # raises ValueError
+    if config.block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"model_config.block_size={config.block_size} is above {MAX_BLOCK_SIZE}")
+    return config
+
+
+# --- the data's fingerprint, as training/batches/fingerprint.py makes it ---
+
+FACTS = ("dtype", "vocab_size", "eot_id", "weight")
+
+
+def _check_fingerprint(data: object) -> None:
+    """Checks what a comparison with today's data uses."""
+    fingerprint = _object("data", data)
+    _check("data.sha256", fingerprint.get("sha256"), str)
+    sources = fingerprint.get("sources", [fingerprint])
+    _check("data.sources", sources, list)
+    for number, source in enumerate(sources):
+        name = f"data.sources[{number}]"
+        _check_source(name if "sources" in fingerprint else "data", _object(name, source))
+
+
+def _check_source(name: str, source: dict[str, Any]) -> None:
+    tokenizer = _object(f"{name}.tokenizer", source.get("tokenizer"))
+    for key in ("name", "sha256"):
+        _check(f"{name}.tokenizer.{key}", tokenizer.get(key, []), str, type(None))
+    for key in FACTS:
+        _check(f"{name}.{key}", source.get(key), *PLAIN)
+    for split, files in _object(f"{name}.splits", source.get("splits")).items():
+        for file, facts in _object(f"{name}.splits.{split}", files).items():
+            where = f"{name}.splits.{split}.{file}"
+            facts = _object(where, facts)
+            for key in ("tokens", "sha256", "probe"):
+                _check(f"{where}.{key}", facts.get(key, []), *PLAIN)
+    for file, sha256 in _object(f"{name}.packings", source.get("packings", {})).items():
+        _check(f"{name}.packings.{file}", sha256, str)
+
+
+def _object(name: str, value: object) -> dict[str, Any]:
+    _check(name, value, dict)
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,160 @@
+"""Decides whether a checkpoint can be trusted: its files are what was written, state.json is what a run
+writes, and the tensors are those of its model. Every reader of checkpoints uses this one notion of damage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import model_builder
+from common.errors import UserError
+from common.json_file import read_json
+from model_config import ModelConfig
+from training.checkpoints.folder import MANIFEST, complete_checkpoints
+from training.checkpoints.format_1 import METADATA, Format1
+from training.checkpoints.saved_state import STATE, UnknownFormat, read_state
+from training.checkpoints.tensor_files import SUFFIX, TensorFiles
+from training.checkpoints.train_state import MOMENTS
+from training.process.world import World, gather_objects
+
+HASH_THREADS = 4  # files hashed in parallel
+HASH_CHUNK = 1 << 22  # bytes
+MAX_MANIFEST = 64 << 20  # bytes; it has about 150 for each file
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in a checkpoint
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def verify_checkpoint(folder: Path, world: World) -> None:
+    """Raises UserError that names what is wrong. All ranks, each for its share of the files."""
+    if problems := damage(folder, world):
+        raise damaged(folder, problems)
+
+
+def damage(folder: Path, world: World) -> list[str]:
+    """The problems of a checkpoint; none if it can be trusted. All ranks."""
+    shares = gather_objects(_file_problems(folder, world.rank, world.size), world)
+    problems = list(dict.fromkeys(problem for share in shares for problem in share))
+    return problems or gather_objects(_content_problems(folder) if world.is_main else None, world)[0]
+
+
+def damage_here(folder: Path) -> list[str]:
+    """The same, found by this process alone."""
+    return _file_problems(folder) or _content_problems(folder)
+
+
+def damaged(folder: Path, problems: list[str]) -> UserError:
+    others = [p.name for p in complete_checkpoints(folder.parent) if p != folder]
+    older = f"others are {', '.join(others[-3:])}" if others else "there is no other one"
+    return UserError(f"the checkpoint {folder} is damaged: {'; '.join(problems)}; {older}")
+
+
+# --- the files ---
+
+
+def _file_problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """Compares every file of this share with the manifest."""
+    try:
+        files = sorted(recorded_files(folder).items())[share::shares]
+    except ValueError as error:
+        return [str(error)]
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return [problem for problem in pool.map(lambda item: _problem(folder, *item), files) if problem]
+
+
+def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """{name: {sha256, bytes}} from the manifest. Raises ValueError if it is not a valid manifest."""
+    try:
+        files = read_json(folder / MANIFEST, MAX_MANIFEST).get("files")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
+    if not isinstance(files, dict) or STATE not in files or not all(map(_is_recorded, files.items())):
+        raise ValueError(f"{MANIFEST} does not list a checkpoint's files")
+    return files
+
+
+def _is_recorded(item: tuple[str, Any]) -> bool:
+    name, recorded = item
+    is_name = NAME.fullmatch(name) and name not in (".", "..", MANIFEST)
+    if not is_name or not isinstance(recorded, dict):
+        return False
+    sha256, size = recorded.get("sha256"), recorded.get("bytes")
+    return isinstance(sha256, str) and bool(SHA256.fullmatch(sha256)) and type(size) is int and size >= 0
+
+
+def _problem(folder: Path, name: str, recorded: dict[str, Any]) -> str | None:
+    path = folder / name
+    try:
+        if not path.is_file():  # a named pipe, for example, which nobody may open
+            return f"{name} is missing"
+        if path.stat().st_size != recorded["bytes"]:
+            return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
+        matches = digest(path)["sha256"] == recorded["sha256"]
+        return None if matches else f"{name} does not match its sha256"
+    except OSError as error:  # a bad sector, for example
+        return f"{name} cannot be read ({error})"
+
+
+def digest(path: Path) -> dict[str, Any]:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(HASH_CHUNK):
+            sha256.update(chunk)
+    return {"sha256": sha256.hexdigest(), "bytes": path.stat().st_size}
+
+
+# --- what is in them ---
+
+
+def _content_problems(folder: Path) -> list[str]:
+    """Checks a checkpoint whose files match. One of an unknown format counts as whole: reading it tells the
+    user which version it needs."""
+    try:
+        state = read_state(folder)
+        metadata = open_tensors(folder).read_metadata().state_dict_metadata
+        _check_tensors(metadata, state.model_config)
+    except UnknownFormat:
+        return []
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return []
+
+
+def open_tensors(folder: Path) -> dcp.StorageReader:
+    """A reader of the folder's tensors. Files that the manifest does not list are ignored. Raises ValueError
+    or OSError."""
+    names = recorded_files(folder)
+    if METADATA in names:
+        return Format1(folder, set(names))
+    return TensorFiles([folder / name for name in names if name.endswith(SUFFIX)])
+
+
+def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:
+    """Raises ValueError unless every weight is there with its moments, in its shape, as floating point."""
+    if config.n_layer > len(saved):  # so that no model of a million layers is built
+        raise ValueError(f"{len(saved)} tensors are too few for n_layer={config.n_layer}")
+    try:
+        model = model_builder.build_model(config)  # on the meta device: only the shapes
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError(f"its model cannot be built ({error})") from None
+    for name, weight in model.named_parameters():
+        _check_tensor(f"model.{name}", saved, weight.shape)
+        for moment in MOMENTS:
+            _check_tensor(f"optimizer.{name}.{moment}", saved, weight.shape)
+        _check_tensor(f"optimizer.{name}.step", saved, torch.Size())
+
+
+def _check_tensor(name: str, saved: dict[str, Any], shape: torch.Size) -> None:
+    found = saved.get(name)
+    if not isinstance(found, TensorStorageMetadata):
+        raise ValueError(f"the tensor {name} is missing")
+    if found.size != shape or not found.properties.dtype.is_floating_point:
+        kind = f"{found.properties.dtype} {tuple(found.size)}"
+        raise ValueError(f"the tensor {name} is {kind}, not of floating point and {tuple(shape)}")
