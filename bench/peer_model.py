@@ -19,7 +19,7 @@ def import_transformers():
     try:
         import transformers
     except ImportError:
-        raise UserError("this needs transformers: pip install -r requirements-dev.txt") from None
+        raise UserError("this needs transformers: pip install -r requirements-hf.txt") from None
     transformers.logging.set_verbosity_error()
     return transformers
 

@@ -145,7 +145,7 @@ def test_cuda_without_a_gpu_says_what_to_use(refusal):
 def test_wandb_that_is_not_installed_says_how_to_get_it(refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     message = refusal("--wandb_log=True")
-    assert "pip install wandb" in message and "--wandb_log=False" in message
+    assert "pip install -r requirements-trackers.txt" in message and "--wandb_log=False" in message
 
 
 @pytest.mark.parametrize("inside", ["out", "out/below/it"])

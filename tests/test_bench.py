@@ -441,7 +441,7 @@ def test_missing_transformers_says_how_to_install_it(monkeypatch):
     from bench.peer_model import import_transformers
 
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match="pip install -r requirements-dev.txt"):
+    with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
         import_transformers()
 
 

@@ -25,11 +25,14 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS
 from training.records.memory_estimate import estimate_memory
 
-DOCS = ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "mfu_versions/README.md")
+DOCS = ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "CONTRIBUTING.md", "mfu_versions/README.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCS}
 SCRIPTS = ("*.py", "mfu_versions/*.py", "plots/*.py", "data/*/prepare.py")
-OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"}
+OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"} | {
+    "pre-commit"
+}
 PLACEHOLDERS = {"config/FILE.py", "prepare.py", "merges.txt"}  # of several files, or of a user's
+PLACEHOLDERS |= {"config/full_NAME.py", "config/smoke_NAME.py", "data/NAME/prepare.py"}  # of a contributor's
 S = 2048
 
 
@@ -157,11 +160,29 @@ def check(environment: dict, words: list[str], script):
         assert sources and all((ROOT / source).is_file() for source in sources)
         assert (ROOT / target).parent.is_dir()
     elif program == "pip":
-        assert arguments[0] == "install"
-        files = [word for option, word in zip(arguments, arguments[1:], strict=False) if option == "-r"]
-        assert all((ROOT / file).is_file() for file in files)
+        check_pip(arguments)
     else:
         assert program in OTHER_PROGRAMS, f"{program} is in no list of this test"
+
+
+def check_pip(arguments: list[str]):
+    """Requirements files and extras exist; a version is that of a requirements file."""
+    assert arguments[0] == "install"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("-r", action="append", default=[])
+    parser.add_argument("--index-url")
+    parser.add_argument("--no-build-isolation", action="store_true")
+    parser.add_argument("packages", nargs="*")
+    given = parser.parse_args(arguments[1:])
+    assert all((ROOT / file).is_file() for file in given.r)
+    pins = "".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
+    extras = re.findall(r"^(\w+) = \{ file = ", (ROOT / "pyproject.toml").read_text(), re.M)
+    for package in given.packages:
+        if package.startswith("."):
+            asked = re.fullmatch(r"\.\[([\w,]+)\]", package)
+            assert asked and set(asked[1].split(",")) <= set(extras) - {"dependencies"}, package
+        elif "==" in package:
+            assert re.search(rf"^{re.escape(package)}(\s|$)", pins, re.M), package
 
 
 def check_python(arguments: list[str], world_size: int, script):
@@ -174,6 +195,7 @@ def check_python(arguments: list[str], world_size: int, script):
                 script(f"data/{arguments[2]}/prepare.py", arguments[arguments.index("--") + 1 :])
         else:
             assert arguments[1] in ("venv", "pytest")
+            assert all((ROOT / word).is_file() for word in arguments[2:] if word.endswith(".py"))
     elif arguments[0] == "train.py":
         load_config(arguments[1:], world_size)
     else:
@@ -207,6 +229,9 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
         "make trian",
         "cp mfu_versions/model_builder_v4.py model_builder.py",
         "pip install -r requirements-absent.txt",
+        "pip install '.[absent]'",
+        "pip install torch==1.0.0 --index-url https://download.pytorch.org/whl/cpu",
+        "python -m pytest tests/test_absent.py",
         "curl something | python",
     ],
 )

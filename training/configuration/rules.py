@@ -168,7 +168,9 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
     if config.wandb_log and importlib.util.find_spec("wandb") is None:
-        raise UserError("wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False")
+        raise UserError(
+            "wandb_log=True needs wandb: pip install -r requirements-trackers.txt, or set --wandb_log=False"
+        )
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
         raise UserError(f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'")
