@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 
 train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
+	rm -rf $(OUT)/checkpoints-before-*  # a run moves older checkpoints aside once; this one can be repeated
 	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
 

@@ -176,6 +176,24 @@ def test_flag_without_key_and_value_shows_how_one_is_written(load, flag):
     assert repr(flag) in message and "--key=value" in message
 
 
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--intermediate_size=64", "--d_ff=65"], "d_ff"),
+        (["--d_ff=65", "--intermediate_size=64"], "d_ff"),
+        (["--attention_backend=sdpa", "--flash_attn=True"], "attention_backend"),
+    ],
+)
+def test_a_key_and_its_alias_must_not_contradict_each_other(load, flags, key):
+    assert f"both set {key}" in refusal(load, *flags)
+
+
+def test_the_last_of_several_settings_wins(load):
+    assert load("--max_iters=3", "--max_iters=4").max_iters == 4
+    assert load("--d_ff=96", "--intermediate_size=96").d_ff == 96
+    assert load("--flash_attn=True", text="attention_backend = 'sdpa'\n").attention_backend == "flash_attn_2"
+
+
 def test_aliases_set_the_key_that_they_stand_for(load):
     assert load("--intermediate_size=96").d_ff == 96
     assert load("--flash_attn=True").attention_backend == "flash_attn_2"

@@ -325,6 +325,7 @@ def test_item_16_a_restart_tells_its_own_checkpoints_from_those_that_were_there(
 ):
     world, root = World(0, 0, 1, torch.device("cpu")), tmp_path / "checkpoints"
     (root / "step-00000100").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
 
     def settled(restarts: int, *flags: str):

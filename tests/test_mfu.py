@@ -260,7 +260,7 @@ def copy_repository(folder):
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    for name in ("training", "ops", "mfu_versions", "config", "data/pipeline", "data/tokenizers"):
+    for name in ("training", "common", "ops", "mfu_versions", "config", "data/pipeline", "data/tokenizers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (ROOT / "data").glob("*.py"):
         shutil.copy(path, folder / "data")

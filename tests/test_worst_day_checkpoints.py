@@ -183,6 +183,7 @@ def test_whatever_is_named_like_a_checkpoint_stops_no_resume(root, name, kind, m
     (root / name).touch()
     if kind != "file":
         replace(root / name, kind)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     config = make_config(root.parent, init_from="auto")
     assert choose_start(config, ALONE).init_from == "resume"
@@ -297,6 +298,7 @@ def test_the_published_commands_meet_a_wrong_field(run, tmp_path, capfd):
 
 @pytest.mark.parametrize("text", ["[]", "{", DEEP, '{"step-1": []}', '{"step-1": null}', "pipe"])
 def test_a_list_of_earlier_checkpoints_that_is_none_is_one_message(root, monkeypatch, text):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     path = root / "earlier.json"
     os.mkfifo(path) if text == "pipe" else path.write_text(text)

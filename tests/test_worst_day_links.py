@@ -57,6 +57,7 @@ def plant(request, tmp_path):
 def test_no_file_of_a_run_is_written_through_a_link(run, config, out, plant, monkeypatch):
     record = out / "run_x.json"
     monkeypatch.setattr(run_record, "new_record_path", lambda config: record)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     pid, root = os.getpid(), out / "checkpoints"
     for path in (

@@ -252,6 +252,7 @@ def test_one_set_of_older_checkpoints_is_moved_aside_and_the_second_is_refused(r
 def test_a_restart_goes_on_with_what_it_has_begun(run, config, out, monkeypatch):
     """torchrun starts the same command again: it is not refused for what its first start moved aside."""
     assert run(config) == 0 and run(config, "--seed=2") == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     found = resume.find_resume(make_config(out), ALONE, {})
     assert found.checkpoint is None

@@ -34,9 +34,9 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
         got = "no config file given" if not files else f"one config file expected, got {' '.join(files)}"
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
     values: dict[str, Any] = {}
-    for name, value, where in _read_file(Path(files[0])) + [_read_flag(flag) for flag in flags]:
-        for key, checked in _checked(name, value, where).items():
-            values[key] = checked  # a flag comes after the file, so it wins
+    for name, value, where in _read_file(Path(files[0])):
+        values |= _checked(name, value, where)
+    values |= _typed_flags(flags)  # a flag comes after the file, so it wins
     values |= {name: _home(values[name]) for name in PATHS if name in values}
     config = TrainConfig(**values)
     check(config, world_size)
@@ -55,7 +55,8 @@ def _read_file(path: Path) -> list[tuple[str, object, str]]:
         tree = ast.parse(source, str(path))
         exec(compile(tree, str(path), "exec"), namespace)
     except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: {error.msg}") from None
+        line = f":{error.lineno}" if error.lineno else ""
+        raise UserError(f"{path}{line}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = frames[-1].lineno if frames else "?"
@@ -77,6 +78,21 @@ def _assignments(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
     return lines, imported - set(lines)
+
+
+def _typed_flags(flags: list[str]) -> dict[str, Any]:
+    """{key: value}. The last flag of a key wins, but a key and its alias must not contradict each other."""
+    values: dict[str, Any] = {}
+    named: dict[str, str] = {}  # key -> the name that set it
+    for name, text, where in map(_read_flag, flags):
+        for key, value in _checked(name, text, where).items():
+            if named.get(key, name) != name and values[key] != value:
+                raise UserError(
+                    f"{where} contradicts --{named[key]}: both set {key}, to {shown(value)} and to "
+                    f"{shown(values[key])}; leave one of them out"
+                )
+            values[key], named[key] = value, name
+    return values
 
 
 def _read_flag(flag: str) -> tuple[str, object, str]:
