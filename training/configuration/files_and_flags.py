@@ -55,8 +55,8 @@ def _read_file(path: Path) -> list[tuple[str, object, str]]:
         tree = ast.parse(source, str(path))
         exec(compile(tree, str(path), "exec"), namespace)
     except SyntaxError as error:
-        line = f":{error.lineno}" if error.lineno else ""
-        raise UserError(f"{path}{line}: {error.msg}") from None
+        at = f":{error.lineno}" if error.lineno else ""
+        raise UserError(f"{path}{at}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = frames[-1].lineno if frames else "?"
