@@ -162,6 +162,14 @@ def test_a_manifest_of_other_things_is_damage(root, files):
     assert_older_one_is_used(root, "manifest.json does not list a checkpoint's files")
 
 
+def test_a_manifest_of_very_many_files_names_the_first_that_are_missing(root):
+    folder = newest(root)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] |= {f"f{i:04}": {"sha256": "0" * 64, "bytes": 1} for i in range(1000)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert damage_here(folder) == [*(f"f{i:04} is missing" for i in range(10)), "and 990 more"]
+
+
 @pytest.mark.parametrize("name", ["state.json", TENSORS])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
 def test_a_special_file_is_damage(root, name, kind):

@@ -231,6 +231,14 @@ def test_a_control_character_in_a_path_is_refused_and_a_foreign_script_is_not(co
     assert getattr(load_config([str(config), f"--{name}=é/名\u3000前\u200c"]), name) == "é/名\u3000前\u200c"
 
 
+@pytest.mark.parametrize("name", ["out_dir", "dataset"])
+def test_a_path_that_no_file_can_have_is_refused_and_one_of_other_bytes_is_not(config, name):
+    with pytest.raises(UserError, match="is no text that can name a folder"):
+        load_config([str(config), f"--{name}=a/\ud800"])
+    bytes_of_latin_1 = "a/\udce9"  # as Python reads a name that is not UTF-8
+    assert getattr(load_config([str(config), f"--{name}={bytes_of_latin_1}"]), name) == bytes_of_latin_1
+
+
 def test_a_prompt_that_is_no_text_is_one_message(capfd):
     assert run_command(lambda: sample.parse(["--out_dir=x", "--prompt=\udce9"])) == 2
     assert "--prompt has a control character, or is no UTF-8" in tells(capfd)

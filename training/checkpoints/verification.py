@@ -5,6 +5,7 @@ writes, and the tensors are those of its model. Every reader of checkpoints uses
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from training.process.world import World, gather_objects
 
 HASH_THREADS = 4  # files hashed in parallel
 HASH_CHUNK = 1 << 22  # bytes
+MOST_NAMED = 10  # problems
 MAX_MANIFEST = 64 << 20  # bytes; it has about 150 for each file
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in a checkpoint
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -60,13 +62,18 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 
 
 def _file_problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """Compares every file of this share with the manifest."""
+    """Compares every file of this share with the manifest. Names the first problems."""
     try:
         files = sorted(recorded_files(folder).items())[share::shares]
-    except ValueError as error:
+        there = set(os.listdir(folder))
+    except (OSError, ValueError) as error:
         return [str(error)]
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        return [problem for problem in pool.map(lambda item: _problem(folder, *item), files) if problem]
+    problems = [f"{name} is missing" for name, _ in files if name not in there]
+    if not problems:  # otherwise nothing needs to be read
+        with ThreadPoolExecutor(HASH_THREADS) as pool:
+            problems = list(filter(None, pool.map(lambda item: _problem(folder, *item), files)))
+    more = [f"and {len(problems) - MOST_NAMED:,} more"] if len(problems) > MOST_NAMED else []
+    return problems[:MOST_NAMED] + more
 
 
 def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
