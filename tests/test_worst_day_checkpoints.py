@@ -3,7 +3,6 @@ case: a resume takes the next older checkpoint, or there is one clear message.""
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from checkpoint_parts import (
     save,
     sign,
 )
-from helpers import ROOT, TINY, make_dataset, write_config
+from helpers import TINY, make_dataset, write_config
 from hostile_files import DEEP, no_hang, replace  # noqa: F401 - no_hang is a fixture
 
 import sample
 from common.errors import UserError
-from training.checkpoints import format_1
 from training.checkpoints.folder import step_folders
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.resume import choose_start, find_resume
@@ -207,7 +205,7 @@ def test_checkpoints_are_ordered_by_their_number(tmp_path):
 def test_a_format_of_the_future_is_no_damage(root):
     edited(newest(root) / "state.json", "format", 9)
     sign(newest(root))
-    with pytest.raises(UserError, match="has checkpoint format 9; this version of nanoMFU reads 1 and 2"):
+    with pytest.raises(UserError, match="has checkpoint format 9; this version of nanoMFU reads 2"):
         resume(root)
     assert newest(root).is_dir()
 
@@ -262,16 +260,6 @@ def test_parts_that_overlap_and_leave_a_gap_are_damage(root):
         write_parts(newest(root) / f"tensors-00001-{number}.safetensors", [(part, torch.ones(rows, width))])
     sign(newest(root))
     assert_older_one_is_used(root, f"the parts of {name} do not make")
-
-
-@pytest.mark.parametrize("change", [{"size": [16, 8]}, {"properties": None}], ids=str)
-def test_a_tensor_of_format_1_that_describes_nothing_is_damage(tmp_path, change):
-    folder = shutil.copytree(ROOT / "tests/golden/format-1/step-00000003", tmp_path / "step-00000003")
-    metadata = format_1._Unpickler(open(folder / ".metadata", "rb")).load()
-    vars(metadata.state_dict_metadata["model.embed.weight"]).update(change)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    sign(folder)
-    assert ".metadata is refused" in damage_here(folder)[0]
 
 
 def test_random_generators_that_are_none_are_one_message(root):

@@ -243,10 +243,8 @@ def refuse_changes(folder: Path, saved: SavedState, config: TrainConfig, process
     else:  # the same samples in each iteration, however they are divided
         for name in ("batch_size", "gradient_accumulation_steps"):
             found.pop(name, None)
-    if saved.data and (different := data_differences(saved.data, data)):
+    if different := data_differences(saved.data, data):
         found["dataset"] = [f"sha256 {saved.data['sha256'][:12]}", "; ".join(different)]
-    if not saved.data and "dataset" in changed:
-        found["dataset"] = changed["dataset"]
     allowed = set((config.allow_changes or "").split(","))
     refused = {name: values for name, values in found.items() if name not in allowed}
     if refused:

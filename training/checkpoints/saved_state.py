@@ -16,11 +16,10 @@ from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
 
-FORMAT, READABLE = 2, (1, 2)
+FORMAT = 2
 STATE = "state.json"
 MAX_BYTES = 64 << 20  # it lists the files of every dataset
 MAX_COUNT = 1 << 53  # of iterations or samples; JSON keeps whole numbers exactly up to here
-MAX_BLOCK_SIZE = 1 << 20  # tokens; no tensor has this size, and a table of rotary angles is made of it
 PLAIN = str, int, float, bool, type(None)  # types of values that can be compared and shown
 STEP = re.compile(r"step-([0-9]{1,16})")  # the name of a checkpoint's folder
 
@@ -33,7 +32,6 @@ class UnknownFormat(UserError):
 class SavedState:
     """What a checkpoint says of the run that saved it."""
 
-    format: int
     iteration: int  # optimizer updates done
     samples_seen: int  # sequences, over all GPUs
     best_val_loss: float | None
@@ -41,8 +39,8 @@ class SavedState:
     world_size: int
     config: dict[str, Any]  # settings: numbers, text, booleans and null
     model_config: ModelConfig
-    data: dict[str, Any] | None  # fingerprint; None in format 1
-    run: str | None  # name of the run's record; None in format 1
+    data: dict[str, Any]  # fingerprint
+    run: str  # name of the run's record
 
 
 def step_number(folder: Path) -> int | None:
@@ -64,10 +62,9 @@ def read_state(folder: Path) -> SavedState:
 
 def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     version = _whole(content, "format", 1)
-    if version not in READABLE:
-        known = " and ".join(map(str, READABLE))
+    if version != FORMAT:
         raise UnknownFormat(
-            f"{folder} has checkpoint format {version}; this version of nanoMFU reads {known}"
+            f"{folder} has checkpoint format {version}; this version of nanoMFU reads {FORMAT}"
         )
     iteration = _whole(content, "iteration", 0)
     if iteration != step_number(folder):
@@ -76,13 +73,11 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     for name in ("batch_size", "gradient_accumulation_steps"):
         _whole(config, name, 1)
     _check("dataset", config.get("dataset"), str)
-    data, run = content.get("data"), content.get("run")
-    if version > 1 or data is not None:
-        _check_fingerprint(data)
-    if version > 1 or run is not None:
-        _check("run", run, str)
+    data = _object("data", content.get("data"))
+    _check_fingerprint(data)
+    run: Any = content.get("run")
+    _check("run", run, str)
     return SavedState(
-        format=version,
         iteration=iteration,
         samples_seen=_whole(content, "samples_seen", 0),
         best_val_loss=_loss(content, "best_val_loss"),
@@ -154,10 +149,7 @@ def _model_config(saved: dict[str, Any]) -> ModelConfig:
         _check(f"model_config.{name}", value, *types, *((int,) if float in types else ()))
         if type(value) in (int, float) and not -MAX_COUNT < value < MAX_COUNT:  # also catches NaN
             raise ValueError(f"model_config.{name}={_shown(value)} is no size")
-    config = ModelConfig(**saved)  # raises ValueError
-    if config.block_size > MAX_BLOCK_SIZE:
-        raise ValueError(f"model_config.block_size={config.block_size} is above {MAX_BLOCK_SIZE}")
-    return config
+    return ModelConfig(**saved)  # raises ValueError
 
 
 # --- the data's fingerprint, as training/batches/fingerprint.py makes it ---
@@ -165,9 +157,8 @@ def _model_config(saved: dict[str, Any]) -> ModelConfig:
 FACTS = ("dtype", "vocab_size", "eot_id", "weight")
 
 
-def _check_fingerprint(data: object) -> None:
+def _check_fingerprint(fingerprint: dict[str, Any]) -> None:
     """Checks what a comparison with today's data uses."""
-    fingerprint = _object("data", data)
     _check("data.sha256", fingerprint.get("sha256"), str)
     sources = fingerprint.get("sources", [fingerprint])
     _check("data.sources", sources, list)

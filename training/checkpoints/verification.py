@@ -20,7 +20,6 @@ from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
-from training.checkpoints.format_1 import METADATA, Format1
 from training.checkpoints.saved_state import STATE, UnknownFormat, read_state
 from training.checkpoints.tensor_files import SUFFIX, TensorFiles
 from training.checkpoints.train_state import MOMENTS
@@ -137,16 +136,11 @@ def _content_problems(folder: Path) -> list[str]:
 def open_tensors(folder: Path) -> dcp.StorageReader:
     """A reader of the folder's tensors. Files that the manifest does not list are ignored. Raises ValueError
     or OSError."""
-    names = recorded_files(folder)
-    if METADATA in names:
-        return Format1(folder, set(names))
-    return TensorFiles([folder / name for name in names if name.endswith(SUFFIX)])
+    return TensorFiles([folder / name for name in recorded_files(folder) if name.endswith(SUFFIX)])
 
 
 def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:
     """Raises ValueError unless every weight is there with its moments, in its shape, as floating point."""
-    if config.n_layer > len(saved):  # so that no model of a million layers is built
-        raise ValueError(f"{len(saved)} tensors are too few for n_layer={config.n_layer}")
     try:
         model = model_builder.build_model(config)  # on the meta device: only the shapes
     except (RuntimeError, OverflowError, TypeError) as error:
