@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checkpoint_parts import make_config, make_saver, make_state, save
 from helpers import make_dataset
 from test_data_prepare import run_units_here, small_bpe, write_small
@@ -24,6 +25,7 @@ from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.packing import pack_documents
+from training.checkpoints.tensor_files import Part, write_parts
 from training.configuration.keys import TrainConfig
 from training.records.run_record import RunRecord
 
@@ -171,6 +173,13 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_before_pointers_name
     assert disk.root.joinpath(best.path).read_text() == "step-00000001\n"
     gone = [e for e in disk.events if e.kind == "name" and "step-00000002.tmp-delete" in e.path]
     assert len(gone) == 1 and f"{place}/step-00000003" in gone[0].before, "deleted when its successor is safe"
+
+
+@pytest.mark.parametrize("size", [1, 100, 5000, 300_000])
+def test_all_of_a_tensor_file_is_on_disk_when_it_is_written(disk, size):
+    part = Part("t", (0,), (size,), torch.uint8)
+    write_parts(disk.root / "t.safetensors", [(part, torch.ones(size, dtype=torch.uint8))])
+    assert disk.is_whole(disk.root / "t.safetensors")
 
 
 # --- the run record ---

@@ -154,6 +154,21 @@ def test_a_preparation_that_changes_any_argument_is_refused_by_its_name(tmp_path
     assert preparation.read_json(tmp_path / "out" / "plan.json") == first
 
 
+def test_a_tokenizer_is_known_by_its_content_and_not_by_its_folder(tmp_path):
+    plan = plan_of(tmp_path)
+    path = tmp_path / "elsewhere"
+    path.mkdir()
+    (tmp_path / "in").rename(path / "in")
+    assert plan_of(path)["tokenizer"] == plan["tokenizer"]
+    changed = path / "bpe" / "tokenizer.json"
+    changed.write_text(changed.read_text().replace("endoftext", "end"))
+    settings = Settings(eot_id=256, bos_id=None, val_fraction=0.1, shard_tokens=10**6)
+    with pytest.raises(UserError, match="was begun with another tokenizer; "):
+        prepare(
+            [path / "in" / "a.txt"], path / "out", FileTokenizer(changed), settings, "test", Job(0), 100, 100
+        )
+
+
 @pytest.mark.parametrize("name", ["windows", "documents", "tokens_kept", "tokens_cut_off", "share_padded"])
 def test_every_count_of_a_packing_is_checked(name):
     """10 windows of 5 tokens, of which 40 are filled."""

@@ -57,6 +57,11 @@ def test_a_changed_guarded_key_is_refused_by_name_and_allowed_by_name(name, tmp_
         refuse_changes(tmp_path, saved(before), now, 1, data)
     refuse_changes(tmp_path, saved(before), replace(now, allow_changes=name), 1, data)
     assert f"allow_changes: {name} was" in caplog.text
+    both = replace(TrainConfig(**CHANGED), allow_changes=",".join(key for key in CHANGED if key != name))
+    with pytest.raises(UserError, match="was saved with other settings") as error:
+        refuse_changes(tmp_path, saved(before), both, 1, data)
+    if name not in ("batch_size", "gradient_accumulation_steps"):
+        assert f"settings: {name}: checkpoint" in str(error.value), "and no other one is named"
     other = next(key for key in CHANGED if key != name)
     with pytest.raises(UserError, match=f"{name}: checkpoint"):
         refuse_changes(tmp_path, saved(before), replace(now, allow_changes=other), 1, data)
