@@ -53,6 +53,15 @@ def test_the_value_of_another_variable_is_shown(name, monkeypatch):
     redaction._secrets.cache_clear()
 
 
+def test_a_secret_that_contains_another_is_hidden_whole(monkeypatch):
+    short, long = {"A_KEY": VALUE}, {"B_KEY": f"{VALUE}-and-more"}
+    for variables in ({**short, **long}, {**long, **short}):
+        monkeypatch.setattr(redaction.os, "environ", variables)
+        redaction._secrets.cache_clear()
+        assert redaction.redact(f"{VALUE}-and-more {VALUE}") == "***B_KEY*** ***A_KEY***"
+    redaction._secrets.cache_clear()
+
+
 def test_short_values_words_and_paths_are_no_secrets(monkeypatch, tmp_path):
     values = {"A_KEY": "1234567", "B_KEY": "elevenchars", "C_KEY": str(tmp_path), "D_KEY": "12345678"}
     monkeypatch.setattr(redaction.os, "environ", values | {"E_KEY": "twelveletter"})

@@ -14,6 +14,7 @@ from helpers import TINY, checkpoint_tensors, last_run, make_dataset, write_conf
 
 import train
 from training.batches.loader import Loader
+from training.optimization.update_guard import UpdateGuard
 
 ITERATIONS = 8
 # warm-up over 2 iterations to 1e-2, then a cosine to 1e-3 at iteration 6
@@ -217,10 +218,15 @@ def test_what_only_saves_time_or_memory_changes_no_update(both, keys):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_float16_takes_its_loss_scale_out_of_all_that_is_reported_and_updated(both, clip):
+def test_float16_takes_its_loss_scale_out_of_all_that_is_reported_and_updated(both, clip, monkeypatch):
     """The scale is 65536, so a place that forgets it is wrong by this factor, and one that clips before it is
     taken out clips by this factor too much."""
+    judged, judge = [], UpdateGuard.judge
+    monkeypatch.setattr(
+        UpdateGuard, "judge", lambda guard, *values: (judged.append(values), judge(guard, *values))[1]
+    )
     rows, tensors, expected_rows, weights, state = both(dtype="float16", grad_clip=clip)
+    assert [norm.item() for _, norm in judged] == [row["gradients"]["global_norm"] for row in rows]
     for row, expected in zip(rows, expected_rows, strict=True):
         gradients = row["gradients"]
         loss, norm, mean, deviation = expected
