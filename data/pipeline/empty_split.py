@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.durable_file import sync, write_json
+from common.durable_file import sync, sync_folder, write_json
 from data.pipeline.token_files import SPLITS, ShardWriter, TokenWriter, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
 
@@ -106,6 +106,7 @@ def _move(
         sync(folder / f"{name}.tmp")
     for name in temporary:
         os.replace(folder / f"{name}.tmp", folder / name)
+    sync_folder(folder)
     for name in moved:
         (folder / name).unlink()
     manifest = manifest | {"files": files}

@@ -22,7 +22,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from common.durable_file import create
+from common.durable_file import create, sync_folder
 from training.configuration.keys import TrainConfig
 from training.process.console import start_logging
 from training.process.memory import GIB, resident_bytes
@@ -266,6 +266,7 @@ def _replace(path: Path, text: Iterator[str]) -> None:
         file.flush()
         os.fsync(file.fileno())  # so that a loss of power leaves the old file or the new one
     os.replace(temporary, path)
+    sync_folder(path.parent)  # before the journal is emptied, which holds what the old file lacks
 
 
 def _now() -> str:

@@ -1,0 +1,238 @@
+"""Each list about settings, entry by entry: what a resume guards, what an architecture and the data share,
+which settings conflict. A new entry needs a line in a table here."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+
+from common.errors import UserError
+from model_config import ModelConfig
+from training.batches.fingerprint import data_differences
+from training.checkpoints.loading import check_architecture
+from training.checkpoints.resume import changed_settings, refuse_changes
+from training.checkpoints.saved_state import SavedState
+from training.configuration import rules
+from training.configuration.keys import GUARDED, KEYS, TrainConfig
+
+# --- what a resume guards ---
+
+CHANGED = {  # guarded key -> another value than the default
+    "seed": 7,
+    "batch_size": 24,
+    "gradient_accumulation_steps": 2,
+    "doc_masking": True,
+    "packing": "truncate",
+    "learning_rate": 1e-3,
+    "min_lr": 1e-5,
+    "decay_lr": False,
+    "lr_schedule": "wsd",
+    "warmup_iters": 100,
+    "lr_decay_iters": 30_000,
+    "wsd_decay_fraction": 0.5,
+    "weight_decay": 0.0,
+    "beta1": 0.8,
+    "beta2": 0.99,
+    "grad_clip": 0.0,
+}
+NO_KEYS = {"dataset", "processes"}  # compared by content and by samples; see test_checkpoint_resume.py
+
+
+def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
+    data = {"sha256": "0" * 64, "splits": {}}
+    content = json.loads(json.dumps(config.to_dict()))
+    return SavedState(2, 10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
+
+
+def test_every_guarded_key_is_in_the_table():
+    assert set(GUARDED) == CHANGED.keys() | NO_KEYS
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_guarded_key_is_refused_by_name_and_allowed_by_name(name, tmp_path, caplog):
+    before, now = TrainConfig(), TrainConfig(**{name: CHANGED[name]})
+    data = saved(before).data
+    with pytest.raises(UserError, match=f"{name}: checkpoint .*--allow_changes={name}$"):
+        refuse_changes(tmp_path, saved(before), now, 1, data)
+    refuse_changes(tmp_path, saved(before), replace(now, allow_changes=name), 1, data)
+    assert f"allow_changes: {name} was" in caplog.text
+    both = replace(TrainConfig(**CHANGED), allow_changes=",".join(key for key in CHANGED if key != name))
+    with pytest.raises(UserError, match="was saved with other settings") as error:
+        refuse_changes(tmp_path, saved(before), both, 1, data)
+    if name not in ("batch_size", "gradient_accumulation_steps"):
+        assert f"settings: {name}: checkpoint" in str(error.value), "and no other one is named"
+    other = next(key for key in CHANGED if key != name)
+    with pytest.raises(UserError, match=f"{name}: checkpoint"):
+        refuse_changes(tmp_path, saved(before), replace(now, allow_changes=other), 1, data)
+
+
+def test_a_changed_key_that_is_not_guarded_is_noted_and_not_refused(tmp_path):
+    silent = {"init_from", "resume_from", "allow_changes", "out_dir"}
+    for name, key in KEYS.items():
+        if name in GUARDED:
+            continue
+        was = KEYS[name].default
+        other = {bool: not was, int: 3, float: 0.25, str: "other"}[key.types[0]]
+        now = dataclasses.replace(TrainConfig(), **{name: other})
+        refuse_changes(tmp_path, saved(TrainConfig()), now, 1, saved(TrainConfig()).data)
+        expected = {} if name in silent else {name: [was, other]}
+        assert changed_settings(saved(TrainConfig()), now) == expected, name
+
+
+def test_the_samples_of_an_iteration_may_be_divided_otherwise(tmp_path):
+    before = TrainConfig(batch_size=8, gradient_accumulation_steps=2)
+    data = saved(before).data
+    for batch_size, steps, processes in ((8, 1, 2), (16, 1, 1), (4, 1, 4), (2, 8, 1)):
+        now = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=steps)
+        refuse_changes(tmp_path, saved(before), now, processes, data)
+    with pytest.raises(
+        UserError, match="processes: checkpoint 1, now 4; an iteration had 16 samples, now 64"
+    ):
+        refuse_changes(tmp_path, saved(before), before, 4, data)
+
+
+SHAPE = {  # field of the model -> another value
+    **{"n_layer": 3, "n_head": 8, "n_embd": 8, "n_kv_head": 2, "d_ff": 12, "vocab_size": 9, "block_size": 5},
+    **{"normalization": "rmsnorm", "norm_eps": 1e-3, "activation": "silu", "position_encoding": "rope"},
+    **{"rope_theta": 5.0, "ffn_type": "swiglu", "bias": True, "weight_tying": False, "qk_norm": True},
+}
+FREE = {"arch": "llama", "dropout": 0.5}
+
+
+def test_another_architecture_is_refused_field_by_field(tmp_path):
+    was = ModelConfig(n_layer=2, n_head=4, n_kv_head=4, n_embd=16, d_ff=32, vocab_size=16, block_size=16)
+    assert {field.name for field in dataclasses.fields(ModelConfig)} == SHAPE.keys() | FREE.keys()
+    for name, value in SHAPE.items():
+        with pytest.raises(UserError, match=f"another architecture: {name}: checkpoint"):
+            check_architecture(tmp_path, was, replace(was, **{name: value}))
+    for name, value in FREE.items():
+        check_architecture(tmp_path, was, replace(was, **{name: value}))
+
+
+FINGERPRINT = {
+    "tokenizer": {"name": "a", "sha256": None},
+    "dtype": "uint16",
+    "vocab_size": 100,
+    "eot_id": 0,
+    "weight": "1/2",
+    "splits": {
+        split: {"0.bin": {"tokens": 9, "sha256": "a" * 64, "probe": None}} for split in ("train", "val")
+    },
+    "packings": {"train-32": "a", "val-32": "b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        (("tokenizer", "name"), "b", "tokenizer b"),
+        (("dtype",), "uint32", "dtype uint32"),
+        (("vocab_size",), 99, "vocab_size 99"),
+        (("eot_id",), 1, "eot_id 1"),
+        (("weight",), "1/3", "weight 1/3"),
+        (("splits", "train", "0.bin", "tokens"), 8, "other tokens in 0.bin"),
+        (("splits", "val", "0.bin", "tokens"), 8, "other tokens in 0.bin"),
+        (("splits", "val", "0.bin", "sha256"), "b" * 64, "other tokens in 0.bin"),
+        (("splits", "train", "1.bin"), {"tokens": 1}, "in addition 1.bin"),
+        (("packings", "train-32"), "c", "another packing .packed-train-32"),
+        (("packings", "val-32"), "c", "another packing .packed-val-32"),
+    ],
+)
+def test_every_field_of_the_data_s_fingerprint_is_compared(place, value, named):
+    now = json.loads(json.dumps(FINGERPRINT))
+    *path, last = place
+    target = now
+    for name in path:
+        target = target[name]
+    target[last] = value
+    (difference,) = data_differences(FINGERPRINT, now)
+    assert named in difference
+    assert data_differences(FINGERPRINT, json.loads(json.dumps(FINGERPRINT))) == []
+
+
+def test_a_probe_is_compared_where_no_hash_is_recorded():
+    one, other = (
+        {"splits": {"val": {"0.bin": {"tokens": 9, "sha256": None, "probe": p}}}} for p in ("a", "b")
+    )
+    assert data_differences(one, other) == ["other tokens in 0.bin"]
+
+
+# --- which settings conflict ---
+
+BF16_MOMENTS = {"adam_dtype": "bfloat16", "dtype": "bfloat16"}
+CONFLICTS = [  # keys, processes, what the message names
+    ({"use_zero1": True, "use_fsdp": True}, 2, "use_zero1=True and use_fsdp=True"),
+    ({"use_fsdp": True}, 1, "use_fsdp=True shards over processes"),
+    ({"fsdp_sharding": "hybrid"}, 2, "fsdp_sharding='hybrid' .* use_fsdp=False"),
+    ({"reshard_after_forward": True}, 2, "reshard_after_forward=True .* use_fsdp=False"),
+    ({**BF16_MOMENTS, "beta1": 0.995, "beta2": 0.9}, 1, "adam_dtype='bfloat16' .* beta1=0.995"),
+    ({**BF16_MOMENTS, "beta1": 0.9, "beta2": 0.995}, 1, "adam_dtype='bfloat16' .* beta2=0.995"),
+    ({"param_dtype": "bfloat16", "dtype": "float32"}, 1, "param_dtype='bfloat16' .* dtype='float32'"),
+    ({"param_dtype": "bfloat16", "dtype": "float16"}, 1, "param_dtype='bfloat16' .* dtype='float16'"),
+    ({"low_precision": "fp8_tensorwise", "dtype": "float16"}, 1, "low_precision=.* dtype='float16'"),
+    ({"low_precision": "fp8_tensorwise", "dtype": "float32"}, 1, "low_precision=.* dtype='float32'"),
+    ({"compile": True, "compile_scope": "whole"}, 2, "compile_scope='whole'"),
+    ({"backend": "nccl", "device": "cpu"}, 1, "backend='nccl' needs device='cuda'"),
+    ({"wandb_log": True}, 1, "wandb_log=True needs wandb"),
+    ({"peak_tflops": "guess"}, 1, "peak_tflops='guess' is neither"),
+    ({"peak_tflops": 0.0}, 1, "peak_tflops=0.0 is neither"),
+    ({"peak_tflops": "measure", "use_sparse_specs": True}, 1, "peak_tflops='measure' .* use_sparse_specs"),
+    ({"min_lr": 1.0}, 1, "min_lr=1.0 is above learning_rate"),
+    ({"warmup_iters": 9, "lr_decay_iters": 9}, 1, "warmup_iters=9 is not below lr_decay_iters=9"),
+    ({"wsd_decay_fraction": 0.0}, 1, "wsd_decay_fraction=0.0 is not in"),
+    ({"wsd_decay_fraction": 1.5}, 1, "wsd_decay_fraction=1.5 is not in"),
+    ({"resume_from": "best"}, 1, "resume_from='best' .* --init_from=resume"),
+    ({"resume_from": "best", "init_from": "auto"}, 1, "resume_from='best' .* --init_from=resume"),
+    ({"allow_changes": "seed,out_dir"}, 1, "allow_changes: 'out_dir' is not one of"),
+    ({"checkpoint_interval": "30 minutes"}, 1, "checkpoint_interval='30 minutes' is neither"),
+    ({"checkpoint_interval": -1}, 1, "checkpoint_interval=-1 must be at least 0"),
+    ({"beta1": 1.0}, 1, "beta1=1.0 is not in"),
+    ({"beta2": 1.0}, 1, "beta2=1.0 is not in"),
+    ({"out_dir": ""}, 1, "out_dir is empty"),
+    ({"dataset": ""}, 1, "dataset is empty"),
+    ({"out_dir": "s3://a"}, 1, "out_dir=.* is a URL"),
+    ({"dataset": "s3://a"}, 1, "dataset=.* is a URL"),
+    ({"out_dir": "a\nb"}, 1, "out_dir=.* control character"),
+    ({"dataset": "a\nb"}, 1, "dataset=.* control character"),
+]
+
+
+@pytest.mark.parametrize(("keys", "processes", "named"), CONFLICTS, ids=lambda item: str(item)[:60])
+def test_settings_in_conflict_are_refused_and_named(keys, processes, named, monkeypatch):
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=named):
+        rules.check(TrainConfig(**keys), processes)
+
+
+ALLOWED = [  # what is near a conflict and is none
+    ({"use_zero1": True}, 2),
+    ({"use_fsdp": True, "fsdp_sharding": "hybrid", "reshard_after_forward": True}, 2),
+    ({"use_fsdp": True, "dry_run": True}, 1),
+    ({**BF16_MOMENTS, "param_dtype": "bfloat16", "beta1": 0.99, "beta2": 0.99}, 1),
+    ({"low_precision": "fp8_tensorwise", "dtype": "bfloat16"}, 1),
+    ({"compile": True, "compile_scope": "whole"}, 1),
+    ({"compile": False, "compile_scope": "whole"}, 2),
+    ({"backend": "gloo", "device": "cpu"}, 1),
+    ({"backend": "nccl", "device": "cuda"}, 8),
+    ({"peak_tflops": "measure"}, 1),
+    ({"peak_tflops": 100.0, "use_sparse_specs": True}, 1),
+    ({"min_lr": 1.0, "decay_lr": False}, 1),
+    ({"wsd_decay_fraction": 1.0}, 1),
+    ({"resume_from": "best", "init_from": "resume"}, 1),
+    ({"allow_changes": ",".join(GUARDED)}, 1),
+    ({"checkpoint_interval": "1.5h"}, 1),
+    ({"beta1": 0.0, "beta2": 0.0}, 1),
+]
+
+
+@pytest.mark.parametrize(("keys", "processes"), ALLOWED, ids=lambda item: str(item)[:60])
+def test_what_is_near_a_conflict_is_allowed(keys, processes):
+    rules.check(TrainConfig(**keys), processes)
+
+
+def test_times_of_checkpoints_are_in_seconds_minutes_or_hours():
+    found = {text: rules.checkpoint_interval(TrainConfig(checkpoint_interval=text)) for text in ("2s", "2 m")}
+    assert found == {"2s": (0, 2.0), "2 m": (0, 120.0)}
+    assert rules.checkpoint_interval(TrainConfig(checkpoint_interval="1.5h")) == (0, 5400.0)
+    assert rules.checkpoint_interval(TrainConfig(checkpoint_interval=7)) == (7, 0.0)
