@@ -12,6 +12,7 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
+from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
 from training.records.run_record import RunRecord, accumulation_steps
 from training.records.startup_info import startup_info
@@ -30,6 +31,8 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
     if record:
         record.save()
     log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
+    for text in info["warnings"]:
+        log.warning(f"warning: {text}")
     if record and not config.eval_only:
         log.info(f"To watch this run: tail -F {shlex.quote(str(record.path.with_suffix('.log')))}")
     if info["resumed_from"]:
@@ -69,7 +72,7 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
         {"line": line},
         world_size,
     )
-    return report_lines(config, info)
+    return [*report_lines(config, info), *(f"\nwarning: {text}" for text in info["warnings"])]
 
 
 # --- text ---
@@ -125,9 +128,10 @@ def _training(config: TrainConfig, info: dict) -> Section:
     gpus = info["hardware"]["num_gpus"]
     per_gpu, everywhere = accumulation_steps(config, gpus).values()
     decay = config.lr_schedule if config.decay_lr else "constant"
-    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {config.warmup_iters:,}"
+    warmup, end = warmup_and_decay_iters(config)
+    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {warmup:,}"
     if config.decay_lr:
-        schedule += f", decay to iteration {config.lr_decay_iters:,}"
+        schedule += f", decay to iteration {end:,}"
     groups = info["optimizer"]["param_groups"]
     return [
         *_datasets(config, info),
