@@ -113,7 +113,7 @@ def main() -> None:
     meta = prepare(args.output, args.force)
     if meta is None:
         print("already prepared from this Python (--force makes it again)")
-    report(meta or read_meta(args.output), args.output, "config/quickstart.py")
+    report(meta or read_meta(args.output), args.output)
 
 
 if __name__ == "__main__":
