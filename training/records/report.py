@@ -14,6 +14,7 @@ from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
+from training.records import units
 from training.records.run_record import RunRecord, accumulation_steps
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops
@@ -140,7 +141,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Tokens per iteration", f"{info['tokens_per_iter']:,}"),
         (
             "Iterations",
-            f"{config.max_iters:,} ({config.max_iters * info['tokens_per_iter'] / 1e9:.3f} B tokens)",
+            f"{config.max_iters:,} ({units.tokens(config.max_iters * info['tokens_per_iter'])})",
         ),
         ("Learning rate", schedule),
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
@@ -186,7 +187,7 @@ def _datasets(config: TrainConfig, info: dict) -> Section:
     sources = info["data"]["sources"]
     rows = [("Dataset", f"{len(sources)} sources, mixed by weight")] if len(sources) > 1 else []
     for source in sources:
-        text = f"{source['tokens']['train'] / 1e9:.3f} B tokens, {source['epochs']:.3g} epochs"
+        text = f"{units.tokens(source['tokens']['train'])}, {source['epochs']:.3g} epochs"
         if len(sources) > 1:
             rows.append((f"  {source['name']}", f"{100 * source['weight']:.4g} % of samples, {text}"))
         else:
@@ -248,8 +249,8 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
         ("Peak per GPU", _peak(hardware["peak"])),
         *([("  fp8", _peak(hardware["peak_fp8"]))] if "peak_fp8" in hardware else []),
-        ("Estimated memory per GPU", f"{total:.2f} GB"),
-        *((f"  {name}", f"{size:.2f} GB") for name, size in estimate.items()),
+        ("Estimated memory per GPU", units.memory(total)),
+        *((f"  {name}", units.memory(size)) for name, size in estimate.items()),
     ]
 
 
@@ -266,7 +267,9 @@ def _parallelism(config: TrainConfig, strategy: str) -> str:
 def _peak(peak: dict) -> str:
     if peak["tflops_per_gpu"] is None:
         return f"none ({peak['reason']})"
-    return f"{peak['tflops_per_gpu']:.1f} TFLOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
+    return (
+        f"{units.flops(peak['tflops_per_gpu'] * 1e12)}LOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
+    )
 
 
 def _performance(info: dict) -> Section:
