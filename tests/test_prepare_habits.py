@@ -116,7 +116,7 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
     while len(list(out.glob("units/*")) if moment == "units are made" else processes_of(process.pid)) < 4:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
-    time.sleep(0.3 if moment == "workers start" else 0)  # they are importing modules then
+    time.sleep(0.1 if moment == "workers start" else 0)  # they are importing modules then
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the parent and to all workers
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
