@@ -139,6 +139,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     config = choose_start(config, world)
     data = agree_on_data(sources, world)
     resume = find_resume(config, world, data)
+    config = resume.config  # as stated, and the schedule of the first attempt
     peak = agree_on_peak(config, world)
 
     # 4) build

@@ -53,8 +53,8 @@ def outcome(main: Callable[..., int | None], *arguments: object) -> tuple[int, s
         sys.stdout.flush()
     except UserError as error:
         status, message = USER_ERROR, f"error: {error}"
-    except KeyboardInterrupt:
-        status, message = INTERRUPTED, "interrupted"
+    except KeyboardInterrupt as stop:
+        status, message = INTERRUPTED, "; ".join(["interrupted", *map(str, stop.args)])
     except SystemExit as end:  # argparse has printed the help, or what is wrong with the arguments
         text = "" if end.code is None or isinstance(end.code, int) else str(end.code)
         status, message = FAILED if text else int(end.code or 0), text

@@ -24,10 +24,11 @@ from plots import figure, run_record  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TIMINGS = {"mfu": "mfu_percent", "tokens": "tokens_per_sec"}  # panel: column
-# panel: what no run has logged if the panel is empty
+# panel: what no run has logged if there is no such panel
 ABSENT = {"loss": "a loss", "val": "an evaluation", "mfu": "an MFU", "tokens": "tokens/s"}
 SPARSE_MARK = " (2:4 sparse peak)"
 
@@ -80,10 +81,31 @@ def warn_about_peaks(runs: list[Run], labels: list[str]) -> None:
 def table(runs: list[Run], labels: list[str]) -> str:
     head = ["run", "status", "GPUs", "precision", "final loss", "best val loss"]
     head += ["MFU %, p10 to p90", "tokens/s, p10 to p90", "max GB", "peak TFLOPS/GPU", "MFU method"]
-    rows = [head, *([label, *cells(run)] for run, label in zip(runs, labels, strict=True))]
+    return aligned([head, *([label, *cells(run)] for run, label in zip(runs, labels, strict=True))])
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Columns as wide as they need; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def differences(runs: list[Run], labels: list[str]) -> str:
+    """The settings that differ, a line each; '-' where a record does not have the key."""
+    rows = [["setting", *labels]]
+    for name in dict.fromkeys(name for run in runs for name in run.config):
+        values = [setting(run.config[name]) if name in run.config else "-" for run in runs]
+        known = {value for run, value in zip(runs, values, strict=True) if name in run.config}
+        if len(known) > 1 and name != "out_dir":  # the labels name the folders
+            rows.append([one_line(name), *values])
+    if len(runs) < 2 or not any(run.config for run in runs):
+        return ""
+    return aligned(rows) if len(rows) > 1 else "The settings of these runs are the same, but for out_dir."
+
+
+def setting(value: Any) -> str:
+    return textwrap.shorten(one_line(str(value)), 40, placeholder="...") or "''"
 
 
 def cells(run: Run) -> list[str]:
@@ -115,33 +137,67 @@ def spread_text(run: Run, name: str, number: str) -> str:
 
 
 def plot(runs: list[Run], labels: list[str]) -> Figure:
-    fig = figure.new_figure(15, 10 + 0.2 * len(runs))  # each run has a line in the legend
-    axes = fig.subplot_mosaic([["loss", "val"], ["mfu", "tokens"]])
-    method = next((run.mfu_methods[0] for run in runs if run.mfu_methods), None)
-    figure.label_axis(axes["loss"], "Training loss", "cross-entropy, nats per token")
-    figure.label_axis(axes["val"], "Validation loss", "cross-entropy, nats per token")
-    figure.label_axis(axes["mfu"], f"MFU by {method}" if method else "MFU", "MFU (%)")
-    figure.label_axis(axes["tokens"], "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
+    """What no run has logged has no panel, but a line under the others."""
+    columns = {"loss": "loss", **TIMINGS}
+    logged = {panel: [run.columns[column] for run in runs] for panel, column in columns.items()}
+    logged["val"] = [run_record.evaluations(run, "val_loss")[1] for run in runs]
+    names = [panel for panel in ABSENT if len(run_record.finite(np.concatenate(logged[panel])))]
+    fig = figure.new_figure(15, 2 + 4 * -(-len(names) // 2) + 0.2 * len(runs))  # a line each in the legend
+    axes = figure.panels(fig, names)
     figure.limit_x(axes, runs)
     styles = line_styles(len(runs))
-    for run, style in zip(runs, styles, strict=True):
-        iters, shown = run.columns["iter"], ~run.with_evaluation
-        figure.draw(axes["loss"], iters, run.columns["loss"], **style)
-        evaluations = run_record.evaluations(run, "val_loss")
-        figure.draw(axes["val"], *evaluations, marker="D", markersize=4, **style)
-        for panel, name in TIMINGS.items():
-            figure.draw(axes[panel], iters[shown], run.columns[name][shown], **style)
+    draw_losses(axes, runs, styles)
+    draw_timings(axes, runs, styles)
+    missing = [f"None of these runs logged {what}." for panel, what in ABSENT.items() if panel not in names]
+    figure.note(fig, missing)
+    names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
+    fig.legend(figure.legend_lines(styles), names, loc="outside lower left", frameon=False, fontsize=9)
+    return fig
+
+
+def draw_losses(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, Any]]) -> None:
+    """Over tokens where the runs' iterations have different numbers of them: a loss depends on tokens."""
+    sizes = [run.tokens_per_iter for run in runs]
+    by_tokens = None not in sizes and len(set(sizes)) > 1
+    for panel, title in (("loss", "Training loss"), ("val", "Validation loss")):
+        if panel not in axes:
+            continue
+        figure.label_axis(axes[panel], title, "cross-entropy, nats per token")
+        lines = []
+        for run, style in zip(runs, styles, strict=True):
+            x, y = run.columns["iter"], run.columns["loss"]
+            if panel == "val":
+                x, y = run_record.evaluations(run, "val_loss")
+            x = (x + 1) * run.tokens_per_iter if by_tokens and run.tokens_per_iter else x
+            lines.append((x, y))
+            if panel == "val":
+                figure.draw(axes[panel], x, y, marker="o", markersize=6, markerfacecolor="none", **style)
+            else:
+                figure.draw_smoothed(axes[panel], x, y, **style)
+        figure.limit_y(
+            axes[panel], [y for _, y in lines], [figure.after_the_beginning(*line) for line in lines]
+        )
+        if by_tokens:
+            figure.show_tokens(axes[panel])
+        elif sizes[0] and len(set(sizes)) == 1:
+            figure.add_token_axis(axes[panel], sizes[0])
+
+
+def draw_timings(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, Any]]) -> None:
+    method = next((run.mfu_methods[0] for run in runs if run.mfu_methods), None)
+    text = {
+        "mfu": (f"MFU by {method}" if method else "MFU", "MFU (%)", None),
+        "tokens": ("Throughput", "tokens/s, all GPUs", "{x:,.0f}"),
+    }
     for panel, name in TIMINGS.items():
+        if panel not in axes:
+            continue
+        figure.label_axis(axes[panel], *text[panel])
+        for run, style in zip(runs, styles, strict=True):
+            shown = ~run.with_evaluation
+            figure.draw(axes[panel], run.columns["iter"][shown], run.columns[name][shown], **style)
         drawn = [run.columns[name][~run.with_evaluation] for run in runs]
         figure.limit_y(axes[panel], drawn, typical=[run.columns[name][run.timed] for run in runs])
-    for panel, what in ABSENT.items():
-        if not axes[panel].lines:
-            figure.explain_empty(axes[panel], f"none of these runs logged {what}")
-
-    handles = [axes["loss"].plot([], [], linewidth=2.5, **style)[0] for style in styles]
-    names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
-    fig.legend(handles, names, loc="outside lower left", frameon=False, fontsize=9)
-    return fig
 
 
 def line_styles(number: int) -> list[dict[str, Any]]:
@@ -171,6 +227,8 @@ def compare(patterns: list[str], method: str | None, output: str | None) -> None
     labels = run_labels(runs)
     warn_about_peaks(runs, labels)
     print(table(runs, labels))
+    if different := differences(runs, labels):
+        print(f"\n{different}")
     figure.save(plot(runs, labels), target or paths[0].with_name("compare_runs.png"))
 
 

@@ -17,6 +17,7 @@ from plots.run_record import Run, evaluations, finite
 if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absence is one clear error
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -48,6 +49,64 @@ def draw(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> bool:
     if exists.any():
         axis.plot(x[exists], y[exists], **{**marker, "linewidth": 1.3, **style})
     return bool(exists.any())
+
+
+def draw_smoothed(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
+    """The running mean of the points, in front of a faint line through all of them."""
+    exists = np.isfinite(x) & np.isfinite(y)
+    x, y = x[exists], y[exists]
+    window = len(y) // 50
+    if window < 2:
+        draw(axis, x, y, **style)
+        return
+    label = style.pop("label", None)
+    draw(axis, x, y, **{**style, "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"})
+    named = {"label": f"{label}, mean of {window}"} if label else {}
+    draw(axis, x, running_mean(y, window), **{**style, **named})
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of about `window` values around each; fewer at both ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    first, last = np.maximum(places - window // 2, 0), np.minimum(places + window // 2 + 1, len(values))
+    return (sums[last] - sums[first]) / (last - first)
+
+
+def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
+    """A second axis below that of the iterations: after iteration i, i + 1 of them have been made."""
+
+    def tokens(iteration: Any) -> Any:
+        return (np.asarray(iteration) + 1) * tokens_per_iter
+
+    def iteration(tokens: Any) -> Any:
+        return np.asarray(tokens) / tokens_per_iter - 1
+
+    second = axis.secondary_xaxis(-0.2, functions=(tokens, iteration))
+    second.set_xlabel("tokens")
+    second.xaxis.set_major_formatter(_tokens_text)
+
+
+def _tokens_text(value: float, place: float | None = None) -> str:
+    """'1.4 B', for the ticks of an axis of tokens."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {letter}"
+    return f"{value:.4g}"
+
+
+def show_tokens(axis: Axes) -> None:
+    """For a panel over tokens: its own limits and label, instead of those of the iterations."""
+    axis.set_xlabel("tokens")
+    axis.autoscale(axis="x")
+    axis.xaxis.set_major_formatter(_tokens_text)
+
+
+def after_the_beginning(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The values after the first tenth, in which a loss falls so far that the rest would look flat."""
+    exists = np.isfinite(x) & np.isfinite(y)
+    x, y = x[exists], y[exists]
+    return y[x >= 0.1 * x.max()] if len(x) else y
 
 
 def limit_x(axes: dict[Any, Axes], runs: list[Run]) -> None:
@@ -90,13 +149,25 @@ def legend(axis: Axes) -> None:
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, **tight)
 
 
-def explain_empty(axis: Axes, text: str) -> None:
-    """Writes into a panel why it is empty, in place of its axis."""
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.grid(False)
-    text = "\n".join(textwrap.wrap(text, 60))
-    axis.text(0.5, 0.5, literal(text), transform=axis.transAxes, ha="center", va="center", color="dimgray")
+def panels(figure: Figure, names: list[str], first_wide: bool = False) -> dict[str, Axes]:
+    """Axes of these names, two in a row; one that is alone in its row takes all of it."""
+    rows = [names[:1]] if first_wide else []
+    rest = names[len(rows) :]
+    rows += [rest[i : i + 2] for i in range(0, len(rest), 2)]
+    layout: list[Any] = [row * 2 if len(row) == 1 else row for row in rows]
+    return figure.subplot_mosaic(layout) if names else {}
+
+
+def note(figure: Figure, lines: list[str]) -> None:
+    """Writes under the panels what was not logged, and why: there is no empty panel."""
+    text = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
+    figure.supxlabel(literal(text), fontsize=9, color="dimgray")
+
+
+def legend_lines(styles: list[dict[str, Any]]) -> list[Line2D]:
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], linewidth=2.5, **style) for style in styles]
 
 
 def literal(text: str) -> str:

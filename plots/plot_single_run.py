@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,34 +26,37 @@ if TYPE_CHECKING:
 
 
 def plot(run: Run) -> Figure:
-    """The figure of one run. A panel without data says why."""
-    fig = figure.new_figure(14, 15)
-    axes = fig.subplot_mosaic([["loss", "loss"], ["mfu", "tokens"], ["time", "memory"], ["lr", "gradients"]])
+    """The figure of one run. What was not logged has no panel, but a line under the others that says why."""
+    missing = {name: text for name, text in absent(run).items() if text}
+    names = [name for name in DRAW if name not in missing]
+    fig = figure.new_figure(14, 4 + 3.7 * -(-len(names) // 2))
+    axes = figure.panels(fig, names, first_wide="loss" in names)
     title = f"{run.name}\n{run.model} · {run.machine} · {run.precision} · {run.status}"
     fig.suptitle(figure.literal(title), fontsize=13)
     figure.limit_x(axes, [run])
-    draw_loss(axes["loss"], run)
-
-    label_axis(axes["mfu"], mfu_title(run), "MFU (%)")
-    faint = {"mfu_causal_percent": "causal scores only"}
-    draw_timing(axes["mfu"], run, "mfu_percent", ",.2f", absent=f"No MFU: {run.why_no_mfu}", faint=faint)
-    label_axis(axes["tokens"], "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
-    draw_timing(axes["tokens"], run, "tokens_per_sec", ",.0f", absent="no tokens/s logged")
-    label_axis(axes["time"], "Step time", "ms per iteration", "{x:,.0f}")
-    draw_timing(axes["time"], run, "time_ms", ",.1f", absent="no step time logged")
-
-    label_axis(axes["memory"], "GPU memory", "GB")
-    memory = {"max_allocated_gb": "peak", "allocated_gb": "allocated"}
-    if draw_columns(axes["memory"], run, memory, absent="no GPU memory logged"):
-        axes["memory"].set_ylim(bottom=0)
-    label_axis(axes["lr"], "Learning rate", "learning rate", "{x:.2e}")
-    draw_columns(axes["lr"], run, {"lr": None}, absent="no learning rate logged")
-    label_axis(axes["gradients"], "Gradient norm before clipping", "global L2 norm")
-    absent = "no gradient norm logged (gradient_log_interval sets how often)"
-    if draw_columns(axes["gradients"], run, {"grad_norm": None}, absent=absent):
-        norms = run.columns["grad_norm"]
-        figure.limit_y(axes["gradients"], drawn=[norms], typical=[norms])
+    for name, axis in axes.items():
+        DRAW[name](axis, run)
+    figure.note(fig, list(missing.values()))
     return fig
+
+
+def absent(run: Run) -> dict[str, str]:
+    """{panel: why it would be empty, or an empty text}."""
+    logged = {name: bool(len(run_record.finite(values))) for name, values in run.columns.items()}
+    evaluated = any(len(run_record.evaluations(run, name)[0]) for name in ("train_loss", "val_loss"))
+    timed = {
+        name: bool(len(run_record.finite(run.columns[name][~run.with_evaluation])))
+        for name in ("mfu_percent", "tokens_per_sec", "time_ms")
+    }
+    return {
+        "loss": "" if logged["loss"] or evaluated else "No loss was logged.",
+        "mfu": "" if timed["mfu_percent"] else f"No MFU: {run.why_no_mfu}",
+        "tokens": "" if timed["tokens_per_sec"] else "No tokens/s were logged.",
+        "time": "" if timed["time_ms"] else "No step time was logged.",
+        "memory": "" if logged["max_allocated_gb"] or logged["allocated_gb"] else "No GPU memory was logged.",
+        "lr": "" if logged["lr"] else "No learning rate was logged.",
+        "gradients": "" if logged["grad_norm"] else "No gradient norm was logged.",
+    }
 
 
 def label_axis(axis: Axes, title: str, ylabel: str, number_format: str | None = None) -> None:
@@ -62,13 +65,16 @@ def label_axis(axis: Axes, title: str, ylabel: str, number_format: str | None = 
 
 def draw_loss(axis: Axes, run: Run) -> None:
     label_axis(axis, "Loss", "cross-entropy, nats per token")
-    drawn = figure.draw(axis, run.columns["iter"], run.columns["loss"], alpha=0.8, label="training step")
-    for name, marker, color in (("train", "s", "tab:green"), ("val", "D", "tab:red")):
-        style: dict[str, Any] = {"marker": marker, "markersize": 5, "linestyle": ":", "color": color}
-        points = run_record.evaluations(run, f"{name}_loss")
-        drawn |= figure.draw(axis, *points, label=f"evaluation, {name}", **style)
-    if not drawn:
-        return figure.explain_empty(axis, "no loss logged")
+    lines = [(run.columns["iter"], run.columns["loss"])]
+    figure.draw_smoothed(axis, *lines[0], color="tab:blue", label="training step")
+    # a ring and a cross: both are seen where the two losses are equal
+    for name, marker, color in (("train", "o", "tab:green"), ("val", "x", "tab:red")):
+        style: dict[str, Any] = {"marker": marker, "markersize": 7, "linestyle": ":", "color": color}
+        lines.append(run_record.evaluations(run, f"{name}_loss"))
+        figure.draw(axis, *lines[-1], label=f"evaluation, {name}", markerfacecolor="none", **style)
+    figure.limit_y(axis, [y for _, y in lines], [figure.after_the_beginning(*line) for line in lines])
+    if run.tokens_per_iter:
+        figure.add_token_axis(axis, run.tokens_per_iter)
     for index, start in enumerate(run.attempt_starts):
         style = {"color": "gray", "linewidth": 1, "linestyle": "-."}
         axis.axvline(start - 0.5, label=None if index else "resumed", **style)
@@ -88,18 +94,47 @@ def mfu_title(run: Run) -> str:
     return "".join(parts)
 
 
-def draw_timing(
-    axis: Axes, run: Run, name: str, number: str, absent: str, faint: dict[str, str] | None = None
-) -> None:
+def draw_mfu(axis: Axes, run: Run) -> None:
+    label_axis(axis, mfu_title(run), "MFU (%)")
+    draw_timing(axis, run, "mfu_percent", ",.2f", faint={"mfu_causal_percent": "causal scores only"})
+
+
+def draw_tokens(axis: Axes, run: Run) -> None:
+    label_axis(axis, "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
+    draw_timing(axis, run, "tokens_per_sec", ",.0f")
+
+
+def draw_time(axis: Axes, run: Run) -> None:
+    label_axis(axis, "Step time", "ms per iteration", "{x:,.0f}")
+    draw_timing(axis, run, "time_ms", ",.1f")
+
+
+def draw_memory(axis: Axes, run: Run) -> None:
+    label_axis(axis, "GPU memory", "GB")
+    draw_columns(axis, run, {"max_allocated_gb": "peak", "allocated_gb": "allocated"})
+    axis.set_ylim(bottom=0)
+
+
+def draw_lr(axis: Axes, run: Run) -> None:
+    label_axis(axis, "Learning rate", "learning rate", "{x:.2e}")
+    draw_columns(axis, run, {"lr": None})
+
+
+def draw_gradients(axis: Axes, run: Run) -> None:
+    label_axis(axis, "Gradient norm before clipping", "global L2 norm")
+    draw_columns(axis, run, {"grad_norm": None})
+    norms = run.columns["grad_norm"]
+    figure.limit_y(axis, drawn=[norms], typical=[norms])
+
+
+def draw_timing(axis: Axes, run: Run, name: str, number: str, faint: dict[str, str] | None = None) -> None:
     """A column that depends on the step time: without the steps that include an evaluation, with the warm-up
     shaded and the median of the other steps marked.
 
-    number is the format of the median; absent is shown if there is no data; faint are more columns,
-    {name: legend label}, drawn in the background.
+    number is the format of the median; faint are more columns, {name: legend label}, drawn in the background.
     """
     shown = ~run.with_evaluation
-    if not figure.draw(axis, run.columns["iter"][shown], run.columns[name][shown], color="tab:blue"):
-        return figure.explain_empty(axis, absent)
+    figure.draw(axis, run.columns["iter"][shown], run.columns[name][shown], color="tab:blue")
     for other, label in (faint or {}).items():
         style: dict[str, Any] = {"color": "tab:blue", "alpha": 0.35, "marker": ""}
         figure.draw(axis, run.columns["iter"][shown], run.columns[other][shown], label=label, **style)
@@ -115,14 +150,22 @@ def draw_timing(
     figure.legend(axis)
 
 
-def draw_columns(axis: Axes, run: Run, labels: Mapping[str, str | None], absent: str) -> bool:
-    """Columns as they are, {name: legend label}. False when none of them was logged."""
+def draw_columns(axis: Axes, run: Run, labels: Mapping[str, str | None]) -> None:
+    """Columns as they are, {name: legend label}."""
     for name, label in labels.items():
         figure.draw(axis, run.columns["iter"], run.columns[name], label=label)
-    if not axis.lines:
-        figure.explain_empty(axis, absent)
     figure.legend(axis)
-    return bool(axis.lines)
+
+
+DRAW: dict[str, Callable[[Axes, Run], None]] = {
+    "loss": draw_loss,
+    "mfu": draw_mfu,
+    "tokens": draw_tokens,
+    "time": draw_time,
+    "memory": draw_memory,
+    "lr": draw_lr,
+    "gradients": draw_gradients,
+}
 
 
 def plot_all(patterns: list[str], output: str | None) -> None:

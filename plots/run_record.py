@@ -127,6 +127,13 @@ class Run:
         return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
 
     @property
+    def tokens_per_iter(self) -> float | None:
+        """Of all GPUs; None where the log does not say."""
+        logged = finite(self.columns["tokens_per_iter"])
+        stated = _number(self.startup.get("tokens_per_iter"), float(logged[-1]) if len(logged) else 0.0)
+        return stated if stated > 0 else None
+
+    @property
     def final_loss(self) -> float | None:
         losses = finite(self.columns["loss"])
         return float(losses[-1]) if len(losses) else None
@@ -202,6 +209,7 @@ def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
         "tokens_per_sec": _number(next((value for value in tokens_per_sec if value is not None), None)),
         "mfu_percent": _mfu_percent(mfu),
         "mfu_causal_percent": _number(mfu.get("mfu_causal_percent")),
+        "tokens_per_iter": _number(mfu.get("tokens_per_iter")),
         "peak_flops": _number(mfu.get("hardware_peak_flops"), 1e12 * peak_tflops),
         "allocated_gb": _number(memory.get("allocated_gb")),
         "max_allocated_gb": _number(memory.get("max_allocated_gb")),

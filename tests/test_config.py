@@ -226,7 +226,7 @@ def test_key_says_what_it_means_and_has_a_default_that_it_allows(name):
     assert len(key.help) > 9 and key.help == key.help.strip(" .")
     assert type(key.default) in key.types
     assert key.default in key.choices or not key.choices
-    assert key.minimum is None or key.default >= key.minimum
+    assert key.minimum is None or key.default is None or key.default >= key.minimum
 
 
 def test_there_are_keys_with_choices_and_keys_with_a_minimum():

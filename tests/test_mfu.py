@@ -25,8 +25,9 @@ from training.hardware.peaks import Peak, table_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.process.world import World
 from training.records.clock import Clock
+from training.records.console_lines import console_lines
 from training.records.percentiles import spread
-from training.records.rows import Logger, Reading, _console_lines
+from training.records.rows import Logger, Reading
 from training.records.utilization import FORMULAS as ALL_FORMULAS
 from training.records.utilization import audit_flops, recomputed_flops, summarize, utilization
 
@@ -478,7 +479,7 @@ def test_the_console_shows_hfu_beside_mfu_only_when_something_is_recomputed():
         logged_row(1, 4.0, dataclasses.replace(config, activation_checkpointing=mode), flops)
         for mode in ("none", "full")
     ]
-    plain, recomputed = (_console_lines(row, "v3", 1)[1] for row in rows)
+    plain, recomputed = (console_lines(row, "v3", 1)[1] for row in rows)
     assert plain.endswith("Peak: 2250.0 TF")
     assert recomputed == f"{plain} │ HFU: {rows[1]['mfu']['hfu_percent']:.2f}%"
 

@@ -311,6 +311,9 @@ class DeadTerminal:
     def update(self):
         self._fail("update")
 
+    def set_postfix_str(self, text, refresh):
+        self._fail("set_postfix_str")
+
     def close(self):
         self._fail("close")
 
@@ -319,7 +322,7 @@ class DeadTerminal:
             raise OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize("method", ["update", "close"])
+@pytest.mark.parametrize("method", ["update", "set_postfix_str", "close"])
 def test_a_terminal_that_is_gone_ends_no_run_and_costs_no_record(run, config, out, monkeypatch, method):
     monkeypatch.setattr("training.records.rows.tqdm", lambda **_: DeadTerminal(method))
     assert run(config) == 0
@@ -329,7 +332,9 @@ def test_a_terminal_that_is_gone_ends_no_run_and_costs_no_record(run, config, ou
 def test_the_record_is_complete_before_the_bar_is_ended(run, config, out, monkeypatch):
     order = []
     finish = RunRecord.finish
-    bar = SimpleNamespace(update=lambda: None, close=lambda: order.append("bar"))
+    bar = SimpleNamespace(
+        update=lambda: None, set_postfix_str=lambda *_, **__: None, close=lambda: order.append("bar")
+    )
     monkeypatch.setattr("training.records.rows.tqdm", lambda **_: bar)
     monkeypatch.setattr(RunRecord, "finish", lambda self, *a: (order.append("record"), finish(self, *a)))
     assert run(config) == 0

@@ -14,15 +14,25 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
+from common.text import plain
 from data.pipeline.parquet import read_values
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LINE_BYTES = 64 << 20  # longest JSON line; decoding it takes up to nine times that in memory
+SHOWN_FILES = 20  # of those that are left out; a folder may have very many
 CHUNK_CHARS = 1 << 20  # of a .txt file, read at once
 
 
 class BadRecord(Exception):
     """A record that holds no document: where it is, and what is wrong with it."""
+
+
+def say_left_out(where: str, paths: Iterable[Path], reason: str) -> None:
+    """Names the input files that are not read, and says why. Prints nothing if there are none."""
+    names = sorted(str(path) for path in paths)
+    more = f" and {len(names) - SHOWN_FILES:,} more" if len(names) > SHOWN_FILES else ""
+    if names:
+        print(plain(f"{where}left out {', '.join(names[:SHOWN_FILES])}{more} ({reason})"))
 
 
 def find_files(patterns: list[str]) -> list[Path]:
@@ -33,11 +43,15 @@ def find_files(patterns: list[str]) -> list[Path]:
         path = Path(pattern)
         found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
         if path.is_dir():
-            found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not file.is_dir()]
+            within = [file for file in path.rglob("*") if not file.is_dir()]
+            found = [file for file in within if file.name.endswith(SUFFIXES)]
+            others = [file.relative_to(path) for file in within if not file.name.endswith(SUFFIXES)]
+            say_left_out(f"--input {pattern}: ", others, f"not {', '.join(SUFFIXES)}")
             notes = [file for file in found if file.suffix == ".txt"]
             if 0 < len(notes) < len(found):  # otherwise a README.txt beside the data would become a document
-                names = ", ".join(sorted(path.name for path in notes))
-                print(f"--input {pattern}: left out {names}; name a .txt file that is text with a glob")
+                names = [file.relative_to(path) for file in notes]
+                reason = "a note beside the other files? Name a .txt file that is text with a glob"
+                say_left_out(f"--input {pattern}: ", names, reason)
                 found = [file for file in found if file.suffix != ".txt"]
         if not found:
             raise UserError(

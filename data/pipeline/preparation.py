@@ -18,6 +18,7 @@ from common.durable_file import write_bytes, write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.disk_space import check_disk_space
+from data.pipeline.documents import say_left_out
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.folder_lock import one_at_a_time, one_part
 from data.pipeline.hub import ON_DISK, Disk, Hub
@@ -227,6 +228,9 @@ def prepare(
     """Make this machine's part of the dataset. Returns the content of meta.json if that completes the
     dataset, else None."""
     units, listing = plan_units(files, max_tokens, unit_bytes, store.size)
+    read = {path for unit in units for path, _ in unit.files}
+    of_test = [path for path in files if os.path.abspath(path) not in read]
+    say_left_out("", of_test, "the test split: there are files for training and for validation")
     plan = {
         **asdict(settings),
         "input": listing,

@@ -4,10 +4,13 @@ The trap: a worker outlives a parent that was killed, and would write the same f
 next run. So each worker waits in a thread for the end of its parent, and then ends too.
 """
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -99,8 +102,9 @@ def run_units(
     finished: list[FinishedUnit] = []
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, counters, store, fast))
     with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
-        waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
         try:
+            with _not_in_children(signal.SIGINT):
+                waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
             while waiting:
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 _show(bar, counters)
@@ -110,6 +114,11 @@ def run_units(
                         finished.append(future.result())
                     else:
                         failed.append(str(error))
+        except KeyboardInterrupt:
+            for worker in multiprocessing.active_children():  # a unit may take minutes; none is half there
+                worker.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise KeyboardInterrupt("what is complete is kept: the same command goes on") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -119,6 +128,17 @@ def run_units(
             f"{len(failed)} of {len(units)} units could not be made; the others are kept\n{shown}"
         )
     return finished
+
+
+@contextlib.contextmanager
+def _not_in_children(number: int) -> Iterator[None]:
+    """Processes that are started here never receive this signal: Ctrl-C in a terminal goes to all of them,
+    and each would print a traceback. What comes meanwhile is delivered to this process afterwards."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _error(future: Future) -> UserError | None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
+from data.pipeline.documents import say_left_out  # noqa: E402
 from data.pipeline.meta_file import read_meta, report  # noqa: E402
 from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
@@ -45,6 +46,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
+            say_left_out("", [path], "not UTF-8 text")
             continue
         limit_bytes -= len(text.encode("utf-8"))
         if limit_bytes < 0:
@@ -113,7 +115,7 @@ def main() -> None:
     meta = prepare(args.output, args.force)
     if meta is None:
         print("already prepared from this Python (--force makes it again)")
-    report(meta or read_meta(args.output), args.output, "config/quickstart.py")
+    report(meta or read_meta(args.output), args.output)
 
 
 if __name__ == "__main__":

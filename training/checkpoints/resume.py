@@ -34,6 +34,7 @@ from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damage_here, damaged
 from training.configuration.keys import GUARDED, TrainConfig
+from training.optimization.schedule import fix_schedule
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
 
@@ -102,8 +103,9 @@ def _earlier(root: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run continues; checkpoint is None for a run from scratch."""
+    """Where a run continues, and with which settings; checkpoint is None for a run from scratch."""
 
+    config: TrainConfig  # with the schedule's lengths as numbers
     checkpoint: Path | None = None
     changed: dict[str, list] = field(default_factory=dict)  # setting -> [in the checkpoint, now]
     renamed: list[dict[str, str]] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
@@ -113,13 +115,15 @@ class Resume:
 
 def find_resume(config: TrainConfig, world: World, data: dict) -> Resume:
     """The verified checkpoint that the configuration asks for. All ranks. Raises UserError."""
-    resume = Resume()
+    resume = Resume(fix_schedule(config, {}))
     if config.init_from == "resume":
         checkpoint, saved, renamed = _choose_checkpoint(config, world)
         check_architecture(checkpoint, saved.model_config, config.model_config())
+        config = fix_schedule(config, saved.config)
         if not config.eval_only:
             refuse_changes(checkpoint, saved, config, world.size, data)
-        resume = Resume(checkpoint, changed_settings(saved, config), renamed, saved.run, saved.iteration)
+        changed = changed_settings(saved, config)
+        resume = Resume(config, checkpoint, changed, renamed, saved.run, saved.iteration)
     if problem := gather_objects(_aside_problem(config, resume.start) if world.is_main else None, world)[0]:
         raise problem
     return resume

@@ -125,8 +125,18 @@ class TrainConfig:
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
         "cosine", "the decay after a linear warm-up; wsd: stable, then linear", guarded=True
     )
-    warmup_iters: int = key(2000, "iterations of linear warm-up; 0: none", minimum=0, guarded=True)
-    lr_decay_iters: int = key(25000, "iteration at which min_lr is reached", minimum=1, guarded=True)
+    warmup_iters: int | None = key(
+        None,
+        "iterations of linear warm-up; 0: none; None: 2,000 or a tenth of lr_decay_iters, whichever is less",
+        minimum=0,
+        guarded=True,
+    )
+    lr_decay_iters: int | None = key(
+        None,
+        "iteration at which min_lr is reached; None: max_iters of the first attempt, also after a resume",
+        minimum=1,
+        guarded=True,
+    )
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
     weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
     beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)

@@ -45,7 +45,7 @@ def check(config: TrainConfig, world_size: int) -> None:
             f"{TOKENS_MAX:,}, the limit; the ids of an iteration are held in memory together"
         )
     _check_checkpoints(config)
-    _check_schedule(config)
+    check_schedule(config)
     _check_sharding(config, world_size)
     _check_precision(config)
     _check_system(config, world_size)
@@ -111,14 +111,16 @@ def _check_checkpoints(config: TrainConfig) -> None:
         )
 
 
-def _check_schedule(config: TrainConfig) -> None:
+def check_schedule(config: TrainConfig) -> None:
+    """Compares what is stated. A default is chosen later, when it is known where the run starts
+    (training/optimization/schedule.py)."""
     decays = config.decay_lr and config.lr_schedule != "constant" and not config.eval_only
     if decays and config.min_lr > config.learning_rate:
         raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
-    if decays and config.warmup_iters >= config.lr_decay_iters:
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    if decays and warmup is not None and end is not None and warmup >= end:
         raise UserError(
-            f"warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}; "
-            "the rate would have no time to decay"
+            f"warmup_iters={warmup} is not below lr_decay_iters={end}; the rate would have no time to decay"
         )
     if not 0 < config.wsd_decay_fraction <= 1:
         raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")

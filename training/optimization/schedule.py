@@ -1,20 +1,82 @@
-"""Learning-rate schedule. A pure function of the iteration, so a resume needs no scheduler state."""
+"""Learning-rate schedule. A pure function of the iteration, so a resume needs no scheduler state.
+
+The trap is a schedule that does not fit the length of the run: one that is longer than the run never leaves
+the warm-up, and nothing is learned. So its length is the run's, unless it is stated.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import KEYS, TrainConfig
+from training.configuration.rules import check_schedule
+
+MAX_WARMUP = 2000  # iterations of warm-up, unless warmup_iters is stated
+
+
+# --- how long ---
+
+
+def warmup_and_decay_iters(config: TrainConfig) -> tuple[int, int]:
+    """(warmup_iters, lr_decay_iters) of a run that starts from scratch, with the defaults of what is None."""
+    end = max(1, config.max_iters) if config.lr_decay_iters is None else config.lr_decay_iters
+    warmup = min(MAX_WARMUP, end // 10) if config.warmup_iters is None else config.warmup_iters
+    return warmup, end
+
+
+def fix_schedule(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
+    """The configuration with numbers for both lengths. `saved`: the settings in the checkpoint from which the
+    run resumes, whose schedule goes on; {} from scratch. Raises UserError."""
+    fixed = replace(
+        config,
+        warmup_iters=_stated_or_saved("warmup_iters", config.warmup_iters, saved),
+        lr_decay_iters=_stated_or_saved("lr_decay_iters", config.lr_decay_iters, saved),
+    )
+    warmup, end = warmup_and_decay_iters(fixed)
+    fixed = replace(fixed, warmup_iters=warmup, lr_decay_iters=end)
+    if config.lr_decay_iters is not None:
+        check_schedule(fixed)  # the warm-up that it was not compared with is known now
+    return fixed
+
+
+def _stated_or_saved(name: str, stated: int | None, saved: Mapping[str, Any]) -> int | None:
+    """None if nothing is stated and the checkpoint holds no value that the key takes. What it holds then
+    differs from the default, and the resume is refused."""
+    value = saved.get(name) if stated is None else stated
+    if type(value) is int and (KEYS[name].minimum or 0) <= value <= KEYS[name].most(value):
+        return value
+    return None
+
+
+def schedule_warnings(config: TrainConfig) -> list[str]:
+    """What is probably not meant, with the fix."""
+    warmup, _ = warmup_and_decay_iters(config)
+    if config.eval_only or not config.max_iters or 2 * warmup <= config.max_iters:
+        return []
+    fitting = replace(config, warmup_iters=None, lr_decay_iters=None)
+    flags = "--warmup_iters={} --lr_decay_iters={}".format(*warmup_and_decay_iters(fitting))
+    highest = min(1.0, config.max_iters / (warmup + 1))
+    return [
+        f"warmup_iters={warmup:,} is more than half of max_iters={config.max_iters:,}: the rate rises "
+        f"for most of the run and reaches {highest:.2g} of learning_rate, so the model may learn little. To "
+        f"train for so many iterations, add {flags}; a test of the speed needs no change"
+    ]
+
+
+# --- the rate ---
 
 
 def learning_rate(iteration: int, config: TrainConfig) -> float:
     """The rate of this iteration (0-based): linear warm-up, then lr_schedule to min_lr at lr_decay_iters."""
-    if iteration < config.warmup_iters:
-        return config.learning_rate * (iteration + 1) / (config.warmup_iters + 1)
+    warmup, end = warmup_and_decay_iters(config)
+    if iteration < warmup:
+        return config.learning_rate * (iteration + 1) / (warmup + 1)
     if not config.decay_lr:
         return config.learning_rate
-    span = config.lr_decay_iters - config.warmup_iters
-    progress = min(1.0, (iteration - config.warmup_iters) / max(1, span))  # 0 after warm-up, 1 at the end
+    progress = min(1.0, (iteration - warmup) / max(1, end - warmup))  # 0 after warm-up, 1 at the end
     share = SCHEDULES[config.lr_schedule](progress, config)
     return config.min_lr + share * (config.learning_rate - config.min_lr)
 
@@ -30,8 +92,8 @@ def _linear(progress: float, config: TrainConfig) -> float:
 
 def _wsd(progress: float, config: TrainConfig) -> float:
     """Warm-up, stable, linear decay over the last wsd_decay_fraction. Hu et al. 2024, sec. 4."""
-    span = config.lr_decay_iters - config.warmup_iters
-    decay = min(1.0, config.wsd_decay_fraction * config.lr_decay_iters / max(1, span))
+    warmup, end = warmup_and_decay_iters(config)
+    decay = min(1.0, config.wsd_decay_fraction * end / max(1, end - warmup))
     return min(1.0, (1.0 - progress) / decay)
 
 

@@ -12,7 +12,9 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak
+from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
+from training.records import units
 from training.records.run_record import RunRecord, accumulation_steps
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops
@@ -30,6 +32,8 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
     if record:
         record.save()
     log.info(f"\n{'=' * 78}\nSTARTING TRAINING\n{'=' * 78}")
+    for text in info["warnings"]:
+        log.warning(f"warning: {text}")
     if record and not config.eval_only:
         log.info(f"To watch this run: tail -F {shlex.quote(str(record.path.with_suffix('.log')))}")
     if info["resumed_from"]:
@@ -69,7 +73,7 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
         {"line": line},
         world_size,
     )
-    return report_lines(config, info)
+    return [*report_lines(config, info), *(f"\nwarning: {text}" for text in info["warnings"])]
 
 
 # --- text ---
@@ -125,9 +129,10 @@ def _training(config: TrainConfig, info: dict) -> Section:
     gpus = info["hardware"]["num_gpus"]
     per_gpu, everywhere = accumulation_steps(config, gpus).values()
     decay = config.lr_schedule if config.decay_lr else "constant"
-    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {config.warmup_iters:,}"
+    warmup, end = warmup_and_decay_iters(config)
+    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {warmup:,}"
     if config.decay_lr:
-        schedule += f", decay to iteration {config.lr_decay_iters:,}"
+        schedule += f", decay to iteration {end:,}"
     groups = info["optimizer"]["param_groups"]
     return [
         *_datasets(config, info),
@@ -136,7 +141,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Tokens per iteration", f"{info['tokens_per_iter']:,}"),
         (
             "Iterations",
-            f"{config.max_iters:,} ({config.max_iters * info['tokens_per_iter'] / 1e9:.3f} B tokens)",
+            f"{config.max_iters:,} ({units.tokens(config.max_iters * info['tokens_per_iter'])})",
         ),
         ("Learning rate", schedule),
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
@@ -182,7 +187,7 @@ def _datasets(config: TrainConfig, info: dict) -> Section:
     sources = info["data"]["sources"]
     rows = [("Dataset", f"{len(sources)} sources, mixed by weight")] if len(sources) > 1 else []
     for source in sources:
-        text = f"{source['tokens']['train'] / 1e9:.3f} B tokens, {source['epochs']:.3g} epochs"
+        text = f"{units.tokens(source['tokens']['train'])}, {source['epochs']:.3g} epochs"
         if len(sources) > 1:
             rows.append((f"  {source['name']}", f"{100 * source['weight']:.4g} % of samples, {text}"))
         else:
@@ -244,8 +249,8 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
         ("Peak per GPU", _peak(hardware["peak"])),
         *([("  fp8", _peak(hardware["peak_fp8"]))] if "peak_fp8" in hardware else []),
-        ("Estimated memory per GPU", f"{total:.2f} GB"),
-        *((f"  {name}", f"{size:.2f} GB") for name, size in estimate.items()),
+        ("Estimated memory per GPU", units.memory(total)),
+        *((f"  {name}", units.memory(size)) for name, size in estimate.items()),
     ]
 
 
@@ -262,7 +267,9 @@ def _parallelism(config: TrainConfig, strategy: str) -> str:
 def _peak(peak: dict) -> str:
     if peak["tflops_per_gpu"] is None:
         return f"none ({peak['reason']})"
-    return f"{peak['tflops_per_gpu']:.1f} TFLOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
+    return (
+        f"{units.flops(peak['tflops_per_gpu'] * 1e12)}LOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
+    )
 
 
 def _performance(info: dict) -> Section:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from training.process.memory import GIB
 from training.process.work_timer import UNMEASURED_ITERS
 from training.process.world import World, mean_over_ranks, sum_over_ranks
 from training.records.clock import Clock
+from training.records.console_lines import ProgressText, console_lines
 from training.records.run_record import RunRecord
 from training.records.trackers import WandbTracker
 from training.records.utilization import document_flops, recomputed_flops, summarize, utilization
@@ -65,6 +67,8 @@ class Logger:
         self.best_val_loss = best_val_loss
         self.attended = torch.zeros((), device=world.device)  # of StepResult, summed since the last log row
         self.saved_at = start  # iteration of the last JSON rewrite
+        self.progress = ProgressText(config.max_iters)
+        self.reasons_said = {peak.reason}  # why there is no MFU; the start-up report says this one
         self.tracker: WandbTracker | None = None
         self.bar: tqdm | None = None
         if record:  # disable=None: no bar where the output is not a terminal
@@ -121,8 +125,7 @@ class Logger:
         row["gradients"] = self._gradients(reading)
         if skipped:
             row["skipped_updates"] = skipped
-        for line in _console_lines(row, self.facts["calculation_method"], self.flops["flops_per_token"]):
-            log.info(line)
+        self._show(row)
         self.record.add_iteration(row)
         if self.tracker:
             self.tracker.add_row(row)
@@ -132,6 +135,15 @@ class Logger:
             with self.clock.paused(synchronize=False):  # takes longer as the run grows; no iteration's time
                 self.record.save(at_once=first)
             self.saved_at = row["iter"]
+
+    def _show(self, row: dict[str, Any]) -> None:
+        progress = self.progress.text(row["iter"] + 1, time.monotonic())
+        known = row["mfu_reason"] in self.reasons_said
+        self.reasons_said.add(row["mfu_reason"])
+        method, flops = self.facts["calculation_method"], self.flops["flops_per_token"]
+        self._draw(lambda bar: bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False))
+        for line in console_lines(row, method, flops, progress, known):
+            log.info(line)
 
     def _row(self, reading: Reading, learning_rate: float) -> dict[str, Any]:
         tokens_per_sec = self.tokens_per_iter / reading.seconds
@@ -261,44 +273,3 @@ def row_facts(info: dict[str, Any]) -> dict[str, Any]:
         "calculation_method": info["flops"]["calculation_method"],
         "total_params": info["model"]["total_params"],
     }
-
-
-# --- the console ---
-
-
-def _console_lines(row: dict, method: str, flops_per_token: int) -> list[str]:
-    mfu, memory = row["mfu"], row["memory"]
-    lines = [
-        f"📍 Iter {row['iter']:6d} │ Loss: {row['loss']:.4f} │ "
-        f"Time: {row['time_ms']:.0f}ms │ LR: {row['lr']:.2e}"
-    ]
-    if mfu:
-        lines.append(
-            f"⚡ MFU: {mfu['mfu_percent']:.2f}% │ Achieved: {_tf(mfu['achieved_tflops'])} TF │ "
-            f"Peak: {_tf(mfu['hardware_peak_tflops'])} TF"
-            + (" (2:4 sparse)" if mfu["sparse_mode"] else "")
-            + (f" │ Of the fp8 peak: {fp8:.2f}%" if (fp8 := mfu.get("mfu_fp8_percent")) else "")
-            + (
-                f" │ Causal, by document: {mfu['mfu_causal_percent']:.2f}%"
-                if "document_length_per_token" in mfu
-                else ""
-            )
-            + (f" │ HFU: {hfu:.2f}%" if (hfu := mfu["hfu_percent"]) not in (None, mfu["mfu_percent"]) else "")
-        )
-    else:
-        lines.append(f"⚡ MFU: n/a ({row['mfu_reason']})")
-    lines.append(
-        f"   Tokens/s: {row['tokens_per_sec']:.0f} │ FLOPs/token: {flops_per_token / 1e9:.2f} GF ({method})"
-    )
-    if memory:
-        lines.append(
-            f"💾 Memory: {memory['allocated_gb']:.2f} GB alloc │ {memory['max_allocated_gb']:.2f} GB peak │ "
-            f"{memory['reserved_gb']:.2f} GB reserved"
-        )
-    if row.get("skipped_updates"):
-        lines.append(f"   Updates skipped since the last row: {row['skipped_updates']}")
-    return lines
-
-
-def _tf(tflops: float) -> str:
-    return f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"  # a CPU reaches fractions of one

@@ -14,6 +14,7 @@ from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.peaks import Peak
 from training.optimization.optimizer import describe_optimizer
+from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
 from training.records.memory_estimate import estimate_memory
 from training.strategies.parallelize import strategy_name
@@ -60,6 +61,7 @@ def startup_info(
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),
+        "warnings": schedule_warnings(config),
     }
 
 

@@ -13,6 +13,7 @@ from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.optimization.compile import is_recomputed
+from training.records import units
 from training.records.percentiles import spread
 
 FORMULAS = (model_builder_v1, model_builder_v2, model_builder_v3)
@@ -61,7 +62,7 @@ def utilization(
     if achieved > limit:
         raise ValueError(
             f"computed {100 * achieved / limit:.1f} % of the peak, which is impossible: "
-            f"{achieved / 1e12:.1f} TFLOPS achieved against {limit / 1e12:.1f} "
+            f"{units.flops(achieved)}LOPS achieved against {units.flops(limit)}LOPS "
             f"({most.source}); check peak_tflops and the GPU's name"
         )
     return {

@@ -1,0 +1,155 @@
+"""What a reader sees in a plot: the whole run at a readable scale, every marker, and no empty panel."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, write  # noqa: E402
+
+from plots import compare_runs, figure, plot_single_run  # noqa: E402
+from plots.run_record import load_run  # noqa: E402
+
+
+def run_of(folder, record=None, name="run", tokens_per_iter=None):
+    record = record or new_record()
+    if tokens_per_iter:
+        record["startup_info"]["tokens_per_iter"] = tokens_per_iter
+    return load_run(write(folder, record, name))
+
+
+def panels(fig):
+    return {axis.get_title(loc="left"): axis for axis in fig.axes}
+
+
+def both(folder, **second):
+    """The loss panels of a single plot and of a comparison."""
+    run = run_of(folder)
+    single = panels(plot_single_run.plot(run))["Loss"]
+    compared = panels(compare_runs.plot([run, run], ["a", "b"]))
+    return single, compared["Training loss"], compared["Validation loss"]
+
+
+def test_the_last_90_percent_of_a_run_fill_the_loss_panel(tmp_path):
+    single, training, validation = both(tmp_path)
+    for axis, begin, end in ((single, 200, 2000), (training, 200, 2000), (validation, 250, 1750)):
+        first, last = loss_at(begin), loss_at(end)
+        low, high = axis.get_ylim()
+        assert low < last and high > first, "all of the last 90 % is visible"
+        assert (first - last) / (high - low) > 0.4, "and takes much of the panel's height"
+    for axis in (single, training):
+        assert axis.get_ylim()[1] < loss_at(0) / 1.5
+        assert any("off the scale, the farthest at" in text.get_text() for text in axis.texts)
+
+
+def test_the_mean_is_in_front_of_the_raw_curve(tmp_path):
+    single, training, _ = both(tmp_path)
+    for axis in (single, training):
+        raw, mean = axis.lines[:2]
+        assert raw.get_alpha() < 0.5 and raw.get_zorder() <= mean.get_zorder()
+        assert len(raw.get_ydata()) == len(mean.get_ydata()) == 200
+        late = slice(100, None)
+        assert np.std(np.diff(mean.get_ydata()[late])) < np.std(np.diff(raw.get_ydata()[late])) / 2
+    assert "mean of 4" in single.lines[1].get_label()
+
+
+def test_a_running_mean_is_of_the_values_around_each():
+    values = np.array([1.0, 2.0, 6.0, 7.0, 4.0])
+    assert figure.running_mean(values, 3).tolist() == [1.5, 3.0, 5.0, 17 / 3, 5.5]
+    assert figure.running_mean(np.full(100, 3.0), 7).tolist() == [3.0] * 100
+
+
+def test_a_few_points_are_not_smoothed(tmp_path):
+    axis = panels(plot_single_run.plot(run_of(tmp_path, new_record(60))))["Loss"]
+    assert len([line for line in axis.lines if len(line.get_xdata()) == 6]) == 1
+
+
+def token_axis(axis):
+    (second,) = axis.child_axes
+    second.figure.draw_without_rendering()
+    assert second.get_xticklabels()[-1].get_text().endswith(" B")
+    return second
+
+
+def test_the_loss_has_an_axis_of_tokens(tmp_path):
+    run = run_of(tmp_path, tokens_per_iter=TOKENS_PER_ITER)
+    axis = panels(plot_single_run.plot(run))["Loss"]
+    second = token_axis(axis)
+    assert second.get_xlabel() == "tokens"
+    assert second.get_xlim() == pytest.approx([(x + 1) * TOKENS_PER_ITER for x in axis.get_xlim()])
+    compared = panels(compare_runs.plot([run, run], ["a", "b"]))
+    assert token_axis(compared["Training loss"]).get_xlabel() == "tokens"
+
+
+def test_runs_with_other_iterations_are_compared_over_tokens(tmp_path):
+    runs = [run_of(tmp_path, name=name, tokens_per_iter=size) for name, size in (("a", 1000), ("b", 2000))]
+    compared = panels(compare_runs.plot(runs, ["a", "b"]))
+    for title in ("Training loss", "Validation loss"):
+        axis = compared[title]
+        assert axis.get_xlabel() == "tokens" and not axis.child_axes
+        ends = [line.get_xdata()[-1] for line in axis.lines]
+        assert max(ends) == 2 * min(ends)
+    assert compared["Throughput"].get_xlabel() == "iteration"
+
+
+def test_a_log_that_does_not_say_its_tokens_has_no_axis_of_them(tmp_path):
+    assert panels(plot_single_run.plot(run_of(tmp_path)))["Loss"].child_axes == []
+
+
+def test_equal_evaluation_losses_do_not_hide_each_other(tmp_path):
+    record = new_record()
+    for step in record["eval_steps"]:
+        step["val_loss"] = step["train_loss"]
+    axis = panels(plot_single_run.plot(run_of(tmp_path, record)))["Loss"]
+    train, val = (line for line in axis.lines if line.get_label().startswith("evaluation"))
+    assert train.get_markerfacecolor() == "none" and val.get_marker() == "x"
+    assert train.get_marker() != val.get_marker()
+
+
+@pytest.mark.parametrize("iters", [0, 1, 60])
+def test_no_panel_is_empty_and_a_line_says_why(tmp_path, iters):
+    run = run_of(tmp_path, cpu_record(iters))
+    for fig in (plot_single_run.plot(run), compare_runs.plot([run], ["a"])):
+        assert all(axis.lines for axis in fig.axes)
+        assert "MFU" not in panels(fig) and "GPU memory" not in panels(fig)
+        assert "MFU" in fig.get_supxlabel()
+    assert len(plot_single_run.plot(run_of(tmp_path, new_record(), "full")).axes) == 7
+
+
+# --- what differs ---
+
+
+def compared(folder, capsys, *configs):
+    paths = []
+    for number, config in enumerate(configs):
+        record = new_record(20)
+        record["config"] = config
+        paths.append(str(write(folder, record, f"run_{number}")))
+    assert compare_runs.main(paths) == 0
+    return capsys.readouterr().out
+
+
+def test_compare_runs_lists_the_settings_that_differ(tmp_path, capsys):
+    same = {"seed": 1, "dtype": "bfloat16"}
+    first = {**same, "learning_rate": 3e-4, "out_dir": "a", "new_key": 5, "d_ff": None}
+    second = {**same, "learning_rate": 1e-3, "out_dir": "b", "d_ff": 64}
+    output = compared(tmp_path, capsys, first, second)
+    listed = output[output.index("\nsetting ") :].splitlines()
+    assert [line.split()[0] for line in listed[3:] if not line.startswith("wrote")] == [
+        "learning_rate",
+        "d_ff",
+    ]
+    assert any(line.split() == ["learning_rate", "0.0003", "0.001"] for line in listed)
+    assert any(line.split() == ["d_ff", "None", "64"] for line in listed)
+
+
+def test_runs_with_the_same_settings_are_said_to_be_so(tmp_path, capsys):
+    output = compared(tmp_path, capsys, {"seed": 1, "out_dir": "a"}, {"seed": 1, "out_dir": "b"})
+    assert "The settings of these runs are the same" in output
+    assert "setting" not in compared(tmp_path, capsys, {"seed": 1})
+
+
+def test_settings_of_a_record_from_anybody_are_one_short_line_each(tmp_path, capsys):
+    output = compared(tmp_path, capsys, {"dataset": "a\x1b[2J\nb" * 50}, {"dataset": "c"}, {})
+    (line,) = (line for line in output.splitlines() if line.startswith("dataset"))
+    assert "\x1b" not in output and len(line.split("  ")[1]) <= 40 and line.split()[-2:] == ["c", "-"]

@@ -1,0 +1,41 @@
+"""Writes quantities in a unit that fits their size: a laptop's run is as readable as a node's."""
+
+from __future__ import annotations
+
+SCALES = {"T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "K": 1e3, "k": 1e3}
+
+
+def flops(value: float, decimals: int = 1, prefixes: str = "TGMk") -> str:
+    """'1879.4 TF', '112.0 GF'."""
+    return f"{_scaled(value, prefixes, decimals)}F"
+
+
+def tokens(value: float, decimals: int = 3) -> str:
+    """'81.727 B tokens', '614.400 K tokens'."""
+    return f"{_scaled(value, 'BMK', decimals).rstrip()} tokens"
+
+
+def memory(gib: float) -> str:
+    """'13.53 GB', '3.21 MB'; a GB is 2^30 bytes here, as in the record's memory."""
+    return f"{gib:.2f} GB" if gib >= 0.1 else f"{1024 * gib:.2f} MB"
+
+
+def duration(seconds: float) -> str:
+    """'45 s', '2 min 05 s', '1 h 07 min', '3 d 04 h'."""
+    whole = round(seconds)
+    for size, unit, smaller_size, smaller in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller_size:02d} {smaller}"
+    return f"{whole} s"
+
+
+def _scaled(value: float, prefixes: str, decimals: int) -> str:
+    """The number with the first prefix that makes it at least 1: '112.0 G'; '7 ' below a thousand."""
+    for prefix in prefixes:
+        if abs(value) >= SCALES[prefix]:
+            return f"{value / SCALES[prefix]:.{decimals}f} {prefix}"
+    return f"{value:.3g} "
