@@ -44,7 +44,8 @@ ORDER = (
 
 def product_files() -> list[str]:
     done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [path for path in done.stdout.split() if not path.startswith(("tests/", "config/"))]
+    paths = (path for path in done.stdout.split() if (ROOT / path).is_file())  # not those just deleted
+    return [path for path in paths if not path.startswith(("tests/", "config/"))]
 
 
 def line_of(path: str) -> int:

@@ -42,7 +42,7 @@ NO_KEYS = {"dataset", "processes"}  # compared by content and by samples; see te
 def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
     data = {"sha256": "0" * 64, "splits": {}}
     content = json.loads(json.dumps(config.to_dict()))
-    return SavedState(2, 10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
+    return SavedState(10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
 
 
 def test_every_guarded_key_is_in_the_table():

@@ -126,7 +126,7 @@ def test_bf16_adam_moments_agree_with_fp32_ones(folder, bf16):
     assert final_loss(half) == pytest.approx(final_loss(bf16), rel=0.01)
 
 
-def test_memory_does_not_grow_over_200_iterations(folder):
+def test_memory_does_not_grow_over_200_iterations(folder, bf16):
     out_dir = folder / "bf16"
     memory = [row["memory"] for row in last_run(out_dir)["training_iterations"]]
     for name in ("allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"):
