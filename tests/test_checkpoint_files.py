@@ -197,6 +197,18 @@ def test_item_24_a_header_that_is_none_is_refused(folder, content):
     assert "tensors-00000-0.safetensors is not a file of tensors" in refused(folder)
 
 
+def test_item_24_tensors_that_share_bytes_are_refused(folder):
+    entries = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [4 * i, 4 * i + 8]}
+        for i, name in enumerate("ab")
+    }
+    places = json.dumps({name: {"saved_offsets": [0]} for name in "ab"})
+    text = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": places}, **entries}).encode()
+    path = folder / "tensors-00000-0.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    assert "two tensors share bytes" in refused(folder)
+
+
 def test_item_24_files_that_the_manifest_does_not_list_are_not_read(folder):
     expected = checkpoint_tensors(folder)
     shutil.copy(folder / "tensors-00000-0.safetensors", folder / "tensors-00009-0.safetensors")

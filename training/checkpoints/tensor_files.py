@@ -119,7 +119,7 @@ def read_header(path: Path) -> dict[Part, Place]:
                 raise ValueError(f"a header of {length:,} bytes")
             header = parse_object(file.read(length))
         offsets = parse_object(header.pop("__metadata__")[OFFSETS].encode())
-        parts = {}
+        parts, spans = {}, []
         for name, entry in header.items():
             begin, end = _numbers(entry["data_offsets"])
             where, shape = _numbers(offsets[name]["saved_offsets"]), _numbers(entry["shape"])
@@ -128,6 +128,10 @@ def read_header(path: Path) -> dict[Part, Place]:
             if len(where) != len(shape) or not fits:
                 raise ValueError(f"{name} does not fit its place")
             parts[part] = Place(path, 8 + length + begin)
+            spans.append((begin, end))
+        spans.sort()
+        if any(begin < end for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
+            raise ValueError("two tensors share bytes")
         return parts
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path.name} is not a file of tensors: {type(error).__name__}: {error}") from None
