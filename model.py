@@ -1,6 +1,6 @@
-"""One decoder that is GPT-2, LLaMA, Qwen2 or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no FLOP
-formula. Activations have the compute dtype and weights are cast to it where they are not stored in it, so no
-autocast runs in the step. In which form an operation runs (Triton kernel, fp8) is decided in ops/.
+"""One decoder that is GPT-2, LLaMA, Qwen2 or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no
+FLOP formula. Activations have the compute dtype, and weights are cast to it where they are not stored in it,
+so no autocast runs in the step. In which form an operation runs (Triton kernel, fp8) is decided in ops/.
 
     B batch · T sequence · C model width · H query heads · K key/value heads · D head width · A = H D
     F feed-forward width · V vocabulary

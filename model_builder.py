@@ -30,8 +30,8 @@ def build_model(config: ModelConfig, attend: Attend = manual_attention, dtype=to
 def count_flops(config: ModelConfig, seq_len: int) -> dict:
     """FLOPs of one model. A multiply-add is 2 FLOPs; no recomputation is counted.
 
-    Per layer, q and out are 2 S H A each, k and v 2 S H A / G each, scores and context 2 S^2 A each. A bias is
-    no matmul.
+    Per layer, q and out are 2 S H A each, k and v 2 S H A / G each, scores and context 2 S^2 A each. Biases
+    are no matmuls.
 
     Returns
         components              forward FLOPs of one sequence of seq_len tokens, whole model, by matmul

@@ -1,5 +1,5 @@
-"""Model shapes. One frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3, Qwen2 and Qwen3 alike, and a
-preset per family supplies whatever a run does not state. Imports no torch, so a mistake is told at once."""
+"""Model shapes. One frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3, Qwen2 and Qwen3 alike, and
+a preset per family supplies whatever a run does not state. Imports no torch, so a mistake is told at once."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ModelConfig:
         if self.position_encoding != "rope":
             if self.rope_scaling is not None:
                 raise ValueError(
-                    f"rope_scaling stretches rotary positions, but position_encoding={self.position_encoding!r}; "
+                    f"rope_scaling needs rotary positions, got position_encoding={self.position_encoding!r}; "
                     "set position_encoding='rope', or rope_scaling=None"
                 )
             return

@@ -1,5 +1,5 @@
-"""How rotary frequencies change for sequences longer than those that a model was first trained on: linear, LLaMA
-3.1's, YaRN. Plain numbers, no tensors; a type of scaling is one class here and nothing elsewhere.
+"""How rotary frequencies change for sequences longer than those that a model was first trained on: linear,
+Llama 3.1's, YaRN. Plain numbers, no tensors; a type of scaling is one class here and nothing elsewhere.
 
 A configuration writes a scaling as a dict, with the names that Hugging Face's config.json has:
 
@@ -80,8 +80,9 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1's: pairs that turn at least high_freq_factor times within the original length stay, those that
-    turn at most low_freq_factor times are divided by factor, and between them the frequency is interpolated."""
+    """Llama 3.1's: pairs that turn at least high_freq_factor times within the original length stay, those
+    that turn at most low_freq_factor times are divided by factor, and the frequencies between are a mean of
+    both, weighted by the number of turns."""
 
     rope_type: str = dataclasses.field(default="llama3", init=False)
     low_freq_factor: float
@@ -97,7 +98,8 @@ class Llama3Scaling(RopeScaling):
             )
 
     def multipliers(self, head_dim: int, theta: float) -> list[float]:
-        low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        low, high = self.low_freq_factor, self.high_freq_factor
+        original = self.original_max_position_embeddings
         turns = [original * frequency / (2 * math.pi) for frequency in _frequencies(head_dim, theta)]
         kept = [min(max((turn - low) / (high - low), 0), 1) for turn in turns]
         return [keep + (1 - keep) / self.factor for keep in kept]
@@ -130,14 +132,14 @@ class YarnScaling(RopeScaling):
             )
         if self.original_max_position_embeddings <= 2 * math.pi * self.beta_slow:
             raise ValueError(
-                f"rope_scaling: within original_max_position_embeddings={self.original_max_position_embeddings} "
-                f"tokens no pair turns beta_slow={self.beta_slow:g} times; state the length that the model was "
-                "trained on"
+                f"rope_scaling: no pair turns beta_slow={self.beta_slow:g} times within "
+                f"original_max_position_embeddings={self.original_max_position_embeddings} tokens; state the "
+                "length that the model was trained on"
             )
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError("rope_scaling: mscale and mscale_all_dim work together; state both or neither")
         if self.attention_factor is not None and self.mscale is not None:
-            raise ValueError("rope_scaling: attention_factor replaces mscale and mscale_all_dim; leave them out")
+            raise ValueError("rope_scaling: attention_factor replaces mscale and mscale_all_dim; omit them")
 
     @property
     def attention_scale(self) -> float:
@@ -153,9 +155,9 @@ class YarnScaling(RopeScaling):
         last = min(math.ceil(self._pair_that_turns(self.beta_slow, head_dim, theta)), head_dim - 1)
         if first > last:
             raise ValueError(
-                f"rope_scaling: with rope_theta={theta:g} every pair turns more than beta_fast={self.beta_fast:g} "
-                f"times within {self.original_max_position_embeddings} tokens, so YaRN has none to stretch; "
-                "set rope_scaling=None, or state the rope_theta that the model was trained with"
+                f"rope_scaling: with rope_theta={theta:g} every pair turns more than "
+                f"beta_fast={self.beta_fast:g} times within {self.original_max_position_embeddings} tokens, "
+                "so YaRN has none to stretch; set rope_scaling=None, or the rope_theta of the first training"
             )
         width = last - first or 0.001  # a step instead of a ramp
         stretched = [min(max((i - first) / width, 0), 1) for i in range(head_dim // 2)]

@@ -27,8 +27,8 @@ def build_model(config: ModelConfig, attend: Attend = manual_attention, dtype=to
 
 
 def count_flops(config: ModelConfig, seq_len: int) -> dict:
-    """FLOPs of one model: 6N + 12 L n_head head_dim S a token (Chowdhery et al. 2022, appendix B). N has every
-    parameter but learned positions, so norms and biases are counted as if they were matrices.
+    """FLOPs of one model: 6N + 12 L n_head head_dim S a token (Chowdhery et al. 2022, appendix B). N has all
+    parameters but learned positions, so norms and biases are counted as if they were matrices.
 
     Returns
         components              forward FLOPs of one sequence of seq_len tokens, whole model, by term

@@ -31,7 +31,7 @@ def count_flops(config: ModelConfig, seq_len: int) -> dict:
     """FLOPs of one model. A multiply-add is 2 FLOPs; no recomputation is counted.
 
     Per layer, attention = 2 S H A (2 + 2/G) + 4 S^2 A, plus the feed-forward and the logits. With A = H it is
-    the published 2 S H^2 (2 + 2/G) + 4 S^2 H. A bias is no matmul.
+    the published 2 S H^2 (2 + 2/G) + 4 S^2 H. Biases are no matmuls.
 
     Returns
         components              forward FLOPs of one sequence of seq_len tokens, whole model, by part
