@@ -1,9 +1,8 @@
 # SmolLM2-360M: 361,821,120 parameters, the published number; 47,185,920 are the tied embedding.
 # Source: https://huggingface.co/HuggingFaceTB/SmolLM2-360M/blob/main/config.json
 # GPU: one or eight with 140 GB, such as H200; 73.5 GiB estimated on one. Measured: unmeasured.
-# Its tokenizer has 49,152 ids; no folder in data/ uses it, so make a dataset from your text first:
-#
-#   python data/text/prepare.py --input text --tokenizer hf:HuggingFaceTB/SmolLM2-360M --output data/smollm2
+# Its tokenizer has 49,152 ids, and no folder in data/ uses it. Make a dataset of your text with
+# data/text/prepare.py --tokenizer hf:HuggingFaceTB/SmolLM2-360M --output data/smollm2.
 out_dir = "out-smollm2-360m"
 dataset = "smollm2"
 

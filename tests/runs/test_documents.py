@@ -17,7 +17,7 @@ from training.records.utilization import document_flops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 EOT, T = 3, 48
-PRESETS = ("gpt2", "llama", "llama3", "qwen3")
+PRESETS = ("gpt2", "llama", "llama3", "qwen2", "qwen3")
 
 
 def small(preset: str, **overrides):
