@@ -72,6 +72,7 @@ ONE_STRATEGY = {
     ("single", "bf16"): BF16,
     ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
     ("single", "regional"): ["--compile=True"],
+    ("single", "published shapes, compiled"): [*VARIANTS["published shapes"], "--compile=True"],
 }
 RESUMED = {  # name -> (folder it goes on in, flags)
     "bf16 weights, part 2": ("bf16 weights, part 1", VARIANTS["bf16 weights"]),
@@ -152,6 +153,12 @@ def test_head_width_biases_and_scaled_positions_are_trained_alike_by_every_strat
     model = many["startup_info"]["model"]["architecture"]
     assert (model["head_dim"], model["qkv_bias"], model["rope_scaling"]["factor"]) == (6, True, 4.0)
     assert many["startup_info"]["flops"]["audit"]["exact"]
+
+
+def test_compiled_blocks_of_these_shapes_compute_the_same(runs):
+    eager, compiled = (runs["single", f"published shapes{more}"] for more in ("", ", compiled"))
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-5)
+    assert norms(compiled) == pytest.approx(norms(eager), rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ALL)
