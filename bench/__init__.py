@@ -1,5 +1,5 @@
-"""Benchmarks: how fast train.py is on this machine, compared with another implementation and with the ceiling
-that the machine's own matmuls and attention set. May import all packages but tools/.
+"""Measures how fast train.py is on this machine: compared with another implementation, and with the ceiling that
+the machine's own matmuls and attention set. May import all packages but tools/.
 
 python -m bench.throughput --suite models
 python -m bench.roofline config/full_qwen3_1.8b_optimal.py

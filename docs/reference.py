@@ -10,18 +10,26 @@ from training.configuration.help import sections, type_names, values
 from training.configuration.keys import ALIASES, KEYS
 from training.process.exit_status import STOP_SIGNALS
 
-INTRODUCTION = """`python train.py --help` prints the same keys. A config file is Python that train.py executes: it may
-import, compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves must be
-a key. Values are checked for type and against each other before a GPU is touched. A path may begin with `~`, in a
-config file and in any option. A resume refuses another value of a guarded key, unless `--allow_changes` names the key."""
+INTRODUCTION = """`python train.py --help` prints the same keys. A config file is Python that train.py executes: it
+may import, compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves
+must be a key. Values are checked for type, limits, and against each other before a GPU is touched. A path may
+begin with `~`, in a config file and in any option. A resume refuses another value of a guarded key, unless
+`--allow_changes` names the key."""
 
+FAILURES = (
+    "failed: an exception, out of memory, NaN, a checkpoint that could not be written, "
+    "a rank that failed or hung"
+)
+AFTER_STATUSES = """torchrun itself ends with 1 in all cases but the first. A training run continues when the reader of
+its console ends; its log file has everything."""
 SET_BY_TORCHRUN = "set by torchrun: "
 UNLESS = "train.py sets it, unless you do: "
 VARIABLES = {
     "RANK": SET_BY_TORCHRUN + "the number of this process",
     "LOCAL_RANK": SET_BY_TORCHRUN + "its number on this machine, and so its GPU",
     "WORLD_SIZE": SET_BY_TORCHRUN + "the number of processes; a dry run takes it without torchrun",
-    "LOCAL_WORLD_SIZE": SET_BY_TORCHRUN + "the processes of this machine; a dry run takes it without torchrun",
+    "LOCAL_WORLD_SIZE": SET_BY_TORCHRUN
+    + "the processes of this machine; a dry run takes it without torchrun",
     "TORCHELASTIC_RUN_ID": SET_BY_TORCHRUN + "says that torchrun started this process",
     "TORCHELASTIC_RESTART_COUNT": SET_BY_TORCHRUN + "how often it has restarted the processes",
     "TORCHELASTIC_MAX_RESTARTS": SET_BY_TORCHRUN + "how often it may",
@@ -35,7 +43,7 @@ VARIABLES = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": UNLESS + "1; writes the flight recorder when a collective times out",
     "TIKTOKEN_CACHE_DIR": "where tiktoken looks for its files before it downloads them",
     "HF_HUB_OFFLINE": "not 0: a download that fails is not tried again",
-    "TOKENIZERS_PARALLELISM": "data preparation and bench.tokenize set it to false: processes are the parallelism",
+    "TOKENIZERS_PARALLELISM": "data preparation and bench.tokenize set it to false, as they use processes",
     "RAYON_NUM_THREADS": "bench.tokenize sets it to 1",
     "CUDA_VISIBLE_DEVICES": "bench/ samples only the clocks of these GPUs",
     "PYTHONUNBUFFERED": "bench/ sets it to 1 for its runs",
@@ -70,7 +78,9 @@ def _keys() -> dict[str, str]:
     tables = {}
     for section, names in sections().items():
         title, _, note = section.partition("; ")
-        rows = [(f"`{name}`", values(KEYS[name]), f"`{KEYS[name].default!r}`", KEYS[name].help) for name in names]
+        rows = [
+            (f"`{name}`", values(KEYS[name]), f"`{KEYS[name].default!r}`", KEYS[name].help) for name in names
+        ]
         table = _table(("key", "values", "default", "meaning"), *rows)
         tables[f"Keys: {title}"] = f"{note}\n\n{table}" if note else table
     return tables
@@ -91,24 +101,18 @@ def _variables() -> str:
 
 
 def _statuses() -> str:
-    failed = (
-        "failed: an exception, out of memory, NaN, a checkpoint that could not be written, a rank that failed or hung"
-    )
     fixable = "an error that you can fix, as one message without a traceback"
     rows = {
         0: ("completed", "done"),
-        int(FAILED): (failed, "failed; for bench/, also if one of its runs failed"),
+        int(FAILED): (FAILURES, "failed; for bench/, also if one of its runs failed"),
         int(USER_ERROR): (fixable, "the same"),
         **{128 + int(number): (_stopped(number), "") for number in STOP_SIGNALS},
         int(OUTPUT_NOT_READ): ("", "the reader of its output has ended (`... | head`)"),
     }
     rows[int(INTERRUPTED)] = (_stopped(signal.SIGINT), "Ctrl-C")
     lines = [(f"**{status}**", *rows[status]) for status in sorted(rows)]
-    return (
-        _table(("status", "train.py", "every other command"), *lines)
-        + "\n\ntorchrun itself ends with 1 in all cases but the first. A training run continues when the reader of its "
-        + "console ends;\nits log file has everything."
-    )
+    table = _table(("status", "train.py", "every other command"), *lines)
+    return f"{table}\n\n{AFTER_STATUSES}"
 
 
 def _stopped(number: signal.Signals) -> str:
