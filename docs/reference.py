@@ -10,18 +10,19 @@ from training.configuration.help import sections, type_names, values
 from training.configuration.keys import ALIASES, KEYS
 from training.process.exit_status import STOP_SIGNALS
 
-INTRODUCTION = """`python train.py --help` prints the same keys. A config file is Python that train.py executes: it
-may import, compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves
-must be a key. Values are checked for type, limits, and against each other before a GPU is touched. A path may
-begin with `~`, in a config file and in any option. A resume refuses another value of a guarded key, unless
+INTRODUCTION = """\
+`python train.py --help` prints the same keys. A config file is Python that train.py executes: it may import,
+compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves must be
+a key. Values are checked for type, limits, and against each other before a GPU is touched. A path may begin
+with `~`, in a config file and in any option. A resume refuses another value of a guarded key, unless
 `--allow_changes` names the key."""
-
 FAILURES = (
     "failed: an exception, out of memory, NaN, a checkpoint that could not be written, "
     "a rank that failed or hung"
 )
-AFTER_STATUSES = """torchrun itself ends with 1 in all cases but the first. A training run continues when the reader of
-its console ends; its log file has everything."""
+AFTER_STATUSES = """\
+torchrun itself ends with 1 in all cases but the first. A training run continues when the reader of its
+console ends; its log file has everything."""
 SET_BY_TORCHRUN = "set by torchrun: "
 UNLESS = "train.py sets it, unless you do: "
 VARIABLES = {

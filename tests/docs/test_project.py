@@ -12,9 +12,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.documents import DOCS, TEXTS
 from support.helpers import ROOT
-from test_architecture import product_files
-from test_guide import DOCS, TEXTS
+
+from docs.house import product_files
 
 EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "data": "requirements-data.txt",
@@ -206,8 +207,3 @@ def test_ci_runs_what_the_project_runs_with_the_oldest_python_and_torch_for_a_cp
     assert job["strategy"]["matrix"]["python"] == ["3.10", "3.12"]  # as texts: the number 3.10 is 3.1
     assert job["env"]["PIP_EXTRA_INDEX_URL"] == "https://download.pytorch.org/whl/cpu"
     assert workflow["permissions"] == {"contents": "read"}
-
-
-def test_guide_for_contributors_is_short():
-    assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 120
-    assert len(read("CHANGELOG.md").splitlines()) <= 40
