@@ -195,7 +195,7 @@ def check_python(arguments: list[str], world_size: int, script):
             if "--" in arguments:
                 script(f"data/{arguments[2]}/prepare.py", arguments[arguments.index("--") + 1 :])
         else:
-            module = ROOT / f"{arguments[1].replace('.', '/')}.py"  # test_bench.py parses what bench/ is given
+            module = ROOT / f"{arguments[1].replace('.', '/')}.py"  # test_bench.py parses the rest
             assert arguments[1] in ("venv", "pytest") or module.parent.name == "bench" and module.is_file()
             assert all((ROOT / word).is_file() for word in arguments[2:] if word.endswith(".py"))
     elif arguments[0] == "train.py":
