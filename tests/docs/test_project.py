@@ -144,7 +144,7 @@ def pin(package: str) -> str:
     return version
 
 
-@pytest.mark.parametrize("name", ["README.md", "TRAINING_GUIDE.md"])
+@pytest.mark.parametrize("name", ["README.md"])
 def test_documents_support_torch_up_to_the_pin(name):
     ((oldest, newest),) = set(re.findall(r"torch (2\.\d+) to (2\.\d+)", TEXTS[name]))
     assert newest == pin("torch").rpartition(".")[0]
@@ -180,7 +180,6 @@ def test_one_python_is_the_oldest_everywhere(distribution):
     for name, statement in {
         "Makefile": "sys.version_info < (3, 10)",
         "README.md": "Python 3.10 or newer",
-        "TRAINING_GUIDE.md": "Python 3.10 or newer",
         "pyproject.toml": 'target-version = "py310"',
     }.items():
         assert statement in read(name), name

@@ -539,7 +539,7 @@ def test_monitor_looks_at_the_gpus_that_the_run_sees(count, visible, ids):
 
 
 def bench_commands() -> list[str]:
-    texts = [(ROOT / "TRAINING_GUIDE.md").read_text()]
+    texts = [(ROOT / "docs/benchmarks.md").read_text()]
     texts += [
         ast.get_docstring(ast.parse(path.read_text())) for path in sorted((ROOT / "bench").glob("*.py"))
     ]
