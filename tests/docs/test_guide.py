@@ -25,8 +25,7 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS
 from training.records.memory_estimate import estimate_memory
 
-DOCS = ["README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "CONTRIBUTING.md", "mfu_versions/README.md"]
-DOCS += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCS = ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "CONTRIBUTING.md", "mfu_versions/README.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCS}
 SCRIPTS = ("*.py", "mfu_versions/*.py", "plots/*.py", "data/*/prepare.py")
 OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"} | {
@@ -195,8 +194,7 @@ def check_python(arguments: list[str], world_size: int, script):
             if "--" in arguments:
                 script(f"data/{arguments[2]}/prepare.py", arguments[arguments.index("--") + 1 :])
         else:
-            module = ROOT / f"{arguments[1].replace('.', '/')}.py"  # test_bench.py parses the rest
-            assert arguments[1] in ("venv", "pytest") or module.parent.name == "bench" and module.is_file()
+            assert arguments[1] in ("venv", "pytest")
             assert all((ROOT / word).is_file() for word in arguments[2:] if word.endswith(".py"))
     elif arguments[0] == "train.py":
         load_config(arguments[1:], world_size)
@@ -315,7 +313,7 @@ def test_every_message_in_the_troubleshooting_table_is_one_that_the_code_has():
     places = ("train.py", "sample.py", "model_config.py", "training/", "data/", "plots/")
     source = "".join((ROOT / path).read_text() for path in product_files() if path.startswith(places))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # adjacent literals are one message
-    cells = [row[0] for row in table(TEXTS["docs/troubleshooting.md"], "message or symptom")]
+    cells = [row[0] for row in table(TEXTS["TRAINING_GUIDE.md"], "message or symptom")]
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) > 20
     assert [message for message in messages if message not in source] == []
