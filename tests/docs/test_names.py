@@ -16,7 +16,7 @@ from training.configuration.keys import ALIASES, KEYS
 
 # Of several files, of a user's, or of a contributor's.
 PLACEHOLDERS = {"config/FILE.py", "prepare.py", "merges.txt", "config/full_NAME.py", "config/smoke_NAME.py"}
-PLACEHOLDERS |= {"data/NAME/prepare.py", "run.py"}
+PLACEHOLDERS |= {"data/NAME/prepare.py", "run.py", "ops/X.py", "triton_kernels/X.py"}
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -85,7 +85,7 @@ def environment_variables(source: str) -> set[str]:
         return set()
     names = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     names |= {node.arg for node in ast.walk(ast.parse(source)) if isinstance(node, ast.keyword)}
-    return {name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)*", name)}
+    return {name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Z]{3,}(?:_[A-Z]+)*", name)}
 
 
 def test_reference_has_every_environment_variable_that_is_read_or_set():
@@ -102,3 +102,10 @@ def test_reference_has_every_key_once():
     rows = table(TEXTS["docs/reference.md"], "key")
     assert [row[0].strip("`") for row in rows] == listed
     assert {row[0].strip("`") for row in table(TEXTS["docs/reference.md"], "name")} == set(ALIASES)
+
+
+def test_reference_has_every_exit_status():
+    rows = {int(row[0].strip("*")): row[1:] for row in table(TEXTS["docs/reference.md"], "status")}
+    assert list(rows) == [0, 1, 2, 129, 130, 138, 141, 143]
+    assert rows[2] == ["an error that you can fix, as one message without a traceback", "the same"]
+    assert rows[143] == ["stopped by SIGTERM, after saving", ""]

@@ -1,4 +1,4 @@
-"""What `python train.py --help` prints: every key by section, as its line in keys.py says."""
+"""What `python train.py --help` prints: every key by section, as TrainConfig says."""
 
 from __future__ import annotations
 
