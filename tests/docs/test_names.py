@@ -85,7 +85,7 @@ def environment_variables(source: str) -> set[str]:
         return set()
     names = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     names |= {node.arg for node in ast.walk(ast.parse(source)) if isinstance(node, ast.keyword)}
-    return {name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Z]{3,}(?:_[A-Z]+)*", name)}
+    return {name for name in names if isinstance(name, str) and re.fullmatch(r"[A-Z]{2,}(?:_[A-Z]+)*", name)}
 
 
 def test_reference_has_every_environment_variable_that_is_read_or_set():
