@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm_python
 from support.helpers import ROOT
 
 from data.pipeline.small_dataset import write_dataset
@@ -32,7 +33,7 @@ def shared(name: str) -> Path:
 
 def run_prepare(name: str, *arguments, env=ENVIRONMENT, cwd=ROOT, script=None) -> subprocess.CompletedProcess:
     command = [sys.executable, script or f"data/{name}/prepare.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return warm_python.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def prepare_text(*arguments, env=ENVIRONMENT) -> str:
