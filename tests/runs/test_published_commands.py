@@ -223,11 +223,9 @@ def test_a_run_says_how_to_watch_it_and_the_guide_too(folder, run, capfd):
     (log,) = (folder / "watched").glob("*.log")
     before, hint, _ = capfd.readouterr().out.partition(f"tail -F watched/{log.name}")
     assert hint and "STARTING TRAINING" in before and "📍" not in before
-    guide = (ROOT / "TRAINING_GUIDE.md").read_text()
-    assert (
-        "tail -F out-qwen3-1.8b-b200/run_*.log" in guide
-        and "`tail -f out-*/run_*.json` shows nothing" in guide
-    )
+    page = " ".join((ROOT / "docs/run-record.md").read_text().split())
+    assert "tail -F out-qwen3-1.8b-b200/run_*.log" in page
+    assert "`tail -f out-*/run_*.json` shows nothing" in page
 
 
 def test_train_evaluate_resume_plot_and_read_in_this_order(folder, run, capfd):
