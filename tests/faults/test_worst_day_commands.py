@@ -630,9 +630,3 @@ def test_the_guides_snippets_take_a_folder_without_a_record_and_a_record_without
             exec(compile(code, "-c", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == "3 2.7 40.0" and printed[0] == "None"
-
-
-def test_exit_statuses_are_in_the_reference():
-    reference = (ROOT / "docs/reference.md").read_text()
-    for text in ("| **2** | an error that you can fix, as one message", "| **141** |  | the reader of its output"):
-        assert text in reference

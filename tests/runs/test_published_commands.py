@@ -218,7 +218,7 @@ def test_progress_holds_no_null_and_says_whose_memory_it_is(folder, run):
     assert all(0.05 < row["memory_allocated_gb"] < 64 for row in progress)
 
 
-def test_a_run_says_how_to_watch_it_and_the_guide_too(folder, run, capfd):
+def test_a_run_says_how_to_watch_it_and_its_page_too(folder, run, capfd):
     assert run("run.py", "--out_dir=watched") == 0
     (log,) = (folder / "watched").glob("*.log")
     before, hint, _ = capfd.readouterr().out.partition(f"tail -F watched/{log.name}")
