@@ -81,7 +81,7 @@ def imports(source: str, modules: dict[str, str]) -> set[str]:
             found = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in modules else str(node.module) for name in found}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+            names |= {str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)}
     return {modules[name] for name in names if name in modules}
 
 
