@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT
+from support.helpers import ROOT, WITHOUT_DATA
 
 from data.pipeline.small_dataset import write_dataset
 from data.pipeline.units import tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 
-SHARED_DATA = ROOT.parent / "shared" / "data"
+# real tokenizers and texts, which are too large for the repository: docs/testing.md
+SHARED_DATA = Path(os.environ.get("NANOMFU_TEST_DATA") or ROOT.parent / "shared" / "data")
 
 
 CHAR = CharTokenizer("ab")
@@ -27,7 +28,7 @@ ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_c
 def shared(name: str) -> Path:
     path = SHARED_DATA / name
     if not path.exists():
-        pytest.skip(f"needs {name} of the shared test data, which is not beside this checkout")
+        pytest.skip(f"{WITHOUT_DATA}: {path} is not there")
     return path
 
 
