@@ -1,5 +1,5 @@
-"""Model shapes. One frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3 and Qwen3 alike, and a
-preset per family supplies whatever a run does not state. Imports nothing of ours."""
+"""The shape of a model: one frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3 and Qwen3 alike, and
+a preset per family supplies whatever a run does not state. Imports nothing of ours."""
 
 from __future__ import annotations
 
