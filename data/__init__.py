@@ -1,4 +1,4 @@
-"""From raw text to token files: one folder a dataset, and the two packages that every prepare.py is made of.
+"""From raw text to token files: one folder per dataset, and the two packages that every prepare.py uses.
 
 Imports point down this list only, and none of it imports the training side:
 

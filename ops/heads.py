@@ -1,4 +1,4 @@
-"""From the stream to attention's heads: one projection, QK-norm, rotary positions.
+"""From the residual stream to the heads of attention: one projection, QK-norm, rotary positions.
 
 B batch · T sequence · C model width · H query heads · K key/value heads · D head width
 """

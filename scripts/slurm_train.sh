@@ -6,7 +6,7 @@
 # Submitted from the folder that holds train.py, which all nodes must see, as they must see out_dir. The arguments are
 # train.py's; --init_from=auto is added, so that each start goes on from the newest checkpoint. 300 s before the time
 # limit Slurm sends SIGUSR1 to this script, which hands it on: all ranks save and end, and the job is queued again. A
-# run that fails is not. TRAINING_GUIDE.md, section 9, has the rest.
+# run that fails is not. docs/checkpoints.md has the rest.
 #
 #SBATCH --job-name=nanomfu
 #SBATCH --nodes=1

@@ -67,3 +67,19 @@ def trained(run, tmp_path):
     keys = {**TINY, "dataset": str(tokens), "out_dir": str(tmp_path / "out"), "eval_interval": 2}
     assert run(write_config(tmp_path / "run.py", **keys)) == 0
     return tmp_path / "out"
+
+
+@pytest.fixture(scope="module")
+def documents_run(tmp_path_factory):
+    """A folder with a dataset of short documents and run.py, which trains on it."""
+    from support.masked_documents import make_documents_run
+
+    return make_documents_run(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture
+def graph_lines(caplog, monkeypatch):
+    """graph_lines(): what the log said about CUDA Graphs."""
+    monkeypatch.setattr(logging.getLogger("nanomfu"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="nanomfu")
+    return lambda: [message for message in caplog.messages if "CUDA Graph" in message]

@@ -1,4 +1,5 @@
-"""The training program. Each package has one job. Imports point down this list only, and a test checks that:
+"""The parts of a training run. Each package has one job. Imports point down this list only, and a test
+checks that:
 
     evaluation, evaluate_and_save    called directly by the loop
     faults/           detects what can end or damage a run

@@ -1,4 +1,4 @@
-"""What is in a dataset: counts, and samples of its text from random places.
+"""Shows what is in a dataset: counts, and samples of its text from random places.
 
     python -m data.inspect quickstart
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from support.documents import TEXTS
 from support.helpers import ROOT, TINY
-from test_architecture import product_files
 
 import model
 import model_builder
@@ -17,6 +17,7 @@ import model_config
 from bench import plan
 from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS, ShardWriter
+from docs.house import product_files
 from model_config import ModelConfig
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
@@ -145,5 +146,5 @@ def test_every_number_of_parameters_in_a_sentence_is_that_of_its_model():
     configs = {path: parameters_of(path) for path in (ROOT / "config").glob("full_*.py")}
     for path, count in configs.items():
         assert re.findall(stated, path.read_text()) == [count], path.name
-    for name in ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "mfu_versions/README.md"):
-        assert set(re.findall(stated, (ROOT / name).read_text())) <= set(configs.values()), name
+    for name, text in TEXTS.items():
+        assert set(re.findall(stated, text)) <= set(configs.values()), name

@@ -3,86 +3,16 @@ circle, also not by imports inside functions or under TYPE_CHECKING."""
 
 import ast
 import graphlib
-import subprocess
 import textwrap
 
 import pytest
 from support.helpers import ROOT
 
-# A file may import those of its own line and of the lines below it. A name that ends in /* stands for the
-# files of a folder that have no line of their own.
-ORDER = (
-    "train.py",
-    "sample.py",
-    "bench/*",
-    "training/*",
-    "training/faults/*",
-    "training/records/*",
-    "training/cuda_graphs/*",
-    "training/checkpoints/*",
-    "training/optimization/*",
-    "training/strategies/*",
-    "training/batches/*",
-    "training/hardware/*",
-    "training/process/*",
-    "training/configuration/*",
-    "model_builder.py",
-    "mfu_versions/*",
-    "model.py",
-    "ops/*",
-    "ops/triton_kernels/*",
-    "model_config.py",
-    "rope_scaling.py",
-    "data/*",
-    "data/pipeline/*",
-    "data/tokenizers/*",
-    "data/folders.py",
-    "data/huggingface.py",
-    "plots/*",
-    "common/*",
-)
-
-
-def product_files() -> list[str]:
-    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = (path for path in done.stdout.split() if (ROOT / path).is_file())  # not those just deleted
-    return [path for path in paths if not path.startswith(("tests/", "config/"))]
+from docs.house import ORDER, graph, product_files, read_sources, room_of
 
 
 def line_of(path: str) -> int:
-    """Its place in ORDER: by its own name, else by the nearest folder that has one. So each
-    data/NAME/prepare.py is as high as the files of data/ itself."""
-    folder, found = path, path
-    while found not in ORDER:
-        assert "/" in folder, f"{path} has no place in ORDER: which room does it belong to?"
-        folder = folder.rpartition("/")[0]
-        found = f"{folder}/*"
-    return ORDER.index(found)
-
-
-def module_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def imports(source: str, modules: dict[str, str]) -> set[str]:
-    """The files among `modules` ({module: path}) that a source imports, wherever the import stands."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno}: imports are written from the root"
-            found = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= {name if name in modules else str(node.module) for name in found}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
-    return {modules[name] for name in names if name in modules}
-
-
-def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """{path: paths that it imports} of {path: source}."""
-    modules = {module_of(path): path for path in sources}
-    return {path: imports(source, modules) - {path} for path, source in sources.items()}
+    return ORDER.index(room_of(path))
 
 
 def arrows_up(arrows: dict[str, set[str]]) -> list[str]:
@@ -105,7 +35,7 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def arrows():
-    return graph({path: (ROOT / path).read_text(encoding="utf-8") for path in product_files()})
+    return graph(read_sources())
 
 
 def test_imports_point_down(arrows):

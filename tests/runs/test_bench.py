@@ -1,13 +1,10 @@
 """The benchmarks: the quick suite as it really runs on the CPU, with its peer and its ceiling, and each part
 by itself. What only a GPU can show is its speed."""
 
-import argparse
-import ast
 import io
 import json
 import os
 import re
-import shlex
 import statistics
 import sys
 import types
@@ -19,9 +16,9 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import checkpointing, gpu_monitor, operations, roofline, throughput, tokenize
+from bench import checkpointing, gpu_monitor, operations, roofline, throughput
 from bench.gpu_monitor import GpuMonitor, gpu_ids
-from bench.plan import check_overrides, iteration_flags, make_plan
+from bench.plan import iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, run_process
 from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
@@ -555,19 +552,6 @@ def test_monitor_looks_at_the_gpus_that_the_run_sees(count, visible, ids):
     assert gpu_ids(count, visible) == ids
 
 
-# --- the documents ---
-
-
-def bench_commands() -> list[str]:
-    texts = [(ROOT / "TRAINING_GUIDE.md").read_text()]
-    texts += [
-        ast.get_docstring(ast.parse(path.read_text())) for path in sorted((ROOT / "bench").glob("*.py"))
-    ]
-    return re.findall(
-        r"^ *(?:\w+=\S+ )*python (-m bench\..*)$", re.sub(r"\\\n\s*", "", "\n".join(texts)), re.M
-    )
-
-
 def test_cost_of_a_checkpoint_is_read_from_the_record():
     """20 iterations before the first of two saves take 100 ms, the 20 after each of them 110."""
     memory = {"max_allocated_gb": 10.0}
@@ -581,24 +565,3 @@ def test_cost_of_a_checkpoint_is_read_from_the_record():
     lines = checkpointing.table([{"mode": "m", "gigabytes": 22.0, **found}, {"mode": "n", "reason": "why"}])
     assert "| m | 22.00 | 100.0 | 0.200 | 2.00 | 3.00 | 110.0 | +10.0 % | 1.000 x 10.0 GiB |" in lines
     assert lines[-1] == "| n | why |"
-
-
-def test_every_benchmark_command_in_the_documents_is_accepted(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    commands = bench_commands()
-    assert len(commands) > 8
-    for command in commands:
-        _, module, *arguments = shlex.split(command, comments=True)
-        if module == "bench.tokenize":
-            assert tokenize.parse(arguments).tokenizer
-        elif module == "bench.throughput":
-            parsed, overrides = throughput.parse(arguments)
-            assert isinstance(parsed, argparse.Namespace)
-            check_overrides(overrides)
-        elif module == "bench.checkpointing":
-            parsed, overrides = checkpointing.parse(arguments)
-            check_overrides(overrides)
-            load_config([parsed.config, *overrides, *checkpointing.flags(True)], parsed.processes)
-        else:
-            assert module in ("bench.peer", "bench.roofline")
-            load_config(arguments)

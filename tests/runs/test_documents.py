@@ -1,13 +1,12 @@
 """With doc_masking, a document in a window is computed as if alone, and what that saves is counted."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
+from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train
+from support.masked_documents import CPU, EOT, T, small, train
 
-from model import Block, manual_attention, rotary_angles
+from model import manual_attention
 from model_builder import build_model, count_flops
 from model_config import model_config
 from ops.documents import Documents, dense_mask, document_starts, positions
@@ -15,14 +14,7 @@ from training.batches.windows import epoch_offset
 from training.hardware.attention_kernels import choose_attention
 from training.records.utilization import document_flops
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
-EOT, T = 3, 48
 PRESETS = ("gpt2", "llama", "llama3", "qwen2", "qwen3")
-
-
-def small(preset: str, **overrides):
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "d_ff": 96, "vocab_size": 64, "block_size": T}
-    return model_config(preset, **{**sizes, "n_kv_head": None if preset == "gpt2" else 2, **overrides})
 
 
 def documents_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
@@ -125,30 +117,6 @@ def test_flops_count_the_squares_of_document_lengths():
     assert document_flops(flops, attended, T) == pytest.approx(without + scores)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A dataset whose documents are 1 to 40 tokens long, and a run over windows of 32 of them."""
-    folder = tmp_path_factory.mktemp("documents")
-    data = make_dataset(folder / "data")
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        path = data / f"{split}.bin"
-        ids = np.fromfile(path, "<u2")
-        ids[ids == 0] = 1
-        ids[np.cumsum(rng.integers(1, 40, len(ids) // 40))] = 0
-        ids.tofile(path)
-    meta = {"dtype": "uint16", "vocab_size": 64, "eot_id": 0, "tokenizer": {"name": "synthetic"}}
-    (data / "meta.json").write_text(json.dumps(meta))
-    write_config(folder / "run.py", **{**TINY, "dataset": data, "peak_tflops": 1.0, "max_iters": 8})
-    return folder
-
-
-def train(folder, out: str, *flags: str, processes: int = 1) -> dict:
-    done = run_train(folder / "run.py", f"--out_dir={folder / out}", *flags, processes=processes)
-    assert done.returncode == 0, done.stderr
-    return last_run(folder / out)
-
-
 def lengths_seen(windows: np.ndarray) -> float:
     """sum(L^2) / sum(L) of the documents in windows (N, T), counted one by one."""
     squares = 0
@@ -158,11 +126,11 @@ def lengths_seen(windows: np.ndarray) -> float:
     return squares / windows.size
 
 
-def test_the_record_counts_the_documents_that_were_trained_on(folder):
+def test_the_record_counts_the_documents_that_were_trained_on(documents_run):
     """All 624 windows of an epoch in one iteration, so that order does not matter."""
     flags = ["--batch_size=52", "--doc_masking=True", "--gradient_accumulation_steps=12", "--max_iters=7"]
-    rows = train(folder, "counted", *flags)["training_iterations"]
-    ids = np.fromfile(folder / "data" / "train.bin", "<u2")
+    rows = train(documents_run, "counted", *flags)["training_iterations"]
+    ids = np.fromfile(documents_run / "data" / "train.bin", "<u2")
     windows = np.roll(ids, -epoch_offset(1, 32))[: 624 * 32].reshape(624, 32)
     mfu = rows[1]["mfu"]  # of the second epoch; the first iteration has none
     flops = count_flops(model_config("qwen3", **shape_of_tiny()), 32)
@@ -179,15 +147,16 @@ def shape_of_tiny() -> dict:
     return {**{name: TINY[name] for name in names}, "n_kv_head": TINY["num_key_value_heads"]}
 
 
-def test_two_processes_train_as_one(folder):
+def test_two_processes_train_as_one(documents_run):
     flags = ["--doc_masking=True", "--eval_interval=4", "--eval_at_start=True"]
-    one = train(folder, "one", *flags, "--gradient_accumulation_steps=2")
+    one = train(documents_run, "one", *flags, "--gradient_accumulation_steps=2")
     strategies = {"ddp": [], "fsdp": ["--use_fsdp=True"]}
     commands = [
-        [folder / "run.py", f"--out_dir={folder / name}", *flags, *f] for name, f in strategies.items()
+        [documents_run / "run.py", f"--out_dir={documents_run / name}", *flags, *f]
+        for name, f in strategies.items()
     ]
-    run_in_one_launch(folder, commands, processes=2)
-    for two in (last_run(folder / name) for name in strategies):
+    run_in_one_launch(documents_run, commands, processes=2)
+    for two in (last_run(documents_run / name) for name in strategies):
         for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             if mine["mfu"]:
@@ -196,101 +165,18 @@ def test_two_processes_train_as_one(folder):
         assert one["eval_steps"][-1]["val_loss"] == pytest.approx(two["eval_steps"][-1]["val_loss"], rel=1e-5)
 
 
-def test_compiled_blocks_give_the_same_losses(folder):
-    flags = [folder / "run.py", "--doc_masking=True", "--max_iters=3"]
-    outs = [f"--out_dir={folder / name}" for name in ("plain", "compiled")]
-    run_in_one_launch(folder, [[*flags, outs[0]], [*flags, outs[1], "--compile=True"]])
-    plain, compiled = (last_run(folder / name) for name in ("plain", "compiled"))
+def test_compiled_blocks_give_the_same_losses(documents_run):
+    flags = [documents_run / "run.py", "--doc_masking=True", "--max_iters=3"]
+    outs = [f"--out_dir={documents_run / name}" for name in ("plain", "compiled")]
+    run_in_one_launch(documents_run, [[*flags, outs[0]], [*flags, outs[1], "--compile=True"]])
+    plain, compiled = (last_run(documents_run / name) for name in ("plain", "compiled"))
     for mine, theirs in zip(plain["training_iterations"], compiled["training_iterations"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("flag", ["--doc_masking=True", "--packing=truncate"])
-def test_a_dataset_without_end_of_text_is_refused(folder, tmp_path, flag):
+def test_a_dataset_without_end_of_text_is_refused(documents_run, tmp_path, flag):
     data = make_dataset(tmp_path / "data")
-    done = run_train(folder / "run.py", f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", flag)
+    done = run_train(documents_run / "run.py", f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", flag)
     assert done.returncode == 2
     assert "names no eot_id" in done.stderr
-
-
-# --- on a GPU ---
-
-
-def gpu_inputs(B=2, T=512, H=4, K=2, D=64, dtype=torch.bfloat16):
-    q, k, v = (
-        torch.randn(B, T, heads, D, dtype=dtype, device=GPU, requires_grad=True) for heads in (H, K, K)
-    )
-    starts = torch.zeros(B, T, dtype=torch.int32, device=GPU)
-    starts[0, [100, 101, 300]] = 1
-    return (q, k, v), starts.cumsum(-1, dtype=torch.int32)
-
-
-@pytest.mark.gpu
-def test_flex_attention_is_chosen_and_agrees_with_manual_attention():
-    config = small("qwen3", n_embd=256, block_size=512)
-    choice = choose_attention("sdpa", config, torch.bfloat16, GPU, manual_attention, documents=True)
-    assert choice.kernel == "flex attention", choice.reason
-    qkv, numbers = gpu_inputs()
-    above = torch.randn_like(qkv[0])
-    ours = choice.attend(*qkv, 0.0, choice.mask(numbers))
-    gradients = torch.autograd.grad(ours, qkv, above)
-    wide = [t.detach().float().requires_grad_() for t in qkv]
-    theirs = manual_attention(*wide, 0.0, dense_mask(numbers))
-    expected = torch.autograd.grad(theirs, wide, above.float())
-    assert torch.allclose(ours.float(), theirs, atol=2e-2)
-    for mine, other in zip(gradients, expected, strict=True):
-        assert torch.allclose(mine.float(), other, atol=5e-2)
-
-
-@pytest.mark.gpu
-def test_a_compiled_block_takes_new_documents_without_compiling_again():
-    config = small("qwen3", n_embd=256, block_size=512)
-    choice = choose_attention("sdpa", config, torch.bfloat16, GPU, manual_attention, documents=True)
-    block = Block(config, choice.attend).to(GPU)
-    for parameter in block.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    compiled = torch.compile(block, fullgraph=True, dynamic=False)
-    rotary = rotary_angles(512, 64, 1e4, GPU)
-    x = torch.randn(2, 512, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-    torch._dynamo.utils.counters.clear()
-    for seed in range(4):
-        numbers = (torch.rand(2, 512, device=GPU) < 0.01 * seed).cumsum(-1, dtype=torch.int32)
-        y, delta = compiled(x, torch.zeros_like(x), rotary, choice.mask(numbers))
-        expected, wanted = block(x, torch.zeros_like(x), rotary, choice.mask(numbers))
-        (y + delta).sum().backward()
-        assert torch.allclose((y + delta).float(), (expected + wanted).float(), atol=5e-2)
-        if seed == 0:
-            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-
-
-GPU_RUN = [
-    "--device=cuda",
-    "--dtype=bfloat16",
-    "--compile=True",
-    "--block_size=256",
-    "--n_embd=256",
-    "--max_iters=14",
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("more", [["--use_cuda_graphs=True"], ["--compile_scope=whole"], ["--compile=False"]])
-def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(folder, more):
-    usual = train(folder, "gpu-usual", "--doc_masking=True", *GPU_RUN)
-    other = train(folder, f"gpu{more[0]}", "--doc_masking=True", *GPU_RUN, *more)
-    assert "flex attention" in usual["startup_info"]["attention"]["line"]
-    for mine, theirs in zip(usual["training_iterations"], other["training_iterations"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
-    if "cuda_graphs" in more[0]:
-        assert other["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("more", [[], ["--use_fsdp=True"], ["--use_zero1=True"]])
-def test_two_gpus_mask_documents_as_one_does(folder, more):
-    one = train(folder, "gpu-one", "--doc_masking=True", *GPU_RUN, "--gradient_accumulation_steps=2")
-    two = train(folder, f"gpu-two{len(more and more[0])}", "--doc_masking=True", *GPU_RUN, *more, processes=2)
-    for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2)

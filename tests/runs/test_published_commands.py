@@ -218,16 +218,14 @@ def test_progress_holds_no_null_and_says_whose_memory_it_is(folder, run):
     assert all(0.05 < row["memory_allocated_gb"] < 64 for row in progress)
 
 
-def test_a_run_says_how_to_watch_it_and_the_guide_too(folder, run, capfd):
+def test_a_run_says_how_to_watch_it_and_its_page_too(folder, run, capfd):
     assert run("run.py", "--out_dir=watched") == 0
     (log,) = (folder / "watched").glob("*.log")
     before, hint, _ = capfd.readouterr().out.partition(f"tail -F watched/{log.name}")
     assert hint and "STARTING TRAINING" in before and "📍" not in before
-    guide = (ROOT / "TRAINING_GUIDE.md").read_text()
-    assert (
-        "tail -F out-qwen3-1.8b-b200/run_*.log" in guide
-        and "`tail -f out-*/run_*.json` shows nothing" in guide
-    )
+    page = " ".join((ROOT / "docs/run-record.md").read_text().split())
+    assert "tail -F out-qwen3-1.8b-b200/run_*.log" in page
+    assert "`tail -f out-*/run_*.json` shows nothing" in page
 
 
 def test_train_evaluate_resume_plot_and_read_in_this_order(folder, run, capfd):

@@ -7,54 +7,15 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from support.attention_cases import CPU, assert_agrees, choose, inputs, shape
 
-from model import Block, manual_attention, rotary_angles
+from model import manual_attention
 from model_builder import build_model
-from model_config import model_config
 from training.hardware import attention_kernels as attention
 from training.hardware.attention_kernels import choose_attention
-from training.hardware.capability import CUDNN, TORCH, capability, lookup
+from training.hardware.capability import CUDNN, TORCH, lookup
 
-CPU = torch.device("cpu")
 KV_HEADS = {"MHA": None, "GQA": 2}  # of 4 query heads
-
-
-def shape(kv=None, head_dim=16, T=32, **overrides):
-    sizes = dict(n_layer=1, n_head=4, n_embd=4 * head_dim, d_ff=96, vocab_size=97, block_size=T)
-    return model_config("llama", **{**sizes, "n_kv_head": kv, **overrides})
-
-
-def choose(asked, config, dtype=torch.float32, device=CPU):
-    return choose_attention(asked, config, dtype, device, manual_attention)
-
-
-def inputs(config, dtype=torch.float32, device=CPU, batch=2, seed=0):
-    """q (B, T, H, D), k and v (B, T, K, D), all leaves, and the gradient that arrives from above."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
-    q, k, v, above = (
-        torch.randn(batch, config.block_size, n, config.head_dim, generator=generator).to(device, dtype)
-        for n in heads
-    )
-    return [t.requires_grad_() for t in (q, k, v)], above
-
-
-def forward_and_gradients(attend, qkv, above):
-    y = attend(*qkv, 0.0)
-    return y.detach(), *torch.autograd.grad(y, qkv, above)
-
-
-def assert_agrees(attend, config, dtype, tolerance, device=CPU, batch=2):
-    """Forward and gradients against manual attention in fp32, as norm of the difference / norm."""
-    qkv, above = inputs(config, dtype, device, batch)
-    ours = forward_and_gradients(attend, qkv, above)
-    exact = forward_and_gradients(
-        manual_attention, [t.detach().float().requires_grad_() for t in qkv], above.float()
-    )
-    for name, got, expected in zip(("y", "dq", "dk", "dv"), ours, exact, strict=True):
-        assert got.dtype == dtype and got.shape == expected.shape, name
-        error = ((got.float() - expected).norm() / expected.norm()).item()
-        assert error <= tolerance, (name, error)
 
 
 def kept(attend):
@@ -361,88 +322,3 @@ def test_no_backend_at_all_is_an_error_with_every_reason(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
     with pytest.raises(RuntimeError, match="sdpa .*out of everything.*manual .*out of everything"):
         choose_attention("sdpa", shape(), torch.float32, CPU, raises)
-
-
-# --- on a GPU ---
-
-GPU = torch.device("cuda")
-
-
-def needs_cudnn_attention():
-    if capability(GPU).sdpa[0] != CUDNN:
-        pytest.skip("cuDNN attention is not the first choice of this GPU")
-
-
-def gpu_shape(kv, head_dim, T):
-    return shape(kv, head_dim, T, n_head=8, n_embd=8 * head_dim)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [256, 2048])
-@pytest.mark.parametrize("head_dim", [128, 64])
-@pytest.mark.parametrize("kv", [None, 4])
-def test_cudnn_is_chosen_and_agrees_with_manual_attention(kv, head_dim, T):
-    needs_cudnn_attention()
-    config = gpu_shape(kv, head_dim, T)
-    choice = choose("sdpa", config, torch.bfloat16, GPU)
-    assert (choice.used, choice.kernel, choice.reason) == ("sdpa", "cuDNN", "")
-    assert_agrees(choice.attend, config, torch.bfloat16, 2e-2, GPU, batch=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv", [None, 4])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
-def test_torchs_own_choice_agrees_with_manual_attention(kv, dtype, tolerance):
-    config = gpu_shape(kv, 64, 256)
-    assert_agrees(attention._sdpa_default, config, dtype, tolerance, GPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv", [None, 4])
-def test_a_profile_of_the_compiled_kernel_shows_cudnn(kv):
-    needs_cudnn_attention()
-    config = gpu_shape(kv, 128, 2048)
-    attend = torch.compile(choose("sdpa", config, torch.bfloat16, GPU).attend, fullgraph=True)
-    qkv, above = inputs(config, torch.bfloat16, GPU, batch=1)
-    forward_and_gradients(attend, qkv, above)  # compiles
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        forward_and_gradients(attend, qkv, above)
-        torch.cuda.synchronize()
-    on_gpu = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    cudnn = [name for name in on_gpu if "cudnn" in name.lower()]
-    assert any("fprop" in name or "fwd" in name for name in cudnn), on_gpu
-    assert any("bprop" in name or "bwd" in name for name in cudnn), on_gpu
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
-def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
-    config = model_config(
-        preset,
-        n_layer=1,
-        n_head=8,
-        n_embd=1024,
-        d_ff=1024,
-        vocab_size=97,
-        block_size=256,
-        n_kv_head=4 if preset == "qwen3" else None,
-    )
-    attend = choose("sdpa", config, torch.bfloat16, GPU).attend
-    block = Block(config, attend).to(GPU)
-    generator = torch.Generator(GPU).manual_seed(0)
-    with torch.no_grad():
-        for p in block.parameters():
-            p.copy_((p.ndim == 1) + 0.03 * torch.randn(p.shape, device=GPU, generator=generator))
-    rotary = rotary_angles(256, config.head_dim, config.rope_theta, GPU) if preset == "qwen3" else None
-    x, above = torch.randn(2, 2, 256, 1024, device=GPU, generator=generator).to(torch.bfloat16)
-    x.requires_grad_()
-
-    def results(module):
-        y = sum(module(x, torch.zeros_like(x), rotary))
-        return y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], above)
-
-    eager, compiled = results(block), results(torch.compile(block, fullgraph=True, dynamic=False))
-    for got, expected in zip(compiled, eager, strict=True):
-        assert got.dtype == expected.dtype
-        assert (got.float() - expected.float()).norm() / expected.float().norm() < 2e-2

@@ -4,33 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
+from support.tensors import E4M3, E5M2, error, fp8_linear, random_bf16
 
-from model import rotary_angles
 from ops import float8
 from ops.cross_entropy import LinearCrossEntropy
-from ops.heads import Float8Heads, HeadLayout, Rotary, heads_forward
-from ops.linear import Linear
-from ops.swiglu import Float8SwiGLU, swiglu, swiglu_backward, swiglu_with_amax
+from ops.swiglu import Float8SwiGLU, swiglu
 
-E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}
-
-
-def random(*shape, std=1.0, dtype=torch.bfloat16, device="cpu"):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return (std * torch.randn(*shape, generator=generator)).to(device, dtype)
-
-
-def error(a, b):
-    return ((a.float() - b.float()).norm() / b.float().norm()).item()
-
-
-def fp8_linear(weight):
-    layer = Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight.data = weight.clone()
-    layer.float8 = float8.empty_like(weight)
-    float8.requantize(weight, into=layer.float8)
-    return layer
 
 
 # --- numerics ---
@@ -38,7 +18,7 @@ def fp8_linear(weight):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_largest_magnitude_becomes_the_largest_fp8_number(dtype):
-    x = random(32, 48, std=7.0)
+    x = random_bf16(32, 48, std=7.0)
     quantized = float8.quantize(x, dtype)
     assert quantized.values.float().abs().max() == torch.finfo(dtype).max
     assert torch.equal(quantized.transposed.float(), quantized.values.float().t())
@@ -52,15 +32,19 @@ def test_a_tensor_of_zeros_stays_finite():
 
 def test_an_infinite_input_makes_a_result_that_is_not_finite():
     """The overflow guard looks at the gradient norm; fp8 must not hide what it is there to find."""
-    x = random(16, 16)
+    x = random_bf16(16, 16)
     x[0, 0] = float("inf")
-    y = fp8_linear(random(16, 16))(x)
+    y = fp8_linear(random_bf16(16, 16))(x)
     assert not torch.isfinite(y).all()
 
 
 @pytest.mark.parametrize("into_sum", [True, False])
 def test_an_fp8_linear_is_close_to_bf16_in_result_and_gradients(into_sum):
-    x, weight, dy = random(4, 32, 64).requires_grad_(), random(48, 64, std=0.02), random(4, 32, 48)
+    x, weight, dy = (
+        random_bf16(4, 32, 64).requires_grad_(),
+        random_bf16(48, 64, std=0.02),
+        random_bf16(4, 32, 48),
+    )
     layer = fp8_linear(weight)
     total = torch.zeros(48, 64) if into_sum else None
     layer.weight_grad = total
@@ -75,8 +59,8 @@ def test_an_fp8_linear_is_close_to_bf16_in_result_and_gradients(into_sum):
 
 
 def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them():
-    x, dy = random(2, 16, 32), random(2, 16, 32)
-    up, down = fp8_linear(random(2 * 48, 32, std=0.1)), fp8_linear(random(32, 48, std=0.1))
+    x, dy = random_bf16(2, 16, 32), random_bf16(2, 16, 32)
+    up, down = fp8_linear(random_bf16(2 * 48, 32, std=0.1)), fp8_linear(random_bf16(32, 48, std=0.1))
 
     def run(function):
         start = x.clone().requires_grad_()
@@ -93,7 +77,7 @@ def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(
 
 
 def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
-    x, weight = random(64, 32).requires_grad_(), random(80, 32, std=0.2)
+    x, weight = random_bf16(64, 32).requires_grad_(), random_bf16(80, 32, std=0.2)
     targets = torch.arange(64) % 80
     targets[5] = -100
     w8 = float8.empty_like(weight)
@@ -113,14 +97,14 @@ def test_torchao_quantizes_and_multiplies_alike():
     torchao = pytest.importorskip("torchao.float8", reason="pip install torchao: the reference for fp8")
     config = torchao.Float8LinearConfig(emulate=not torch.cuda.is_available())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    weight, dy = random(48, 64, std=0.02, device=device), random(128, 48, device=device)
+    weight, dy = random_bf16(48, 64, std=0.02, device=device), random_bf16(128, 48, device=device)
     reference = torch.nn.Linear(64, 48, bias=False, device=device, dtype=torch.bfloat16)
     reference.weight.data = weight.clone()
     reference = torchao.convert_to_float8_training(torch.nn.Sequential(reference), config=config)
     layer = fp8_linear(weight)
     results = []
     for module in (reference, layer):
-        x = random(128, 64, device=device).requires_grad_()
+        x = random_bf16(128, 64, device=device).requires_grad_()
         y = module(x)
         (y * dy).sum().backward()
         results.append((y, x.grad, next(module.parameters()).grad))
@@ -195,63 +179,3 @@ def test_wide_heads_with_biases_train_in_fp8_as_in_bf16(folder):
     fp8, bf16 = losses(folder, {"wide": keys, "wide-bf16": keys | {"low_precision": "none"}})
     assert fp8[0] != bf16[0] and bf16[-1] < 0.9 * bf16[0]
     assert fp8[-1] == pytest.approx(bf16[-1], rel=0.03)
-
-
-# --- kernels ---
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(128, 64), (300, 6144), (2048, 2080)])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_cast_kernel_gives_the_bits_of_the_plain_form(shape, dtype):
-    x = random(*shape, std=3.0)
-    plain, fused = float8.quantize(x, dtype), float8.quantize(x.cuda(), dtype)
-    assert fused.inverse_scale.item() == plain.inverse_scale.item()
-    for a, b in zip(fused[:2], plain[:2], strict=True):
-        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(128, 64), (272, 1056), (64, 6144)])
-def test_the_swiglu_kernels_know_the_largest_magnitude_of_what_they_write(shape):
-    M, F_ = shape
-    g, dh = random(M, 2 * F_), random(M, F_)
-    for function, inputs in ((swiglu_with_amax, (g,)), (swiglu_backward, (g, dh))):
-        written, amax = function(*(t.cuda() for t in inputs))
-        plain, plain_amax = function(*inputs)
-        assert error(written.cpu(), plain) < 3e-3
-        assert amax.shape == plain_amax.shape
-        assert amax.amax() == written.abs().amax()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("norm", [True, False])
-def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
-    B, T, C, H, K, D = 2, 64, 96, 4, 2, 32
-    layer = fp8_linear(random((H + 2 * K) * D, C, std=0.1, device="cuda"))
-    norms = [torch.nn.Parameter(1 + 0.3 * random(D, device="cuda").float()) if norm else None for _ in "qk"]
-    rotary = Rotary(*(t.cuda() for t in rotary_angles(T, D, 1e4)))
-    outputs = [random(B, T, heads, D, device="cuda") for heads in (H, K, K)]
-
-    def run(function):
-        x = random(B, T, C, device="cuda").requires_grad_()
-        layer.weight_grad = torch.zeros(layer.weight.shape, device="cuda")
-        parts = function(x)
-        loss = sum((p * o).float().sum() for p, o in zip(parts, outputs, strict=True))
-        leaves = [x, *(n for n in norms if n is not None)]
-        return [*parts, *torch.autograd.grad(loss, leaves), layer.weight_grad]
-
-    eps = 1e-6 if norm else 0.0
-    layout = HeadLayout(H, K, rotary, eps)
-    fused = run(lambda x: Float8Heads.apply(x, None, *layer.float8_arguments, *norms, layout))
-    apart = run(lambda x: heads_forward(layer(x), *norms, *rotary, H, K, eps))
-    for a, b in zip(fused, apart, strict=True):
-        assert error(a, b) < 1e-6
-
-
-@pytest.mark.gpu
-def test_an_fp8_matmul_equals_its_plain_form():
-    a, b = float8.quantize(random(256, 128), E5M2), float8.quantize(random(64, 128), E4M3)
-    plain = float8.matmul(a.values, b.values, a.inverse_scale, b.inverse_scale)
-    moved = [t.cuda() for t in (a.values, b.values, a.inverse_scale, b.inverse_scale)]
-    assert error(float8.matmul(*moved).cpu(), plain) < 4e-3

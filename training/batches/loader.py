@@ -1,4 +1,4 @@
-"""Loads batches. A batch is a function of (seed, epoch, position) and of nothing else: windows of block_size
+"""Loads batches, each a function of (seed, epoch, position) and of nothing else: windows of block_size
 tokens that do not overlap, in a permuted order, each once per epoch. The position is a number of samples, so
 a resume sees exactly the samples that were left, with any number of GPUs or workers.
 

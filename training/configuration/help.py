@@ -1,4 +1,4 @@
-"""What `python train.py --help` prints: every key by section, as its line in keys.py says."""
+"""What `python train.py --help` prints: every key by section, as TrainConfig says."""
 
 from __future__ import annotations
 
@@ -14,25 +14,36 @@ A config file is Python that sets keys; flags override it. Each key is shown wit
 values that it takes. A resume refuses another value of a guarded key, unless --allow_changes names the key.
 Exit status: 0 completed, 1 failed, 2 an error that you can fix, 128 + n stopped by signal n, after saving."""
 
+SECTION = r"# --- (.+) ---\n +(\w+):"  # a heading in the source of TrainConfig, and its first key
+
 
 def help_text() -> str:
     """The usage and every key, without looking at a device or a file of the user's."""
-    section_at = dict(re.findall(r"# --- (.+) ---\n +(\w+):", inspect.getsource(TrainConfig)))
-    section_of = {name: section for section, name in section_at.items()}
     lines = [USAGE, INTRODUCTION]
-    for name, key in KEYS.items():
-        if name in section_of:
-            lines += ["", section_of[name]]
-        lines += [f"  --{name}={key.default}  ({_values(key)})", f"      {key.help}"]
+    for section, names in sections().items():
+        lines += ["", section]
+        for name in names:
+            lines += [f"  --{name}={KEYS[name].default}  ({values(KEYS[name])})", f"      {KEYS[name].help}"]
     lines += ["", "other names of keys"]
     for name, alias in ALIASES.items():
-        lines += [f"  --{name}  ({_type_names(alias.types)})", f"      {alias.help}"]
+        lines += [f"  --{name}  ({type_names(alias.types)})", f"      {alias.help}"]
     return "\n".join(lines)
 
 
-def _values(key: Key) -> str:
+def sections() -> dict[str, list[str]]:
+    """{section: its keys}, in the order of keys.py."""
+    section_at = {first: title for title, first in re.findall(SECTION, inspect.getsource(TrainConfig))}
+    found: dict[str, list[str]] = {}
+    for name in KEYS:
+        if name in section_at:
+            found[section_at[name]] = names = []
+        names.append(name)
+    return found
+
+
+def values(key: Key) -> str:
     """'int, at least 1, guarded', or the choices: "'stream' | 'truncate', guarded"."""
-    facts = [" | ".join(map(repr, key.choices)) if key.choices else _type_names(key.types)]
+    facts = [" | ".join(map(repr, key.choices)) if key.choices else type_names(key.types)]
     if key.minimum is not None:
         facts.append(f"at least {key.minimum}")
     if key.maximum is not None:
@@ -42,5 +53,5 @@ def _values(key: Key) -> str:
     return ", ".join(facts)
 
 
-def _type_names(types: tuple[type, ...]) -> str:
+def type_names(types: tuple[type, ...]) -> str:
     return " | ".join("None" if t is NoneType else t.__name__ for t in types)

@@ -52,22 +52,24 @@ class TrainConfig:
     max_iters: int = key(25000, "optimizer updates in total, also after a resume", minimum=0)
     eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
     eval_iters: int = key(100, "batches of batch_size sequences per split, over all GPUs together", minimum=1)
-    eval_only: bool = key(False, "evaluate once into eval_*.json, and stop; no changed setting is refused")
+    eval_only: bool = key(False, "evaluate once, write eval_*.json, and stop; accepts changed settings")
     eval_at_start: bool = key(False, "also evaluate before the first update")
     log_interval: int = key(10, "iterations between log rows; only a row waits for the GPU", minimum=1)
     gradient_log_interval: int = key(100, "iterations between gradient mean and std; 0: never", minimum=0)
-    always_save_checkpoint: bool = key(True, "save at each evaluation and the end; False: only new bests")
+    always_save_checkpoint: bool = key(True, "save at each evaluation and at the end; False: only a new best")
     checkpoint_interval: int | str | None = key(
-        None, "also save every N iterations, or every '30m'; 0: never"
+        None, "also save every N iterations, or after a time: '30m', '2h'; 0: never"
     )
-    async_checkpoint: bool = key(True, "save while training goes on; needs host memory for a copy")
-    keep_last: int = key(2, "newest checkpoints that are kept, beside the best", minimum=1)
+    async_checkpoint: bool = key(True, "save while training continues; needs host memory for a copy")
+    keep_last: int = key(2, "how many of the newest checkpoints are kept, besides the best", minimum=1)
     keep_all_checkpoints: bool = key(False, "delete no checkpoint")
     init_from: Literal["scratch", "resume", "auto"] = key("scratch", "auto: resume if there is a checkpoint")
     resume_from: str = key("latest", "'latest' (the newest that verifies), 'best' or a name: 'step-00001000'")
     allow_changes: str | None = key(None, "keys that may differ from the checkpoint's: 'seed,batch_size'")
     save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
-    log_save_interval: int = key(100, "iterations between record writes; 1 % of time at most", minimum=1)
+    log_save_interval: int = key(
+        100, "iterations between writes of the record; at most 1 % of the time", minimum=1
+    )
     wandb_log: bool = key(False, "also send the log rows to Weights & Biases")
     wandb_project: str = key("nanomfu", "the project at Weights & Biases")
     wandb_run_name: str | None = key(None, "the name at Weights & Biases; None: the run's own")
@@ -76,7 +78,7 @@ class TrainConfig:
 
     # --- data ---
     dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)
-    verify_data: Literal["hash", "size"] = key("hash", "new files: read them whole once, or trust the sizes")
+    verify_data: Literal["hash", "size"] = key("hash", "check new files by reading them once, or by size")
     batch_size: int = key(12, "sequences per GPU per micro-step", minimum=1, maximum=BATCH_MAX, guarded=True)
     gradient_accumulation_steps: int = key(
         1, "micro-steps per iteration, per GPU", minimum=1, maximum=BATCH_MAX, guarded=True
@@ -155,16 +157,23 @@ class TrainConfig:
 
     # --- bad numbers ---
     on_nonfinite: Literal["stop", "skip"] = key("stop", "on NaN or Inf: stop the run, or skip the update")
-    skip_spikes: float = key(0.0, "skip updates whose loss or norm is N sigmas high; 0: never", minimum=0)
-    spike_window: int = key(
-        128, "accepted iterations that skip_spikes takes its sigma from", minimum=16, maximum=SPIKE_WINDOW_MAX
+    skip_spikes: float = key(
+        0.0, "skip updates with loss or norm N sigmas above the mean; 0: never", minimum=0
     )
-    max_skips: int = key(10, "updates skipped in a row, by either key, that end the run", minimum=1)
+    spike_window: int = key(
+        128,
+        "accepted iterations from which skip_spikes computes mean and sigma",
+        minimum=16,
+        maximum=SPIKE_WINDOW_MAX,
+    )
+    max_skips: int = key(10, "end the run after so many skipped updates in a row", minimum=1)
     drift_check_interval: int = key(1000, "iterations between comparisons of replicas; 0: never", minimum=0)
 
     # --- system ---
     device: Literal["cuda", "cpu"] = key("cuda", "where to train")
-    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "computation; float16 scales the loss")
+    dtype: Literal["float32", "bfloat16", "float16"] = key(
+        "bfloat16", "dtype of the computation; float16 scales the loss"
+    )
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
     low_precision: Literal["none", "fp8_tensorwise"] = key("none", "fp8 matmuls, one scale per tensor")
     low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "blocks only, or also the head")
@@ -172,7 +181,10 @@ class TrainConfig:
     compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")
     loss_chunks: int = key(
-        1, "parts that logits and loss are computed in; more need less memory", minimum=1, maximum=BATCH_MAX
+        1,
+        "compute logits and loss in so many parts; more parts need less memory",
+        minimum=1,
+        maximum=BATCH_MAX,
     )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
         "none", "which blocks the backward pass recomputes; selective: every second one"
@@ -181,18 +193,20 @@ class TrainConfig:
     use_fsdp: bool = key(False, "shard weights, gradients and optimizer state (FSDP2)")
     fsdp_sharding: Literal["full", "hybrid"] = key("full", "shard over all processes, or within a machine")
     reshard_after_forward: bool = key(False, "FSDP frees weights after each forward: less memory, slower")
-    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "gradients sent between processes")
-    use_sparse_specs: bool = key(False, "count MFU against the 2:4-sparse peak; marks every record")
-    peak_tflops: float | str | None = key(None, "dense TFLOPS of one GPU; 'measure': a GEMM; None: table")
+    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of gradients sent between processes")
+    use_sparse_specs: bool = key(False, "compute MFU from the 2:4-sparse peak; marks every record")
+    peak_tflops: float | str | None = key(
+        None, "dense TFLOPS of one GPU; 'measure': time a matmul; None: table"
+    )
     backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
     timeout_minutes: float = key(
         10.0,
-        "minutes without progress that end the run; 0: never, also at the start",
+        "end the run after so many minutes without progress; 0: never, also not at the start",
         minimum=0,
         maximum=YEAR,
     )
     start_timeout_minutes: float = key(
-        60.0, "the same, in minutes, to compile, evaluate or save; 0: never", minimum=0, maximum=YEAR
+        60.0, "the same for minutes of compiling, evaluating or saving; 0: never", minimum=0, maximum=YEAR
     )
 
     def model_config(self) -> ModelConfig:

@@ -1,5 +1,7 @@
-"""Attention kernels. What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and
-one line says what was asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
+"""Chooses the attention kernel that runs on this device.
+
+What was asked for falls back along flash_attn_3 -> flash_attn_2 -> sdpa -> manual, and one line says what was
+asked, what runs, and why. With doc_masking, kernels that take a mask run instead.
 
 The choice is an argument of the model and calls its kernel by name, so it is part of the traced code. A
 global switch (sdpa_kernel) is not part of inductor's cache key: a run could get the kernel of an earlier one.

@@ -1,6 +1,9 @@
-"""Precision. `dtype` is what the matmuls compute in, `param_dtype` what the optimizer's weights are stored in
+"""Scales the loss of float16, and chooses the layers that compute in fp8.
+
+`dtype` is what the matmuls compute in, `param_dtype` what the optimizer's weights are stored in
 (training/strategies/replicated.py copies one to the other). float16 alone needs its loss scaled, because its
-smallest gradients would round to zero."""
+smallest gradients would round to zero.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedule. A pure function of the iteration, so a resume needs no scheduler state.
+"""The learning-rate schedule: a pure function of the iteration, so a resume needs no scheduler state.
 
 The trap is a schedule that does not fit the length of the run: one that is longer than the run never leaves
 the warm-up, and nothing is learned. So its length is the run's, unless it is stated.

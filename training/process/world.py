@@ -1,4 +1,4 @@
-"""Sets up processes and devices. No other file reads torchrun's environment or starts a process group."""
+"""Sets up processes and devices: no other file reads torchrun's environment or starts a process group."""
 
 from __future__ import annotations
 

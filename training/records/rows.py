@@ -1,5 +1,6 @@
-"""Writes log rows. They are the only place in the loop that waits for the device, to read the loss. The
-time since the last log row, divided by the iterations since then, is the iteration time
+"""Writes log rows, the only place in the loop that waits for the device: to read the loss.
+
+The time since the last log row, divided by the iterations since then, is the iteration time
 (training/records/clock.py).
 """
 

@@ -1,0 +1,128 @@
+"""Every table of numbers in the documents is what the code computes."""
+
+import pytest
+from support.documents import TEXTS, table
+from support.helpers import ROOT
+
+import model_builder
+from mfu_versions import model_builder_v1 as v1
+from mfu_versions import model_builder_v2 as v2
+from mfu_versions import model_builder_v3 as v3
+from training.configuration.files_and_flags import load_config
+from training.records.memory_estimate import estimate_memory
+
+S = 2048
+
+
+def full(name: str, *flags: str):
+    return load_config([str(ROOT / "config" / name), *flags])
+
+
+def totals(formula, model) -> int:
+    return formula.count_flops(model, S)["flops_per_token"]
+
+
+def test_readme_describes_the_full_models():
+    rows = table(TEXTS["README.md"], "config")
+    assert sorted(row[0] for row in rows) == sorted(f"config/{p.name}" for p in ROOT.glob("config/full_*.py"))
+    for path, shape, vocabulary, parameters, flops in rows:
+        model = full(path.split("/")[1]).model_config()
+        sizes = f"{model.n_layer}-{model.n_head}-{model.n_embd}-{model.d_ff}, {model.n_kv_head}"
+        total = model_builder.build_model(model).count_parameters()["total"]
+        tied = " tied" if model.weight_tying else ""
+        expected = [sizes, f"{model.vocab_size:,}{tied}", f"{total:,}", f"{totals(v3, model):,}"]
+        assert [shape, vocabulary, parameters, flops] == expected
+
+
+def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
+    flags = ["--loss_chunks=8", "--activation_checkpointing=full"]
+    for _, batch, tokens, _, estimated, measured, _, _ in table(TEXTS["TRAINING_GUIDE.md"], "phase"):
+        batch_size, accumulation = batch.split(" x ")
+        flags_of_phase = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+        config = full("full_qwen3_1.8b_b200_optimal.py", *flags_of_phase, *flags)
+        assert tokens == f"{config.samples_per_iter(8) * config.block_size:,}"
+        model = config.model_config()
+        parameters = model_builder.build_model(model).count_parameters()["total"]
+        estimate = sum(estimate_memory(model, parameters, config, 8).values())
+        assert estimated == f"{estimate:.1f}"
+        assert estimate == pytest.approx(float(measured), rel=0.01)
+
+
+def test_guide_has_the_batches_and_the_memory_of_the_full_configs():
+    rows = table(TEXTS["TRAINING_GUIDE.md"], "config")
+    assert sorted(row[0] for row in rows) == sorted(f"config/{p.name}" for p in ROOT.glob("config/full_*.py"))
+    for path, batch, tokens, tokens_8, memory, published, iterations in rows:
+        config = full(path.split("/")[1])
+        model = config.model_config()
+        per_iter = config.samples_per_iter(1) * config.block_size
+        parameters = model_builder.build_model(model).count_parameters()["total"]
+        assert batch == f"{config.batch_size} x {config.gradient_accumulation_steps}"
+        assert [tokens, tokens_8] == [f"{per_iter:,}", f"{8 * per_iter:,}"]
+        assert memory == f"{sum(estimate_memory(model, parameters, config, 1).values()):.1f}"
+        if published:
+            needed = round(float(published.split()[0]) * 1e9)
+            assert iterations == f"{-(-needed // (8 * per_iter)):,}"
+
+
+GOLDEN = {  # row of mfu_versions/README.md -> config
+    "GPT-2 1.36B": "full_gpt2_1.36b.py",
+    "LLaMA 2 1.36B": "full_llama_1.36b.py",
+    "LLaMA 3 1.5B": "full_llama3_1.5b_optimal.py",
+    "LLaMA 3 2.2B": "full_llama3_2.2b_chinchilla.py",
+    "Qwen3 1.8B": "full_qwen3_1.8b_optimal.py",
+}
+
+
+def test_golden_table_is_what_the_code_computes():
+    rows = table(TEXTS["mfu_versions/README.md"], "model")
+    assert [row[0] for row in rows] == list(GOLDEN)
+    for name, *cells in rows:
+        model = full(GOLDEN[name]).model_config()
+        old, new = totals(v1, model), totals(v3, model)
+        exact = v3.count_flops(model, S)
+        ratio_of_v2 = v2.count_flops(model, S)["attention_to_ffn_ratio"]
+        ratios = (old / new, exact["attention_to_ffn_ratio"], ratio_of_v2)
+        assert totals(v2, model) == new
+        assert cells[:3] == [f"{old:,}", f"{new:,}", f"{exact['flops_per_token_causal']:,}"]
+        assert cells[3:] == [f"{ratio:.4f}" for ratio in ratios]
+
+
+def worked(model) -> dict[str, str]:
+    """Label of a row in the worked tables -> its figure, per token, from what the three formulas return."""
+    one, two, three = (formula.count_flops(model, S) for formula in (v1, v2, v3))
+    L = model.n_layer
+    layer = {name: count // L for name, count in three["components"].items() if name != "logits"}
+    attention, ffn = three["attention_flops_per_layer"], three["ffn_flops_per_layer"]
+    scores = layer["attention_scores"] + layer["attention_context"]
+    counts = {
+        **{f"`{name}`": count for name, count in layer.items()},
+        "attention": attention,
+        "feed-forward": ffn,
+        "layer": attention + ffn,
+        "layers, L x layer": L * (attention + ffn),
+        "`logits`, 2HV": three["logit_flops"],
+        "forward": sum(three["components"].values()),
+        "scores and context, 4SH": scores,
+        "projections, 2H²(2 + 2/G)": two["attention_flops_per_layer"] - scores,
+    }
+    per_token = {label: count // S for label, count in counts.items()}
+    per_token |= {
+        "training, x 3": three["flops_per_token"],
+        "causal half of the scores off, 3 L 2SH": three["flops_per_token"] - three["flops_per_token_causal"],
+        "training, causal": three["flops_per_token_causal"],
+        "N": one["components"]["parameters"] // (2 * S),
+        "6N": 3 * one["components"]["parameters"] // S,
+        "12 L H S (H = n_head head_dim)": 3 * one["components"]["attention_scores"] // S,
+        "training": one["flops_per_token"],
+    }
+    ratio = {"attention / feed-forward": f"{attention / ffn:.4f}"}
+    return {label: f"{count:,}" for label, count in per_token.items()} | ratio
+
+
+def test_worked_tables_are_what_the_code_computes():
+    text = TEXTS["mfu_versions/README.md"]
+    rows = table(text, "component") + table(text, "")
+    expected = [worked(full(GOLDEN[name]).model_config()) for name in ("Qwen3 1.8B", "LLaMA 2 1.36B")]
+    assert {row[0] for row in rows} == set(expected[0])
+    for row in rows:
+        assert row[-2:] == [figures[row[0]] for figures in expected], row[0]

@@ -1,0 +1,208 @@
+"""The documents as a whole: links, contents, sizes, generated parts, and what must agree with the code."""
+
+import ast
+import re
+
+import pytest
+from support.documents import (
+    DOCS,
+    EVERYTHING,
+    PAGES,
+    TEXTS,
+    anchor,
+    anchors,
+    fences,
+    headings,
+    links,
+    resolve,
+    table,
+)
+from support.helpers import ROOT
+
+from docs.generate import pages
+from docs.house import first_sentence, picture, product_files, read_sources
+
+LONGEST = {"README.md": 130, "TRAINING_GUIDE.md": 300, "SYSTEM_OVERVIEW.md": 250, "CONTRIBUTING.md": 120}
+LONGEST |= {"CHANGELOG.md": 40}  # lines
+WITHOUT_CONTENTS_UP_TO = 100  # lines
+
+
+# --- links, contents, sizes ---
+
+
+def broken(name: str, text: str) -> list[str]:
+    """The relative links of a document that lead nowhere."""
+    found = []
+    for target in links(text):
+        if re.match(r"\w+:", target):
+            continue  # of the web, which a test does not ask
+        path, fragment = resolve(name, target)
+        if not (ROOT / path).exists():
+            found.append(target)
+        elif fragment and path.endswith(".md"):
+            here = text if path == name else (ROOT / path).read_text(encoding="utf-8")
+            found += [target] if fragment not in anchors(here) else []
+    return found
+
+
+def contents(text: str) -> list[str]:
+    """The fragments that the lines before the first section link to."""
+    before = re.split(r"^## ", text, maxsplit=1, flags=re.M)[0]
+    return [target.removeprefix("#") for target in links(before) if target.startswith("#")]
+
+
+def lacks_contents(text: str) -> bool:
+    sections = [anchor(heading) for heading in headings(text, "##")]
+    listed = [fragment for fragment in contents(text) if fragment in sections]
+    return len(text.splitlines()) > WITHOUT_CONTENTS_UP_TO and listed != sections
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_every_relative_link_and_its_anchor_resolve(name):
+    assert broken(name, TEXTS[name]) == []
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_a_long_document_begins_with_its_contents(name):
+    assert not lacks_contents(TEXTS[name])
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_documents_are_short(name):
+    assert len(TEXTS[name].splitlines()) <= LONGEST[name]
+
+
+def test_readme_links_to_every_page():
+    linked = {resolve("README.md", target)[0] for target in links(TEXTS["README.md"])}
+    assert sorted({*DOCS, "LOG.md"} - {"README.md"} - linked) == []
+
+
+@pytest.mark.parametrize(
+    "target", ["absent.md", "plots/absent.md", "#absent", "README.md#absent", "docs/reference.md#keys-absent"]
+)
+def test_a_link_that_leads_nowhere_would_be_found(target):
+    text = f"# Title\n\n[a](README.md) [b]({target}) [c](#title) [d](https://example.org/x.md)\n"
+    assert broken("SYSTEM_OVERVIEW.md", text) == [target]
+
+
+def test_a_link_in_a_page_is_relative_to_the_page():
+    assert broken("plots/x.md", "[a](../README.md) [b](figure.py) [c](../docs/reference.md#keys-run)") == []
+    assert broken("plots/x.md", "[a](README.md)") == ["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "lacks"),
+    [("[A](#a) [B c](#b-c)", False), ("[A](#a)", True), ("[B c](#b-c) [A](#a)", True), ("", True)],
+)
+def test_contents_that_do_not_match_the_headings_would_be_found(listed, lacks):
+    text = f"# Title\n\n{listed}\n\n## A\n\n## B c\n"
+    assert lacks_contents(text + 100 * "\n") == lacks
+    assert not lacks_contents(text)
+
+
+def test_second_headings_of_one_name_have_anchors_of_their_own():
+    assert anchors("# A b\n## C/d_e\n```sh\n# no heading\n```\n## C/d_e\n") == {"a-b", "cd_e", "cd_e-1"}
+
+
+# --- what is generated ---
+
+
+@pytest.mark.parametrize("name", ["docs/modules.md", "docs/reference.md", "SYSTEM_OVERVIEW.md"])
+def test_a_generated_page_is_what_the_code_says(name):
+    assert TEXTS[name] == pages()[name], "run: python -m docs.generate"
+
+
+def test_the_map_has_every_module_once():
+    listed = re.findall(r"^\| `(\S+)` \|", TEXTS["docs/modules.md"], re.M)
+    assert sorted(listed) == sorted(path for path in product_files() if not path.endswith("__init__.py"))
+
+
+def test_every_module_says_in_its_first_sentence_what_it_is_for():
+    sentences = {path: first_sentence(source) for path, source in read_sources().items()}
+    assert {
+        path: text for path, text in sentences.items() if not (25 < len(text) < 250 and text[-1] in ".:")
+    } == {}
+
+
+def test_the_picture_shows_an_import_only_once():
+    """train.py imports the checkpoints, too; the arrow to cuda_graphs/ leads there."""
+    arrows = dict(re.findall(r"^    (\w+)\[.*\] --> (.*)$", picture(), re.M))
+    assert (
+        "training_checkpoints" in arrows["training_cuda_graphs"]
+        and "training_checkpoints" not in arrows["train"]
+    )
+
+
+# --- what must agree with the code ---
+
+
+def calls(tree: ast.AST) -> list[str]:
+    """object.method of every call, in the order of the source."""
+    found = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [func for func in found if isinstance(func, ast.Attribute)]
+    ordered = sorted(named, key=lambda func: (func.end_lineno, func.end_col_offset))
+    return [".".join(ast.unparse(func).split(".")[-2:]) for func in ordered]
+
+
+def test_the_picture_of_an_iteration_names_the_calls_of_the_loop_in_their_order():
+    (loop,) = (
+        node
+        for node in ast.walk(ast.parse((ROOT / "train.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "loop"
+    )
+    (body,) = (node for node in loop.body if isinstance(node, ast.For))
+    made = [
+        call for call in calls(body) if call not in ("logger.wants_gradients", "anomalies.pending_verdicts")
+    ]
+    made = [call for call in made if call != "anomalies.take_skipped"]
+    (drawn,) = (text for language, text in fences(TEXTS["SYSTEM_OVERVIEW.md"]) if "watchdog.check" in text)
+    named = re.findall(r"(\w+\.\w+)\(\)", drawn)
+    assert sorted(named) == sorted(made)
+    before_step = named.index("run.step")
+    assert named[:before_step] == [call for call in made if call in named[:before_step]]
+    assert named[before_step + 1 :] == [call for call in made if call in named[before_step + 1 :]]
+
+
+def markers() -> list[str]:
+    """Those that pyproject.toml registers."""
+    (block,) = re.findall(r"^markers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    return re.findall(r'^    "(\w+): ', block, re.M)
+
+
+def test_every_promise_has_a_marker_and_tests():
+    promised = [row[0] for row in table(TEXTS["docs/checkpoints.md"], "marker") if row[0]]
+    assert promised == [name for name in markers() if name not in ("gpu", "slow", "chaos")]
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in promised if f"pytest.mark.{name}" not in sources] == []
+
+
+def test_every_other_marker_is_explained():
+    rows = [row[0].strip("`") for row in table(TEXTS["docs/testing.md"], "marker")]
+    assert rows == ["gpu", "slow", "chaos"]
+
+
+def test_page_of_the_record_has_every_field():
+    fields = set()
+    for name in ("rows", "utilization", "run_record", "startup_info"):
+        for node in ast.walk(ast.parse((ROOT / f"training/records/{name}.py").read_text())):
+            keys = node.keys if isinstance(node, ast.Dict) else []
+            if isinstance(node, ast.Assign):
+                keys = [target.slice for target in node.targets if isinstance(target, ast.Subscript)]
+            fields |= {key.value for key in keys if isinstance(key, ast.Constant)}
+    assert {"mfu_percent", "superseded", "document_length_per_token", "commit"} <= fields
+    words = set(re.findall(r"\w+", TEXTS["docs/run-record.md"]))
+    assert sorted(fields - words) == []
+
+
+def test_documents_name_the_parts_of_a_checkpoint_that_the_saver_has():
+    saver = (ROOT / "training/checkpoints/saver.py").read_text()
+    phases = re.findall(
+        r"`(_\w+)`", " ".join(row[0] for row in table(EVERYTHING, "phase") if row[0][0] == "`")
+    )
+    assert len(phases) == 7 and [phase for phase in phases if f"def {phase}(" not in saver] == []
+
+
+def test_folders_of_tests_are_those_of_the_page():
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0] not in "_."}
+    assert {row[0].strip("`/") for row in table(TEXTS["docs/testing.md"], "folder")} == folders
+    assert PAGES

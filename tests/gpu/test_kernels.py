@@ -1,0 +1,124 @@
+"""The Triton forms of ops/ against their plain forms."""
+
+import pytest
+import torch
+from support.tensors import CONFIG, close, gradients, random
+
+from model import RMSNorm, rotary_angles
+from ops.cross_entropy import cross_entropy
+from ops.embedding import add_embedding_gradient
+from ops.heads import Rotary, split_heads
+from ops.linear import add_weight_gradient
+from ops.rms_norm import add_rms_norm
+from ops.swiglu import swiglu
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 2 * 64), (2, 7, 2 * 1000), (1, 300, 2 * 6144)])
+def test_the_swiglu_kernel_equals_its_plain_form(shape):
+    x = random(*shape, dtype=torch.bfloat16)
+    dh = random(*shape[:-1], shape[-1] // 2, dtype=torch.bfloat16)
+    plain = x.float().requires_grad_()
+    h = swiglu(plain)
+    (dx,) = gradients((h * dh.float()).sum(), plain)
+    x = x.cuda().requires_grad_()
+    fused = swiglu(x)
+    (dfused,) = gradients((fused * dh.cuda()).sum(), x)
+    close(fused.cpu(), h, 3e-3)
+    close(dfused.cpu(), dx, 3e-3)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (18, 18, 128), (3, 1, 32), (5, 1, 80)])
+def test_the_heads_kernel_equals_its_plain_form(heads, norm):
+    H, K, D = heads
+    B, T = 3, 67
+    rotary = rotary_angles(T, D, 1e4)
+    qkv = random(B, T, (H + 2 * K) * D)
+    norms = [RMSNorm(D, CONFIG) if norm else None for _ in range(2)]
+    for i, module in enumerate(norms):
+        if module:
+            module.weight.data = 1 + 0.3 * random(D, std=1.0 + i)
+    outputs = [random(B, T, heads, D) for heads in (H, K, K)]
+
+    def run(device, dtype):
+        x = qkv.to(device, dtype).requires_grad_()
+        moved = [module.to(device) if module else None for module in norms]
+        weights = [module.weight for module in moved if module]
+        parts = split_heads(x, H, K, Rotary(*(t.to(device) for t in rotary)), *moved)
+        loss = sum((p * o.to(device, dtype)).float().sum() for p, o in zip(parts, outputs, strict=True))
+        return [t.cpu() for t in (*parts, *gradients(loss, x, *weights))]
+
+    qkv = qkv.bfloat16().float()
+    outputs = [o.bfloat16().float() for o in outputs]
+    plain = run("cpu", torch.float32)
+    for exact, bf16, reference in zip(
+        run("cuda", torch.float32), run("cuda", torch.bfloat16), plain, strict=True
+    ):
+        assert exact.shape == reference.shape
+        close(exact, reference, 1e-5)
+        close(bf16, reference, 5e-3)
+
+
+@pytest.mark.parametrize("V", [65, 50304, 151936])
+def test_the_cross_entropy_kernel_equals_its_plain_form(V):
+    logits = 4 * random(40, V)
+    targets = torch.arange(40) * (V // 41)
+    targets[3] = -100
+    fused = logits.cuda()
+    untouched = logits.cuda()
+    expected = cross_entropy(logits, targets, True)
+    losses = cross_entropy(fused, targets.cuda(), True)
+    torch.testing.assert_close(losses.cpu(), expected, rtol=1e-5, atol=1e-5)
+    close(fused.cpu(), logits, 1e-5)
+    before = untouched.clone()
+    losses = cross_entropy(untouched, targets.cuda(), False)
+    torch.testing.assert_close(losses.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(untouched, before)
+
+
+def test_weight_gradients_are_summed_in_fp32_by_the_matmul():
+    dy, x = random(512, 256, dtype=torch.bfloat16), random(512, 128, dtype=torch.bfloat16)
+    total = random(256, 128)
+    expected = total + dy.float().t() @ x.float()
+    summed = total.cuda()
+    add_weight_gradient(dy.cuda(), x.cuda(), summed)
+    torch.testing.assert_close(summed.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("C", [64, 2048, 2304])
+def test_the_residual_norm_kernel_equals_its_plain_form(C):
+    x, delta, weight = random(5, 133, C), random(5, 133, C, std=0.5), 1 + 0.3 * random(C)
+    dtotal, dnormed = random(5, 133, C, std=2.0), random(5, 133, C, std=3.0)
+
+    def run(device, dtype):
+        start = [t.to(device, dtype).requires_grad_() for t in (x, delta)]
+        w = weight.to(device).requires_grad_()
+        total, normed, amax = add_rms_norm(*start, w, 1e-6)
+        if amax is not None:
+            assert amax.amax() == normed.abs().amax()
+        loss = (total * dtotal.to(device, dtype)).sum() + (normed * dnormed.to(device, dtype)).sum()
+        return [t.float().cpu() for t in (total, normed, *gradients(loss, *start, w))]
+
+    x, delta, dtotal, dnormed = (t.bfloat16().float() for t in (x, delta, dtotal, dnormed))
+    plain = run("cpu", torch.float32)
+    for exact, bf16, reference in zip(
+        run("cuda", torch.float32), run("cuda", torch.bfloat16), plain, strict=True
+    ):
+        close(exact, reference, 1e-5)
+        close(bf16, reference, 8e-3)
+
+
+@pytest.mark.parametrize("C", [48, 2048])
+def test_embedding_gradients_are_summed_in_one_order_for_rare_and_frequent_tokens(C):
+    ids = torch.randint(0, 90, (4000,), generator=torch.Generator().manual_seed(0))
+    ids[::3] = 7
+    dy, start = random(4000, C, dtype=torch.bfloat16), random(100, C)
+    expected = start.double().index_add(0, ids, dy.double())
+    totals = []
+    for _ in range(2):
+        totals.append(start.cuda())
+        add_embedding_gradient(ids.cuda(), dy.cuda(), totals[-1])
+    assert torch.equal(*totals)
+    close(totals[0].cpu(), expected, 1e-6)

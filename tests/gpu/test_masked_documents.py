@@ -1,0 +1,89 @@
+"""doc_masking on a GPU: the kernel, the compiled block, the captured step, two GPUs."""
+
+import pytest
+import torch
+from support.masked_documents import GPU, small, train
+
+from model import Block, manual_attention, rotary_angles
+from ops.documents import dense_mask
+from training.hardware.attention_kernels import choose_attention
+
+pytestmark = pytest.mark.gpu
+
+
+def gpu_inputs(B=2, T=512, H=4, K=2, D=64, dtype=torch.bfloat16):
+    q, k, v = (
+        torch.randn(B, T, heads, D, dtype=dtype, device=GPU, requires_grad=True) for heads in (H, K, K)
+    )
+    starts = torch.zeros(B, T, dtype=torch.int32, device=GPU)
+    starts[0, [100, 101, 300]] = 1
+    return (q, k, v), starts.cumsum(-1, dtype=torch.int32)
+
+
+def test_flex_attention_is_chosen_and_agrees_with_manual_attention():
+    config = small("qwen3", n_embd=256, block_size=512)
+    choice = choose_attention("sdpa", config, torch.bfloat16, GPU, manual_attention, documents=True)
+    assert choice.kernel == "flex attention", choice.reason
+    qkv, numbers = gpu_inputs()
+    above = torch.randn_like(qkv[0])
+    ours = choice.attend(*qkv, 0.0, choice.mask(numbers))
+    gradients = torch.autograd.grad(ours, qkv, above)
+    wide = [t.detach().float().requires_grad_() for t in qkv]
+    theirs = manual_attention(*wide, 0.0, dense_mask(numbers))
+    expected = torch.autograd.grad(theirs, wide, above.float())
+    assert torch.allclose(ours.float(), theirs, atol=2e-2)
+    for mine, other in zip(gradients, expected, strict=True):
+        assert torch.allclose(mine.float(), other, atol=5e-2)
+
+
+def test_a_compiled_block_takes_new_documents_without_compiling_again():
+    config = small("qwen3", n_embd=256, block_size=512)
+    choice = choose_attention("sdpa", config, torch.bfloat16, GPU, manual_attention, documents=True)
+    block = Block(config, choice.attend).to(GPU)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    compiled = torch.compile(block, fullgraph=True, dynamic=False)
+    rotary = rotary_angles(512, 64, 1e4, GPU)
+    x = torch.randn(2, 512, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.utils.counters.clear()
+    for seed in range(4):
+        numbers = (torch.rand(2, 512, device=GPU) < 0.01 * seed).cumsum(-1, dtype=torch.int32)
+        y, delta = compiled(x, torch.zeros_like(x), rotary, choice.mask(numbers))
+        expected, wanted = block(x, torch.zeros_like(x), rotary, choice.mask(numbers))
+        (y + delta).sum().backward()
+        assert torch.allclose((y + delta).float(), (expected + wanted).float(), atol=5e-2)
+        if seed == 0:
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+GPU_RUN = [
+    "--device=cuda",
+    "--dtype=bfloat16",
+    "--compile=True",
+    "--block_size=256",
+    "--n_embd=256",
+    "--max_iters=14",
+]
+
+
+@pytest.mark.parametrize("more", [["--use_cuda_graphs=True"], ["--compile_scope=whole"], ["--compile=False"]])
+def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_run, more):
+    usual = train(documents_run, "gpu-usual", "--doc_masking=True", *GPU_RUN)
+    other = train(documents_run, f"gpu{more[0]}", "--doc_masking=True", *GPU_RUN, *more)
+    assert "flex attention" in usual["startup_info"]["attention"]["line"]
+    for mine, theirs in zip(usual["training_iterations"], other["training_iterations"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
+    if "cuda_graphs" in more[0]:
+        assert other["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("more", [[], ["--use_fsdp=True"], ["--use_zero1=True"]])
+def test_two_gpus_mask_documents_as_one_does(documents_run, more):
+    one = train(documents_run, "gpu-one", "--doc_masking=True", *GPU_RUN, "--gradient_accumulation_steps=2")
+    two = train(
+        documents_run, f"gpu-two{len(more and more[0])}", "--doc_masking=True", *GPU_RUN, *more, processes=2
+    )
+    for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
