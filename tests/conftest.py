@@ -1,11 +1,13 @@
 """Fixtures of every test file, and the rule for `gpu` tests."""
 
 import gc
+import json
 import logging
 import signal
 
 import pytest
 import torch
+from support.helpers import TINY, make_dataset, write_config
 
 
 def pytest_collection_modifyitems(items):
@@ -41,9 +43,21 @@ def run():
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
     """A tiny run of two processes to which nothing happens, for the tests in which something does."""
-    from faults import prepare, run_with_fault
+    from support.faults import prepare, run_with_fault
 
     folder = tmp_path_factory.mktemp("uninterrupted")
     done = run_with_fault(prepare(folder), folder / "out")
     assert done.status == 0, done.output[-3000:]
     return done
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    """The out_dir of a run on characters, evaluated and saved twice."""
+    tokens = make_dataset(tmp_path / "tokens")
+    meta = json.loads((tokens / "meta.json").read_text())
+    meta["tokenizer"] = {"kind": "char", "name": "char", "chars": "".join(map(chr, range(48, 48 + 64)))}
+    (tokens / "meta.json").write_text(json.dumps(meta | {"format": 1, "eot_id": None, "source": "test"}))
+    keys = {**TINY, "dataset": str(tokens), "out_dir": str(tmp_path / "out"), "eval_interval": 2}
+    assert run(write_config(tmp_path / "run.py", **keys)) == 0
+    return tmp_path / "out"

@@ -8,8 +8,8 @@ nothing had happened.
 
 Traps that a second replay shows and the first does not: a capture holds addresses, and every number that
 Python knew. If the step replaces a tensor instead of writing into it, does not clear a gradient, or has the
-rate as a Python float, the first replay is still right. tests/test_graphs.py has each known way to break a
-capture.
+rate as a Python float, the first replay is still right. tests/unit/test_graphs.py has each known way to break
+a capture.
 """
 
 from __future__ import annotations

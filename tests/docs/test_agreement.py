@@ -1,0 +1,149 @@
+"""Facts that stand in two places of the code: both say the same."""
+
+import ast
+import dataclasses
+import json
+import re
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from support.helpers import ROOT, TINY
+from test_architecture import product_files
+
+import model
+import model_builder
+import model_config
+from bench import plan
+from data.pipeline.meta_file import describe
+from data.pipeline.token_files import SPLITS, ShardWriter
+from model_config import ModelConfig
+from plots.run_record import METHODS
+from training.batches.dataset import open_dataset
+from training.checkpoints.loading import FREE_TO_CHANGE
+from training.checkpoints.resume import NOT_COMPARED
+from training.configuration.dtypes import DTYPES
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import KEYS, TrainConfig
+from training.hardware import attention_kernels
+from training.hardware.capability import RECIPES
+from training.hardware.peaks import PRECISIONS
+from training.process.exit_status import STOP_SIGNALS
+from training.records.memory_estimate import BYTES
+from training.records.utilization import FORMULAS
+
+SOURCES = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in product_files()}
+
+# --- signals and environment ---
+
+
+def test_stop_signals_are_listed_once():
+    """A second list, in the watchdog or in the loader, would miss a signal that is added to the first."""
+    lists = [
+        path
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set))
+        and sum(re.fullmatch(r"signal\.SIG[A-Z0-9]+", ast.unparse(item)) is not None for item in node.elts)
+        > 1
+    ]
+    assert lists == ["training/process/exit_status.py"]
+
+
+def test_torchrun_passes_on_every_signal_that_stops_a_run():
+    script = (ROOT / "scripts/slurm_train.sh").read_text()
+    (handled,) = re.findall(r"--signals-to-handle=(\S+)", script)
+    assert {number.name for number in STOP_SIGNALS} <= set(handled.split(","))
+    (warning,) = re.findall(r"#SBATCH --signal=B:(\w+)@", script)
+    assert f"SIG{warning}" in {number.name for number in STOP_SIGNALS}
+
+
+def test_a_variable_of_the_environment_has_one_default():
+    """A peer that is compared with train.py must have the same allocator."""
+    defaults = defaultdict(set)
+    for tree in SOURCES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setdefault"):
+                name, value = (ast.unparse(argument) for argument in node.args)
+                if re.fullmatch(r"'[A-Z_]{6,}'", name):
+                    defaults[name].add(value)
+    assert "'PYTORCH_ALLOC_CONF'" in defaults
+    assert {name: values for name, values in defaults.items() if len(values) > 1} == {}
+
+
+# --- what prepares a dataset, and what trains on it ---
+
+
+@pytest.mark.parametrize("vocab_size", [65_535, 65_536, 65_537])
+def test_training_reads_the_tokens_and_files_that_the_preparation_writes(tmp_path, vocab_size):
+    """At the largest vocabulary of two bytes, and beyond; in the order in which they were written."""
+    rng, written, files = np.random.default_rng(0), {}, {}
+    for split in SPLITS:
+        written[split] = rng.integers(0, vocab_size, 1000)
+        written[split][-1] = vocab_size - 1
+        for unit, part in enumerate(np.array_split(written[split], 3)):
+            writer = ShardWriter(tmp_path, split, unit, 100, vocab_size)
+            writer.write(part)
+            files |= writer.finish()
+    for name in files:
+        (tmp_path / f"{name}.tmp").rename(tmp_path / name)
+    meta = describe(vocab_size, {"kind": "tiktoken", "name": "gpt2"}, None, "random ids", files)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    keys = {**TINY, "dataset": str(tmp_path), "vocab_size": vocab_size, "eval_interval": 1}
+    splits, _ = open_dataset(TrainConfig(**keys), scan=True)
+    assert tuple(splits) == SPLITS
+    for split, tokens in splits.items():
+        assert len(tokens.paths) > 10
+        assert np.array_equal(tokens.read(0, tokens.total), written[split])
+
+
+# --- names of methods, dtypes, kernels ---
+
+
+def test_plots_know_every_formula_of_mfu():
+    assert METHODS == {f"v{i}": formula.CALCULATION_METHOD for i, formula in enumerate(FORMULAS, start=1)}
+
+
+def test_every_dtype_has_its_size_and_its_peak():
+    assert BYTES == {name: dtype.itemsize for name, dtype in DTYPES.items()}
+    assert set(PRECISIONS) == {*DTYPES, "fp8"}
+
+
+def test_every_recipe_of_low_precision_has_its_needs():
+    assert {choice.partition("_")[0] for choice in KEYS["low_precision"].choices} - {"none"} <= set(RECIPES)
+
+
+def test_attention_falls_back_along_the_choices_of_its_key():
+    assert attention_kernels.CHAIN == KEYS["attention_backend"].choices
+    for backends in (attention_kernels.BACKENDS, attention_kernels.DOCUMENT_BACKENDS):
+        assert (*backends, "manual") == attention_kernels.CHAIN
+
+
+def test_the_model_has_every_choice_that_its_config_allows():
+    assert set(model.NORMS) == set(model_config.CHOICES["normalization"])
+    assert set(model.ACTIVATIONS) == set(model_config.CHOICES["activation"])
+
+
+def test_lists_of_keys_name_keys_that_exist():
+    assert {*NOT_COMPARED, *plan.RESERVED} <= set(KEYS)
+    assert set(FREE_TO_CHANGE) <= {field.name for field in dataclasses.fields(ModelConfig)}
+    for key, value in plan.FIXED.items():
+        assert isinstance(value, KEYS[key].types), key
+
+
+# --- numbers in sentences ---
+
+
+def parameters_of(path) -> str:
+    config = load_config([str(path)]).model_config()
+    return f"{model_builder.build_model(config).count_parameters()['total']:,}"
+
+
+def test_every_number_of_parameters_in_a_sentence_is_that_of_its_model():
+    """A config states its own in its header; a guide states those of the configs."""
+    stated = r"(\d{1,3}(?:,\d{3})+) parameters"
+    configs = {path: parameters_of(path) for path in (ROOT / "config").glob("full_*.py")}
+    for path, count in configs.items():
+        assert re.findall(stated, path.read_text()) == [count], path.name
+    for name in ("README.md", "TRAINING_GUIDE.md", "SYSTEM_OVERVIEW.md", "mfu_versions/README.md"):
+        assert set(re.findall(stated, (ROOT / name).read_text())) <= set(configs.values()), name

@@ -1,0 +1,213 @@
+"""The habits of a public project: what an installation needs, once; license, citation, versions, CI."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import PathDistribution
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.helpers import ROOT
+from test_architecture import product_files
+from test_guide import DOCS, TEXTS
+
+EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
+    "data": "requirements-data.txt",
+    "hf": "requirements-hf.txt",
+    "gpu": "requirements-gpu.txt",
+    "trackers": "requirements-trackers.txt",
+    "dev": "requirements-dev.txt",
+}
+IN_NO_EXTRA = {"ray", "datasets"}  # a cluster has its own Ray; datasets is a peer of bench.tokenize alone
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def installed_by(name: str) -> set[str]:
+    """Every requirement of a requirements file, and of those that it names by -r."""
+    found = set()
+    for line in read(name).splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        if line.startswith("-r "):
+            found |= installed_by(line.removeprefix("-r ").strip())
+        elif line:
+            found.add(str(Requirement(line)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """What pip builds from the folder, without the network."""
+    folder = tmp_path_factory.mktemp("project")
+    for path in (
+        ROOT / "pyproject.toml",
+        ROOT / "README.md",
+        ROOT / "LICENSE",
+        *ROOT.glob("requirements*.txt"),
+    ):
+        shutil.copy(path, folder)
+    (folder / "train.py").touch()  # a module and a package, as setuptools would find them by itself
+    (folder / "training").mkdir()
+    (folder / "training" / "__init__.py").touch()
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+@pytest.fixture(scope="module")
+def distribution(wheel):
+    return PathDistribution(next(wheel.glob("*.dist-info")))
+
+
+# --- installation ---
+
+
+def test_an_installation_needs_what_the_requirements_files_say(distribution):
+    needed = {extra: set() for extra in ("", *EXTRAS)}
+    for requirement in map(Requirement, distribution.requires):
+        (extra,) = re.findall(r'extra == "(\w+)"', str(requirement.marker)) or [""]
+        requirement.marker = None
+        needed[extra].add(str(requirement))
+    base = installed_by("requirements.txt")
+    assert needed[""] == base
+    assert base <= installed_by("requirements-dev.txt")
+    assert {extra: needed[extra] for extra in EXTRAS} == {
+        extra: installed_by(file) - base for extra, file in EXTRAS.items()
+    }
+
+
+def test_an_installation_brings_no_module(wheel):
+    assert [path.name for path in wheel.iterdir()] == [next(wheel.glob("*.dist-info")).name]
+
+
+def test_a_package_is_required_in_one_file():
+    lines = "".join(read(path.name) for path in sorted(ROOT.glob("requirements*.txt")))
+    names = [canonicalize_name(name) for name in re.findall(r"^(?!-r)([\w-]+)", lines, re.M)]
+    assert "torch" in names and sorted(names) == sorted(set(names))
+
+
+def test_make_installs_again_when_a_file_of_the_tests_changes():
+    (rule,) = re.findall(r"^\$\(VENV\)/\.installed-dev: (.*)$", read("Makefile"), re.M)
+    files = re.findall(r"^-r (\S+)", read("requirements-dev.txt"), re.M)
+    assert {"requirements-dev.txt", *files} - {"requirements.txt"} <= set(rule.split())
+
+
+def hints() -> list[tuple[str, str]]:
+    """(file, what follows `pip install`) of every message in the product code, adjacent literals joined."""
+    found = []
+    for path in product_files():
+        source = re.sub(r'"\s*\n\s*f?"', "", read(path))
+        found += [(path, hint) for hint in re.findall(r"pip install ((?:-r )?[\w-]+(?:\.txt)?)", source)]
+    return found
+
+
+@pytest.mark.parametrize(("path", "hint"), sorted(set(hints())))
+def test_a_message_says_how_to_install_what_an_extra_has(path, hint):
+    if hint.startswith("-r "):
+        assert hint.removeprefix("-r ") in {"requirements.txt", *EXTRAS.values()}
+    elif hint not in IN_NO_EXTRA:
+        everything = set.union(*map(installed_by, ("requirements.txt", *EXTRAS.values())))
+        (requirement,) = (found for found in map(Requirement, everything) if found.name == hint)
+        assert "==" not in str(requirement), "a pinned package is installed from its file"
+
+
+@pytest.mark.parametrize("package", ["transformers", "huggingface_hub", "wandb", "datatrove"])
+def test_the_file_that_a_message_names_has_the_package(package):
+    source = "".join(re.sub(r'"\s*\n\s*f?"', "", read(path)) for path in product_files())
+    files = re.findall(
+        rf"(?:this|downloading|wandb_log=True) needs {package}: pip install -r (\S+\.txt)", source
+    )
+    assert files
+    for file in files:
+        assert package in {Requirement(line).name for line in installed_by(file)}
+
+
+# --- versions that stand in several places ---
+
+
+def pin(package: str) -> str:
+    """The version that a requirements file pins."""
+    lines = installed_by("requirements-dev.txt")
+    (version,) = (line.partition("==")[2] for line in lines if line.startswith(f"{package}=="))
+    return version
+
+
+@pytest.mark.parametrize("name", ["README.md", "TRAINING_GUIDE.md"])
+def test_documents_support_torch_up_to_the_pin(name):
+    ((oldest, newest),) = set(re.findall(r"torch (2\.\d+) to (2\.\d+)", TEXTS[name]))
+    assert newest == pin("torch").rpartition(".")[0]
+    assert f"torch {oldest}.0" in read("LOG.md")
+    assert f"{pin('torch')} is pinned" in TEXTS[name]
+
+
+def test_the_torch_that_documents_and_ci_name_is_the_pinned_one():
+    texts = [*(TEXTS[name] for name in DOCS), read(".github/workflows/ci.yml"), read("pyproject.toml")]
+    named = re.findall(r"[\d.]+(?=\+cpu| for Linux)|(?<=torch==)[\d.]+", "\n".join(texts))
+    assert set(named) == {pin("torch")}
+
+
+def test_pre_commit_runs_the_ruff_of_the_tests():
+    (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
+    assert repository["rev"] == f"v{pin('ruff')}"
+    assert [hook["id"] for hook in repository["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_every_file_names_one_version_and_one_license(distribution):
+    metadata = distribution.metadata
+    citation = yaml.safe_load(read("CITATION.cff"))
+    (newest, *_) = re.findall(r"^## \[([\d.]+)\]", read("CHANGELOG.md"), re.M)
+    assert metadata["Name"] == "nanomfu"
+    assert metadata["Version"] == str(citation["version"]) == newest
+    assert metadata["License-Expression"] == citation["license"] == "MIT"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert read("LICENSE").startswith("MIT License\n\nCopyright (c) 2026 the nanoMFU authors\n")
+
+
+def test_one_python_is_the_oldest_everywhere(distribution):
+    assert distribution.metadata["Requires-Python"] == ">=3.10"
+    for name, statement in {
+        "Makefile": "sys.version_info < (3, 10)",
+        "README.md": "Python 3.10 or newer",
+        "TRAINING_GUIDE.md": "Python 3.10 or newer",
+        "pyproject.toml": 'target-version = "py310"',
+    }.items():
+        assert statement in read(name), name
+
+
+# --- files of public hosts ---
+
+
+def test_citation_has_what_its_format_requires():
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert citation["cff-version"] == "1.2.0"
+    assert isinstance(citation["message"], str) and isinstance(citation["title"], str)
+    assert citation["authors"] == [{"name": "nanoMFU authors"}]
+    known = "cff-version message type title abstract version license authors keywords"
+    assert set(citation) <= set(known.split())  # the format refuses any other key
+    assert citation["type"] in ("software", "dataset")
+
+
+def test_ci_runs_what_the_project_runs_with_the_oldest_python_and_torch_for_a_cpu():
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert job["strategy"]["matrix"]["python"] == ["3.10", "3.12"]  # as texts: the number 3.10 is 3.1
+    assert job["env"]["PIP_EXTRA_INDEX_URL"] == "https://download.pytorch.org/whl/cpu"
+    assert workflow["permissions"] == {"contents": "read"}
+
+
+def test_guide_for_contributors_is_short():
+    assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 120
+    assert len(read("CHANGELOG.md").splitlines()) <= 40

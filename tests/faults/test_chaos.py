@@ -1,0 +1,169 @@
+"""Training is killed with SIGKILL at random moments, start-up, steps, saves, renames and
+deletions alike, and each time started again by the same command. It ends as if nothing had happened."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support.faults import Ended, prepare, processes_of, wait_for_end
+from support.helpers import ROOT
+
+pytestmark = pytest.mark.kill
+
+ITERATIONS, INTERVAL = 200, 8  # of a run; between its checkpoints
+AT_ONCE = 2  # iterations within which a save has begun to leave its trace
+A_SAVE_COMES, A_SAVE_TAKES = 5.0, 0.03  # seconds
+STRATEGIES = {
+    "one": (1, []),
+    "ddp": (2, []),
+    "zero1": (2, ["--use_zero1=True"]),
+    "fsdp": (2, ["--use_fsdp=True"]),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chaos")
+    return prepare(folder, max_iters=ITERATIONS, checkpoint_interval=INTERVAL, eval_interval=40)
+
+
+def start(config: Path, out: Path, name: str, *more: str) -> subprocess.Popen:
+    """The command that a user would type again."""
+    processes, flags = STRATEGIES[name]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    with open(out.with_name(f"{out.name}.console"), "a") as console:
+        return subprocess.Popen(
+            [*([sys.executable, *torchrun] if processes > 1 else [sys.executable]), "train.py", config]
+            + [f"--out_dir={out}", "--init_from=auto", *flags, *more],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> None:
+    """Launcher and ranks, in any order."""
+    pids = processes_of(out)
+    rng.shuffle(pids)
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.wait()
+    assert not wait_for_end(out)
+
+
+def remains(out: Path) -> set[str]:
+    """Of saves, deletions and pointers on their way."""
+    return {path.name for path in (out / "checkpoints").glob("*.tmp*")}
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Of each iteration, from the newest record and its journal."""
+    found = {}
+    for path in sorted(out.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns):
+        found |= {row["iter"]: row["loss"] for row in json.loads(path.read_text())["training_iterations"]}
+    for path in out.glob("run_*.jsonl"):
+        for line in filter(None, path.read_text().split("\n")[:-1]):
+            entry = json.loads(line)
+            if entry["section"] == "training_iterations":
+                found[entry["entry"]["iter"]] = entry["entry"]["loss"]
+    return found
+
+
+def wait_for_moment(process: subprocess.Popen, out: Path, seconds: float, rng: random.Random) -> bool:
+    """Until a random one, every second time in or after a save; whether the run still goes on."""
+    try:
+        before = remains(out)
+        process.wait(rng.uniform(0.3, 1.0) * seconds)
+    except subprocess.TimeoutExpired:
+        if rng.random() < 0.5:
+            until = time.monotonic() + A_SAVE_COMES
+            while remains(out) <= before and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, A_SAVE_TAKES))
+    return process.poll() is None
+
+
+def train_through(
+    config: Path, out: Path, name: str, kills: int, seconds: float, rng: random.Random
+) -> Counter:
+    """Until the run is complete; what it was doing when it was killed, `kills` times at most."""
+    made = Counter()
+    while True:
+        before, process = remains(out), start(config, out, name)
+        if made.total() < kills and wait_for_moment(process, out, seconds, rng):
+            kill(process, out, rng)
+            new = remains(out) - before
+            doing = (
+                "deletions" if any(".tmp-delete" in name for name in new) else "saves" if new else "others"
+            )
+            made[doing] += 1
+            done, saved = max(losses(out), default=-1) + 1, max(Ended(0, 0.0, "", out).steps, default=0)
+            # training is up to an interval ahead of a checkpoint that is still being written
+            lost = INTERVAL + (INTERVAL if doing == "saves" else AT_ONCE)
+            assert done - saved <= lost, f"{done} iterations were made, {saved} are saved, among {doing}"
+            continue
+        status = process.wait(20 * seconds)
+        console = out.with_name(f"{out.name}.console").read_text()
+        assert status == 0, console[-3000:]
+        return made
+
+
+def survive(config: Path, folder: Path, name: str, kills: int, seed: int) -> None:
+    began = time.monotonic()
+    whole = folder / "whole"
+    assert not train_through(config, whole, name, 0, 60, random.Random(0))
+    seconds = time.monotonic() - began
+    expected, digest = losses(whole), Ended(0, 0.0, "", whole).digest()
+    assert len(expected) == ITERATIONS
+    rng, made, runs = random.Random(seed), Counter(), 0
+    while made.total() < kills:
+        out = folder / f"killed-{runs}"
+        made += train_through(config, out, name, kills - made.total(), seconds, rng)
+        runs += 1
+        assert Ended(0, 0.0, "", out).digest() == digest, f"seed {seed}, run {runs}"
+        assert losses(out) == expected
+        assert not strays(out), f"seed {seed}, run {runs}: {strays(out)}"
+    print(f"\nCHAOS {name}: {made.total()} kills in {runs} runs of {ITERATIONS} iterations, {dict(made)}")
+
+
+def strays(out: Path) -> list[str]:
+    """What is in the checkpoints' folder and is none, nor a pointer."""
+    names = [path.name for path in (out / "checkpoints").iterdir()]
+    return [name for name in names if not re.fullmatch(r"latest|best|step-\d{8}", name)]
+
+
+def test_a_run_that_is_killed_ends_as_if_it_had_not_been(config, tmp_path):
+    survive(config, tmp_path, "one", kills=3, seed=1)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_hundred_kills(config, tmp_path, name, seed):
+    survive(config, tmp_path, name, kills=10, seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_kills_of_runs_on_gpus(tmp_path, name):
+    if torch.cuda.device_count() < STRATEGIES[name][0]:
+        pytest.skip("needs two GPUs")
+    gpu = {"device": "cuda", "dtype": "bfloat16"}
+    config = prepare(tmp_path, max_iters=ITERATIONS, checkpoint_interval=INTERVAL, eval_interval=40, **gpu)
+    survive(config, tmp_path, name, kills=5, seed=7)

@@ -1,0 +1,287 @@
+"""A loss of power at any moment leaves each file whole or not there: content is on disk before its name, and
+names that others rely on are on disk before the next step.
+
+`disk` watches fsync, replace, rename and unlink, and knows at each moment what a loss of power would leave:
+the content that a file had at its last fsync, and the names that a folder had at its last one.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoint_parts import make_config, make_saver, make_state, save
+from support.helpers import make_dataset
+from support.packed_tokens import EOT, T, files_of
+from support.preparation import run_units_here, small_bpe, write_small
+from support.three_units import make
+
+from common import durable_file
+from data.adopt import adopt
+from data.pipeline.preparation import Job, prepare
+from data.pipeline.units import Settings
+from data.tokenizers.file_tokenizer import FileTokenizer
+from training.batches.packing import pack_documents
+from training.checkpoints.tensor_files import Part, write_parts
+from training.configuration.keys import TrainConfig
+from training.records.run_record import RunRecord
+
+
+@dataclass
+class Event:
+    """One rename or deletion below the watched folder."""
+
+    kind: str  # "name" or "delete"
+    path: str  # what got this name, or was deleted
+    before: set[str]  # what a loss of power just before would leave: files and folders
+    after: set[str]  # and what one just before the next event
+
+
+@dataclass
+class Disk:
+    root: Path
+    content: dict[int, bytes] = field(default_factory=dict)  # of a file at its last fsync
+    names: dict[int, set] = field(default_factory=dict)  # of a folder at its last fsync: (name, inode)
+    events: list[Event] = field(default_factory=list)
+
+    def sync(self, descriptor: int) -> None:
+        stat, path = os.fstat(descriptor), Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir():
+            self.names[stat.st_ino] = {(entry.name, entry.inode()) for entry in os.scandir(path)}
+        else:
+            self.content[stat.st_ino] = path.read_bytes()
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether a loss of power would leave this file's content, or all files of this folder."""
+        if path.is_dir():
+            known = self.names.get(path.stat().st_ino, set())
+            return all(
+                (child.name, child.stat().st_ino) in known and self.is_whole(child)
+                for child in path.iterdir()
+            )
+        return self.content.get(path.stat().st_ino) == path.read_bytes()
+
+    def durable(self) -> set[str]:
+        """The files and folders whose content and name a loss of power would leave."""
+        found = set()
+        for path in self.root.rglob("*"):
+            names = self.names.get(path.parent.stat().st_ino, set())
+            if (path.name, path.stat().st_ino) in names and (path.is_dir() or self.is_whole(path)):
+                found.add(str(path.relative_to(self.root)))
+        return found
+
+    def note(self, kind: str, path: Path) -> None:
+        path = Path(path)
+        if path.absolute().is_relative_to(self.root):
+            name, before = str(path.absolute().relative_to(self.root)), self.durable()
+            if self.events:
+                self.events[-1].after = before
+            self.events.append(Event(kind, name, before, set()))
+
+    def end(self) -> None:
+        self.events[-1].after = self.durable()
+
+    def named(self, path: str) -> Event:
+        """The last time that something got this name."""
+        return [event for event in self.events if event.kind == "name" and event.path == path][-1]
+
+    def order(self) -> list[str]:
+        return [event.path for event in self.events if event.kind == "name"]
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """The folder tmp_path / 'disk', watched."""
+    disk = Disk(tmp_path / "disk")
+    disk.root.mkdir()
+    fsync, unlink = os.fsync, Path.unlink
+
+    def watched_fsync(descriptor):
+        fsync(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+        disk.sync(descriptor)
+
+    def watched_rename(real):
+        def rename(source, target):
+            if Path(source).absolute().is_relative_to(disk.root) and "tmp-delete" not in str(target):
+                assert disk.is_whole(Path(source)), f"{source} gets its name before its content is on disk"
+            disk.note("name", target)
+            real(source, target)
+
+        return rename
+
+    def watched_unlink(path, missing_ok=False):
+        if path.exists():
+            disk.note("delete", path)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_rename(os.replace))
+    monkeypatch.setattr(os, "rename", watched_rename(os.rename))
+    monkeypatch.setattr(Path, "unlink", watched_unlink)
+    return disk
+
+
+# --- the parts ---
+
+
+def test_a_file_is_replaced_after_its_content_is_on_disk_and_a_json_file_is_there_to_stay(disk):
+    durable_file.write_bytes(disk.root / "a", b"1")
+    assert disk.order() == ["a"] and disk.is_whole(disk.root / "a") and "a" not in disk.durable()
+    durable_file.write_json(disk.root / "b.json", {"b": 1})
+    assert disk.durable() >= {"a", "b.json"}
+    (disk.root / "c").write_bytes(b"3")
+    durable_file.sync_folder(disk.root)
+    assert "c" not in disk.durable(), "the test would see a file that was not synced"
+    durable_file.sync(disk.root / "c")
+    assert "c" in disk.durable()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(disk, monkeypatch):
+    durable_file.write_bytes(disk.root / "a", b"old")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        durable_file.write_bytes(disk.root / "a", b"new")
+    assert [path.name for path in disk.root.iterdir()] == ["a"]
+    assert (disk.root / "a").read_bytes() == b"old"
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_before_pointers_name_it(disk, asynchronous):
+    config = make_config(disk.root / "out", keep_last=1, async_checkpoint=asynchronous)
+    saver = make_saver(config, make_state(config))
+    durable_file.sync_folder(disk.root)
+    for iteration in (1, 2, 3):
+        save(saver, iteration, val_loss=float(iteration))
+        disk.end()
+        place, final = "out/checkpoints", f"out/checkpoints/step-{iteration:08d}"
+        temporary = next(e.path for e in disk.events if e.path.startswith(f"{final}.tmp")).rpartition("/")[0]
+        order = disk.order()[-6:] if iteration == 1 else [p for p in disk.order() if p.startswith(place)]
+        steps = [f"{temporary}/{name}" for name in ("report-00000.json", "state.json", "manifest.json")]
+        steps += [final, f"{place}/latest", f"{place}/best"]
+        places = [len(order) - 1 - order[::-1].index(step) for step in steps]
+        assert places == sorted(places), order
+        assert place in disk.named(final).before, "the name of its folder comes first"
+        files = {f"{final}/{name}" for name in os.listdir(disk.root / final)}
+        assert disk.named(f"{place}/latest").before >= {final, *files}
+    best = disk.named(f"{place}/best")
+    assert disk.root.joinpath(best.path).read_text() == "step-00000001\n"
+    gone = [e for e in disk.events if e.kind == "name" and "step-00000002.tmp-delete" in e.path]
+    assert len(gone) == 1 and f"{place}/step-00000003" in gone[0].before, "deleted when its successor is safe"
+
+
+@pytest.mark.parametrize("size", [1, 100, 5000, 300_000])
+def test_all_of_a_tensor_file_is_on_disk_when_it_is_written(disk, size):
+    part = Part("t", (0,), (size,), torch.uint8)
+    write_parts(disk.root / "t.safetensors", [(part, torch.ones(size, dtype=torch.uint8))])
+    assert disk.is_whole(disk.root / "t.safetensors")
+
+
+# --- the run record ---
+
+
+def test_a_run_record_is_on_disk_before_its_journal_is_emptied(disk):
+    path = disk.root / "run_1.json"
+    record = RunRecord(path, TrainConfig().to_dict(), {}, enabled=True)
+    for iteration in range(3):
+        record.add_event(iteration, "test")
+        record.save(at_once=True)
+        assert "run_1.json" in disk.durable()
+        assert json.loads(path.read_text())["events"][-1]["iter"] == iteration
+    emptied = []
+    clear = record.journal.clear
+    record.journal.clear = lambda remove: (emptied.append(disk.durable()), clear(remove))
+    record.finish("completed", {})
+    disk.end()
+    assert len(emptied) == 1 and "run_1.json" in emptied[0]
+    assert json.loads(path.read_text())["status"] == "completed"
+
+
+# --- datasets ---
+
+
+@pytest.fixture
+def bpe(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    return small_bpe(tmp_path / "bpe")
+
+
+def test_token_files_are_on_disk_before_the_manifest_of_their_unit_and_meta_json(disk, bpe):
+    meta = make(disk.root, bpe, shard_tokens=150)
+    disk.end()
+    assert disk.order()[0] == "plan.json" and disk.order()[-1] in ("meta.json", ".verified.json")
+    manifests = [path for path in disk.order() if path.startswith("units/")]
+    assert len(manifests) == 3
+    for path in manifests:
+        files = json.loads((disk.root / path).read_text())["files"]
+        assert files and disk.named(path).before >= set(files), path
+    assert disk.named("meta.json").before >= {*meta["files"], *manifests, "plan.json"}
+    assert disk.durable() >= {*meta["files"], "meta.json", "meta.pkl", "tokenizer.json"}
+
+
+def test_joined_token_files_are_on_disk_before_those_of_the_units_are_deleted(disk, bpe):
+    make(disk.root, bpe)
+    disk.end()
+    joined = {"train.bin", "val.bin"}
+    assert disk.named("units/joined.json").before >= joined
+    deleted = [
+        e for e in disk.events if e.kind == "delete" and e.path.startswith(("train_", "val_", "units/0"))
+    ]
+    assert len(deleted) >= 6
+    for event in deleted:
+        assert event.before >= {*joined, "units/joined.json"}, event.path
+    assert disk.named("meta.json").before >= {*joined, "units/joined.json"}
+    assert disk.durable() >= {*joined, "meta.json", "meta.pkl", "tokenizer.json"}
+
+
+def test_a_document_that_moves_to_the_empty_split_is_on_disk_before_the_manifest_says_so(disk, bpe, tmp_path):
+    text = tmp_path / "a.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("first", "second text", "last one"))
+    )
+    prepare([text], disk.root, FileTokenizer(bpe), Settings(256, None, 1e-9, 7), "test", Job())
+    disk.end()
+    files = json.loads((disk.root / "units" / "000000.json").read_text())["files"]
+    assert any(name.startswith("val_") for name in files)
+    assert disk.named("units/000000.json").before >= set(files)
+
+
+def test_a_small_dataset_is_on_disk_before_its_files_have_their_names(disk):
+    for _ in range(2):  # the second replaces the first
+        write_small(disk.root)
+        disk.end()
+        names = [path for path in disk.order() if path != ".verified.json"][-4:]
+        assert names == ["train.bin", "val.bin", "meta.pkl", "meta.json"]
+        assert disk.durable() >= set(names)
+    second = [(e.kind, e.path) for e in disk.events if e.path in names][len(names) :]
+    assert second == [("delete", "meta.json"), *(("name", name) for name in names)], "the old one goes first"
+
+
+def test_the_meta_json_of_adopted_files_is_there_to_stay(disk, bpe):
+    make_dataset(disk.root, vocab_size=257)
+    (disk.root / "meta.json").unlink()
+    adopt(disk.root, FileTokenizer(bpe), None, None)
+    assert disk.durable() >= {"meta.json", "tokenizer.json"}
+
+
+def test_a_packing_is_on_disk_before_it_has_its_name(disk):
+    ids = np.arange(1, 400)
+    ids[::13] = EOT
+    ids.astype("<u2").tofile(disk.root / "train_000.bin")
+    pack_documents(files_of(disk.root), disk.root, "train", T, EOT)
+    disk.end()
+    (name,) = {path for path in disk.order() if "/" not in path}
+    assert name == f".packed-train-{T}"
+    index = next(e for e in disk.events if e.path.endswith("index.json"))
+    assert disk.durable() >= {
+        name,
+        *(f"{name}/{file}" for file in ("index.json", "windows.bin", "pieces.bin")),
+    }
+    folder = index.path.rpartition("/")[0]
+    for file in ("windows.bin", "pieces.bin"):
+        assert f"{folder}/{file}" in index.after or f"{name}/{file}" in index.after

@@ -1,0 +1,356 @@
+"""Ranks that die, hang or are slow; torchrun's restarts."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.faults import INTERVAL, ITERATIONS, prepare, processes_of, run_command, run_with_fault
+from support.helpers import ROOT
+
+from training.checkpoints import resume as start
+from training.configuration.files_and_flags import load_config
+from training.faults.liveness import Liveness
+from training.faults.stragglers import StragglerDetector
+from training.process.work_timer import Iteration, WorkTimer
+from training.process.world import World
+
+END_SECONDS = 30  # from a rank's end to the job's
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("failures")
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return prepare(folder)
+
+
+def root_cause(output: str) -> str:
+    """Of torchrun's summary."""
+    return output.split("Root Cause (first observed failure):")[-1]
+
+
+# --- 13: a rank dies ---
+
+
+@pytest.mark.dead_rank
+def test_an_exception_of_one_rank_ends_the_job_with_its_traceback(config, folder):
+    ended = run_with_fault(config, folder / "raise", fault="raise 1 10")
+    assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
+    cause = root_cause(ended.output)
+    assert "rank      : 1" in cause and "ValueError: a fault of rank 1" in cause
+    assert "in happen" in cause, "the traceback"
+    assert ended.record()["status"] == "failed"
+    assert "rank 1 failed: ValueError" in next(ended.out.glob("run_*.log")).read_text()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("flags", [[], ["--use_fsdp=True"], ["--use_dataloader=True"]])
+@pytest.mark.parametrize("what", ["raise", "oom", "exit0", "SIGKILL"])
+@pytest.mark.parametrize("where", ["10", "evaluation", "saving"])
+@pytest.mark.dead_rank
+def test_a_rank_that_dies_takes_the_job_with_it(config, folder, what, rank, flags, where):
+    out = folder / f"{what}-{rank}-{len(flags) and flags[0][6:10]}-{where}"
+    ended = run_with_fault(config, out, *flags, fault=f"{what} {rank} {where}")
+    assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
+    assert ended.steps in ([], [INTERVAL]), "a checkpoint that was being written may have been completed"
+    cause = root_cause(ended.output)
+    if what in ("raise", "oom"):
+        assert f"rank      : {rank}" in cause
+        assert {"raise": f"a fault of rank {rank}", "oom": "out of GPU memory"}[what] in cause
+    if what == "SIGKILL":
+        assert f"rank      : {rank}" in cause and "SIGKILL" in cause
+    if what == "exit0":
+        assert f"rank {rank} (" in ended.output and "has ended" in ended.output
+    if rank == "1":
+        assert ended.record()["status"] == "failed"
+
+
+# --- 14: a rank hangs ---
+
+SOON = ("--timeout_minutes=0.05", "--start_timeout_minutes=0.15")
+
+
+@pytest.mark.hang
+def test_a_rank_that_hangs_is_named_with_its_iteration(config, folder):
+    """Its process is alive; its main thread waits for something else than the others."""
+    ended = run_with_fault(config, folder / "hang", *SOON, fault="hang 1 15")
+    assert ended.status == 1 and ended.seconds < END_SECONDS, ended.output[-3000:]
+    assert "no progress for 3 s (timeout_minutes): rank 1 (" in root_cause(ended.output)
+    assert "is alive, in iteration 15 (batch); rank 0 is alive, in iteration 15 (backward)" in ended.output
+    stacks = {path.name: path.read_text() for path in ended.out.glob("hang_stacks_rank_*.txt")}
+    assert "in happen" in stacks["hang_stacks_rank_1.txt"], "where it hangs"
+    assert ended.record()["status"] == "failed"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.hang
+def test_a_stopped_rank_is_named(config, folder, rank):
+    ended = run_with_fault(config, folder / f"stopped-{rank}", *SOON, fault=f"SIGSTOP {rank} 15")
+    assert ended.status == 1 and ended.seconds < 60, ended.output[-3000:]  # torchrun waits for 30 s
+    assert "is silent, last seen in iteration" in ended.output and f"rank {rank} (" in root_cause(
+        ended.output
+    )
+
+
+@pytest.mark.chaos
+@pytest.mark.hang
+def test_a_pause_of_all_ranks_is_no_hang(config, folder):
+    """A suspended machine, or Slurm's gang scheduling."""
+    out = folder / "paused"
+
+    def pause():
+        wait_until(lambda: list(out.glob("run_*.json")))
+        for number, seconds in ((signal.SIGSTOP, 8), (signal.SIGCONT, 0)):
+            for pid in processes_of(out):
+                os.kill(pid, number)
+            time.sleep(seconds)
+
+    pauser = threading.Thread(target=pause)
+    pauser.start()
+    ended = run_with_fault(config, out, *SOON, "--max_iters=800", "--eval_interval=0")
+    pauser.join()
+    assert ended.status == 0, ended.output[-3000:]
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """peers(size): what each of `size` ranks sees, over one store."""
+    store = dist.HashStore()
+    monkeypatch.setattr("training.faults.liveness.time.sleep", lambda seconds: None)
+
+    def make(size: int) -> list[Liveness]:
+        made = []
+        for rank in range(size):
+            peer = object.__new__(Liveness)
+            peer.world, peer.store = World(rank, rank, size, torch.device("cpu")), store
+            peer.processes = [("node", 100 + r) for r in range(size)]
+            peer.local_pids = {}
+            peer.asking, peer.overdue = threading.Lock(), None
+            made.append(peer)
+        return made
+
+    return make
+
+
+@pytest.mark.hang
+def test_the_report_of_a_hang_names_the_silent_first_and_then_who_is_behind(peers):
+    first, second, third, fourth = peers(4)
+    for peer, iteration, phase in ((first, 9, "training"), (second, 8, "evaluation"), (third, 9, "training")):
+        peer.publish(5, iteration, phase)
+    fourth.publish(4, 7, "training")
+    second.publish = None
+    publish = first.publish
+
+    def publish_all(ticks, *place):  # ranks 1 and 2 are alive, rank 3 is not
+        publish(ticks, *place)
+        Liveness.publish(second, ticks, 8, "evaluation")
+        Liveness.publish(third, ticks, 9, "training")
+
+    first.publish = publish_all
+    assert first.who_is_behind(6, 9, "training") == (
+        "rank 3 (node, process 103) is silent, last seen in iteration 7 (training); "
+        "rank 1 is alive, in iteration 8 (evaluation); rank 0, rank 2 are alive, in iteration 9 (training)"
+    )
+
+
+def test_the_first_reason_to_end_is_everyones(peers):
+    first, second = peers(2)
+    assert first.reason_to_end() is None
+    assert second.end_all("rank 1 failed") == "rank 1 failed"
+    assert first.end_all("lost contact") == first.reason_to_end() == "rank 1 failed"
+
+
+def test_a_process_that_has_ended_is_gone_and_one_that_lives_is_not(peers):
+    """Also before torchrun has asked how it ended."""
+    ended, unasked = (subprocess.Popen(["true"], stdout=subprocess.PIPE) for _ in range(2))
+    ended.wait()
+    unasked.stdout.read()  # ends as the process does
+    first, *_ = peers(4)
+    first.local_pids = {1: ended.pid, 2: os.getpid(), 3: unasked.pid}
+    until = time.monotonic() + 5
+    while first.gone() != [1, 3] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert first.gone() == [1, 3]
+    unasked.wait()
+
+
+@pytest.mark.chaos
+@pytest.mark.hang
+def test_a_single_process_that_hangs_ends_itself(config, folder):
+    ended = run_with_fault(config, folder / "alone", *SOON, fault="hang 0 15", processes=1)
+    assert ended.status == 1 and "no progress for 3 s (timeout_minutes): in iteration 15" in ended.output
+
+
+# --- 15: a rank is slow ---
+
+
+def judged(times) -> list[tuple[int, object]]:
+    """[(iteration, what rank 0 says)] of times[iteration][rank], which each rank measures for itself."""
+    clocks = [WorkTimer(on_gpu=False) for _ in times[0]]
+    detector, news = StragglerDetector(len(clocks)), []
+    for iteration, seconds in enumerate(times):
+        for clock, own in zip(clocks, seconds, strict=True):
+            clock.unread.append(Iteration(0.0, [[0.5, 0.5]], own, waits_before_end=1))
+        news += [(iteration, found) for found in detector.changes([clock.seconds() for clock in clocks])]
+    return news
+
+
+@pytest.mark.straggler
+def test_a_rank_that_needs_three_times_as_long_is_named_within_20_iterations():
+    ((iteration, found),) = judged([[0.03, 0.031, 0.09 if i >= 30 else 0.03, 0.029] for i in range(60)])
+    assert found.rank == 2 and 0 < iteration - 30 < 17, "three more pass until a time is sent and received"
+    assert "90 ms of own work an iteration; the median rank 30" in str(found)
+
+
+@pytest.mark.straggler
+def test_noise_names_nobody_and_a_rank_that_recovers_is_cleared():
+    times = 0.1 + 0.02 * torch.rand(500, 8, generator=torch.Generator().manual_seed(0))
+    times[range(0, 500, 5), [i % 8 for i in range(100)]] *= 4  # now and then one takes four times as long
+    assert judged(times.tolist()) == []
+    news = judged([[0.1] * 7 + [0.2]] * 40 + [[0.1] * 8] * 40)
+    assert [(found.rank, found.kind) for _, found in news] == [(7, "straggler"), (7, "no_straggler")]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("flags", [[], ["--use_zero1=True"], ["--use_fsdp=True"]])
+@pytest.mark.straggler
+def test_a_slow_rank_is_named_in_the_log(config, folder, flags):
+    out = folder / f"slow{''.join(flags)}"
+    flags = [*flags, "--max_iters=80", "--eval_interval=0"]
+    ended = run_with_fault(config, out, *flags, fault="slow 1 40")
+    lines = ended.output.splitlines()
+    (named,) = (i for i, line in enumerate(lines) if "is a straggler" in line)
+    before = [line for line in lines[:named] if "📍 Iter" in line]
+    assert lines[named].startswith("rank 1 (") and 40 < int(before[-1].split()[2]) <= 60
+    assert [event["kind"] for event in ended.record()["events"]] == ["straggler"]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("flags", [[], ["--use_fsdp=True"]])
+@pytest.mark.straggler
+def test_500_clean_iterations_name_nobody(config, folder, flags):
+    out = folder / f"clean{''.join(flags)}"
+    ended = run_with_fault(config, out, *flags, "--max_iters=550", "--eval_interval=0", timeout=200)
+    assert ended.status == 0 and "straggler" not in ended.output
+
+
+# --- 16: restarts ---
+
+
+@pytest.mark.restart
+def test_a_run_restarted_by_torchrun_goes_on_from_its_newest_checkpoint(config, folder, uninterrupted):
+    out = folder / "restart"
+    ended = run_with_fault(config, out, fault="SIGKILL 1 15", torchrun=("--max-restarts=3",))
+    assert ended.status == 0, ended.output[-3000:]
+    assert "Restart 1 by torchrun" in ended.output
+    assert f"Resuming from {out}/checkpoints/step-{INTERVAL:08d}" in ended.output
+    assert ended.digest() == uninterrupted.digest()
+
+
+@pytest.mark.chaos
+@pytest.mark.restart
+def test_a_restart_before_the_first_checkpoint_leaves_an_earlier_runs_alone(config, folder, uninterrupted):
+    """--init_from=scratch in an out_dir that has checkpoints of another run."""
+    out = folder / "restart-early"
+    run_with_fault(config, out, "--seed=7")
+    ended = run_with_fault(config, out, fault="SIGKILL 1 5", torchrun=("--max-restarts=3",))
+    assert ended.status == 0 and "begins again as it began" in ended.output, ended.output[-3000:]
+    assert ended.digest() == uninterrupted.digest()
+    assert list(out.glob("checkpoints-before-*/step-*"))
+
+
+@pytest.mark.chaos
+@pytest.mark.restart
+def test_fewer_processes_go_on_where_more_were_killed(config, folder):
+    """4 processes, then 2: the same samples in each iteration."""
+    out = folder / "fewer"
+    flags = ("--init_from=auto", "--dropout=0.0")
+    whole = run_with_fault(config, folder / "whole", *flags, processes=4)
+    killed = run_with_fault(config, out, *flags, processes=4, fault="SIGKILL 3 15")
+    assert killed.status == 1 and killed.steps == [INTERVAL]
+    flags = (*flags, "--gradient_accumulation_steps=2")
+    ended = run_with_fault(config, out, *flags, processes=2)
+    assert ended.status == 0, ended.output[-3000:]
+    rows = {row["iter"]: row["loss"] for row in whole.record()["training_iterations"]}
+    for row in ended.record()["training_iterations"]:
+        assert row["loss"] == pytest.approx(rows[row["iter"]], rel=1e-5)
+
+
+@pytest.mark.chaos
+@pytest.mark.restart
+def test_a_node_that_is_lost_is_done_without(config, folder):
+    """Two torchruns of one process each; the config file keeps the sequences per iteration."""
+    elastic = folder / "elastic.py"
+    divide = "import os as _os\ngradient_accumulation_steps = 2 // int(_os.environ.get('WORLD_SIZE', 1))\n"
+    elastic.write_text(config.read_text() + divide + "dropout = 0.0\n")
+    nodes = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_id=elastic"]
+    port = 20000 + os.getpid() % 10000
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+    worker = [
+        "tests/support/fault_worker.py",
+        str(elastic),
+        f"--out_dir={folder / 'elastic'}",
+        "--init_from=auto",
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, *worker]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "node any 15"}
+    later = ["bash", "-c", 'sleep 2; exec "$@"', "later", *command]  # the first one holds torchrun's store
+    other = subprocess.Popen(later, cwd=ROOT, env=environment, start_new_session=True, **quiet)
+    ended = run_command(command, folder / "elastic", timeout=200)
+    other.wait()
+    assert ended.status == 0 and "Restart 1 by torchrun" in ended.output, ended.output[-3000:]
+    assert ended.steps[-1] == ITERATIONS
+    assert ended.record()["startup_info"]["hardware"]["num_gpus"] == 1
+
+
+@pytest.mark.parametrize(
+    "there", [[], ["step-00000008"], ["step-00000008.corrupt"], ["step-00000008.tmp-12"]]
+)
+def test_auto_begins_from_scratch_only_where_nothing_was_saved(config, tmp_path, there):
+    for name in there:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    settled = start.choose_start(
+        load_config([str(config), f"--out_dir={tmp_path}", "--init_from=auto"]),
+        World(0, 0, 1, torch.device("cpu")),
+    )
+    is_checkpoint = there and ".tmp-" not in there[0]
+    assert settled.init_from == ("resume" if is_checkpoint else "scratch")
+
+
+@pytest.mark.restart
+def test_a_restart_tells_its_own_checkpoints_from_those_that_were_there(config, tmp_path, monkeypatch):
+    world, root = World(0, 0, 1, torch.device("cpu")), tmp_path / "checkpoints"
+    (root / "step-00000100").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+
+    def settled(restarts: int, *flags: str):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        config_now = load_config([str(config), f"--out_dir={tmp_path}", *flags])
+        return start.choose_start(config_now, world)
+
+    first = ("--init_from=resume", "--resume_from=step-00000100")
+    assert settled(0).init_from == "scratch" and settled(1).init_from == "scratch"
+    assert settled(0, *first).resume_from == settled(1, *first).resume_from == "step-00000100"
+    (root / "step-00000108").mkdir()
+    assert settled(2).init_from == "resume"
+    assert settled(2, *first).resume_from == "latest"

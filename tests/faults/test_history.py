@@ -1,0 +1,356 @@
+"""The record over several attempts at a run: whatever kills it, no row is lost or
+there twice; and what cannot be written does not end a run."""
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+
+from training.process.console import start_logging
+from training.records import run_record as record_module
+from training.records.attempts import find_history, journal_path
+from training.records.run_record import RunRecord
+
+pytestmark = pytest.mark.history
+
+KILLS = 100
+
+
+def row(iteration: int, **more) -> dict:
+    facts = {"loss": 1.0, "time_ms": 5.0, "tokens_per_sec": 1.0, "mfu": {"mfu": 0.5}, "memory": None}
+    return {"iter": iteration, **facts, **more}
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text())
+
+
+def iterations(entries: list[dict]) -> list[int]:
+    return [entry["iter"] for entry in entries]
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    """attempt(number, run_before, start): the record of an attempt that carries on the one that is named."""
+
+    def attempt(number: int, run_before: str | None = None, start: int = 0, launch=None) -> RunRecord:
+        history = find_history(tmp_path, run_before, launch)
+        path = tmp_path / f"run_20260101_{number:06d}.json"
+        info = {"resumed_from": run_before and f"step-{start:08d}", "launch": launch}
+        content = RunRecord(path, {}, info, True, history, start)
+        content.save()
+        return content
+
+    yield attempt
+
+
+def add_rows(content: RunRecord, start: int, end: int) -> None:
+    for iteration in range(start, end):
+        content.add_iteration(row(iteration))
+
+
+# --- killed ---
+
+
+def test_100_kills_while_logging_lose_no_row_and_leave_none_twice(tmp_path):
+    command = [sys.executable, "tests/support/record_worker.py", tmp_path, str(KILLS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr  # also: each JSON parsed right after its kill
+    attempts = json.loads(done.stdout)
+    last = attempts[-1]
+    content = find_history(tmp_path, f"run_20260101_{KILLS - 1:06d}", None)
+
+    rows = content["training_iterations"]
+    assert iterations(rows) == list(range(len(rows))), "each iteration once, in order"
+    assert (
+        iterations(content["training_progress"])[: last["logged"][-1]]
+        == iterations(rows)[: last["logged"][-1]]
+    )
+    assert len(rows) > last["logged"][-1], "what had been logged when the kill came is there"
+    numbers = [entry["attempt"] for entry in rows]
+    assert numbers == sorted(numbers) and len(content["attempts"]) == KILLS
+    for entry in rows:
+        made = attempts[entry["attempt"] - 1]
+        assert entry["iter"] >= made["start"], "marked with the attempt that made it"
+        later = attempts[entry["attempt"] :]
+        assert all(entry["iter"] < other["start"] for other in later), "and no later one made it again"
+
+    lost = {(entry["iter"], entry["attempt"]) for entry in content["superseded"]["training_iterations"]}
+    kept = {(entry["iter"], entry["attempt"]) for entry in rows}
+    logged = {(i, number) for number, made in enumerate(attempts, 1) for i in made["logged"]}
+    assert logged <= lost | kept and not lost & kept
+    assert {each["status"] for each in content["attempts"][:-1]} == {"killed"}
+    assert len(list(tmp_path.glob("*.tmp"))) <= 1, "what a killed rewrite leaves does not pile up"
+
+
+def test_rows_that_the_json_does_not_have_yet_are_in_the_journal(attempt, tmp_path):
+    content = attempt(1)
+    content.save_not_before = time.monotonic() + 60
+    add_rows(content, 0, 7)
+    content.save()
+    assert read(content.path)["training_iterations"] == []
+    found = find_history(tmp_path, content.path.stem, None)
+    assert (
+        iterations(found["training_iterations"]) == iterations(found["training_progress"]) == list(range(7))
+    )
+
+
+def test_line_that_was_cut_off_spoils_no_other(attempt, tmp_path):
+    content = attempt(1)
+    content.save_not_before = time.monotonic() + 60
+    add_rows(content, 0, 2)
+    with open(journal_path(content.path), "ab") as journal:
+        journal.write(b'\n{"line": 4, "section": "training_iter')
+    add_rows(content, 2, 3)
+    assert iterations(find_history(tmp_path, content.path.stem, None)["training_iterations"]) == [0, 1, 2]
+
+
+def test_kill_between_the_rewrite_and_the_clearing_of_the_journal_counts_nothing_twice(attempt, tmp_path):
+    content = attempt(1)
+    add_rows(content, 0, 3)
+    lines = journal_path(content.path).read_bytes()
+    content.save(at_once=True)
+    assert journal_path(content.path).read_bytes() == b""
+    journal_path(content.path).write_bytes(lines)
+    assert iterations(find_history(tmp_path, content.path.stem, None)["training_iterations"]) == [0, 1, 2]
+
+
+def test_completed_run_leaves_no_journal(attempt):
+    content = attempt(1)
+    add_rows(content, 0, 3)
+    content.finish("completed", {})
+    assert not journal_path(content.path).exists()
+    assert iterations(read(content.path)["training_iterations"]) == [0, 1, 2]
+
+
+# --- carried on ---
+
+
+def test_overlap_is_superseded_and_what_the_checkpoint_holds_is_kept(attempt, tmp_path):
+    first = attempt(1)
+    add_rows(first, 0, 8)
+    for iteration in (3, 6):
+        first.add_evaluation(iteration, {"train": 1.0, "val": 1.0}, 0.1)
+        first.add_checkpoint(iteration, 1.0, tmp_path / f"step-{iteration:08d}")
+    first.add_event(2, "skipped")
+    first.add_event(5, "skipped")
+    second = attempt(2, first.path.stem, start=3)
+    add_rows(second, 3, 5)
+    second.finish("completed", {})
+    content = read(second.path)
+
+    rows = content["training_iterations"]
+    assert [(entry["iter"], entry["attempt"]) for entry in rows] == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+    assert iterations(content["eval_steps"]) == iterations(content["checkpoints"]) == [3]
+    assert iterations(content["events"]) == [2]
+    lost = {section: iterations(entries) for section, entries in content["superseded"].items()}
+    assert lost["training_iterations"] == lost["training_progress"] == [3, 4, 5, 6, 7]
+    assert lost["eval_steps"] == lost["checkpoints"] == [6] and lost["events"] == [5]
+    assert content["attempt"] == 2
+    assert [(a["run_name"], a["status"], a["start_iter"]) for a in content["attempts"]] == [
+        (first.path.stem, "killed", 0),
+        (second.path.stem, "completed", 3),
+    ]
+    assert iterations(second.own_rows) == [3, 4]
+
+
+def test_attempt_that_died_before_its_first_checkpoint_is_not_forgotten(attempt):
+    """The checkpoint is the first attempt's, the newest record that knows of it the second's."""
+    first = attempt(1)
+    add_rows(first, 0, 10)
+    second = attempt(2, first.path.stem, start=10)
+    add_rows(second, 10, 15)
+    third = attempt(3, first.path.stem, start=10)
+    assert third.attempt == 3 and iterations(third.content["training_iterations"]) == list(range(10))
+    assert iterations(third.content["superseded"]["training_iterations"]) == list(range(10, 15))
+
+
+def test_run_from_scratch_in_the_same_folder_is_no_part_of_the_history(attempt):
+    first = attempt(1)
+    add_rows(first, 0, 10)
+    other = attempt(2)  # from scratch; ended before it saved, so the newest checkpoint is still the first's
+    add_rows(other, 0, 3)
+    third = attempt(3, first.path.stem, start=10)
+    assert [each["run_name"] for each in third.content["attempts"]] == [first.path.stem, third.path.stem]
+    assert other.content["attempt"] == 1
+
+
+def test_restart_by_torchrun_before_the_first_checkpoint_is_an_attempt_too(attempt):
+    first = attempt(1, launch={"id": "job-7", "restarts": 0})
+    add_rows(first, 0, 3)
+    second = attempt(2, launch={"id": "job-7", "restarts": 1})
+    assert second.attempt == 2 and second.content["training_iterations"] == []
+    assert iterations(second.content["superseded"]["training_iterations"]) == [0, 1, 2]
+    assert second.content["attempts"][-1]["restarts"] == 1
+    assert attempt(3, launch={"id": "job-8", "restarts": 1}).attempt == 1
+
+
+def test_record_of_an_older_version_is_carried_on(attempt, tmp_path):
+    old = {"run_name": "run_20250101_000000", "status": "running", "startup_info": {}}
+    old |= {"training_iterations": [row(0), row(10)], "eval_steps": []}
+    flat = [{"iter": 0, "loss": 1.0, "mfu": None}, {"iter": 4, "loss": 1.0, "mfu": 0.5}]
+    old["training_progress"] = flat  # without an MFU: those of today have no such rows
+    (tmp_path / "run_20250101_000000.json").write_text(json.dumps(old))
+    content = attempt(1, "run_20250101_000000", start=5).content
+    assert content["attempt"] == 2 and [
+        (e["iter"], e["attempt"]) for e in content["training_iterations"]
+    ] == [(0, 1)]
+    assert iterations(content["training_progress"]) == [4]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"run_name": "run_20260101_000001"}', "[" * 100_000])
+def test_record_that_cannot_be_read_is_left_alone_and_the_run_begins_its_own(attempt, tmp_path, text):
+    bad = tmp_path / "run_20260101_000001.json"
+    bad.write_text(text)
+    assert attempt(2, "run_20260101_000001", start=5).attempt == 1
+    assert bad.read_text() == text
+
+
+def test_name_of_a_run_in_a_checkpoint_leads_nowhere_else(tmp_path):
+    out_dir = tmp_path / "out"
+    out_dir.mkdir()
+    outside = {"run_name": "secret", "startup_info": {}, "training_iterations": [row(0)]}
+    (tmp_path / "secret.json").write_text(json.dumps(outside))
+    assert find_history(out_dir, "../secret", None) is None
+    assert find_history(out_dir, ["../secret"], None) is None
+
+
+def test_resumed_training_has_the_whole_run_in_its_record(run, tmp_path):
+    dataset, out_dir = make_dataset(tmp_path / "tokens"), tmp_path / "out"
+    config = write_config(
+        tmp_path / "run.py", **{**TINY, "eval_interval": 4}, dataset=dataset, out_dir=out_dir
+    )
+    assert run(config, "--max_iters=6", "--always_save_checkpoint=True", "--keep_all_checkpoints=True") == 0
+    shutil.rmtree(out_dir / "checkpoints" / "step-00000006")
+    first = last_run(out_dir)
+    assert run(config, "--max_iters=9", "--init_from=resume") == 0
+    second = last_run(out_dir)
+    rows = second["training_iterations"]
+    assert [(r["iter"], r["attempt"]) for r in rows] == [(i, 1 + (i >= 4)) for i in range(9)]
+    assert iterations(second["superseded"]["training_iterations"]) == [4, 5]
+    assert rows[:4] == first["training_iterations"][:4]
+    assert [r["loss"] for r in rows[4:6]] == [r["loss"] for r in second["superseded"]["training_iterations"]]
+    assert second["attempts"][0]["run_name"] == first["run_name"]
+    assert second["attempts"][1]["resumed_from"] == str(out_dir / "checkpoints" / "step-00000004")
+    assert second["summary"]["rows_after_warmup"] == 0, (
+        "the median is this attempt's, and it made 5 iterations"
+    )
+    # an evaluation beside it is not another attempt
+    assert run(config, "--init_from=resume", "--eval_only=True") == 0
+    (path,) = out_dir.glob("eval_*.json")
+    assert read(path)["attempt"] == 1 and read(path)["training_iterations"] == []
+    assert last_run(out_dir) == second
+
+
+# --- the cost ---
+
+
+def test_rewriting_the_json_takes_one_percent_of_the_time_however_often_it_is_asked_for(attempt, monkeypatch):
+    content, rewrites, replace = attempt(1), [], record_module._replace
+
+    def slowly(path, text):
+        rewrites.append(path)
+        time.sleep(0.02)
+        replace(path, text)
+
+    monkeypatch.setattr(record_module, "_replace", slowly)
+    content.save_not_before = 0.0
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        content.save()
+    assert len(rewrites) == 1
+    content.finish("completed", {})
+    assert len(rewrites) == 2, "the end is always written"
+
+
+# --- nowhere to write ---
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextlib.contextmanager
+def logging_to(path, monkeypatch, stdout):
+    log = logging.getLogger("nanomfu")
+    before = log.handlers[:], log.propagate, log.level
+    monkeypatch.setattr(sys, "stdout", stdout)
+    start_logging(path)
+    yield log
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:], log.propagate = before[:2]
+    log.setLevel(before[2])
+
+
+def test_full_disk_under_the_log_is_one_warning_and_later_messages_are_written(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "run.log"
+    with logging_to(path, monkeypatch, io.StringIO()) as log:
+        log.info("before")
+        handler = log.handlers[-1]
+        monkeypatch.setattr(handler, "_open", Full)
+        handler.abandon()
+        for i in range(5):
+            log.info("lost %d", i)
+        monkeypatch.undo()
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        log.info("after")
+    assert path.read_text() == "before\nafter\n"
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+def test_console_that_takes_nothing_more_does_not_end_the_run(tmp_path, monkeypatch, capfd):
+    with logging_to(tmp_path / "run.log", monkeypatch, Full()) as log:
+        log.info("one")
+        log.info("two")
+    assert (tmp_path / "run.log").read_text() == "one\ntwo\n"
+    assert capfd.readouterr().err.count("could not write to the console") == 1
+
+
+def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, monkeypatch, caplog):
+    content, replace = attempt(1), record_module._replace
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record_module, "_replace", full)
+    monkeypatch.setattr(content.journal, "append", full)
+    monkeypatch.setattr(logging.getLogger("nanomfu"), "propagate", True)
+    for iteration in range(5):
+        content.add_iteration(row(iteration))
+        content.save(at_once=True)
+    assert len(caplog.records) == 1 and "training goes on" in caplog.text
+    monkeypatch.setattr(record_module, "_replace", replace)
+    content.save(at_once=True)
+    assert iterations(read(content.path)["training_iterations"]) == list(range(5))
+
+
+def test_disk_that_is_full_all_along_ends_with_status_0_and_a_warning(tmp_path):
+    """A limit on the size of files stands in for the disk: the log and the record soon do not fit."""
+    dataset = make_dataset(tmp_path / "tokens")
+    keys = {**TINY, "max_iters": 12, "always_save_checkpoint": False}
+    config = write_config(tmp_path / "run.py", **keys, dataset=dataset, out_dir=tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "train.py", config],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "📍 Iter     11" in done.stdout and "Traceback" not in done.stderr
+    assert done.stderr.count("File too large") == 1, "of the log, which says so on stderr, once"
+    assert 2 <= done.stdout.count("could not write") <= 3, "of the record: when it begins, and at the end"

@@ -1,0 +1,592 @@
+"""Data that somebody else wrote or damaged: no link is written through, no file on disk is believed before it
+is checked, and no number or empty path makes a traceback."""
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.helpers import make_dataset
+from support.preparation import run_units_here, small_bpe, write_jsonl, write_small
+from support.three_units import config, contents, corpus, make
+
+import data.inspect.__main__ as inspect
+from common.command import run_command
+from common.errors import UserError
+from data.adopt import adopt
+from data.pipeline import verified
+from data.pipeline.hub import open_hub
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.preparation import Job, prepare
+from data.pipeline.small_dataset import has_dataset
+from data.pipeline.units import Settings
+from data.shakespeare_char import prepare as shakespeare_char
+from data.text import prepare as text_prepare
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tokenizer import open_tokenizer
+from training.batches import dataset as training_dataset
+from training.batches.dataset import open_dataset
+from training.configuration.dataset_name import dataset_folder, parse_dataset
+
+SECRET = b"somebody else's file"
+
+
+@pytest.fixture(autouse=True)
+def no_hang():
+    """A test that waits for a named pipe or reads a device ends with an error."""
+
+    def stop(*_):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    return small_bpe(tmp_path / "bpe")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Units are made in this process."""
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+
+
+# --- nothing is written through a link ---
+
+NAMES = [
+    *(".prepare.lock", ".part-finish.lock", ".part-0-of-2.lock", "plan.json", "plan.json.tmpPID"),
+    *("units/000000.json", "units/000000.json.tmpPID", "units/joined.json", "units/joined.json.tmpPID"),
+    *("train_000000_000.bin", "train_000000_000.bin.tmp", "train.bin", "train.bin.tmp", "val.bin.tmp"),
+    *("meta.json", "meta.json.tmpPID", "meta.json.tmp", "meta.pkl", "meta.pkl.tmpPID", "meta.pkl.tmp"),
+    *("tokenizer.json", "tokenizer.json.tmpPID", "tokenizer.json.tmp"),
+    *(".verified.json", ".verified.json.tmpPID"),
+]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, resume):
+    def planted(folder: Path) -> Path:
+        (folder / "units").mkdir(parents=True, exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside)
+        return folder
+
+    name = name.replace("PID", str(os.getpid()))
+    outside = tmp_path / "outside"
+    outside.write_bytes(SECRET)
+    folder = planted(tmp_path / "large")
+    for job in ({"num_parts": 2, "resume": resume}, {"resume": resume}, {"shard_tokens": 100}):
+        with contextlib.suppress(UserError):  # it may refuse what it finds
+            make(folder, bpe, **job)
+    with contextlib.suppress(UserError):
+        write_small(planted(tmp_path / "small"), tokenizer=FileTokenizer(bpe).meta, vocab_size=257)
+    with contextlib.suppress(UserError):
+        adopted = make_dataset(tmp_path / "old", vocab_size=257)
+        (adopted / "meta.json").unlink()
+        adopt(planted(adopted), FileTokenizer(bpe), None, None)
+    assert outside.read_bytes() == SECRET
+
+
+def test_links_at_temporary_names_do_not_stop_a_preparation(tmp_path, bpe, here):
+    make(tmp_path / "wanted", bpe)
+    folder = tmp_path / "out"
+    (folder / "units").mkdir(parents=True)
+    for name in NAMES:
+        if "tmp" in name or name.endswith(".lock"):
+            (folder / name).symlink_to(tmp_path / "absent")
+    assert make(folder, bpe) is not None
+    wanted = {name for name in contents(tmp_path / "wanted") if ".tmp" not in name}
+    assert all(contents(folder)[name] == contents(tmp_path / "wanted")[name] for name in wanted)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_units_folder_that_is_a_link_is_refused_and_nothing_in_it_is_changed(tmp_path, bpe, here, resume):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "000000.json").write_bytes(SECRET)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "units").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="units is a link"):
+        make(tmp_path / "out", bpe, resume=resume)
+    assert contents(tmp_path / "elsewhere") == {"000000.json": SECRET}
+
+
+def test_dataset_folder_may_be_a_link(tmp_path, bpe, here):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert make(tmp_path / "out", bpe) == read_meta(tmp_path / "disk")
+    assert open_dataset(config(tmp_path / "out", vocab_size=257, block_size=8), scan=True)
+
+
+def test_download_goes_through_no_link_inside_its_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.jsonl").write_bytes(SECRET)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "train").symlink_to(tmp_path / "elsewhere")
+    hub = hub_of(tmp_path, {"train/a.jsonl": [5, None]})
+    with pytest.raises(UserError, match="train is a link"):
+        hub.fetch([str(tmp_path / "text" / "train" / "a.jsonl")])
+    assert contents(tmp_path / "elsewhere") == {"a.jsonl": SECRET}
+
+
+def hub_of(folder: Path, files: object, **fields):
+    content = {"repository": "o/n", "commit": "c", "files": files, **fields}
+    (folder / "hub.json").write_text(json.dumps(content))
+    return open_hub("o/n", folder / "text", folder / "hub.json", keep=False)
+
+
+# --- every file is hostile until it is checked ---
+
+
+def as_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+HOSTILE = {
+    "deep": lambda path: path.write_text("[" * 200_000),
+    "deep object": lambda path: path.write_text('{"a":' * 200_000),
+    "long number": lambda path: path.write_text('{"format": ' + "9" * 5000 + "}"),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "empty": lambda path: path.write_bytes(b""),
+    "list": lambda path: path.write_text("[1]"),
+    "null": lambda path: path.write_text("null"),
+    "empty object": lambda path: path.write_text("{}"),
+    "named pipe": as_fifo,
+    "folder": lambda path: path.mkdir(),
+    "dangling link": lambda path: path.symlink_to(path.with_name("absent")),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_meta_is_one_message_of_every_reader(tmp_path, kind):
+    folder = make_dataset(tmp_path / "tokens")
+    (folder / "meta.json").unlink()
+    HOSTILE[kind](folder / "meta.json")
+    assert refusals(folder) == 3
+    assert not has_dataset(folder, "test")
+
+
+def refusals(folder: Path) -> int:
+    """How many of the three users of meta.json refuse it with its name."""
+    calls = (
+        lambda: open_dataset(config(folder), scan=True),
+        lambda: load_tokenizer(folder),
+        lambda: inspect.check_files(folder, read_meta(folder), hashes=True),
+    )
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except UserError as error:
+            assert "meta.json" in str(error), error
+            refused += 1
+    return refused
+
+
+def test_training_and_the_data_commands_have_one_reader_of_meta():
+    assert training_dataset.read_meta is read_meta
+
+
+WRONG_FIELDS = [
+    {"vocab_size": True},
+    {"vocab_size": 10**400},
+    {"vocab_size": 64.0},
+    {"vocab_size": -1},
+    {"vocab_size": []},
+    {"dtype": {}},
+    {"dtype": None},
+    {"format": True},
+    {"format": 2},
+    {"format": "1"},
+    {"eot_id": True},
+    {"eot_id": 1e300},
+    {"eot_id": 64},
+    {"source": 5},
+    {"documents": "many"},
+    {"bad": -1},
+    {"files": 5},
+    {"files": {"train.bin": None}},
+    {"files": {"a/b.bin": {}}},
+    {"files": {"a\nb.bin": {}}},
+    {"files": {"\ud800.bin": {}}},
+    {"files": {"train.bin": {"tokens": True}}},
+    {"files": {"train.bin": {"tokens": 10**400}}},
+    {"files": {"train.bin": {"max_id": "7"}}},
+    {"files": {"train.bin": {"max_id": -7}}},
+    {"files": {"train.bin": {"sha256": 5}}},
+    {"files": {"train.bin": {"sha256": "abc"}}},
+    {"tokenizer": 5},
+    {"tokenizer": ["gpt2"]},
+    {"tokenizer": {"kind": 5}},
+    {"tokenizer": {"kind": "tiktoken", "name": []}},
+    {"tokenizer": {"kind": "char", "chars": 5}},
+    {"tokenizer": {"kind": "tokenizers", "file": "../x", "sha256": "0"}},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=str)
+def test_wrong_field_of_meta_is_refused_by_every_reader(tmp_path, fields):
+    folder = make_dataset(tmp_path / "tokens")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **fields}))
+    assert refusals(folder) == 3
+
+
+def test_meta_that_begins_with_a_byte_order_mark_is_read(tmp_path):
+    folder = make_dataset(tmp_path / "tokens")
+    (folder / "meta.json").write_bytes(b"\xef\xbb\xbf" + (folder / "meta.json").read_bytes())
+    assert open_dataset(config(folder), scan=True) and read_meta(folder)["vocab_size"] == 64
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("name", ["units/000000.json", "units/joined.json", ".verified.json"])
+def test_hostile_manifest_or_memory_is_made_again(tmp_path, bpe, here, name, kind):
+    shard_tokens = 100 if name == "units/000000.json" else 10**6
+    make(tmp_path / "out", bpe, shard_tokens)
+    wanted = contents(tmp_path / "out")
+    (tmp_path / "out" / name).unlink()
+    HOSTILE[kind](tmp_path / "out" / name)
+    if kind == "folder":  # no file can take its place, and it is not ours to delete
+        with contextlib.suppress(OSError):
+            make(tmp_path / "out", bpe, shard_tokens)
+        return
+    make(tmp_path / "out", bpe, shard_tokens)
+    assert contents(tmp_path / "out") == wanted
+    assert verified.recall(tmp_path / "out").keys() >= read_meta(tmp_path / "out")["files"].keys()
+
+
+def edited(manifest: dict, change: dict) -> dict:
+    if "file" not in change:
+        return {**manifest, **change}
+    return {**manifest, "files": {name: {**f, **change["file"]} for name, f in manifest["files"].items()}}
+
+
+WRONG_MANIFESTS = [
+    {"files": []},
+    {"files": {"../outside.bin": {"tokens": 1, "sha256": "0" * 64, "max_id": 0}}},
+    {"files": {"train_000001_000.bin": {"tokens": 1, "sha256": "0" * 64, "max_id": 0}}},
+    {"file": {"tokens": True}},
+    {"file": {"tokens": "5"}},
+    {"file": {"sha256": None}},
+    {"file": {"max_id": -5}},
+    {"documents": None},
+    {"documents": -1},
+    {"bad": 1e400},
+    {"bad_records": [5]},
+    {"bad_records": "text"},
+]
+
+
+@pytest.mark.parametrize("change", WRONG_MANIFESTS, ids=str)
+@pytest.mark.parametrize("name", ["units/000000.json", "units/joined.json"])
+def test_manifest_with_a_wrong_field_counts_as_none(tmp_path, bpe, here, name, change):
+    shard_tokens = 100 if name == "units/000000.json" else 10**6
+    make(tmp_path / "out", bpe, shard_tokens)
+    wanted = contents(tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / name).read_text())
+    (tmp_path / "out" / name).write_text(json.dumps(edited(manifest, change)))
+    make(tmp_path / "out", bpe, shard_tokens)
+    assert contents(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_plan_is_one_message(tmp_path, bpe, here, kind):
+    make(tmp_path / "out", bpe)
+    (tmp_path / "out" / "plan.json").unlink()
+    HOSTILE[kind](tmp_path / "out" / "plan.json")
+    with pytest.raises(UserError, match="--no-resume"):
+        make(tmp_path / "out", bpe)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_hub_listing_is_one_message(tmp_path, kind):
+    HOSTILE[kind](tmp_path / "hub.json")
+    if not (tmp_path / "hub.json").is_file():
+        return  # it counts as none, and the hub is asked
+    with pytest.raises(UserError, match=r"hub\.json"):
+        open_hub("o/n", tmp_path / "text", tmp_path / "hub.json", keep=True)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        [],
+        {"../../a.jsonl": [5, None]},
+        {"/etc/a.jsonl": [5, None]},
+        {"a/../b.jsonl": [5, None]},
+        {"a.exe": [5, None]},
+        {"a.jsonl": 5},
+        {"a.jsonl": [5]},
+        {"a.jsonl": [-5, None]},
+        {"a.jsonl": [True, None]},
+        {"a.jsonl": [5, "abc"]},
+    ],
+    ids=str,
+)
+def test_hub_listing_with_a_wrong_entry_is_refused(tmp_path, files):
+    with pytest.raises(UserError, match="is damaged.*delete it"):
+        hub_of(tmp_path, files)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json"]
+)
+def test_hostile_tokenizer_file_is_one_message(tmp_path, name, kind):
+    if name in ("merges.txt", "tokenizer_config.json"):
+        (tmp_path / "vocab.json").write_text('{"a": 0}')
+    HOSTILE[kind](tmp_path / name)
+    with pytest.raises(UserError):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80" * 1_000_000,  # a number without end
+        b"\x0a\x02\x18\x02",  # a piece without its text
+        b"\x0a\x04\x0a\x02ab",  # no piece for unknown text
+        b"IQ== 0\nIg== 7\n",  # ranks that are not 0, 1, 2, ...
+        b"IQ== 0\nIg==\n",
+    ],
+)
+def test_hostile_tokenizer_model_is_one_message(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(UserError, match=r"tokenizer\.model is not"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"added_tokens_decoder": {"0": 5}, "tokenizer_class": "GPT2Tokenizer"}',
+        '{"added_tokens_decoder": 5, "tokenizer_class": "GPT2Tokenizer"}',
+        '{"additional_special_tokens": 5, "tokenizer_class": "GPT2Tokenizer"}',
+    ],
+)
+def test_hostile_tokenizer_config_is_one_message(tmp_path, bpe, text):
+    vocab = json.loads(bpe.read_text())["model"]["vocab"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError, match="not certain"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_tokenizer_json_that_begins_with_a_byte_order_mark_is_read(bpe):
+    bpe.write_bytes(b"\xef\xbb\xbf" + bpe.read_bytes())
+    assert FileTokenizer(bpe).encode("a") == [ord("a") - 33]
+
+
+# --- token files and input that are no regular files ---
+
+SPECIAL = {name: HOSTILE[name] for name in ("named pipe", "folder", "dangling link", "device")}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_token_file_that_is_no_regular_file_is_named(tmp_path, bpe, kind, by_hand):
+    folder = make_dataset(tmp_path / "tokens")
+    if by_hand:
+        (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
+    (folder / "train.bin").unlink()
+    SPECIAL[kind](folder / "train.bin")
+    with pytest.raises(UserError, match=r"train\.bin"):
+        open_dataset(config(folder), scan=True)
+    with pytest.raises(UserError, match=r"train\.bin"):
+        inspect.check_files(folder, read_meta(folder), hashes=True)
+    (folder / "meta.json").unlink()
+    with pytest.raises(UserError, match=r"train\.bin"):
+        adopt(folder, FileTokenizer(bpe), None, None)
+
+
+def test_dataset_that_cannot_be_named_is_one_message(tmp_path):
+    for name in ("/" + "a" * 5000, "~nobody-of-this-name/x", "a/\0b", str(tmp_path / "file")):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError):
+            open_dataset(config(Path("x"), dataset=name), scan=True)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_input_that_is_no_regular_file_is_named(tmp_path, kind):
+    SPECIAL[kind](tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=r"a\.jsonl|nothing in it"):
+        text_prepare.find_files([str(tmp_path / "*.jsonl")])
+
+
+def test_folder_whose_name_ends_like_a_file_is_searched(tmp_path):
+    (tmp_path / "part.jsonl").mkdir()
+    path = write_jsonl(tmp_path / "part.jsonl" / "a.jsonl", ["a"])
+    assert text_prepare.find_files([str(tmp_path)]) == [path]
+
+
+def cut(content: bytes, compress) -> bytes:
+    """Two frames, the second without its end."""
+    first, second = compress(content), compress(content)
+    return first + second[: len(second) // 2]
+
+
+def archives() -> dict[str, bytes]:
+    zstandard = pytest.importorskip("zstandard")
+    content = b"".join(json.dumps({"text": os.urandom(9).hex()}).encode() + b"\n" for _ in range(50))
+    whole = zstandard.compress(content)
+    return {
+        "cut.jsonl.zst": cut(content, zstandard.compress),
+        "header.jsonl.zst": whole + whole[:2],
+        "cut.jsonl.gz": cut(content, gzip.compress),
+        "header.jsonl.gz": gzip.compress(content) + gzip.compress(content)[:5],
+        "zero.jsonl": b"",
+        "zero.jsonl.gz": b"",
+        "zero.jsonl.zst": b"",
+        "zero.parquet": b"",
+        "short.parquet": b"PAR1",
+    }
+
+
+@pytest.mark.parametrize("name", archives())
+def test_empty_or_cut_archive_is_an_error_with_its_name(tmp_path, bpe, here, name):
+    path = tmp_path / name
+    path.write_bytes(archives()[name])
+    good = corpus(tmp_path / "good")
+    arguments = (tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.3, 10**6), "test")
+    with pytest.raises(UserError, match=f"{name} is (damaged|empty)"):
+        prepare([*good, path], *arguments, Job())
+    assert not (tmp_path / "out" / "meta.json").exists()
+    assert prepare([*good, path], *arguments, Job(max_bad=1))["bad"] == 1
+
+
+def test_text_that_begins_with_a_byte_order_mark_holds_none(tmp_path, bpe, here):
+    for name in ("a.txt", "b.jsonl"):
+        text = '{"text": "first"}\n{"text": "second"}\n' if name == "b.jsonl" else "some text of a file"
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        settings = Settings(256, None, 0.3, 10**6)
+        meta = prepare([tmp_path / name], tmp_path / f"{name}-out", FileTokenizer(bpe), settings, "t", Job())
+        assert meta["bad"] == 0
+        ids = np.concatenate([np.fromfile(tmp_path / f"{name}-out" / file, "<u2") for file in meta["files"]])
+        assert "\ufeff" not in FileTokenizer(bpe).decode(ids)
+    assert shakespeare_char.read_text(str(tmp_path / "a.txt")) == "some text of a file"
+
+
+# --- numbers and paths that cannot be meant ---
+
+
+@pytest.mark.parametrize(
+    "weight",
+    ["1e999999999", "1E+999999999", "1e-999999999", "1/1e9", "9" * 5000, "nan", "inf", "1e99", "1e-99"],
+)
+def test_weight_beyond_sense_is_one_message_at_once(weight):
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="dataset='a:"):
+        parse_dataset(f"a:{weight},b:1")
+    assert time.monotonic() - begin < 1
+
+
+def test_weights_that_people_write_are_read():
+    wanted = {"a": Fraction(7, 10), "b": Fraction(3, 10)}
+    for text in ("a:0.7,b:0.3", "a:7,b:3", "a:70,b:3e1", "a:7/10,b:3/10", "a: .7 , b: .3"):
+        assert parse_dataset(text) == wanted
+
+
+def run_text(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
+    text_prepare.main()
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--workers", 10**20),
+        ("--workers", -1),
+        ("--max_tokens", 10**400),
+        ("--max_tokens", "9" * 5000),
+        ("--max_tokens", "1e3"),
+        ("--shard_tokens", 10**400),
+        ("--shard_tokens", 0),
+        ("--num_parts", 10**9),
+        ("--part", 10**20),
+        ("--max_bad", 10**400),
+        ("--val_fraction", "nan"),
+        ("--val_fraction", "1e999999"),
+        ("--output", ""),
+        ("--output", " "),
+        ("--input", ""),
+        ("--tokenizer", ""),
+        ("--output", "~nobody-of-this-name/x"),
+    ],
+)
+def test_option_beyond_sense_is_one_message(tmp_path, bpe, monkeypatch, capsys, flag, value):
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path / "in")
+    before = contents(tmp_path)
+    words = ["--input", "in", "--tokenizer", bpe, "--output", "out"]
+    with pytest.raises(SystemExit) as end:
+        run_text(monkeypatch, *words, flag, value)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and f"{flag}" in error and len(error) < 400
+    assert contents(tmp_path) == before
+
+
+def test_so_many_shards_that_their_names_would_not_sort_are_refused(tmp_path, bpe, here):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a" * 1500, "b"])
+    with pytest.raises(UserError, match="--shard_tokens=1 makes more than 1,000 files"):
+        prepare([path], tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 1), "test", Job())
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare", "quickstart"])
+def test_small_prepare_refuses_an_empty_path(name, monkeypatch, capsys, tmp_path):
+    module = __import__(f"data.{name}.prepare", fromlist=["main"])
+    monkeypatch.chdir(tmp_path)
+    for flag in ("--output", "--input")[: 1 if name == "quickstart" else 2]:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", flag, ""])
+        with pytest.raises(SystemExit):
+            module.main()
+        assert f"argument {flag}: it is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag, value", [("--samples", 10**20), ("--length", 0), ("--seed", -1)])
+def test_inspect_refuses_numbers_beyond_sense(tmp_path, monkeypatch, capsys, flag, value):
+    monkeypatch.setattr(sys, "argv", ["inspect", str(make_dataset(tmp_path)), flag, str(value)])
+    with pytest.raises(SystemExit):
+        inspect.main()
+    assert f"argument {flag}: {value} is not between" in capsys.readouterr().err
+
+
+def test_inspect_shows_no_control_characters_of_meta(tmp_path, monkeypatch, capsys):
+    folder = make_dataset(tmp_path / "tokens")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "source": "\x1b[2J\ud800 text"}))
+    monkeypatch.setattr(sys, "argv", ["inspect", str(folder)])
+    inspect.main()
+    shown = capsys.readouterr().out
+    assert "\ufffd[2J\ufffd text" in shown and "\x1b" not in shown
+
+
+def test_disk_that_refuses_is_one_message(tmp_path, bpe, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    corpus(tmp_path / "in")
+    words = ["--input", tmp_path / "in", "--tokenizer", bpe, "--output"]
+    for output in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("a" * 300)):
+        assert run_command(run_text, monkeypatch, *words, output) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and output.name[:20] in error
+
+
+def test_home_folder_is_found_in_every_dataset_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert dataset_folder(config(Path("x"), dataset="~/x")) == tmp_path / "x" == inspect.dataset_folder("~/x")

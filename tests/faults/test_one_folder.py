@@ -1,0 +1,180 @@
+"""What prepare() promises of one folder: two preparations exclude each other, and a small dataset becomes
+train.bin and val.bin, also after a stop at any step."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.helpers import make_dataset
+from support.preparation import run_units_here, small_bpe, write_small
+from support.three_units import config, contents, make
+
+import data.inspect.__main__ as inspect
+from common.errors import UserError
+from data.adopt import adopt
+from data.pipeline.folder_lock import one_part, only_preparation
+from data.pipeline.meta_file import read_meta
+from data.tokenizers.file_tokenizer import FileTokenizer
+from training.batches.dataset import open_dataset
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    return small_bpe(tmp_path / "bpe")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Units are made in this process."""
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+
+
+# --- two preparations in one folder ---
+
+
+@pytest.mark.parametrize(
+    "held, wanted, allowed",
+    [
+        ((0, 1), (0, 1), False),
+        ((0, 1), (0, 2), False),
+        ((0, 2), (0, 1), False),
+        ((0, 2), (0, 2), False),
+        ((0, 2), (1, 2), True),
+        ((0, 2), (1, 3), False),
+        ((1, 3), (0, 2), False),
+    ],
+)
+def test_preparations_of_one_folder_exclude_each_other_unless_they_are_parts_of_one(
+    tmp_path, held, wanted, allowed
+):
+    with one_part(tmp_path, *held):
+        if allowed:
+            with one_part(tmp_path, *wanted):
+                pass
+            return
+        with pytest.raises(UserError, match="at work"), one_part(tmp_path, *wanted):
+            pass
+    with one_part(tmp_path, *wanted):
+        pass
+
+
+def test_every_way_to_make_a_dataset_is_refused_while_another_runs(tmp_path, bpe, here):
+    folder = make_dataset(tmp_path / "tokens", vocab_size=257)
+    (folder / "meta.json").unlink()
+    before = contents(folder)
+    for parts in (1, 2):
+        with one_part(folder, 0, parts):
+            for call in (
+                lambda: make(folder, bpe),
+                lambda: make(folder, bpe, resume=False),
+                lambda: write_small(folder),
+                lambda: adopt(folder, FileTokenizer(bpe), None, None),
+            ):
+                with pytest.raises(UserError, match="another preparation is at work in"):
+                    call()
+            assert contents(folder) == before
+    with only_preparation(folder), pytest.raises(UserError, match="another preparation"):
+        make(folder, bpe, part=1, num_parts=2)
+
+
+def test_parts_of_another_plan_are_refused_while_one_runs(tmp_path, bpe, here):
+    make(tmp_path / "out", bpe, part=0, num_parts=2)
+    with one_part(tmp_path / "out", 0, 2):
+        with pytest.raises(UserError, match="begun with another shard_tokens"):
+            make(tmp_path / "out", bpe, shard_tokens=500, part=1, num_parts=2)
+        assert make(tmp_path / "out", bpe, part=1, num_parts=2)
+
+
+def test_small_dataset_does_not_mix_with_another_preparation(tmp_path, bpe, here):
+    make(tmp_path, bpe, part=0, num_parts=2)
+    with pytest.raises(UserError, match="holds a dataset made otherwise"):
+        write_small(tmp_path)
+
+
+# --- a small dataset is train.bin and val.bin ---
+
+
+def test_dataset_that_fits_into_one_file_a_split_is_train_bin_and_val_bin(tmp_path, bpe, here):
+    shards = make(tmp_path / "shards", bpe, shard_tokens=150)["files"]
+    assert len(shards) > 4
+    assert list(make(tmp_path / "out", bpe)["files"]) == ["train.bin", "val.bin"]
+    for split in ("train", "val"):
+        names = sorted(name for name in shards if name.startswith(split))
+        parts = b"".join((tmp_path / "shards" / name).read_bytes() for name in names)
+        assert (tmp_path / "out" / f"{split}.bin").read_bytes() == parts
+    assert len(list((tmp_path / "out").glob("*.bin"))) == 2
+    inspect.check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
+    open_dataset(config(tmp_path / "out", vocab_size=257, block_size=8), scan=True)
+    first, second = (
+        make(tmp_path / "parts", bpe, part=part, num_parts=2) for part in (1, 0)
+    )  # the part that ends last joins
+    assert first is None and second["files"] == read_meta(tmp_path / "out")["files"]
+
+
+def test_finished_dataset_is_not_made_again_and_its_units_are_gone(tmp_path, bpe, here, monkeypatch):
+    meta = make(tmp_path / "out", bpe)
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr("data.pipeline.preparation.run_units", None)  # none is missing
+    assert make(tmp_path / "out", bpe) == meta and contents(tmp_path / "out") == before
+    assert set(before) == {
+        *("train.bin", "val.bin", "meta.json", "meta.pkl", "tokenizer.json", "plan.json"),
+        "units/joined.json",
+    }
+
+
+STEPS = ["os.replace", "pathlib.Path.unlink", "os.fsync"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_stop_at_any_step_of_joining_is_repaired_by_the_same_command(tmp_path, bpe, here, monkeypatch, step):
+    make(tmp_path / "wanted", bpe)
+    wanted = contents(tmp_path / "wanted")
+    failing, stopped = 0, True
+    while stopped:
+        failing, folder = failing + 1, tmp_path / f"{failing}"
+        stopped = stop_at(monkeypatch, step, failing, lambda folder=folder: make(folder, bpe))
+        assert failing < 100
+        if stopped and (folder / "meta.json").exists():  # complete, or not there
+            inspect.check_files(folder, read_meta(folder), hashes=True)
+        make(folder, bpe)
+        assert contents(folder) == wanted, failing
+    assert failing > 5
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing after it runs, also no clean-up."""
+
+
+def stop_at(monkeypatch, step: str, failing: int, call) -> bool:
+    """Whether `call` got as far as the `failing`-th use of this function; after it, nothing is written."""
+    with monkeypatch.context() as patch:
+        count = 0
+
+        def counted(name, real):
+            def use(*arguments, **keys):
+                nonlocal count
+                count += name == step
+                if count >= failing:
+                    raise Killed
+                return real(*arguments, **keys)
+
+            return use
+
+        for name in STEPS:
+            module, _, function = name.rpartition(".")
+            owner = os if module == "os" else Path
+            patch.setattr(owner, function, counted(name, getattr(owner, function)))
+        try:
+            call()
+        except Killed:
+            return True
+        return False
+
+
+def test_damaged_train_bin_is_made_again(tmp_path, bpe, here):
+    make(tmp_path / "out", bpe)
+    wanted = contents(tmp_path / "out")
+    path = tmp_path / "out" / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\x07\x00")
+    make(tmp_path / "out", bpe)
+    assert contents(tmp_path / "out") == wanted

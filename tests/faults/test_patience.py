@@ -1,0 +1,350 @@
+"""Thresholds of patience, each from both sides: when a run hangs, a rank is slow, a warm-up is over. And that
+no number of signals costs the checkpoint."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.helpers import TINY, last_run, make_dataset, write_config
+
+from training.checkpoints.saver import Saver
+from training.configuration.keys import TrainConfig
+from training.faults import watchdog as watchdog_module
+from training.faults.replica_check import ReplicaCheck
+from training.faults.stragglers import StragglerDetector
+from training.faults.watchdog import Stopped, Watchdog
+from training.hardware.peaks import Peak
+from training.optimization.precision import LossScale
+from training.process.work_timer import WorkTimer
+from training.process.world import World
+from training.records.clock import Clock
+from training.records.rows import Logger, Reading
+from training.records.run_record import RunRecord
+
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 1, CPU)
+
+
+# --- when a run hangs ---
+
+
+@pytest.fixture
+def watchdog(monkeypatch, tmp_path):
+    """A watchdog without its thread; `ended` has what would have ended the process."""
+    config = TrainConfig(out_dir=str(tmp_path), timeout_minutes=10.0, start_timeout_minutes=60.0)
+    made = Watchdog(config)
+    made.join(ALONE)
+    made.ended = []
+    monkeypatch.setattr(watchdog_module, "leave_now", made.ended.append)
+    monkeypatch.setattr(made, "_end_hanging_run", lambda liveness, minutes, ticks: made.ended.append(minutes))
+    return made
+
+
+def ends_after(watchdog, seconds: float) -> bool:
+    """Whether a tick ends the run that has made no progress for so long."""
+    watchdog.ended.clear()
+    watchdog.stalled_seconds = seconds
+    watchdog._tick(1)
+    return bool(watchdog.ended)
+
+
+def test_iterations_may_take_the_timeout_and_what_compiles_the_longer_one(watchdog):
+    assert not ends_after(watchdog, 3599) and ends_after(watchdog, 3601), "starting"
+    assert watchdog.ended == [60.0]
+    for iteration in range(100, 120):  # a resume begins at 100
+        watchdog.check(iteration)
+        limit = 3600 if iteration < 112 else 600
+        assert not ends_after(watchdog, limit - 1) and ends_after(watchdog, limit + 1), iteration
+    assert watchdog.ended == [10.0]
+
+
+def test_an_evaluation_may_take_the_longer_timeout_and_each_check_begins_anew(watchdog):
+    watchdog.check(0)
+    watchdog.check(50)
+    watchdog.stalled_seconds = 500.0
+    with watchdog.during("evaluation"):
+        assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "evaluation"
+        assert not ends_after(watchdog, 3599) and ends_after(watchdog, 3601)
+        watchdog.check()
+        assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "evaluation"
+    assert watchdog.stalled_seconds == 0.0 and watchdog.phase == "training"
+    assert ends_after(watchdog, 601)
+    with pytest.raises(ZeroDivisionError), watchdog.during("checkpoint"):
+        raise ZeroDivisionError
+    assert watchdog.phase == "training" and ends_after(watchdog, 601) and not ends_after(watchdog, 599)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "start_timeout", "starting", "training"),
+    [(0.0, 60.0, False, False), (10.0, 0.0, False, True), (10.0, 60.0, True, True)],
+)
+def test_a_timeout_of_0_is_none(watchdog, timeout, start_timeout, starting, training):
+    watchdog.config = TrainConfig(timeout_minutes=timeout, start_timeout_minutes=start_timeout)
+    assert ends_after(watchdog, 1e9) == starting
+    watchdog.check(0)
+    watchdog.check(50)
+    assert ends_after(watchdog, 1e9) == training
+
+
+def test_a_run_that_is_over_has_a_minute_for_the_last_barrier(watchdog):
+    watchdog.check(0)
+    watchdog.end(0)
+    assert not ends_after(watchdog, 59) and ends_after(watchdog, 61)
+    assert watchdog.ended == [0]
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count(watchdog, monkeypatch):
+    """Ticks after 1 s, 1.5 s, an hour, and 1 s; between ticks of 0.4 s nothing happens."""
+    times = iter([0.0, 1.0, 2.5, 2.9, 3602.5, 3603.5])
+    counted = []
+
+    def tick(ticks):
+        counted.append((ticks, watchdog.stalled_seconds))
+        if ticks == 4:
+            watchdog.closed.set()
+
+    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(watchdog_module.select, "select", lambda *_: ([], [], []))
+    monkeypatch.setattr(watchdog, "_tick", tick)
+    watchdog.inbox = None
+    watchdog._supervise()
+    assert counted == [(1, 1.0), (2, 2.5), (3, 4.5), (4, 5.5)]
+
+
+# --- signals ---
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock.now is what the watchdog takes for the time."""
+    clock = SimpleNamespace(now=1000.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
+    monkeypatch.setattr(watchdog_module, "time", fake)
+    return clock
+
+
+def asked(watchdog) -> int:
+    return int(watchdog.consensus.asked["stop"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("pause", [0.0, 0.5, 2.0, 100.0])
+def test_a_signal_that_is_repeated_never_ends_the_process(watchdog, clock, number, pause):
+    """Slurm and torchrun repeat it; the checkpoint may be half written."""
+    watchdog.check(7)
+    for _ in range(4):
+        watchdog._handle_signal(number)
+        clock.now += pause
+    assert watchdog.ended == [] and asked(watchdog) == number
+    with pytest.raises(Stopped, match="before iteration 8") as stop:
+        watchdog.check(8)
+    assert stop.value.status == 128 + number
+    watchdog._handle_signal(number)
+    assert watchdog.ended == [] and watchdog.stop_asked_at == 1000.0
+
+
+@pytest.mark.parametrize(("pause", "ends"), [(0.0, False), (0.9, False), (1.1, True), (100.0, True)])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_at_once_if_a_stop_was_asked_for_a_second_ago(watchdog, clock, first, pause, ends):
+    watchdog.check(7)
+    watchdog._handle_signal(first)
+    assert watchdog.ended == []
+    clock.now += pause
+    watchdog._handle_signal(signal.SIGINT)
+    assert watchdog.ended == ([130] if ends else [])
+
+
+def test_a_signal_before_the_first_iteration_ends_at_once_and_one_at_the_end_does_nothing(watchdog, clock):
+    watchdog._handle_signal(signal.SIGTERM)
+    assert watchdog.ended == [143]
+    watchdog.ended.clear()
+    watchdog.first = 0  # as the leave_now of the test has returned
+    watchdog.end(0)
+    for _ in range(3):
+        watchdog._handle_signal(signal.SIGINT)
+        clock.now += 5
+    assert watchdog.ended == []
+
+
+def test_other_numbers_in_the_socket_are_not_a_request(watchdog):
+    watchdog.check(7)
+    for number in (0, int(signal.SIGCHLD), int(signal.SIGWINCH)):
+        watchdog._handle_signal(number)
+    assert not asked(watchdog) and watchdog.stop_asked_at is None
+
+
+def test_ranks_whose_torchrun_has_gone_ask_once(watchdog, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "is_launched", lambda: True)
+    watchdog.check(7)
+    watchdog._tick(1)
+    assert watchdog.stop_asked_at is None, "torchrun is there"
+    watchdog.launcher = -1
+    watchdog._tick(2)
+    assert asked(watchdog) == signal.SIGTERM and watchdog.stop_asked_at
+    monkeypatch.setattr(watchdog, "_handle_signal", None)  # it is not asked again
+    watchdog._tick(3)
+
+
+ARRIVAL_SECONDS = 0.2  # until the watchdog's thread has taken a signal
+
+
+def test_sigterm_again_and_again_loses_no_checkpoint(run, tmp_path, monkeypatch):
+    """Once in iteration 3, again after a second, and twice while the checkpoint is being begun."""
+    monkeypatch.setattr(watchdog_module, "SECOND_SIGNAL_S", 0.1)
+    after_update, begin = ReplicaCheck.after_update, Saver.begin
+
+    def terminate():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ARRIVAL_SECONDS)
+
+    def terminated_update(check, iteration):
+        after_update(check, iteration)
+        if iteration == 3:
+            terminate()
+            terminate()
+
+    def terminated_begin(saver, *arguments):
+        terminate()
+        begin(saver, *arguments)
+        terminate()
+
+    monkeypatch.setattr(ReplicaCheck, "after_update", terminated_update)
+    monkeypatch.setattr(Saver, "begin", terminated_begin)
+    data = make_dataset(tmp_path / "data")
+    keys = {**TINY, "max_iters": 8, "dataset": data, "out_dir": tmp_path / "out"}
+    path = write_config(tmp_path / "c.py", **keys)
+    assert run(path) == 143
+    record = last_run(tmp_path / "out")
+    assert (record["status"], record["checkpoints"][-1]["iter"]) == ("interrupted", 4)
+    assert (tmp_path / "out" / "checkpoints" / "step-00000004" / "manifest.json").is_file()
+    monkeypatch.undo()
+    assert run(path, "--init_from=resume") == 0
+    assert last_run(tmp_path / "out")["training_iterations"][-1]["iter"] == 7
+
+
+# --- when a rank is slow ---
+
+
+def named(seconds: list[float], times: int) -> list[tuple[int, bool]]:
+    detector, news = StragglerDetector(len(seconds)), []
+    for _ in range(times):
+        news += [(change.rank, change.is_slow) for change in detector.changes(seconds)]
+    return news
+
+
+@pytest.mark.parametrize(
+    ("own", "usual", "slow"),
+    [
+        (0.149, 0.1, False),  # at most half as long again
+        (0.151, 0.1, True),
+        (0.019 + 0.02, 0.02, False),  # almost twice as long, by less than 20 ms
+        (0.021 + 0.02, 0.02, True),
+        (1.49, 1.0, False),
+        (1.51, 1.0, True),
+    ],
+)
+def test_a_straggler_takes_half_as_long_again_and_20_ms_more(own, usual, slow):
+    assert named([usual, usual, own, usual], 20) == ([(2, True)] if slow else [])
+
+
+def test_a_rank_is_named_after_8_slow_iterations_in_a_row():
+    assert named([0.1, 0.1, 0.2], 7) == [] and named([0.1, 0.1, 0.2], 8) == [(2, True)]
+    detector = StragglerDetector(3)
+    for _ in range(5):  # 7 slow ones, and one that is not
+        assert [change for _ in range(7) for change in detector.changes([0.1, 0.2, 0.1])] == []
+        assert detector.changes([0.1, 0.1, 0.1]) == []
+    assert named([0.1, 0.0, 0.3], 20) == [], "one is not measured yet"
+
+
+def test_two_of_four_slow_ranks_are_compared_with_the_fast_ones():
+    assert sorted(named([0.1, 0.3, 0.1, 0.3], 8)) == [(1, True), (3, True)]
+
+
+# --- warm-up windows ---
+
+
+def test_work_is_timed_after_5_iterations_and_told_after_10_more(monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr("training.process.work_timer.time.perf_counter", lambda: float(next(now)))
+    timer, found = WorkTimer(on_gpu=False), []
+    for i in range(30):
+        timer.begin_batch()
+        for _ in range(100 if i < 5 else 0):  # the first five are slow
+            timer._now()
+        timer.end_forward()
+        found.append(timer.seconds())
+    assert found[:15] == [0.0] * 15 and found[15:] == [1.0] * 15, "the running one is not complete"
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
+    info = {
+        "flops": {"calculation_method": "", "flops_per_token": 1, "flops_per_token_causal": 1},
+        "hardware": {"gpu_name": "", "precision": ""},
+        "model": {"architecture": {"arch": "", "n_head": 1, "n_kv_head": 1}, "total_params": 1},
+    }
+    peak = Peak(None, "", reason="none")
+    config = TrainConfig(**TINY)
+    logger = Logger(config, ALONE, None, Clock(CPU), peak, info, start=start)
+    found = []
+    for first in range(start, start + 8):
+        reading = Reading(first + 3, first, 1.0, 1.0, None, 1.0, seconds=1.0, verdicts=[])
+        found.append(logger._row(reading, 0.0)["warmup"])
+    assert found == [True] * 5 + [False] * 3
+
+
+def test_the_clock_leaves_pauses_out(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: now.seconds)
+    clock = Clock(CPU)
+    now.seconds = 5.0
+    with clock.paused():
+        now.seconds = 104.0
+    with clock.paused():
+        now.seconds = 105.0
+    now.seconds = 107.0
+    assert clock.lap() == 7.0
+    with pytest.raises(ValueError), clock.paused(synchronize=False):
+        now.seconds = 200.0
+        raise ValueError
+    now.seconds = 201.0
+    assert clock.lap() == 1.0
+
+
+def test_a_loss_scale_doubles_after_2000_good_iterations_and_halves_after_a_bad_one():
+    scale = LossScale(True, CPU)
+    good, bad = torch.zeros(()), torch.ones(())
+    for i in range(4000):
+        assert scale.scale.item() == (65536.0 if i < 2000 else 131072.0)
+        scale.update(good)
+    assert scale.scale.item() == 262144.0
+    for _ in range(1999):
+        scale.update(good)
+    scale.update(bad)
+    assert scale.scale.item() == 131072.0 and scale.growth_tracker.item() == 0
+    fixed = LossScale(False, CPU)
+    for found in (good, bad):
+        fixed.update(found)
+    assert fixed.scale.item() == 1.0 and fixed.state() == {}
+
+
+def test_rewriting_the_record_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    now, written = SimpleNamespace(seconds=0.0), []
+
+    def replace(path, text):
+        written.append(now.seconds)
+        now.seconds += 2.0
+
+    module = "training.records.run_record"
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(f"{module}._replace", replace)
+    record = RunRecord(tmp_path / "run_1.json", {}, {}, enabled=True)
+    for _ in range(500):
+        record.save()
+        now.seconds += 1.0
+    assert written == [0.0, 202.0, 404.0]
+    record.save(at_once=True)
+    assert len(written) == 4

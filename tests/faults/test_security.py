@@ -1,0 +1,472 @@
+"""What others wrote cannot execute code or lead out of its folder; what is secret stays secret; nothing is
+sent; two runs do not share an out_dir."""
+
+import ast
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import pickle
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
+
+from common.errors import UserError
+from data.pipeline.meta_file import load_tokenizer
+from training.batches.dataset import open_dataset
+from training.checkpoints.folder import MANIFEST
+from training.checkpoints.verification import recorded_files
+from training.configuration.dataset_name import dataset_folder
+from training.configuration.keys import TrainConfig
+from training.process import redaction as redact
+from training.process import run_lock
+from training.process.console import start_logging
+from training.records.rows import Logger
+
+SOURCES = [  # not what is hidden, such as .venv
+    path
+    for path in ROOT.glob("**/*.py")
+    if not any(part in ("tests", "venv") or part.startswith(".") for part in path.relative_to(ROOT).parts)
+]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return make_dataset(tmp_path / "tokens")
+
+
+@pytest.fixture
+def config(tmp_path, dataset):
+    return write_config(tmp_path / "run.py", **TINY, dataset=dataset, out_dir=tmp_path / "out")
+
+
+def edit_meta(folder, **fields):
+    path = folder / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+# --- 24: nothing that is read executes code ---
+
+
+class Canary:
+    """Unpickling it creates the file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+# what a source file may not name -> the one that may, and why
+ALLOWED = {
+    "exec": "training/configuration/files_and_flags.py",  # the config file, which the user runs
+    "pickle.dumps": "data/pipeline/meta_file.py",  # meta.pkl, written for other programs
+}
+FORBIDDEN = re.compile(
+    r"eval|exec|__import__|os\.(system|popen)|marshal\.loads?|shelve\.open|yaml\.\w*load\w*|joblib\.load"
+    r"|(c?[pP]ickle|dill|cloudpickle)\.(loads?|dumps?|Unpickler)|pd\.read_pickle"
+    r"|(tarfile|zipfile)\.\w+|shutil\.unpack_archive"
+)
+MUST_BE = {"weights_only": "True", "allow_pickle": "False", "trust_remote_code": "False", "shell": "False"}
+
+
+def dangers(source: str) -> list[tuple[str, int]]:
+    """(name, line) of every forbidden name that the source uses, and of every argument that allows code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Name, ast.Attribute)) and FORBIDDEN.fullmatch(ast.unparse(node)):
+            found.append((ast.unparse(node), node.lineno))
+        elif isinstance(node, ast.ImportFrom) and node.module in ("pickle", "marshal", "tarfile", "zipfile"):
+            found.append((f"from {node.module}", node.lineno))
+        elif isinstance(node, ast.Call):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if ast.unparse(node.func) == "torch.load":
+                given.setdefault("weights_only", "not given")
+            found += [
+                (f"{key}={given[key]}", node.lineno)
+                for key in MUST_BE
+                if given.get(key, MUST_BE[key]) != MUST_BE[key]
+            ]
+    return found
+
+
+@pytest.mark.security
+def test_no_source_file_can_execute_what_it_reads():
+    """Nor does any unpack an archive."""
+    faults = []
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT))
+        used = dangers(path.read_text(encoding="utf-8"))
+        faults += [f"{name}:{line}: {what}" for what, line in used if ALLOWED.get(what) != name]
+    assert len(SOURCES) > 60 and faults == []
+
+
+@pytest.mark.security
+def test_the_search_would_find_them():
+    source = """
+import pickle
+from pickle import load
+pickle.load(f); eval(x); tarfile.open(p); torch.load(p); np.load(p, allow_pickle=True)
+torch.load(p, weights_only=True); model.eval(); subprocess.run(c, shell=True)
+"""
+    assert sorted(name for name, _ in dangers(source)) == sorted(
+        [
+            "from pickle",
+            "pickle.load",
+            "eval",
+            "tarfile.open",
+            "weights_only=not given",
+            "allow_pickle=True",
+            "shell=True",
+        ]
+    )
+
+
+@pytest.mark.security
+def test_pickles_in_a_dataset_and_an_out_dir_are_never_opened(run, config, dataset, tmp_path):
+    assert run(config, "--max_iters=2") == 0
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
+    places = [
+        dataset / "meta.pkl",
+        checkpoint / ".metadata",
+        checkpoint / "ckpt.pt",
+        tmp_path / "out" / "ckpt.pt",
+    ]
+    for i, place in enumerate(places):
+        if place.suffix == ".pt":
+            torch.save({"model": Canary(tmp_path / f"canary_{i}")}, place)
+        else:
+            place.write_bytes(pickle.dumps(Canary(tmp_path / f"canary_{i}")))
+    assert run(config, "--max_iters=3", "--init_from=resume") == 0
+    assert not list(tmp_path.glob("canary*"))
+    pickle.loads((dataset / "meta.pkl").read_bytes())
+    assert (tmp_path / "canary_0").is_dir(), "it would have been seen"
+
+
+@pytest.mark.security
+def test_config_file_is_code_which_the_guide_and_the_program_say(run, config, tmp_path):
+    config.write_text(config.read_text() + f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
+    assert run(config, "--dry_run=True") == 0
+    assert (tmp_path / "canary").is_dir(), "by design: whoever gives a config file to train.py runs it"
+    for document in ("TRAINING_GUIDE.md", "training/configuration/files_and_flags.py"):
+        text = " ".join((ROOT / document).read_text().split())
+        assert "run only files that you would run yourself" in text, document
+
+
+# --- 24: nothing that is read leads out of its folder ---
+
+
+@pytest.mark.parametrize("pointer", ["latest", "best", "latest.tmp", "best.tmp"])
+@pytest.mark.security
+def test_pointer_that_is_a_link_leads_nowhere(run, config, tmp_path, pointer):
+    """It is neither followed nor written through."""
+    outside = tmp_path / "outside.txt"
+    outside.write_text("../../elsewhere\n")
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert run(config, "--max_iters=2", "--eval_interval=2") == 0
+    (checkpoints / pointer).unlink(missing_ok=True)
+    (checkpoints / pointer).symlink_to(outside)
+    assert run(config, "--max_iters=4", "--eval_interval=2", "--init_from=resume") == 0
+    assert outside.read_text() == "../../elsewhere\n"
+    assert last_run(tmp_path / "out")["startup_info"]["resumed_from"] == str(checkpoints / "step-00000002")
+    assert (checkpoints / "latest").read_text() == "step-00000004\n" and not (
+        checkpoints / "latest"
+    ).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc/hostname", "step-00000002/../../.."])
+@pytest.mark.security
+def test_checkpoint_is_chosen_by_its_name_in_the_folder(run, config, tmp_path, capfd, name):
+    assert run(config, "--max_iters=2") == 0
+    capfd.readouterr()
+    assert run(config, "--init_from=resume", f"--resume_from={name}") == 2
+    assert f"no checkpoint {name!r}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", "a/b"])
+@pytest.mark.security
+def test_manifest_cannot_name_a_file_elsewhere(tmp_path, name):
+    entry = {"sha256": "0" * 64, "bytes": 1}
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": {"state.json": entry, name: entry}}))
+    with pytest.raises(ValueError, match="does not list"):
+        recorded_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other.bin", "/etc/passwd", "a/train_000.bin", "..", ""])
+@pytest.mark.security
+def test_meta_json_cannot_name_a_file_elsewhere(dataset, name):
+    edit_meta(dataset, files={name: {"tokens": 1, "sha256": "0" * 64}})
+    with pytest.raises(UserError, match="leads out of the folder"):
+        open_dataset(TrainConfig(**{**TINY, "dataset": str(dataset)}), scan=True)
+
+
+@pytest.mark.security
+def test_tokenizer_cannot_be_a_file_elsewhere(dataset, tmp_path):
+    (tmp_path / "outside.json").write_text("{}")
+    tokenizer = {"kind": "tokenizers", "name": "x", "file": "../outside.json", "sha256": "0"}
+    edit_meta(dataset, format=1, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="leads out of the folder"):
+        open_dataset(TrainConfig(**{**TINY, "dataset": str(dataset)}), scan=True)
+    with pytest.raises(UserError, match="leads out of the folder"):
+        load_tokenizer(dataset)
+
+
+@pytest.mark.parametrize("name", ["..", "."])
+@pytest.mark.security
+def test_dataset_name_is_a_folder_in_data(name):
+    with pytest.raises(UserError, match="no name of a folder in data"):
+        dataset_folder(TrainConfig(dataset=name))
+
+
+# --- 25: secrets ---
+
+SECRETS = {
+    "WANDB_API_KEY": "canary-wandb-8391",
+    "HF_TOKEN": "hf_canary8391token",
+    "AWS_SECRET_ACCESS_KEY": "canary/aws+8391",
+    "DB_PASSWORD": "canary8391password",
+}
+URL_PASSWORD = "canary8391url"
+URL = f"https://user:{URL_PASSWORD}@host.example/team"
+
+WANDB = """
+import json, os, pathlib
+def _note(*content):
+    with open(os.environ["WANDB_SEEN"], "a") as file: file.write(json.dumps(content, default=str) + "\\n")
+def init(**arguments): _note("init", arguments)
+def log(row, step): _note("log", row, step)
+def finish(exit_code): _note("finish", exit_code)
+"""
+
+
+def hits(root) -> list[str]:
+    """Where a canary is written, below root."""
+    found = []
+    for path in (path for path in root.rglob("*") if path.is_file() and not path.is_symlink()):
+        content = path.read_bytes()
+        found += [
+            f"{secret} in {path}"
+            for secret in (*SECRETS.values(), URL_PASSWORD)
+            if secret.encode() in content
+        ]
+    return found
+
+
+@pytest.mark.security
+def test_no_secret_of_the_environment_or_of_a_url_is_written_or_sent(dataset, tmp_path):
+    out_dir, seen = tmp_path / "out", tmp_path / "sent" / "wandb.txt"
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    seen.parent.mkdir()
+    keys = {
+        **TINY,
+        "eval_interval": 2,
+        "wandb_log": True,
+        "wandb_project": URL,
+        "wandb_run_name": f"of {URL}",
+    }
+    config = write_config(tmp_path / "run.py", **keys, dataset=dataset, out_dir=out_dir)
+    env = {**SECRETS, "PYTHONPATH": str(tmp_path / "modules"), "WANDB_SEEN": str(seen)}
+    done = run_train(config, timeout=120, **env)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout + done.stderr
+    assert [secret for secret in (*SECRETS.values(), URL_PASSWORD) if secret in shown] == []
+    assert hits(out_dir) == hits(seen.parent) == []
+    assert last_run(out_dir)["config"]["wandb_project"] == "https://***@host.example/team"
+    assert json.loads(seen.read_text().splitlines()[0])[1]["project"] == "https://***@host.example/team"
+    assert (out_dir / "checkpoints" / "step-00000004" / "state.json").is_file(), "it was searched, too"
+
+
+@pytest.mark.security
+def test_error_of_another_library_does_not_give_a_secret_away(run, config, tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise RuntimeError(
+            f"401 from {URL} with {os.environ['HF_TOKEN']} and {os.environ['AWS_SECRET_ACCESS_KEY']}"
+        )
+
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    redact._secrets.cache_clear()
+    monkeypatch.setattr(Logger, "read", fail)
+    assert run(config) == 1
+    redact._secrets.cache_clear()
+    printed = capfd.readouterr()
+    assert "401 from https://***@host.example/team with ***HF_TOKEN***" in printed.err
+    assert not [secret for secret in (*SECRETS.values(), URL_PASSWORD) if secret in printed.out + printed.err]
+    assert "401 from" in next((tmp_path / "out").glob("run_*.log")).read_text()
+    assert hits(tmp_path / "out") == []
+
+
+@pytest.mark.security
+def test_message_of_the_log_does_not_give_a_secret_away(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
+    redact._secrets.cache_clear()
+    log = logging.getLogger("nanomfu")
+    for name in ("handlers", "propagate", "level"):  # which start_logging sets
+        monkeypatch.setattr(log, name, [] if name == "handlers" else getattr(log, name))
+    start_logging(tmp_path / "run.log")
+    log.warning("%s refused %s", URL, os.environ["HF_TOKEN"])
+    log.handlers[-1].close()
+    redact._secrets.cache_clear()
+    expected = "https://***@host.example/team refused ***HF_TOKEN***\n"
+    assert (tmp_path / "run.log").read_text() == capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("key", ["out_dir", "dataset"])
+@pytest.mark.security
+def test_url_is_no_folder_and_its_password_is_not_repeated(run, config, capfd, key):
+    assert run(config, f"--{key}={URL}") == 2
+    error = capfd.readouterr().err
+    assert "is a URL" in error and URL_PASSWORD not in error
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("no secret at all, user@host", "no secret at all, user@host"),
+        ("git+ssh://git@github.com/x and s3://key:p@ss@b/c", "git+ssh://***@github.com/x and s3://***@b/c"),
+        ("https://host/path?user=a@b", "https://host/path?user=a@b"),
+    ],
+)
+def test_logins_in_urls_are_replaced_and_nothing_else(text, expected):
+    assert redact.redact(text) == expected
+
+
+def test_variable_that_is_a_path_a_word_or_a_switch_is_no_secret(monkeypatch, tmp_path):
+    """Else the record of a run in that folder would lose its paths."""
+    monkeypatch.setenv("SSH_KEY", str(tmp_path))
+    monkeypatch.setenv("USE_TOKEN", "required")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "sequential-always")
+    monkeypatch.setenv("REAL_TOKEN", "tok-1234567")
+    redact._secrets.cache_clear()
+    text = f"{tmp_path} required sequential-always tok-1234567"
+    assert redact.redact(text) == f"{tmp_path} required sequential-always ***REAL_TOKEN***"
+    redact._secrets.cache_clear()
+
+
+# --- 26: no network ---
+
+
+def without_network() -> list[str] | None:
+    """A command prefix that takes the network away but for the loopback device; None if that is not
+    permitted."""
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        return None
+    prefix = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    return prefix if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0 else None
+
+
+@pytest.mark.security
+def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
+    """Attempts are counted by an audit hook, also where there is a network."""
+    dataset, out_dir = make_dataset(tmp_path / "tokens"), tmp_path / "out"
+    tokenizer = {"kind": "char", "name": "char", "chars": "".join(map(chr, range(32, 96)))}
+    edit_meta(dataset, format=1, tokenizer=tokenizer, eot_id=None)
+    config = write_config(
+        tmp_path / "run.py", **{**TINY, "eval_interval": 2}, dataset=dataset, out_dir=out_dir
+    )
+    commands = [
+        ["train.py", str(config), "--max_iters=2", "--use_dataloader=True"],
+        ["train.py", str(config), "--init_from=resume"],
+        ["sample.py", f"--out_dir={out_dir}", "--prompt=A", "--num_samples=1", "--max_new_tokens=2"],
+    ]
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    worker = [sys.executable, "tests/support/security_worker.py", str(tmp_path / "commands.json")]
+    done = subprocess.run(
+        [*(without_network() or []), *worker],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--- sample 1 ---" in done.stdout and "Resuming from" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.security
+def test_the_hook_would_see_an_attempt(monkeypatch):
+    hook = {}
+    source = (ROOT / "tests/support/security_worker.py").read_text().partition("sys.addaudithook")[0]
+    exec(source, hook)
+    hook["count"]("socket.connect", (None, ("192.0.2.1", 443)))
+    hook["count"]("socket.connect", (None, ("127.0.0.1", 29500)))
+    hook["count"]("socket.getaddrinfo", ("api.wandb.ai", 443))
+    assert len(hook["attempts"]) == 2
+
+
+# --- 27: two runs in one out_dir ---
+
+
+def wait_for(process, text: str, timeout: float = 90) -> None:
+    shown, until = "", time.monotonic() + timeout
+    while text not in shown:
+        ready, _, _ = select.select([process.stdout], [], [], max(0, until - time.monotonic()))
+        part = os.read(process.stdout.fileno(), 1 << 16).decode(errors="replace") if ready else ""
+        assert part, f"{text!r} did not come: {shown[-2000:]}"
+        shown += part
+
+
+@pytest.mark.one_run
+def test_second_run_in_an_out_dir_refuses_naming_the_first_which_goes_on(run, config, tmp_path, capfd):
+    """And once the first is killed, a new one starts at once, though data workers of the first are still
+    there."""
+    out_dir = tmp_path / "out"
+    endless = ("--max_iters=1000000", "--always_save_checkpoint=False", "--use_dataloader=True")
+    first = start_train(config, *endless)
+    try:
+        wait_for(first, "📍 Iter      1")
+        before = sorted(path.name for path in out_dir.iterdir())
+        assert run(config, "--max_iters=1") == 2
+        error = capfd.readouterr().err
+        assert f"is in use by process {first.pid} on " in error and "choose another --out_dir" in error
+        assert sorted(path.name for path in out_dir.iterdir()) == before, "it has left nothing there"
+        os.read(first.stdout.fileno(), 1 << 20)
+        wait_for(first, "📍 Iter")
+        assert run(config, "--eval_only=True", "--eval_interval=1") == 0, (
+            "it writes a record of its own, no more"
+        )
+        os.kill(first.pid, signal.SIGKILL)  # not its workers
+        first.wait()
+        assert run(config, "--max_iters=1") == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)  # the workers, too
+        first.communicate()
+
+
+def test_lock_that_is_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / run_lock.NAME).symlink_to(tmp_path / "victim")
+    with run_lock.RunLock(tmp_path) as lock, pytest.raises(UserError, match="cannot be written"):
+        lock.acquire()
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    with run_lock.RunLock(tmp_path) as lock:
+        lock.acquire()
+    assert "No locks available" in caplog.text
+
+
+def test_text_of_a_dead_run_in_the_lock_file_stops_nobody(tmp_path):
+    (tmp_path / run_lock.NAME).write_text("1 on another-machine, started long ago\n")
+    with run_lock.RunLock(tmp_path) as lock:
+        lock.acquire()
+        assert f"{os.getpid()} on " in (tmp_path / run_lock.NAME).read_text()

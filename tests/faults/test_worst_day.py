@@ -1,0 +1,431 @@
+"""The worst day: a full disk, a dead reader, a stopped launcher. A run must end, and say why if anything can
+still be written."""
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+
+from common.errors import RunError, UserError
+from training.configuration.files_and_flags import load_config
+from training.faults.liveness import Liveness
+from training.faults.watchdog import Watchdog
+from training.process import exit_status, world
+from training.process.world import World
+
+FOR_EVER = "--max_iters=100000000", "--log_interval=1000000"
+AT_ONCE = "--timeout_minutes=1e-9"
+
+
+class Left(BaseException):
+    """Instead of the end of the process that runs the tests."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("worst_day")
+    return write_config(folder / "run.py", **TINY | {"dataset": make_dataset(folder / "tokens")})
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """The exit statuses with which the process would have ended."""
+    statuses = []
+
+    def leave(status):
+        statuses.append(status)
+        raise Left
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return statuses
+
+
+class OnFullDisk(io.TextIOBase):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Unread(io.TextIOBase):
+    """A pipe that is full, and whose reader reads no more."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def write(self, text):
+        self.over.wait()
+
+    def flush(self):
+        self.over.wait()
+
+    def close(self):
+        self.over.set()
+        super().close()
+
+
+@pytest.fixture
+def broken(request):
+    """A stream of the parametrized class, for contextlib.redirect_stderr."""
+    stream = request.param()
+    yield stream
+    stream.close()
+
+
+BROKEN = pytest.mark.parametrize("broken", [OnFullDisk, Unread], indirect=True)
+
+
+def start(config, out, *flags, **streams):
+    return subprocess.Popen(
+        [sys.executable, "train.py", str(config), f"--out_dir={out}", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams},
+    )
+
+
+def ends(process, seconds=60):
+    """Its exit status. A process that does not end is killed."""
+    try:
+        return process.wait(seconds)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def make_watchdog(config, **attributes):
+    watchdog = Watchdog(load_config([str(config)]))
+    watchdog.liveness = Liveness(World(0, 0, 1, "cpu"))
+    for name, value in attributes.items():
+        setattr(watchdog, name, value)
+    return watchdog
+
+
+@contextlib.contextmanager
+def inbox(watchdog):
+    """What entering the watchdog makes, without its thread and its signal handlers."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    watchdog.inbox, wakeup = socket.socketpair()
+    with watchdog.inbox, wakeup:
+        yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+# --- A.1: the watchdog cannot die ---
+
+
+def test_a_hang_ends_with_stderr_on_a_full_disk(config, tmp_path):
+    with open("/dev/full", "w") as full:
+        assert ends(start(config, tmp_path, *FOR_EVER, AT_ONCE, stderr=full)) == 1
+    assert last_run(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("broken", ["stderr on a full disk", "nobody reads stderr", "TMPDIR full"])
+def test_two_ranks_one_of_them_stopped_end(config, tmp_path, broken):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["tests/support/fault_worker.py", str(config), f"--out_dir={tmp_path}", "--max_iters=24"]
+    command += ["--timeout_minutes=0.05", "--start_timeout_minutes=0.15"]
+    faults = {"FAULT": "SIGSTOP 1 15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(open("/dev/full" if "stderr on" in broken else os.devnull, "w"))
+        if broken == "nobody reads stderr":
+            reader, writer = os.pipe()
+            stderr = stack.enter_context(open(writer, "w"))
+            os.close(reader)
+        disk = None
+        if broken == "TMPDIR full":  # the launcher keeps its error files there
+            disk = stack.enter_context(small_disk(tmp_path / "disk"))
+            faults["TMPDIR"] = str(disk)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | faults, stdout=subprocess.DEVNULL, stderr=stderr
+        )
+        if disk:
+            wait_for(lambda: list(tmp_path.glob("run_*.json")), process)
+            fill(disk)
+        assert ends(process, 100) == 1
+    assert last_run(tmp_path)["status"] == "failed"
+
+
+@contextlib.contextmanager
+def small_disk(folder):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk):
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert shutil.disk_usage(disk).free == 0
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+
+
+@BROKEN
+def test_a_hang_ends_whatever_stderr_does(config, tmp_path, left, broken):
+    began = time.monotonic()
+    watchdog = make_watchdog(config)
+    with pytest.raises(Left), contextlib.redirect_stderr(broken):
+        watchdog._leave(watchdog.liveness, "no progress", is_cause=True)
+    assert left == [1] and time.monotonic() - began < 15
+
+
+@BROKEN
+def test_a_second_ctrl_c_ends_whatever_stderr_does(config, left, broken):
+    watchdog = make_watchdog(
+        config, first=0, stop_asked_at=time.monotonic() - 10, _consensus=SimpleNamespace(ask=print)
+    )
+    with pytest.raises(Left), contextlib.redirect_stderr(broken):
+        watchdog._handle_signal(signal.SIGINT)
+    assert left == [130]
+
+
+def test_a_request_to_stop_passes_a_log_that_is_blocked(config):
+    """The main thread waits in a write to a full pipe and holds the handler's lock."""
+    asked = []
+    watchdog = make_watchdog(config, first=0)
+    watchdog._consensus = SimpleNamespace(ask=lambda *question: asked.append(question))
+    log, handler = logging.getLogger("nanomfu"), logging.StreamHandler(io.StringIO())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    handling = threading.Thread(target=watchdog._handle_signal, args=[signal.SIGTERM], daemon=True)
+    try:
+        with handler.lock:
+            handling.start()
+            handling.join(10)
+            assert not handling.is_alive() and asked == [("stop", signal.SIGTERM)]
+    finally:
+        log.removeHandler(handler)
+
+
+@BROKEN
+def test_an_error_in_the_watchdog_itself_ends_the_run(config, left, broken):
+    watchdog = make_watchdog(config, _tick=lambda ticks: 1 / 0)
+    with pytest.raises(Left), contextlib.redirect_stderr(broken), inbox(watchdog):
+        watchdog._run()
+    assert left == [1]
+
+
+def test_an_error_in_the_watchdog_itself_is_told(config, left, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    watchdog = make_watchdog(config, _tick=lambda ticks: 1 / 0)
+    with pytest.raises(Left), inbox(watchdog):
+        watchdog._run()
+    told = "error: the watchdog failed: ZeroDivisionError: division by zero"
+    assert told in capsys.readouterr().err
+    assert told in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+
+def test_an_error_in_the_watchdog_after_everything_is_saved_keeps_the_exit_status(config, left):
+    watchdog = make_watchdog(config, _tick=lambda ticks: 1 / 0, final_status=143)
+    with pytest.raises(Left), inbox(watchdog):
+        watchdog._run()
+    assert left == [143]
+
+
+def test_torchruns_store_that_does_not_answer_delays_no_end(config, monkeypatch):
+    """torchrun is stopped, or its machine is gone. Once it answers again, it is asked again."""
+    monkeypatch.setattr("training.faults.liveness.ANSWER_TIMEOUT_S", 0.3)
+    back, asked = threading.Event(), []
+
+    class Store:
+        def compare_set(self, key, before, value):
+            asked.append(value)
+            back.wait()
+            return value.encode()
+
+    liveness = Liveness(World(0, 0, 1, "cpu"))
+    liveness.store = Store()
+    began = time.monotonic()
+    assert [liveness.end_all(reason) for reason in "abcdefghi"] == list("abcdefghi")
+    assert time.monotonic() - began < 2 and asked == ["a"], "it waits once"
+    back.set()
+    liveness.overdue.wait(5)
+    liveness.end_all("z")
+    assert asked == ["a", "z"]
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError("x"), 2), (RunError("x"), 1), (ValueError("x"), 1)])
+@BROKEN
+def test_no_output_and_no_launcher_changes_an_exit_status(broken, error, status):
+    with contextlib.redirect_stderr(broken):
+        assert exit_status.end_with(error) == status
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/nowhere/error.json"])
+def test_a_launcher_that_cannot_be_told_changes_no_exit_status(config, run, tmp_path, monkeypatch, path):
+    """SIGTERM 143, user errors 2."""
+    (tmp_path / "error.json").symlink_to(path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run(config, f"--out_dir={tmp_path}", "--max_iters=x") == 2
+
+    import train
+
+    save = train.EvaluateAndSave.before_update
+    monkeypatch.setattr(
+        train.EvaluateAndSave,
+        "before_update",
+        lambda self, *arguments: (os.kill(os.getpid(), signal.SIGTERM), save(self, *arguments))[1],
+    )
+    assert run(config, f"--out_dir={tmp_path}", *FOR_EVER) == 143
+
+
+def test_torchrun_finds_a_whole_error_file_or_none(tmp_path, monkeypatch):
+    """torchrun itself ends with a traceback if it finds half a file, as a full disk leaves it."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # bytes
+    try:
+        exit_status.tell_launcher("what happened")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not path.exists()
+
+
+def test_a_process_ends_even_if_no_thread_can_be_started(left, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(Left):
+        exit_status.leave_now(3)
+    assert left == [3]
+
+
+@BROKEN
+def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
+    with (
+        pytest.raises(Left),
+        contextlib.redirect_stderr(broken),
+        contextlib.redirect_stdout(broken),
+    ):
+        exit_status.leave_now(3)
+    assert left == [3]
+
+
+# --- A.8: output and launch ---
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_run_needs_no_console(config, tmp_path, closed):
+    command = f"exec {sys.executable} train.py {config} --out_dir={tmp_path} {closed}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert last_run(tmp_path)["status"] == "completed"
+
+
+def test_a_closed_stderr_is_not_the_number_of_another_file():
+    """Otherwise a library's messages could be written into a checkpoint."""
+    program = (
+        "import os, sys; from common.command import prepare_output; prepare_output();"
+        "sys.exit(open('/dev/zero').fileno() < 3 or os.readlink('/proc/self/fd/2') != os.devnull)"
+    )
+    command = f'exec {sys.executable} -c "{program}" 2>&- >&- <&-'
+    assert subprocess.run(command, shell=True, cwd=ROOT, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_rows_are_printed_whatever_the_console_can_show(config, run, tmp_path, encoding):
+    raw = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding=encoding, write_through=True)):
+        assert run(config, f"--out_dir={tmp_path}") == 0
+        shown = raw.getvalue().decode(encoding)
+    assert shown.count("? Iter ") == TINY["max_iters"], shown[-2000:]
+    (log,) = tmp_path.glob("run_*.log")
+    assert log.read_text(encoding="utf-8").count("\N{ROUND PUSHPIN} Iter ") == TINY["max_iters"]
+
+
+def test_a_reader_that_has_seen_enough_ends_no_run(config, tmp_path):
+    """train.py ... | head -1"""
+    process = start(config, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert ends(process) == 0
+    assert process.stderr.read().decode().count("Broken pipe") == 1
+    assert last_run(tmp_path)["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "stray", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": ""}]
+)
+def test_stray_variables_are_one_clear_message(config, run, tmp_path, monkeypatch, capsys, stray):
+    monkeypatch.setattr(exit_status, "RANK_0_SPEAKS_FIRST_S", 0)
+    monkeypatch.setattr(exit_status, "leave_now", lambda status: None)  # as with several processes
+    for name, value in stray.items():
+        monkeypatch.setenv(name, value)
+    assert run(config, f"--out_dir={tmp_path}/out") == 2
+    (name,) = stray
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"error: the environment has {name}={stray[name]!r}, but torchrun did not start" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_world_size_stands_in_for_torchrun_in_a_dry_run(config, run, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert run(config, "--dry_run=True") == 0
+    assert "MODEL ARCHITECTURE" in capsys.readouterr().out
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(exit_status, "RANK_0_SPEAKS_FIRST_S", 0)
+    assert run(config, "--dry_run=True") == 2, "it would print nothing"
+
+
+def test_a_start_timeout_of_0_is_none(config, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.faults.watchdog.TICK_S", 0.01)
+    assert run(config, f"--out_dir={tmp_path}", "--start_timeout_minutes=0") == 0
+    limits = load_config([str(config), "--start_timeout_minutes=0"])
+    assert world._timeout(limits) == world.START_TIMEOUT, "the watchdog comes before a collective's timeout"
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(config, tmp_path):
+    process = start(config, tmp_path, *FOR_EVER, stderr=subprocess.PIPE)
+    wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    process.send_signal(signal.SIGINT)
+    assert ends(process, 20) == -signal.SIGINT
+    assert process.stderr.read() == b""
+
+
+def test_a_data_worker_that_was_killed_is_one_message(config, tmp_path):
+    workers = ["--use_dataloader=True", "--dataloader_num_workers=1"]
+    process = start(config, tmp_path, *FOR_EVER, *workers, stderr=subprocess.PIPE)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: list(tmp_path.glob("run_*.json")) and children.read_text(), process)
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    assert ends(process, 30) == 1
+    stderr = process.stderr.read().decode()
+    assert "error: DataLoader worker" in stderr and "--dataloader_num_workers" in stderr
+    assert "Traceback" not in stderr
+    assert last_run(tmp_path)["status"] == "failed"
+
+
+def test_variables_of_an_earlier_torchrun_do_not_make_a_restart(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "abc")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert world.restart_count() == 0 and not world.may_restart()

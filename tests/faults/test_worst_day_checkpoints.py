@@ -1,0 +1,302 @@
+"""The worst day of a checkpoint: whoever wrote what is read back. The hashes match in every
+case: a resume takes the next older checkpoint, or there is one clear message."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoint_parts import (
+    ALONE,
+    SMALL,
+    copy_checkpoint,
+    make_config,
+    make_saver,
+    make_state,
+    save,
+    sign,
+)
+from support.helpers import TINY, make_dataset, write_config
+from support.hostile_files import DEEP, no_hang, replace  # noqa: F401 - no_hang is a fixture
+
+import sample
+from common.errors import UserError
+from training.checkpoints.folder import step_folders
+from training.checkpoints.loading import load_checkpoint
+from training.checkpoints.resume import choose_start, find_resume
+from training.checkpoints.tensor_files import _mapped, read_header, write_parts
+from training.checkpoints.verification import damage_here
+
+TENSORS = "tensors-00000-0.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    config = make_config(tmp_path_factory.mktemp("saved") / "out")
+    return save(make_saver(config, make_state(config)), 1, val_loss=1.0)
+
+
+@pytest.fixture
+def root(saved, tmp_path):
+    """Two checkpoints that are whole: steps 1 and 2."""
+    root = tmp_path / "out" / "checkpoints"
+    root.mkdir(parents=True)
+    shutil.copytree(saved, root / "step-00000001")
+    copy_checkpoint(saved, root, 2)
+    return root
+
+
+def resume(root: Path, **keys):
+    return find_resume(make_config(root.parent, init_from="resume", **keys), ALONE, {})
+
+
+def newest(root: Path) -> Path:
+    return root / "step-00000002"
+
+
+def assert_older_one_is_used(root: Path, problem: str) -> None:
+    with pytest.raises(UserError, match="is damaged: "):
+        sample.main([f"--out_dir={root.parent}", "--device=cpu"])
+    found = resume(root)
+    assert found.checkpoint.name == "step-00000001"
+    assert problem in found.renamed[0]["problem"] and "Error" not in found.renamed[0]["problem"]
+    assert (root / "step-00000002.corrupt").exists()
+
+
+# --- state.json ---
+
+
+def edited(path: Path, field: str, value: object) -> None:
+    """Sets a field, whose name may lead into other objects; ... removes it."""
+    content = json.loads(path.read_text())
+    *outer, name = field.split(".")
+    target = content
+    for key in outer:
+        target = target[key]
+    target.pop(name, None)
+    if value is not ...:
+        target[name] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("iteration", -5),
+        ("iteration", 1e30),
+        ("iteration", True),
+        ("iteration", ...),
+        ("iteration", 7),
+        ("samples_seen", -1),
+        ("samples_seen", 2**60),
+        ("samples_seen", 1.5),
+        ("world_size", 0),
+        ("val_loss", "low"),
+        ("val_loss", ...),
+        ("best_val_loss", float("nan")),
+        ("best_val_loss", 10**400),
+        ("format", "2"),
+        ("format", ...),
+        ("config", []),
+        ("config.batch_size", 0),
+        ("config.gradient_accumulation_steps", "1"),
+        ("config.seed", json.loads(DEEP)),
+        ("config.dataset", ...),
+        ("model_config", None),
+        ("model_config.colour", "red"),
+        ("model_config.n_layer", "1"),
+        ("model_config.n_layer", 10**9),
+        ("model_config.n_layer", 2),
+        ("model_config.n_embd", 2**52),
+        ("model_config.n_head", 3),
+        ("model_config.bias", 1),
+        ("model_config.norm_eps", float("nan")),
+        ("model_config.block_size", 2**40),
+        ("model_config.vocab_size", 65),
+        ("data", ...),
+        ("data", []),
+        ("data.sha256", 5),
+        ("data.tokenizer", []),
+        ("data.splits", {"train": ["train.bin"]}),
+        ("data.splits", {"train": {"train.bin": {"tokens": 1}}}),
+        ("data.sources", [7]),
+        ("data.packings", []),
+        ("run", ["../secret"]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_wrong_field_of_state_json_is_damage(root, field, value):
+    edited(newest(root) / "state.json", field, value)
+    sign(newest(root))
+    assert_older_one_is_used(root, "")
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{", DEEP, "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\xff"]
+)
+def test_text_that_is_no_object_is_damage(root, name, text):
+    (newest(root) / name).write_text(text, encoding="latin-1")
+    if name != "manifest.json":
+        sign(newest(root))
+    assert_older_one_is_used(root, name)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        7,
+        {"state.json": {"sha256": "0" * 64, "bytes": True}},
+        {"state.json": {"sha256": "0", "bytes": 1}},
+        {"state.json": [], "a\0b": {}},
+        {"state.json": {"sha256": "0" * 64, "bytes": 1}, "..": {"sha256": "0" * 64, "bytes": 1}},
+    ],
+    ids=repr,
+)
+def test_a_manifest_of_other_things_is_damage(root, files):
+    (newest(root) / "manifest.json").write_text(json.dumps({"files": files}))
+    assert_older_one_is_used(root, "manifest.json does not list a checkpoint's files")
+
+
+def test_a_manifest_of_very_many_files_names_the_first_that_are_missing(root):
+    folder = newest(root)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] |= {f"f{i:04}": {"sha256": "0" * 64, "bytes": 1} for i in range(1000)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert damage_here(folder) == [*(f"f{i:04} is missing" for i in range(10)), "and 990 more"]
+
+
+@pytest.mark.parametrize("name", ["state.json", TENSORS])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
+def test_a_special_file_is_damage(root, name, kind):
+    replace(newest(root) / name, kind)
+    assert_older_one_is_used(root, f"{name} is missing")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
+def test_a_special_file_as_manifest_is_damage(root, kind):
+    replace(newest(root) / "manifest.json", kind)
+    found = resume(root)
+    assert found.checkpoint.name == "step-00000001"
+    assert "manifest.json cannot be read" in found.renamed[0]["problem"]
+
+
+@pytest.mark.parametrize("name", ["step-00000009", "step-\N{SUPERSCRIPT TWO}", "step-" + "9" * 30])
+@pytest.mark.parametrize("kind", ["pipe", "file", "dangling link"])
+def test_whatever_is_named_like_a_checkpoint_stops_no_resume(root, name, kind, monkeypatch):
+    (root / name).touch()
+    if kind != "file":
+        replace(root / name, kind)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    config = make_config(root.parent, init_from="auto")
+    assert choose_start(config, ALONE).init_from == "resume"
+    assert resume(root).checkpoint.name == "step-00000002"
+
+
+def test_checkpoints_are_ordered_by_their_number(tmp_path):
+    for name in ("step-100000000", "step-99999999", "step-00000005"):
+        (tmp_path / name).mkdir()
+    assert [path.name[5:] for path in step_folders(tmp_path)] == ["00000005", "99999999", "100000000"]
+
+
+def test_a_format_of_the_future_is_no_damage(root):
+    edited(newest(root) / "state.json", "format", 9)
+    sign(newest(root))
+    with pytest.raises(UserError, match="has checkpoint format 9; this version of nanoMFU reads 2"):
+        resume(root)
+    assert newest(root).is_dir()
+
+
+# --- tensors ---
+
+
+def rewrite(folder: Path, change) -> None:
+    """Writes the tensors again: change(part, tensor) gives another pair, or None to leave it out."""
+    path = folder / TENSORS
+    parts = [(part, _mapped(part, place).clone()) for part, place in read_header(path).items()]
+    path.unlink()
+    write_parts(path, [pair for pair in (change(*pair) for pair in parts) if pair])
+    sign(folder)
+
+
+def find_weight(folder: Path) -> str:
+    return next(
+        p.name for p in read_header(folder / TENSORS) if p.name.startswith("model.") and len(p.shape) > 1
+    )
+
+
+def as_integers(part, tensor):
+    return part._replace(dtype=torch.int32), tensor.int()
+
+
+def without_a_row(part, tensor):
+    return part._replace(shape=(part.shape[0] - 1, *part.shape[1:])), tensor[1:].clone()
+
+
+@pytest.mark.parametrize("change", [as_integers, without_a_row, lambda *_: None])
+@pytest.mark.parametrize("kind", ["weight", "exp_avg", "step"])
+def test_a_tensor_that_is_not_of_the_model_is_damage(root, change, kind):
+    weight = find_weight(newest(root))
+    name = weight if kind == "weight" else f"optimizer.{weight.removeprefix('model.')}.{kind}"
+    if kind == "step" and change is without_a_row:
+
+        def change(part, tensor):
+            return part._replace(shape=(1,), offsets=(0,)), tensor.reshape(1)
+
+    rewrite(newest(root), lambda part, tensor: change(part, tensor) if part.name == name else (part, tensor))
+    assert_older_one_is_used(root, name)
+
+
+def test_parts_that_overlap_and_leave_a_gap_are_damage(root):
+    """Their sizes add up to that of the whole."""
+    rewrite(newest(root), lambda part, tensor: None if part.name == "model.embed.weight" else (part, tensor))
+    name, width = "model.embed.weight", SMALL["n_embd"]
+    like = next(p for p in read_header(root / "step-00000001" / TENSORS) if p.name == name)
+    for number, (first, rows) in enumerate(((0, 20), (10, 20), (40, 24))):
+        part = like._replace(offsets=(first, 0), shape=(rows, width))
+        write_parts(newest(root) / f"tensors-00001-{number}.safetensors", [(part, torch.ones(rows, width))])
+    sign(newest(root))
+    assert_older_one_is_used(root, f"the parts of {name} do not make")
+
+
+def test_random_generators_that_are_none_are_one_message(root):
+    def noise(part, tensor):
+        return part, torch.full_like(tensor, 255) if part.name.startswith("rng.") else tensor
+
+    rewrite(newest(root), noise)
+    config = make_config(root.parent)
+    with pytest.raises(UserError, match="random generators in the checkpoint are refused"):
+        load_checkpoint(newest(root), make_state(config), config.model_config())
+
+
+def test_the_published_commands_meet_a_wrong_field(run, tmp_path, capfd):
+    """A whole run, an evaluation and a sample, with integers as weights."""
+    out = tmp_path / "out"
+    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
+    config = write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
+    assert run(config) == 0
+    folder = out / "checkpoints" / "step-00000004"
+    name = find_weight(folder)
+    rewrite(folder, lambda part, tensor: as_integers(part, tensor) if part.name == name else (part, tensor))
+    assert run(config, "--init_from=resume", "--eval_only=True") == 0
+    assert folder.is_dir()
+    assert run(config, "--init_from=auto") == 0
+    printed = capfd.readouterr()
+    assert printed.out.count(f"the tensor {name} is torch.int32") == 2 and "Traceback" not in printed.err
+    assert (out / "checkpoints" / "step-00000004.corrupt").is_dir()
+
+
+# --- what a restart reads ---
+
+
+@pytest.mark.parametrize("text", ["[]", "{", DEEP, '{"step-1": []}', '{"step-1": null}', "pipe"])
+def test_a_list_of_earlier_checkpoints_that_is_none_is_one_message(root, monkeypatch, text):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    path = root / "earlier.json"
+    os.mkfifo(path) if text == "pipe" else path.write_text(text)
+    with pytest.raises(UserError, match="earlier.json cannot be read.*--init_from=resume"):
+        choose_start(make_config(root.parent), ALONE)

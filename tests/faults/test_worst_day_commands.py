@@ -1,0 +1,638 @@
+"""The worst day of the commands: numbers, paths, texts and readers that nobody expects. One message and an
+exit status, never a traceback."""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from datetime import datetime
+
+import pytest
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+
+import sample
+import train
+from bench import checkpointing, throughput, tokenize
+from bench.process import LINE_LENGTH, REASON_LENGTH, end_with_status, failure_reason
+from bench.runner import _last_json
+from common.command import outcome, run_command
+from common.errors import UserError
+from common.text import MESSAGE_CHARACTERS, one_line, plain, shown
+from data.inspect import __main__ as inspect
+from data.pipeline import command as prepare
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import INT_MAX, KEYS
+from training.process import exit_status, redaction
+from training.records.attempts import find_history
+
+NUMBERS = ["9" * 400, "-" + "9" * 400, "9" * 5000, "0x" + "f" * 5000, "1e300", "-1e300", "1e400", "1e-320"]
+NUMBERS += ["nan", "inf", "-inf", str(10**20), str(2**63), str(2**63 - 1), str(2**31), "-1", "0", "[" * 2000]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    return write_config(folder / "run.py", **TINY | {"dataset": make_dataset(folder / "tokens")})
+
+
+def assert_one_message(text):
+    assert "Traceback" not in text and text.count("error: ") == 1 and len(text) < 1000, text[:3000]
+
+
+def tells(capfd) -> str:
+    return capfd.readouterr().err
+
+
+# --- A.8: numbers beyond sense ---
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_no_number_in_any_key_is_more_than_one_message(config, run, capfd, name):
+    """Up to and including a dry run, which needs no device."""
+    is_number = {int, float} & set(KEYS[name].types)
+    for value in NUMBERS:
+        flag = f"--{name}={value}"
+        try:
+            load_config([str(config), flag])
+        except UserError as error:
+            assert_one_message(f"error: {error}")
+        else:
+            if is_number:
+                assert run(config, flag, "--dry_run=True") == 0, (flag[:100], tells(capfd)[-1000:])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--seed=9223372036854775807", "--eval_iters=9223372036854775807", "--eval_interval=2"],
+        ["--learning_rate=1e18", "--min_lr=1e18"],
+        ["--weight_decay=1e18", "--grad_clip=1e18"],
+        ["--norm_eps=1e-320", "--beta2=0.9999999999999999", "--dropout=0.999999"],
+        ["--rope_theta=1e-320"],
+        ["--skip_spikes=1e18", "--spike_window=1000000", "--max_skips=9223372036854775807"],
+        ["--loss_chunks=1048576", "--timeout_minutes=525600", "--start_timeout_minutes=525600"],
+        [
+            "--peak_tflops=1e-320",
+            "--log_save_interval=9223372036854775807",
+            "--keep_last=9223372036854775807",
+        ],
+        ["--checkpoint_interval=8760h", "--drift_check_interval=9223372036854775807"],
+        ["--lr_schedule=wsd", "--wsd_decay_fraction=1e-320", "--lr_decay_iters=9223372036854775807"],
+        ["--use_dataloader=True", "--dataloader_prefetch_factor=1024", "--dataloader_num_workers=1"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_the_greatest_and_least_values_can_be_used(config, run, tmp_path, capfd, flags):
+    """A run ends in order, or as one whose loss is no number."""
+    status = run(config, f"--out_dir={tmp_path}", *flags)
+    error = tells(capfd)
+    assert status == 0 or (status == 1 and "error: the " in error and "nan" in error), error
+    assert "Traceback" not in error
+
+
+def test_the_largest_number_of_iterations_starts(config, run, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(train, "loop", lambda run: None)
+    assert run(config, f"--out_dir={tmp_path}", f"--max_iters={INT_MAX}") == 0, tells(capfd)
+    assert last_run(tmp_path)["config"]["max_iters"] == INT_MAX
+
+
+def test_the_tokens_of_an_iteration_have_a_limit(config):
+    flags = ["--batch_size=1048576", "--gradient_accumulation_steps=1048576"]
+    with pytest.raises(UserError, match="batch_size x gradient_accumulation_steps x block_size is 35,184,"):
+        load_config([str(config), *flags])
+
+
+def test_memory_that_is_not_there_is_one_message(config, run, tmp_path, monkeypatch, capfd):
+    def no_memory(*arguments):
+        raise MemoryError("Unable to allocate 8.00 TiB for an array")
+
+    monkeypatch.setattr(train, "Loader", no_memory)
+    assert run(config, f"--out_dir={tmp_path}") == 1
+    error = tells(capfd)
+    assert_one_message(error)
+    assert "lower --batch_size" in error and "8.00 TiB" in error
+
+
+def test_help_says_the_limits_and_what_0_means():
+    special = ["checkpoint_interval", "dataloader_num_workers", "drift_check_interval", "eval_interval"]
+    special += ["grad_clip", "gradient_log_interval", "skip_spikes", "start_timeout_minutes"]
+    special += ["timeout_minutes", "warmup_iters"]
+    assert sorted(name for name, key in KEYS.items() if re.search(r"\b0: ", key.help)) == special
+    assert "0: never" in KEYS["start_timeout_minutes"].help
+
+
+OPTIONS = {
+    sample.parse: (["--out_dir=x"], "num_samples max_new_tokens temperature top_k seed"),
+    throughput.parse: (["--suite=quick"], "iters warmup repeats timeout"),
+    checkpointing.parse: (["run.py"], "processes timeout"),
+    tokenize.parse: (["--input=x", "--tokenizer=x"], "workers mb repeats"),
+}
+
+
+@pytest.mark.parametrize("parse", OPTIONS, ids=lambda parse: parse.__module__)
+def test_no_number_in_an_option_is_more_than_one_message(parse, capfd):
+    base, names = OPTIONS[parse]
+    for name in names.split():
+        for value in NUMBERS:
+            status = run_command(lambda: parse([*base, f"--{name}={value}"]) and 0)  # noqa: B023 - called here
+            assert status in (0, 2), (name, value[:50])
+            assert_clear_usage(status, tells(capfd), name)
+
+
+def assert_clear_usage(status, error, name):
+    assert "Traceback" not in error
+    last = error.strip().splitlines()[-1] if status else ""
+    assert not status or (f"--{name}" in last and len(last) < 300), error[-1000:]
+
+
+@pytest.mark.parametrize("name", ["workers", "max_tokens", "shard_tokens", "max_bad", "part", "num_parts"])
+def test_no_number_in_an_option_of_prepare_is_more_than_one_message(name, monkeypatch, tmp_path, capfd):
+    for value in NUMBERS:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", f"--{name}={value}"])
+        status = run_command(lambda: prepare.parse(prepare.make_parser("", tmp_path, 0.1)) and 0)
+        assert status in (0, 2)
+        assert_clear_usage(status, tells(capfd), name)
+
+
+@pytest.mark.parametrize("name", ["samples", "length", "seed"])
+def test_no_number_in_an_option_of_inspect_is_more_than_one_message(config, name, monkeypatch, capfd):
+    for value in [value for value in NUMBERS if value not in (str(2**31), "0") or name == "seed"]:
+        monkeypatch.setattr(sys, "argv", ["inspect", f"{config.parent}/absent", f"--{name}={value}"])
+        assert run_command(inspect.main) == 2
+        error = tells(capfd)
+        assert "Traceback" not in error and len(error) < 2000
+
+
+# --- A.8: paths with ~, a byte order mark ---
+
+
+def test_a_tilde_is_the_home_folder_in_a_file_and_in_a_flag(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    make_dataset(tmp_path / "tokens")
+    config = write_config(tmp_path / "run.py", **TINY, dataset="~/tokens", out_dir="~/in file")
+    assert run(config, "--max_iters=1") == 0, tells(capfd)
+    assert run(config, "--max_iters=1", "--out_dir=~/in_flag") == 0, tells(capfd)
+    assert (tmp_path / "in file").is_dir() and (tmp_path / "in_flag").is_dir()
+    assert not (tmp_path / "~").exists()
+    assert last_run(tmp_path / "in_flag")["config"]["dataset"] == f"{tmp_path}/tokens"
+
+
+def test_a_tilde_is_the_home_folder_in_each_part_of_a_mixture(config, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    assert load_config([str(config), "--dataset=~/a:1, ~/b:2"]).dataset == "/home/x/a:1, /home/x/b:2"
+    assert load_config([str(config), "--out_dir=~"]).out_dir == "/home/x"
+    assert load_config([str(config), "--out_dir=~nobody-of-this-name/x"]).out_dir == "~nobody-of-this-name/x"
+    assert load_config([str(config), "--out_dir=a~/b"]).out_dir == "a~/b"
+
+
+PATH_OPTIONS = ("--output", "--input", "--out_dir", "--dataset", "--text", "--logs", "config", "dataset")
+EXPANDED_LATER = {("bench/tokenize.py", "--tokenizer"), ("plots/compare_runs.py", "--output")}
+EXPANDED_LATER |= {("plots/plot_single_run.py", "--output")}
+
+
+def test_every_option_that_is_a_path_takes_a_tilde():
+    found = []
+    for path in product_files():
+        for call in ast.walk(ast.parse((ROOT / path).read_text())):
+            name = isinstance(call, ast.Call) and call.args and getattr(call.args[0], "value", None)
+            if not name or name not in (*PATH_OPTIONS, "--tokenizer") or (path, name) in EXPANDED_LATER:
+                continue
+            function = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+            if function in ("add", "add_argument") and (path, name) != ("data/cluster.py", "dataset"):
+                kinds = [keyword.value.id for keyword in call.keywords if keyword.arg == "type"]
+                found.append((path, name, *kinds))
+    assert len(found) > 15
+    assert [entry for entry in found if entry[2:] not in (("user_path",), ("user_folder",))] == []
+
+
+def product_files():
+    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [path for path in done.stdout.split() if not path.startswith(("tests/", "config/"))]
+
+
+@pytest.mark.parametrize("name", ["--out_dir", "--dataset"])
+def test_an_empty_path_is_not_this_folder(name, capfd):
+    assert run_command(lambda: sample.parse(["--out_dir=x", f"{name}="]) and 0) == 2
+    assert f"{name}: it is empty; name a file or a folder" in tells(capfd)
+
+
+@pytest.mark.parametrize("name", ["out_dir", "dataset"])
+def test_a_control_character_in_a_path_is_refused_and_a_foreign_script_is_not(config, name):
+    with pytest.raises(UserError, match="control character") as error:
+        load_config([str(config), f"--{name}=a/\x1b[2J"])
+    assert "\x1b" not in str(error.value)
+    assert getattr(load_config([str(config), f"--{name}=é/名\u3000前\u200c"]), name) == "é/名\u3000前\u200c"
+
+
+@pytest.mark.parametrize("name", ["out_dir", "dataset"])
+def test_a_path_that_no_file_can_have_is_refused_and_one_of_other_bytes_is_not(config, name):
+    with pytest.raises(UserError, match="is no text that can name a folder"):
+        load_config([str(config), f"--{name}=a/\ud800"])
+    bytes_of_latin_1 = "a/\udce9"  # as Python reads a name that is not UTF-8
+    assert getattr(load_config([str(config), f"--{name}={bytes_of_latin_1}"]), name) == bytes_of_latin_1
+
+
+def test_a_prompt_that_is_no_text_is_one_message(capfd):
+    assert run_command(lambda: sample.parse(["--out_dir=x", "--prompt=\udce9"])) == 2
+    assert "--prompt has a control character, or is no UTF-8" in tells(capfd)
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(config, tmp_path):
+    path = tmp_path / "bom.py"
+    path.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert load_config([str(path)]).batch_size == TINY["batch_size"]
+
+
+# --- A.8: output ---
+
+
+class Unwritable(io.StringIO):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+
+READER_GONE, DISK_FULL = BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")
+
+
+def test_every_command_ends_in_the_same_way():
+    mains = [path for path in product_files() if 'if __name__ == "__main__":' in (ROOT / path).read_text()]
+    assert len(mains) > 15
+    for path in mains:
+        main = (ROOT / path).read_text()
+        assert re.search(r"\b(run_command|end_with_status|leave_now)\(", main), path
+
+
+@pytest.mark.parametrize(
+    "error, status, told",
+    [
+        (None, 0, ""),
+        (UserError("what and how"), 2, "error: what and how\n"),
+        (UserError("\x1b[2Jx" + "y" * 10**6), 2, "error: ?[2Jx"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (SystemExit(2), 2, ""),
+        (SystemExit("words"), 1, "words\n"),
+        (READER_GONE, 141, ""),
+        (
+            PermissionError(13, "Permission denied", "out/x"),
+            2,
+            "error: out/x: Permission denied\n",
+        ),
+    ],
+    ids=["done", "user", "hostile", "ctrl-c", "argparse", "words", "pipe", "machine"],
+)
+def test_an_end_is_one_status_and_one_message(error, status, told, capsys):
+    def main():
+        if error:
+            raise error
+
+    assert run_command(main) == status
+    said = capsys.readouterr().err
+    assert said.startswith(told) if "\x1b" in str(error) else said == told
+    assert len(said) <= MESSAGE_CHARACTERS + 1
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        outcome(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("error, status", [(READER_GONE, 141), (DISK_FULL, 2)], ids=["pipe", "full"])
+def test_output_that_cannot_be_written_is_no_traceback(error, status, capsys):
+    with contextlib.redirect_stdout(Unwritable(error)):
+        assert run_command(lambda: print("x")) == status
+    with contextlib.redirect_stdout(Unwritable(error)), contextlib.redirect_stderr(Unwritable(error)):
+        assert run_command(lambda: print("x")) == status
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_every_command_prints_what_the_console_can_show(encoding):
+    raw = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding=encoding)):
+        assert run_command(lambda: print("é 名 \ud800 📍")) == 0
+        shown = raw.getvalue().decode(encoding)
+    assert shown == {"ascii": "? ? ? ?\n", "latin-1": "é ? ? ?\n", "utf-8": "é 名 ? 📍\n"}[encoding]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--dry_run=True"])
+def test_a_report_whose_reader_has_seen_enough_is_no_error(config, run, flag, capsys):
+    with contextlib.redirect_stdout(Unwritable(READER_GONE)):
+        assert run(config, flag) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record of a few rows, as train.py writes it."""
+    mfu = {"mfu": 0.4, "mfu_percent": 40.0, "hardware_peak_flops": 1e15, "num_gpus": 1, "tokens_per_sec": 1e5}
+    mfu |= {"calculation_method": "component_summation_v2025", "gpu_name": "GPU"}
+    rows = [{"iter": i, "loss": 3.0 - i / 10, "time_ms": 9.0, "lr": 1e-3, "mfu": mfu} for i in range(4)]
+    rows = [row | {"tokens_per_sec": 1e5, "memory": {"max_allocated_gb": 1.0}, "attempt": 1} for row in rows]
+    return {
+        "run_name": "run_1",
+        "status": "completed",
+        "config": {"dtype": "bfloat16"},
+        "startup_info": {"model": {"architecture": "qwen3", "total_params": 10**9}, "hardware": {}},
+        "training_iterations": rows,
+        "training_progress": [],
+        "eval_steps": [{"iter": 2, "train_loss": 2.0, "val_loss": 2.5}],
+        "attempts": [{"attempt": 1, "start_iter": 0}],
+        "attempt": 1,
+        "summary": {"best_val_loss": 2.5},
+    }
+
+
+def closed_pipe(command, **streams):
+    """(exit status, what is on stderr) of a command whose reader has ended: command | true."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=writer, timeout=60, **{"stderr": subprocess.PIPE, **streams}
+    )
+    os.close(writer)
+    return done.returncode, (done.stderr or b"").decode()
+
+
+def test_plots_and_data_commands_end_quietly_with_their_reader(record, config, tmp_path):
+    path = tmp_path / "run_1.json"
+    path.write_text(json.dumps(record))
+    compare = [sys.executable, "plots/compare_runs.py", str(path)]
+    assert closed_pipe(compare) == (141, "")
+    assert closed_pipe([sys.executable, "-m", "data.inspect", str(config.parent / "tokens")])[0] in (2, 141)
+    assert closed_pipe([sys.executable, "data/text/prepare.py", "--help"]) == (0, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(compare, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert_one_message(done.stderr)
+    closed = f"exec {shlex.join(compare)} >&- 2>&-"
+    assert subprocess.run(closed, shell=True, cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    "command", [["sample.py", "--help"], ["-m", "bench.throughput", "--help"], ["-m", "bench.roofline"]]
+)
+def test_commands_with_torch_end_quietly_with_their_reader(command):
+    status, error = closed_pipe([sys.executable, *command])
+    assert status in (0, 2) and "Traceback" not in error and "Exception ignored" not in error
+
+
+# --- A.8: no compiler ---
+
+
+def test_a_missing_compiler_is_one_message(capfd):
+    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+
+    no_header = CppCompileError(["g++", "x.cpp"], "x.cpp:1: fatal error: Python.h: No such file or directory")
+    for cause in (InvalidCxxCompiler(), no_header):
+        assert exit_status.end_with(InductorError(cause, None)) == 2
+        error = tells(capfd)
+        assert "--compile=False" in error and "g++" in error and "Traceback" not in error
+    assert exit_status.end_with(InductorError(ValueError("x"), None)) == 1
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("variables", [{"CXX": "/nowhere/g++"}, {"PATH": "/nowhere", "CXX": "g++"}])
+def test_a_run_without_a_compiler_says_what_to_do(config, tmp_path, variables):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "train.py", str(config), f"--out_dir={tmp_path / 'out'}", "--compile=True"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    assert_one_message(done.stderr)
+    assert "--compile=False" in done.stderr
+    assert last_run(tmp_path / "out")["status"] == "failed"
+
+
+# --- A.6, A.8: records that anybody made ---
+
+TEXTS = {
+    "formula": r"$\frac{$",
+    "dollars": "a$b$c",
+    "escapes": "\x1b[2J\x1b]0;title\x07",
+    "lines": "x\ny\r\nz",
+    "long": "n" * 100_000,
+    "emoji": "📍 run",
+    "surrogate": "\ud800",
+    "right to left": "\u202eabc",
+    "other script": "名前",
+    "backslash": "a\\",
+    "no text": [{"a": 1}],
+}
+
+
+@pytest.fixture
+def plots():
+    """The main functions of both plots; a warning is an error."""
+    pytest.importorskip("matplotlib")
+    from plots import compare_runs, plot_single_run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield plot_single_run.main, compare_runs.main
+
+
+def set_texts(record, text):
+    record |= {"run_name": text, "status": text}
+    record["startup_info"]["model"]["architecture"] = text
+    record["startup_info"]["hardware"] |= {"gpu_name": text, "precision": text}
+    for row in record["training_iterations"]:
+        row["mfu"] = row["mfu"] | {"calculation_method": text}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_texts_of_a_record_steer_neither_the_terminal_nor_matplotlib(text, record, plots, tmp_path, capsys):
+    set_texts(record, text)
+    for row in record["training_iterations"][2:]:
+        row |= {"mfu": None, "mfu_reason": text}
+    path = tmp_path / "run_1.json"
+    path.write_text(json.dumps(record))
+    for main in plots:
+        assert main([str(path)]) == 0
+    printed = "".join(capsys.readouterr())
+    assert all(c.isprintable() or c == "\n" for c in printed) and len(printed) < 3000
+
+
+VALUES = [10**400, -(10**400), 1e308, -1e308, float("nan"), float("inf"), True, "x", None, [1], {"a": 1}]
+
+
+def test_numbers_of_a_record_are_of_any_size_and_type(record, plots, tmp_path, capsys):
+    plain_record = json.dumps(record)
+    places = [("iter",), ("loss",), ("time_ms",), ("lr",), ("tokens_per_sec",), ("memory",), ("attempt",)]
+    places += [("mfu",), ("mfu", "mfu_percent"), ("mfu", "num_gpus"), ("mfu", "hardware_peak_flops")]
+    for number, place in enumerate(places):
+        record = json.loads(plain_record)
+        for row, value in zip(record["training_iterations"], VALUES[number % 4 :: 3], strict=False):
+            target = row if len(place) == 1 else row[place[0]]
+            target[place[-1]] = value
+        record |= {"attempt": VALUES[number % 11], "attempts": VALUES, "eval_steps": VALUES}
+        record["summary"] = {"best_val_loss": VALUES[number % 11]}
+        path = tmp_path / f"run_{number}.json"
+        path.write_text(json.dumps(record))
+        assert plots[number % 2]([str(path)]) == 0, (place, capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"[]", b"null", b'{"training_iterations": [1]}', None],
+    ids=["empty", "binary", "deep", "digits", "list", "null", "rows", "pipe"],
+)
+def test_a_file_that_is_no_record_is_one_message(content, plots, tmp_path, capsys):
+    path = tmp_path / "run_1.json"
+    if content is None:
+        os.mkfifo(path)  # nobody writes to it
+    else:
+        path.write_bytes(content)
+    for main in plots:
+        assert main([str(path)]) == 2
+        assert_one_message(capsys.readouterr().err)
+
+
+def test_the_log_of_a_run_cannot_steer_the_terminal(config, run, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(train, "closing_lines", lambda *arguments: ["\x1b]0;title\x07 of a checkpoint"])
+    assert run(config, f"--out_dir={tmp_path}") == 0
+    (log,) = tmp_path.glob("run_*.log")
+    assert "?]0;title? of a checkpoint" in capfd.readouterr().out
+    assert "\x1b" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [("x", "'x'"), (10**5000, "an int of more than 4,300 digits"), ("y" * 500, "'" + "y" * 46 + " ... ")],
+    ids=["short", "digits", "long"],
+)
+def test_a_value_in_a_message_is_short(value, text):
+    assert shown(value).startswith(text) and len(shown(value)) <= 100
+
+
+def test_plain_text_stays_as_it_is():
+    assert plain("│ 📍 é\n\t") == "│ 📍 é\n\t" and one_line(" a\n  b ") == "a b"
+
+
+# --- bench ---
+
+
+def test_the_output_of_a_benchmarked_process_may_have_any_length():
+    output = io.StringIO("x" * 10**6 + "\n" + "error: \x1b[2J" + "y" * 10**6)
+    reason = failure_reason(1, output)
+    assert reason.startswith("?[2Jyyy") and len(reason) <= REASON_LENGTH
+    assert failure_reason(1, io.StringIO("z" * (LINE_LENGTH * 3))).startswith("zzz")
+
+
+def test_a_fault_in_a_benchmark_is_printed_within_limits(capsys):
+    def main(argv):
+        raise RuntimeError("x" * 10**6)
+
+    assert end_with_status(main, []) == 1
+    error = capsys.readouterr().err
+    assert len(error) <= MESSAGE_CHARACTERS + 1
+    assert failure_reason(1, io.StringIO(error)).startswith("RuntimeError: xxx")
+
+
+@pytest.mark.parametrize("line", [b"{" * 10_000, b'{"a": ' + b"1" * 5000 + b"}", b"{\xff}", b"no JSON"])
+def test_what_a_benchmarked_process_printed_is_checked(line):
+    with pytest.raises(ValueError):
+        _last_json(b"words\n" + line)
+
+
+# --- C: the truth is stored, what is shown is redacted ---
+
+
+@pytest.fixture
+def secret(monkeypatch):
+    """secret(NAME, value): an environment variable that is called like a secret."""
+
+    def set_variable(name, value):
+        monkeypatch.setenv(name, value)
+        redaction._secrets.cache_clear()
+
+    yield set_variable
+    redaction._secrets.cache_clear()
+
+
+def test_a_dataset_called_like_a_secret_is_redacted_and_still_found(run, tmp_path, secret, capfd):
+    folder = make_dataset(tmp_path / "corpus-2024-en")
+    secret("CORPUS_TOKEN", "corpus-2024-en")
+    config = write_config(tmp_path / "run.py", **TINY, dataset=folder, out_dir=tmp_path / "out")
+    assert run(config) == 0, tells(capfd)
+    assert "corpus-2024-en" not in capfd.readouterr().out
+    assert last_run(tmp_path / "out")["config"]["dataset"] == f"{tmp_path}/***CORPUS_TOKEN***"
+    (state,) = (tmp_path / "out" / "checkpoints").glob("step-*/state.json")
+    assert json.loads(state.read_text())["config"]["dataset"] == str(folder)
+    assert run(config, "--init_from=resume", "--max_iters=6") == 0, tells(capfd)
+    assert last_run(tmp_path / "out")["startup_info"]["changed_since_checkpoint"].keys() == {"max_iters"}
+
+
+def test_a_choice_that_equals_a_secret_changes_no_setting(run, config, tmp_path, secret, capfd, monkeypatch):
+    secret("MODEL_KEY", "constant-1")
+    keys = TINY | {"dataset": config.parent / "tokens", "wandb_project": "constant-1", "out_dir": tmp_path}
+    file = write_config(tmp_path / "run.py", **keys)
+    assert run(file) == 0
+    monkeypatch.delenv("MODEL_KEY")
+    redaction._secrets.cache_clear()
+    assert run(file, "--init_from=resume", "--max_iters=6") == 0, tells(capfd)
+    assert "wandb_project" not in last_run(tmp_path)["startup_info"]["changed_since_checkpoint"]
+
+
+def test_a_secret_that_is_a_date_does_not_hide_the_attempts_of_a_run(config, run, tmp_path, secret):
+    secret("BUILD_KEY", f"{datetime.now():%Y%m%d}")
+    assert run(config, f"--out_dir={tmp_path}") == 0
+    assert run(config, f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=6") == 0
+    record = last_run(tmp_path)
+    assert record["attempt"] == 2 and len(record["training_iterations"]) == 6
+    assert all("***" not in attempt["run_name"] for attempt in record["attempts"])
+
+
+def test_a_restart_is_found_though_its_launch_is_called_like_a_secret(config, run, tmp_path, secret):
+    assert run(config, f"--out_dir={tmp_path}") == 0
+    (path,) = tmp_path.glob("run_*.json")
+    record = json.loads(path.read_text())
+    record["startup_info"]["launch"] = {"id": "***JOB_TOKEN***", "restarts": 0}
+    path.write_text(json.dumps(record))
+    secret("JOB_TOKEN", "job-12345678")
+    assert find_history(tmp_path, None, {"id": "job-12345678", "restarts": 1})["run_name"] == path.stem
+
+
+# --- the guide ---
+
+
+def snippets_of_the_guide():
+    text = (ROOT / "TRAINING_GUIDE.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("python -c ") and "run_*.json" in line]
+    return [shlex.split(line, comments=True)[2].replace("out-qwen3-1.8b-b200/", "") for line in lines]
+
+
+def test_the_guides_snippets_take_a_folder_without_a_record_and_a_record_without_rows(
+    record, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    codes = snippets_of_the_guide()
+    assert len(codes) == 3
+    for content in (None, record | {"training_iterations": [], "summary": None}, record):
+        if content:
+            (tmp_path / "run_1.json").write_text(json.dumps(content))
+        for code in codes:
+            exec(compile(code, "-c", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "3 2.7 40.0" and printed[0] == "None"
+
+
+def test_exit_statuses_are_in_the_guide():
+    guide = " ".join((ROOT / "TRAINING_GUIDE.md").read_text().split())
+    for text in ("**2** an error that the user can fix, as one message", "**141** the reader of its output"):
+        assert text in guide

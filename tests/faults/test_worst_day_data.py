@@ -1,0 +1,307 @@
+"""The worst day of data: token files that change under a run, damaged packings, advice that repairs."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+
+import numpy as np
+import pytest
+from support.helpers import TINY, last_run, make_dataset, start_train, write_config
+from support.preparation import shared, small_bpe
+
+import data.inspect.__main__ as inspect
+import sample
+from common.errors import RunError, UserError
+from data import adopt
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.quickstart import prepare as quickstart
+from data.text import prepare as text_prepare
+from training.batches.sources import make_windows, open_sources
+from training.configuration.keys import TrainConfig
+
+# --- token files that change under a run ---
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packing", ["stream", "truncate"])
+def test_token_file_truncated_during_training_is_named(tmp_path, workers, packing):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    out = tmp_path / "out"
+    keys = {**TINY, "dataset": folder, "out_dir": out, "max_iters": 10**6, "lr_decay_iters": 10**6}
+    keys |= {"packing": packing, "use_dataloader": workers > 0, "dataloader_num_workers": max(workers, 1)}
+    process = start_train(write_config(tmp_path / "run.py", **keys))
+    try:
+        wait_for_rows(out)
+        os.truncate(folder / "train.bin", 1000)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, (process.returncode, stderr)
+    assert f"{folder}/train.bin had 40,000 bytes when the run started and has 1,000 now" in stderr
+    assert "Traceback" not in stderr and stderr.count("train.bin") == 1
+    assert last_run(out)["status"] == "failed"
+
+
+def wait_for_rows(out) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if list(out.glob("run_*.json")) and last_run(out)["training_iterations"]:
+            return
+        time.sleep(0.1)
+    pytest.fail("no row in 60 s")
+
+
+# --- a packing is data like any other ---
+
+
+def packed_config(folder, **keys) -> TrainConfig:
+    return TrainConfig(**{**TINY, "dataset": str(folder), "packing": "truncate", **keys})
+
+
+def rows_of(folder) -> np.ndarray:
+    settings = packed_config(folder)
+    windows = make_windows(open_sources(settings, scan=True), settings)["train"]
+    return windows.samples(np.arange(40), seed=1)
+
+
+def rewrite(path, change) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def edit_index(**fields):
+    def change(packing):
+        path = packing / "index.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def as_pipe(packing) -> None:
+    (packing / "index.json").unlink()
+    os.mkfifo(packing / "index.json")
+
+
+def flip(content: bytes) -> bytes:
+    return content[:400] + bytes([content[400] ^ 1]) + content[401:]
+
+
+DAMAGE = {
+    "pieces cut by 10 %": lambda p: rewrite(p / "pieces.bin", lambda c: c[: len(c) * 9 // 160 * 16]),
+    "windows cut by 10 %": lambda p: rewrite(p / "windows.bin", lambda c: c[: len(c) * 9 // 80 * 8]),
+    "a bit of the pieces": lambda p: rewrite(p / "pieces.bin", flip),
+    "a bit of the windows": lambda p: rewrite(p / "windows.bin", flip),
+    "no pieces": lambda p: (p / "pieces.bin").unlink(),
+    "no hashes": edit_index(files=None),
+    "a hash that is no text": edit_index(files={"windows.bin": {"sha256": 5}}),
+    "a count as text": edit_index(windows="5"),
+    "a count as true": edit_index(documents=True),
+    "a negative count": edit_index(windows=-5),
+    "a huge count": edit_index(documents=10**30),
+    "another share": edit_index(share_padded=float("nan")),
+    "fewer windows": edit_index(windows=3),
+    "deep JSON": lambda p: (p / "index.json").write_text("[" * 100_000),
+    "no JSON": lambda p: (p / "index.json").write_bytes(b"\xff\x00"),
+    "a list": lambda p: (p / "index.json").write_text("[1]"),
+    "a named pipe": as_pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_packing_is_made_again_with_one_warning(tmp_path, damage, caplog):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    rows = rows_of(folder)
+    packing = folder / ".packed-train-32"
+    DAMAGE[damage](packing)
+    caplog.clear()
+    assert np.array_equal(rows_of(folder), rows)
+    assert len(caplog.messages) == 1 and f"{packing} is damaged" in caplog.messages[0]
+    caplog.clear()
+    assert np.array_equal(rows_of(folder), rows) and not caplog.messages
+    assert sorted(path.name for path in folder.glob(".packed*")) == [".packed-train-32"]
+
+
+def test_packing_that_is_a_link_is_not_written_through(tmp_path):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    (tmp_path / "elsewhere").mkdir()
+    for target in ("elsewhere", "absent"):
+        (folder / ".packed-train-32").symlink_to(tmp_path / target)
+        rows_of(folder)
+        assert (folder / ".packed-train-32").is_dir() and not (folder / ".packed-train-32").is_symlink()
+        shutil.rmtree(folder / ".packed-train-32")
+    assert not list((tmp_path / "elsewhere").iterdir()) and not (tmp_path / "absent").exists()
+
+
+def test_packing_that_is_changed_under_a_run_is_named(tmp_path):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    settings = packed_config(folder)
+    windows = make_windows(open_sources(settings, scan=True), settings)["train"]
+    pieces = np.fromfile(folder / ".packed-train-32" / "pieces.bin", np.int64)
+    for wrong in (-1, 0, 10**9, 2**62):
+        changed = pieces.copy()
+        changed[1] = wrong  # a length
+        changed.tofile(folder / ".packed-train-32" / "pieces.bin")
+        with pytest.raises(RunError, match=r"packed-train-32/pieces.bin was changed"):
+            windows.read(np.arange(windows.count))
+    pieces[:2].tofile(folder / ".packed-train-32" / "pieces.bin")
+    with pytest.raises(RunError, match=r"packed-train-32/pieces.bin had .* bytes when the run started"):
+        windows.read(np.arange(windows.count))
+
+
+def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
+    folder = make_dataset(tmp_path / "tokens", eot_id=0)
+    keys = {**TINY, "packing": "truncate", "dataset": folder, "out_dir": tmp_path / "out", "max_iters": 4}
+    path = write_config(tmp_path / "run.py", **keys)
+    assert run(path, "--max_iters=2") == 0
+    packing = folder / ".packed-train-32"
+    rewrite(packing / "pieces.bin", lambda c: c[32:48] + c[16:32] + c[:16] + c[48:])  # two documents change
+    index = json.loads((packing / "index.json").read_text())
+    index["files"]["pieces.bin"]["sha256"] = hashlib.sha256((packing / "pieces.bin").read_bytes()).hexdigest()
+    (packing / "index.json").write_text(json.dumps(index))
+    capfd.readouterr()
+    assert run(path, "--init_from=resume") == 2
+    assert "another packing .packed-train-32" in capfd.readouterr().err
+    shutil.rmtree(packing)
+    assert run(path, "--init_from=resume") == 0  # made again, it is the same
+
+
+# --- repair advice repairs ---
+
+
+def trains(run, folder, tmp_path, vocab_size: int, name: str = "out") -> None:
+    keys = {**TINY, "dataset": folder, "vocab_size": vocab_size, "eval_interval": 2, "max_iters": 2}
+    keys |= {"block_size": 8, "out_dir": tmp_path / name}
+    assert run(write_config(tmp_path / "run.py", **keys)) == 0
+
+
+def prepare_text(monkeypatch, output, *flags) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, flags), "--output", str(output), "--workers=1"])
+    text_prepare.main()
+
+
+def change_token(path) -> None:
+    """As a failing disk does: neither the size nor the time changes."""
+    was = path.stat()
+    rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+@pytest.mark.parametrize("same_time", [False, True])
+def test_quickstart_with_a_flipped_bit_is_made_again(monkeypatch, tmp_path, same_time):
+    folder = tmp_path / "quickstart"
+    assert quickstart.prepare(folder, corpus_bytes=1_000_000)
+    assert quickstart.prepare(folder, corpus_bytes=1_000_000) is None
+    whole = (folder / "train.bin").read_bytes()
+    check_repair(folder, folder / "train.bin", same_time)
+    assert quickstart.prepare(folder, corpus_bytes=1_000_000)
+    assert (folder / "train.bin").read_bytes() == whole
+    inspect.check_files(folder, read_meta(folder), hashes=True)
+
+
+def check_repair(folder, path, same_time: bool) -> None:
+    if same_time:
+        change_token(path)
+    else:
+        rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
+        with pytest.raises(UserError, match="is not the file that meta.json describes"):
+            open_sources(TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 10**5}), scan=True)
+    with pytest.raises(UserError, match="run the dataset's prepare.py again"):
+        inspect.check_files(folder, read_meta(folder), hashes=True)
+
+
+@pytest.mark.parametrize("same_time", [False, True])
+def test_own_text_with_a_flipped_bit_is_made_again_by_the_same_command(
+    run, monkeypatch, tmp_path, same_time, capsys
+):
+    bpe, folder = small_bpe(tmp_path), tmp_path / "own"
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 50)
+    flags = ["--input", *sorted(tmp_path.glob("*.txt")), "--tokenizer", bpe]
+    prepare_text(monkeypatch, folder, *flags)
+    first = sorted(folder.glob("train*.bin"))[0]
+    whole = first.read_bytes()
+    check_repair(folder, first, same_time)
+    prepare_text(monkeypatch, folder, *flags)
+    assert first.read_bytes() == whole and f"{first} is damaged; it is made again" in capsys.readouterr().out
+    trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
+
+
+def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypatch, tmp_path):
+    bpe, folder = small_bpe(tmp_path), tmp_path / "own"
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("the same text " * 100)
+    flags = ["--tokenizer", bpe, "--val_fraction=0.1"]
+    with pytest.raises(UserError, match="holds one text twice.*--input.*--no-resume"):
+        prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", tmp_path / "b.txt", *flags)
+    assert not (folder / "meta.json").exists()
+    prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", *flags, "--no-resume")
+    trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
+
+
+def test_meta_made_as_the_error_says_is_enough_for_every_command(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    folder = make_dataset(tmp_path / "tokens", vocab_size=50257)
+    (folder / "meta.json").unlink()
+    settings = TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 50257})
+    with pytest.raises(UserError, match=r"python -m data\.adopt") as error:
+        open_sources(settings, scan=True)
+    follow_advice(monkeypatch, error)
+    trains(run, folder, tmp_path, 50257)
+    capsys.readouterr()
+    for flags in ([], ["--hash"]):
+        inspected = run_inspect(monkeypatch, capsys, folder, *flags)
+        assert "gpt2, 50,257 ids" in inspected and "20,000 tokens" in inspected
+    sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=4", "--device=cpu", "--prompt=a"])
+    assert "--- sample 1 ---\na" in capsys.readouterr().out
+
+
+def follow_advice(monkeypatch, error) -> None:
+    """Runs the data.adopt command at the end of the error."""
+    monkeypatch.setattr(sys, "argv", str(error.value).split("python -m ")[-1].split())
+    adopt.main()
+
+
+def run_inspect(monkeypatch, capsys, folder, *flags) -> str:
+    monkeypatch.setattr(sys, "argv", ["inspect", str(folder), *flags])
+    inspect.main()
+    return capsys.readouterr().out
+
+
+def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tmp_path, capsys):
+    folder = make_dataset(tmp_path / "tokens")
+    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
+    assert "samples are ids" in run_inspect(monkeypatch, capsys, folder, "--hash")
+    with pytest.raises(UserError, match="delete it and run") as error:
+        load_tokenizer(folder)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    (folder / "meta.json").unlink()
+    follow_advice(monkeypatch, error)
+    assert load_tokenizer(folder).decode([0]) == "!"
+    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
+    with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):
+        run_inspect(monkeypatch, capsys, folder, "--hash")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[1]",
+        '{"dtype": ["uint16"], "vocab_size": 64}',
+        '{"dtype": "object", "vocab_size": 64}',
+        '{"dtype": "uint16", "vocab_size": 1e999}',
+        '{"dtype": "uint16", "vocab_size": null}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": [1]}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": 1}}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": {"../train.bin": {}}}',
+        '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": {"tokens": -1}}}',
+    ],
+)
+def test_hostile_meta_is_one_message(tmp_path, text):
+    folder = make_dataset(tmp_path / "tokens")
+    (folder / "meta.json").write_text(text)
+    with pytest.raises(UserError, match="meta.json"):
+        load_tokenizer(folder)

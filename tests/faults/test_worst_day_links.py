@@ -1,0 +1,149 @@
+"""The worst day of an out_dir: somebody has planted links in it. Nothing is written through one, be it to a
+file outside, to a name that is not taken yet, or by a second name (a hard link)."""
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.helpers import TINY, make_dataset, write_config
+
+from training.checkpoints.folder import step_folders
+from training.faults import watchdog
+from training.records import run_record
+
+PRECIOUS = "not yours\n"
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def config(tmp_path, out):
+    """Of a run that evaluates and saves after iterations 2 and 4."""
+    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
+    return write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in step_folders(folder)]
+
+
+@pytest.fixture(params=["link", "dangling link", "second name"])
+def plant(request, tmp_path):
+    """plant(path) puts a link to a file outside at that path. None of them may have been written through."""
+    outside, planted = tmp_path / "outside", []
+    outside.mkdir()
+
+    def plant(path: Path) -> None:
+        target = outside / f"{len(planted)}-{path.name}"
+        planted.append(target)
+        if request.param != "dangling link":
+            target.write_text(PRECIOUS)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.hardlink_to(target) if request.param == "second name" else path.symlink_to(target)
+
+    yield plant
+    assert planted
+    for target in planted:
+        there = target.read_text() if target.exists() else None
+        assert there == (None if request.param == "dangling link" else PRECIOUS), target
+
+
+def test_no_file_of_a_run_is_written_through_a_link(run, config, out, plant, monkeypatch):
+    record = out / "run_x.json"
+    monkeypatch.setattr(run_record, "new_record_path", lambda config: record)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    pid, root = os.getpid(), out / "checkpoints"
+    for path in (
+        out / f".write_test_{pid}",
+        out / "run_x.json.tmp",
+        out / "run_x.jsonl",
+        root / "earlier.json",
+        root / f"earlier.json.tmp{pid}",
+        *(root / f"{pointer}{end}" for pointer in ("latest", "best") for end in ("", ".tmp", f".tmp{pid}")),
+    ):
+        plant(path)
+    assert run(config) == 0
+    assert json.loads(record.read_text())["status"] == "completed"
+    assert (root / "latest").read_text() == "step-00000004\n"
+    assert json.loads((root / "earlier.json").read_text()) == {}
+
+
+def test_a_record_has_a_name_that_no_link_has(run, config, out, plant, monkeypatch):
+    now = datetime(2026, 1, 1)
+    monkeypatch.setattr(run_record, "datetime", SimpleNamespace(now=lambda: now))
+    monkeypatch.setattr(run_record, "_now", lambda: "")
+    for end in (".json", "_2.log", "_3.jsonl"):
+        plant(out / f"run_20260101_000000{end}")
+        plant(out / f"eval_20260101_000000{end}")
+    assert run(config) == 0
+    assert run(config, "--init_from=resume", "--eval_only=True") == 0
+    assert (out / "run_20260101_000000_4.json").is_file() and (out / "run_20260101_000000_4.log").is_file()
+    assert (out / "eval_20260101_000000_4.json").is_file()
+
+
+def test_the_lock_is_a_file_of_its_own(run, config, out, plant, capfd):
+    plant(out / "run.lock")
+    assert run(config) == 2
+    assert "cannot be written" in capfd.readouterr().err
+
+
+def test_a_lock_that_is_a_pipe_is_refused(run, config, out, capfd):
+    out.mkdir()
+    os.mkfifo(out / "run.lock")
+    assert run(config) == 2
+    assert f"remove it: rm {out}/run.lock" in capfd.readouterr().err
+
+
+def test_the_traces_of_a_hang_are_not_written_through_a_link(out, plant, monkeypatch):
+    from torch._C import _distributed_c10d as c10d
+
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    monkeypatch.setattr(watchdog.torch.cuda, "is_available", lambda: True)
+    for name, write in (("stacks", watchdog._write_stacks), ("recorder", watchdog._write_collectives)):
+        plant(out / name)
+        write(out / name)
+        assert (out / name).stat().st_size > 4
+
+
+def test_nccl_finds_no_link_to_write_through(out, plant, request, monkeypatch):
+    """Its own code opens the file, so a link is removed before."""
+    from training.process.world import _record_collectives
+
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.setenv(name, "")
+    plant(out / "flight_recorder_rank_1")
+    _record_collectives(out, 1)
+    assert not os.path.lexists(out / "flight_recorder_rank_1")
+
+
+def test_a_log_that_was_replaced_by_a_link_is_not_opened_again(tmp_path):
+    from training.process.console import _LogFile
+
+    handler, path = _LogFile(tmp_path / "run.log", delay=True), tmp_path / "run.log"
+    handler.stream = handler._open()
+    handler.abandon()
+    path.unlink()
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError):
+        handler._open()
+    assert not (tmp_path / "outside").exists()
+
+
+def test_an_out_dir_and_its_checkpoints_may_be_links_to_other_disks(run, config, out, tmp_path):
+    disk, checkpoints = tmp_path / "disk", tmp_path / "checkpoint-disk"
+    disk.mkdir(), checkpoints.mkdir()
+    out.symlink_to(disk)
+    (disk / "checkpoints").symlink_to(checkpoints)
+    assert run(config) == 0 and run(config) == 0
+    assert (disk / "checkpoints").is_symlink() and steps(checkpoints) == [2, 4]
+    (aside,) = checkpoints.glob("checkpoints-before-*")
+    assert steps(aside) == [2, 4], "moved on their own disk"
+    assert run(config, "--init_from=resume", "--max_iters=6") == 0
+    assert run(config, "--max_iters=6") == 2, "a second set"

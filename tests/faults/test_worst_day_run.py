@@ -1,0 +1,340 @@
+"""The worst day of a run: an out_dir that is removed under it, a checkpoint that is deleted while it is read,
+a disk that fills up unnoticed, a terminal that is gone."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
+from support.helpers import ROOT, TINY, last_run, make_dataset, start_train, write_config
+
+import sample
+from common.errors import UserError
+from training.checkpoints import loading, resume, verification
+from training.checkpoints.folder import aside_folders, check_aside, delete, move_aside, step_folders
+from training.checkpoints.plan import checkpoint_bytes, plan_saves
+from training.configuration.files_and_flags import load_config
+from training.process.run_lock import RunLock, check_writable
+from training.records.report import _checkpoints
+from training.records.run_record import RunRecord
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def config(tmp_path, out):
+    """Of a run that evaluates and saves after iterations 2 and 4."""
+    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
+    return write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in step_folders(folder)]
+
+
+# --- A.7: what others do meanwhile ---
+
+
+@pytest.mark.parametrize("moment", ["while it is hashed", "before its tensors are read"])
+@pytest.mark.parametrize("which", ["latest", "best"])
+def test_sampling_takes_the_next_newest_if_the_run_deletes_what_is_read(
+    trained,  # noqa: F811
+    capsys,
+    monkeypatch,
+    moment,
+    which,
+):
+    module, name = (verification, "_problem") if "hashed" in moment else (loading, "open_tensors")
+    original, root = getattr(module, name), trained / "checkpoints"
+
+    def delete_first(folder, *arguments):
+        if len(step_folders(root)) == 2:
+            delete(folder)
+        return original(folder, *arguments)
+
+    monkeypatch.setattr(module, name, delete_first)
+    assert (
+        sample.main([f"--out_dir={trained}", f"--checkpoint={which}", "--device=cpu", "--prompt=AB"]) is None
+    )
+    assert f"checkpoint {step_folders(root)[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moment", ["while it is hashed", "before its tensors are read"])
+def test_an_evaluation_takes_the_next_newest_if_the_run_deletes_what_it_reads(
+    run, config, out, monkeypatch, moment
+):
+    assert run(config) == 0
+    module, name = (verification, "_problem") if "hashed" in moment else (resume, "load_checkpoint")
+    original = getattr(module, name)
+    root = out / "checkpoints"
+
+    def delete_first(folder, *arguments):
+        if len(step_folders(root)) == 2:
+            delete(folder)
+        return original(folder, *arguments)
+
+    monkeypatch.setattr(module, name, delete_first)
+    assert run(config, "--init_from=resume", "--eval_only=True") == 0
+    (path,) = out.glob("eval_*.json")
+    assert json.loads(path.read_text())["startup_info"]["resumed_from"] == str(root / "step-00000002")
+
+
+def test_a_checkpoint_that_is_named_and_deleted_is_one_message(trained, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(verification, "_problem", lambda folder, *_: delete(folder))
+    with pytest.raises(UserError, match="holds no checkpoint 'step-00000004'"):
+        sample.main([f"--out_dir={trained}", "--checkpoint=step-00000004", "--device=cpu"])
+
+
+@pytest.mark.parametrize("flags", [["--eval_interval=0"], ["--log_interval=99"]], ids=["row", "evaluation"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_out_dir_that_is_removed_ends_the_run(run, config, out, monkeypatch, capfd, flags, replaced):
+    """At the next row, evaluation or checkpoint. Nothing is written to a folder that has its name."""
+    remove_in_iteration(3, monkeypatch, out, replaced)
+    assert run(config, *flags, "--max_iters=100", "--checkpoint_interval=1h") == 1
+    error = capfd.readouterr().err
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    assert f"error: out_dir='{out}' was removed or replaced while this run used it" in error
+    assert sorted(path.name for path in out.glob("*")) == ["run.lock"] * replaced
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_out_dir_that_is_removed_during_a_save_ends_the_run(
+    run, config, out, monkeypatch, capfd, asynchronous
+):
+    from training.checkpoints import saver
+
+    write = saver._write_files
+    monkeypatch.setattr(
+        saver, "_write_files", lambda save, *rest: (shutil.rmtree(out), out.mkdir(), write(save, *rest))[2]
+    )
+    flags = ["--eval_interval=0", "--checkpoint_interval=2", f"--async_checkpoint={asynchronous}"]
+    assert run(config, *flags, "--log_interval=99", "--max_iters=100") == 1
+    assert f"error: out_dir='{out}' was removed or replaced" in capfd.readouterr().err
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.chaos
+def test_an_out_dir_that_is_removed_ends_all_ranks(config, out):
+    process = start_train(config, "--max_iters=1000000", "--eval_interval=0", processes=2)
+    try:
+        shown = ""
+        while "Iter      9" not in shown:
+            shown += process.stdout.readline()
+        shutil.rmtree(out)
+        _, error = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1 and not out.exists()
+    assert error.count(f"error: out_dir='{out}' was removed or replaced") >= 1, error[-3000:]
+    assert 'train.py", line' not in error, error
+
+
+def remove_in_iteration(number: int, monkeypatch, out: Path, replaced: bool) -> None:
+    def check(self, iteration):
+        if iteration == number:
+            gone = out.rename(out.with_name("gone"))
+            shutil.rmtree(gone, ignore_errors=True)  # a save may be writing there
+            if replaced:  # as by another run
+                out.mkdir()
+                (out / "run.lock").touch()
+
+    monkeypatch.setattr("training.faults.stragglers.Stragglers.check", check)
+
+
+def test_a_disk_that_does_not_answer_is_no_lost_lock(tmp_path, monkeypatch):
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+        assert not lock.is_lost()
+        monkeypatch.setattr(
+            Path, "lstat", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error"))
+        )
+        assert not lock.is_lost()
+    assert not RunLock(tmp_path).is_lost(), "an evaluation and the other ranks hold none"
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+@pytest.mark.parametrize("flags", [[], ["--init_from=resume"], ["--init_from=auto"]], ids=str)
+def test_checkpoints_that_is_no_folder_is_found_at_the_start(run, config, out, capfd, kind, flags):
+    out.mkdir()
+    root = out / "checkpoints"
+    root.touch() if kind == "file" else root.symlink_to("nowhere")
+    assert run(config, *flags) == 2
+    printed = capfd.readouterr()
+    assert f"remove it: rm {root}" in printed.err and "STARTING" not in printed.out
+    subprocess.run(shlex.split(re.search(r"remove it: (rm \S+),", printed.err)[1]), check=True)
+    assert run(config) == 0
+
+
+# --- B.6: how much is saved ---
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--eval_interval=3"],
+        ["--eval_interval=0"],
+        ["--eval_interval=0", "--always_save_checkpoint=False"],
+        ["--eval_interval=0", "--checkpoint_interval=4"],
+        ["--eval_interval=3", "--checkpoint_interval=4", "--always_save_checkpoint=False"],
+        ["--eval_interval=7", "--always_save_checkpoint=False"],
+        ["--eval_interval=7", "--always_save_checkpoint=False", "--checkpoint_interval=0"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_said_before_a_run_is_what_it_saves(run, config, out, flags):
+    """The loss always falls, so each evaluation is a new best."""
+    flags = [*flags, "--max_iters=12", "--learning_rate=1e-3", "--min_lr=1e-3"]
+    plan = plan_saves(load_config([str(config), *flags]), 0)
+    assert run(config, *flags, "--keep_all_checkpoints=True") == 0
+    made = step_folders(out / "checkpoints")
+    assert len(made) == plan.most
+    if made:
+        whole = plan_saves(load_config([str(config), *flags]), int(made[0].name[5:]))
+        assert whole.most == plan.most - 1, "after a resume"
+        size = sum(path.stat().st_size for path in made[0].iterdir())
+        parameters = last_run(out)["startup_info"]["model"]["total_params"]
+        assert 0 < size - checkpoint_bytes(parameters, load_config([str(config)])) < 30_000
+
+
+def test_a_smoke_test_of_2_billion_parameters_says_what_it_will_leave_and_how_to_leave_nothing():
+    def lines(*flags):
+        config = load_config([str(ROOT / "config/full_llama3_2.2b_chinchilla.py"), *flags])
+        return dict(_checkpoints(config, {"model": {"total_params": 2_224_154_624}}, 0))
+
+    said = lines("--max_iters=10")
+    assert said["Checkpoints"].startswith("1, ") and said["Checkpoints"].endswith("at the end")
+    assert said["  size"] == "26.7 GB each; at most 1 on disk at a time: 26.7 GB"
+    assert lines("--max_iters=10", *said["  to save none"].split()) == {"Checkpoints": "none"}
+    said = lines("--max_iters=1000", "--eval_interval=100", "--checkpoint_interval=50")
+    assert said["Checkpoints"].startswith("20, every 50 iterations; at each evaluation, every 100 iterations")
+    assert said["  size"].endswith("at most 4 on disk at a time: 107 GB")
+    assert lines(*said["  to save none"].split())["Checkpoints"] == "none"
+    said = lines("--max_iters=1000", "--eval_interval=100", "--always_save_checkpoint=False")
+    assert "up to 10, at each evaluation" in said["Checkpoints"] and "new best" in said["Checkpoints"]
+    assert lines("--eval_only=True", "--init_from=resume") == {"Checkpoints": "none"}
+
+
+def test_one_set_of_older_checkpoints_is_moved_aside_and_the_second_is_refused(run, config, out, capfd):
+    assert run(config) == 0
+    capfd.readouterr()
+    assert run(config, "--seed=2") == 0
+    (aside,) = out.glob("checkpoints-before-*")
+    assert f"are now in {aside}\n  to delete them: rm -r {aside}" in capfd.readouterr().out
+    before = set(out.glob("check*/*/*"))
+    assert run(config, "--seed=3") == 2
+    printed = capfd.readouterr()
+    assert "one such set is kept" in printed.err and "STARTING" not in printed.out
+    assert set(out.glob("check*/*/*")) == before
+    assert run(config, "--seed=3", "--eval_interval=0", "--always_save_checkpoint=False") == 0, "saves none"
+    assert run(config, "--seed=2", "--init_from=resume", "--max_iters=6") == 0, "moves none"
+    advice = re.search(r"(rm -r [^;]+);", printed.err)[1]
+    subprocess.run(shlex.split(advice), check=True)
+    assert run(config, "--seed=3") == 0
+    assert len(list(out.glob("checkpoints-before-*"))) == 1
+
+
+def test_a_restart_goes_on_with_what_it_has_begun(run, config, out, monkeypatch):
+    """torchrun starts the same command again: it is not refused for what its first start moved aside."""
+    assert run(config) == 0 and run(config, "--seed=2") == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    found = resume.find_resume(make_config(out), ALONE, {})
+    assert found.checkpoint is None
+
+
+def test_a_move_that_was_interrupted_is_completed(tmp_path):
+    root = tmp_path / "out" / "checkpoints"
+    template = save(make_saver(make_config(tmp_path), make_state(make_config(tmp_path))), 1)
+    for step in (2, 3, 4):
+        copy_checkpoint(template, root, step)
+    rename = os.rename
+
+    def killed(source, target):
+        if "step-00000003" in str(source):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(os, "rename", killed)
+        move_aside(root, start=2)
+    (aside,) = aside_folders(root)
+    check_aside(root, start=2)
+    assert steps(aside) == [4] and move_aside(root, start=2) == aside
+    assert steps(aside) == [3, 4] and steps(root) == [2]
+    copy_checkpoint(template, root, 3)
+    with pytest.raises(UserError, match=re.escape(f"rm -r {aside};")):
+        check_aside(root, start=2)
+
+
+# --- a full disk, a dead terminal ---
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_message(run, config, out, capfd):
+    """Not a traceback when the lock is closed."""
+    out.mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lock = RunLock(out)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(UserError, match="cannot be written: .*File too large"), lock:
+            lock.acquire()
+        with pytest.raises(UserError, match="cannot be written: .*File too large"):
+            check_writable(out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class DeadTerminal:
+    """A progress bar whose terminal has gone, at its first line or at its last."""
+
+    disable = False
+
+    def __init__(self, method: str):
+        self.method = method
+
+    def update(self):
+        self._fail("update")
+
+    def set_postfix_str(self, text, refresh):
+        self._fail("set_postfix_str")
+
+    def close(self):
+        self._fail("close")
+
+    def _fail(self, method):
+        if method == self.method:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("method", ["update", "set_postfix_str", "close"])
+def test_a_terminal_that_is_gone_ends_no_run_and_costs_no_record(run, config, out, monkeypatch, method):
+    monkeypatch.setattr("training.records.rows.tqdm", lambda **_: DeadTerminal(method))
+    assert run(config) == 0
+    assert last_run(out)["status"] == "completed"
+
+
+def test_the_record_is_complete_before_the_bar_is_ended(run, config, out, monkeypatch):
+    order = []
+    finish = RunRecord.finish
+    bar = SimpleNamespace(
+        update=lambda: None, set_postfix_str=lambda *_, **__: None, close=lambda: order.append("bar")
+    )
+    monkeypatch.setattr("training.records.rows.tqdm", lambda **_: bar)
+    monkeypatch.setattr(RunRecord, "finish", lambda self, *a: (order.append("record"), finish(self, *a)))
+    assert run(config) == 0
+    assert order == ["record", "bar"]

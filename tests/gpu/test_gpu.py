@@ -1,0 +1,149 @@
+"""What only a GPU can show, through train.py. Run there with: python -m pytest -m gpu"""
+
+import shutil
+
+import pytest
+import torch
+from support.helpers import TINY, last_run, make_dataset, run_train, write_config
+
+import model_builder
+from model import manual_attention
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader
+from training.batches.windows import StreamWindows
+from training.configuration.dtypes import DTYPES
+from training.configuration.files_and_flags import load_config
+from training.hardware.attention_kernels import choose_attention
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
+from training.process.world import World
+from training.strategies.parallelize import parallelize
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {
+    **TINY,
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "compile": True,
+    "n_embd": 256,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "d_ff": 512,
+    "block_size": 128,
+    "gradient_accumulation_steps": 2,
+}
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    make_dataset(folder / "tokens", train_tokens=200_000)
+    write_config(folder / "run.py", **SMALL, dataset=str(folder / "tokens"))
+    return folder
+
+
+def train(folder, out: str, *flags: str, processes: int = 1) -> dict:
+    done = run_train(folder / "run.py", f"--out_dir={folder / out}", *flags, processes=processes, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return last_run(folder / out)
+
+
+def losses(record: dict) -> list[float]:
+    return [row["loss"] for row in record["training_iterations"]]
+
+
+@pytest.fixture
+def parts(folder):
+    """(step, loader) of a compiled model on the GPU, as train.py assembles them."""
+    config = load_config([str(folder / "run.py")])
+    world = World(0, 0, 1, torch.device("cuda", 0))
+    model_config, dtype = config.model_config(), DTYPES[config.dtype]
+    attention = choose_attention("sdpa", model_config, dtype, world.device, manual_attention)
+    model = model_builder.build_model(model_config, attention.attend, dtype)
+    model.init_weights(world.device, seed=1)
+    compile_and_checkpoint(model, config)
+    strategy = parallelize(model, config, world)
+    optimizer = build_optimizer(strategy.shards, config)
+    step = EagerStep(
+        strategy, optimizer, LossScale(False, world.device), config, UpdateGuard(config, world.device)
+    )
+    splits, _ = open_dataset(config, scan=False)
+    return step, Loader(StreamWindows(splits["train"], config.block_size), config, world)
+
+
+def test_an_iteration_never_waits_for_the_gpu(parts):
+    step, loader = parts
+    for _ in range(3):
+        step(*loader.next(), 1e-3)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # any synchronizing call raises
+    try:
+        for _ in range(3):
+            step(*loader.next(), 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_is_compiled_again_after_the_first_iterations(parts):
+    step, loader = parts
+    for _ in range(2):
+        step(*loader.next(), 1e-3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(5):
+            step(*loader.next(), 1e-3 / (i + 1), with_gradient_sum=i == 2)
+
+
+def test_a_run_on_a_known_gpu_has_an_mfu_and_memory_figures(folder):
+    record = train(folder, "plain", "--max_iters=12", "--learning_rate=3e-3")
+    rows = record["training_iterations"]
+    assert losses(record)[-1] < losses(record)[0] - 0.3
+    assert rows[0]["mfu"] is None and "compilation" in rows[0]["mfu_reason"]
+    if record["startup_info"]["hardware"]["peak"]["tflops_per_gpu"]:
+        assert 0 < rows[-1]["mfu"]["mfu_percent"] < 100
+    assert rows[-1]["memory"]["max_allocated_gb"] >= rows[-1]["memory"]["allocated_gb"] > 0
+    assert record["startup_info"]["attention"]["used"] == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_follows_fp32(folder, dtype):
+    gentle = ["--max_iters=8", "--learning_rate=1e-3"]
+    reference = train(folder, "fp32", "--dtype=float32", *gentle)
+    record = train(folder, dtype, f"--dtype={dtype}", *gentle)
+    kept = [row for row in record["training_iterations"] if not row.get("skipped_updates")]
+    assert len(kept) >= 6  # float16 may start with a scale that is too high
+    assert losses(record) == pytest.approx(losses(reference), rel=2e-2)
+
+
+def test_workers_feed_the_same_batches(folder):
+    plain = train(folder, "inline", "--max_iters=6")
+    workers = train(folder, "workers", "--max_iters=6", "--use_dataloader=True")
+    assert losses(workers) == losses(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("single", 1)] + [pytest.param(name, 2, marks=TWO_GPUS) for name in STRATEGIES],
+)
+def test_resume_is_bit_exact_on_gpus(folder, name, processes):
+    flags = [*STRATEGIES.get(name, []), "--max_iters=8", "--eval_interval=4", "--keep_all_checkpoints=True"]
+    flags += ["--dropout=0.1"]
+    whole = train(folder, f"whole-{name}", *flags, processes=processes)
+    kept = "checkpoints/step-00000004"
+    shutil.copytree(folder / f"whole-{name}" / kept, folder / f"resumed-{name}" / kept)
+    resumed = train(folder, f"resumed-{name}", *flags, "--init_from=resume", processes=processes)
+    assert losses(resumed) == losses(whole)[4:]
+    assert resumed["eval_steps"][-1] == whole["eval_steps"][-1]
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_gpus_give_the_losses_of_one(folder, name):
+    one = train(folder, "one", "--dtype=float32", "--gradient_accumulation_steps=4", "--max_iters=6")
+    two = train(folder, f"two-{name}", "--dtype=float32", "--max_iters=6", *STRATEGIES[name], processes=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)

@@ -1,0 +1,584 @@
+"""The benchmarks: the quick suite as it really runs on the CPU, with its peer and its ceiling, and each part
+by itself. What only a GPU can show is its speed."""
+
+import argparse
+import ast
+import io
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from support.helpers import ROOT, TINY, make_dataset, write_config
+
+import model_builder
+from bench import checkpointing, gpu_monitor, operations, roofline, throughput, tokenize
+from bench.gpu_monitor import GpuMonitor, gpu_ids
+from bench.plan import check_overrides, iteration_flags, make_plan
+from bench.process import end_with_status, failure_reason, run_process
+from bench.random_tokens import make_random_dataset
+from bench.results import combine, measure
+from bench.suites import SUITES, Variant
+from bench.table import COLUMNS
+from common.errors import UserError
+from mfu_versions import model_builder_v1, model_builder_v3
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader
+from training.batches.windows import inputs_and_targets
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.process.world import World
+
+CPU = torch.device("cpu")
+SHAPE = {key: TINY[key] for key in ("n_layer", "n_embd", "d_ff", "vocab_size", "block_size", "batch_size")}
+SIZES = [f"--{key}={value}" for key, value in SHAPE.items()]
+ITERS, WARMUP = 8, 4
+SHORT = ["--suite", "quick", f"--iters={ITERS}", f"--warmup={WARMUP}"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny operations; several threads only wait for each other
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("bench") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory, tokens):
+    """(finished process, its table.json, its table.md) of the quick suite, as a user starts it."""
+    folder = tmp_path_factory.mktemp("quick") / "output"
+    command = [sys.executable, "-m", "bench.throughput", *SHORT, "--dataset", tokens, "--output", folder]
+    done = subprocess.run(
+        [*map(str, command), "--peer", "transformers", "--roofline", *SIZES],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, json.loads((folder / "table.json").read_text()), (folder / "table.md").read_text()
+
+
+def by_kind(content: dict, kind: str) -> list[dict]:
+    return [entry for entry in content["entries"] if entry["kind"] == kind]
+
+
+# --- the quick suite ---
+
+
+def test_figures_are_those_of_the_run_records(quick):
+    variants = by_kind(quick[1], "variant")
+    assert [entry["name"] for entry in variants] == [variant.name for variant in SUITES["quick"]]
+    for entry in variants:
+        with open(entry["facts"]["record"]) as file:
+            record = json.load(file)
+        assert record["status"] == "completed" and not record["checkpoints"] and not record["eval_steps"]
+        rows = record["training_iterations"]
+        assert rows[-1]["iter"] == WARMUP + ITERS
+        timed = [row for row in rows if row["iter"] > WARMUP]
+        result = entry["result"]
+        assert result["rows"] == len(timed) == 4
+        for name in ("tokens_per_sec", "time_ms"):
+            assert result[name]["median"] == statistics.median(row[name] for row in timed)
+        for name in ("mfu_percent", "mfu_causal_percent"):
+            assert result[name]["median"] == statistics.median(row["mfu"][name] for row in timed)
+        assert result["first_step_s"] == rows[0]["time_ms"] / 1000
+        assert result["max_allocated_gb"] is None and result["power_w"] is None  # a CPU
+
+
+def test_peer_is_the_same_model_on_the_same_data_by_the_same_peak(quick):
+    variant, (peer,) = by_kind(quick[1], "variant")[0], by_kind(quick[1], "peer")
+    assert variant["peer"] == peer["name"]
+    assert peer["facts"]["class"] == "Qwen3ForCausalLM"
+    assert peer["facts"]["parameters"] == variant["facts"]["parameters"]
+    assert peer["facts"]["peak_tflops"] == pytest.approx(variant["facts"]["peak"]["tflops_per_gpu"])
+    ours, theirs = variant["runs"][0]["measurement"], peer["runs"][0]["measurement"]
+    assert theirs["first_loss"] == pytest.approx(
+        ours["first_loss"], abs=0.3
+    )  # both start near ln(vocabulary)
+    rates = [entry["result"]["tokens_per_sec"]["median"] for entry in (variant, peer)]
+    assert variant["result"]["times_peer"] == pytest.approx(rates[0] / rates[1])
+    mfus = [entry["result"]["mfu_percent"]["median"] for entry in (variant, peer)]
+    assert mfus[0] / mfus[1] == pytest.approx(rates[0] / rates[1])
+
+
+def test_share_of_the_ceiling_is_mfu_over_the_ceilings_mfu(quick):
+    ceilings = {entry["name"]: entry["result"] for entry in by_kind(quick[1], "roofline")}
+    for entry in by_kind(quick[1], "variant"):
+        result, ceiling = entry["result"], ceilings[entry["roofline"]]["ceiling"]
+        assert 0 < result["ceiling_percent"] < 200
+        rate = result["tokens_per_sec_per_gpu"]["median"]
+        assert result["ceiling_percent"] == pytest.approx(100 * rate / ceiling["tokens_per_sec"])
+        assert ceiling["mfu_percent"] > ceiling["mfu_causal_percent"] > 0
+
+
+def test_table_has_the_promised_columns_and_a_row_for_each(quick):
+    done, content, document = quick
+    assert document.startswith(f"## {content['date'][:10]}, ")
+    rows = [line.strip("|").split(" | ") for line in document.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in row] for row in rows]
+    assert rows[0] == list(COLUMNS)
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+    shown = by_kind(content, "variant") + by_kind(content, "peer")
+    assert sorted(row[0] for row in rows[2:]) == sorted(entry["name"] for entry in shown)
+    assert content["command"] in document
+    table = document[document.index("| variant") : document.index("\n\n", document.index("| variant"))]
+    assert table in done.stdout
+    for entry in content["entries"]:
+        assert done.stdout.count(f"] {entry['name']}: started") == len(entry["runs"]) == 1
+    for name in ("software", "git", "arguments", "date"):
+        assert content[name]
+    assert all(str(run["command"]).startswith(sys.executable) for e in shown for run in e["runs"])
+
+
+# --- variants that fail, and repeats ---
+
+
+def test_failing_variants_are_rows_and_the_others_still_run(tmp_path, tokens, monkeypatch, capsys):
+    config = str(write_config(tmp_path / "run.py", **TINY, peak_tflops=1.0))
+    variants = (
+        Variant("typo", config, {"learing_rate": 1.0}),
+        Variant("fails", config, {"vocab_size": 8}),  # fewer than the dataset's tokens have
+        Variant("works", config),
+    )
+    monkeypatch.setitem(SUITES, "quick", variants)
+    folder = tmp_path / "output"
+    status = throughput.main([*SHORT, "--repeats=2", f"--dataset={tokens}", f"--output={folder}"])
+    assert status == 1
+    typo, fails, works = json.loads((folder / "table.json").read_text())["entries"]
+    assert "did you mean 'learning_rate'" in typo["runs"][0]["reason"] and typo["result"] is None
+    assert "contains token id" in fails["runs"][0]["reason"] or "vocabulary" in fails["runs"][0]["reason"]
+    assert [run["reason"] for run in works["runs"]] == [None, None]
+    assert works["result"]["runs"] == 2 and works["result"]["rows"] == 8
+    started = re.findall(r"\] (\w+): started", capsys.readouterr().out)
+    assert started == ["typo", "fails", "works"] * 2  # interleaved
+    document = (folder / "table.md").read_text()
+    assert "failed: unknown setting 'learing_rate'" in document and fails["runs"][0]["reason"] in document
+
+
+def test_run_that_takes_too_long_is_stopped(tmp_path):
+    command = [sys.executable, "-c", "import time; print('error: not this', flush=True); time.sleep(60)"]
+    ended = run_process(command, tmp_path / "log", timeout_s=1)
+    assert ended.reason.startswith("not done after 1 s") and ended.seconds < 30
+
+
+def test_each_run_gets_an_empty_compile_cache_unless_it_is_to_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    command = [sys.executable, "-c", "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"]
+    said = []
+    for keep in (False, False, True):
+        assert run_process(command, tmp_path / "log", 60, keep).reason is None
+        said.append((tmp_path / "log").read_text().strip())
+    assert len(set(said)) == 3 and said[2] == "mine" and not os.path.exists(said[0])
+
+
+@pytest.mark.parametrize(
+    "status, output, reason",
+    [
+        (0, "error: no", None),
+        (
+            1,
+            "Traceback\n  x\nerror: out of GPU memory; lower --batch_size\nCUDA out",
+            "out of GPU memory; lower",
+        ),
+        (1, "[rank 0] error: first\n[rank 1] error: second\nE torchrun\nRoot Cause", "first"),
+        (-9, "Iter 1\n", "killed by SIGKILL; last line: Iter 1"),
+        (1, "", "it said nothing"),
+    ],
+)
+def test_reason_of_a_failure_is_its_error_line(status, output, reason):
+    found = failure_reason(status, io.StringIO(output))
+    assert found == reason or found.startswith(reason)
+
+
+# --- numbers ---
+
+
+def row(iteration: int, ms: float, mfu: float | None = 50.0) -> dict:
+    rates = {"tokens_per_sec": 1e6 / ms, "tokens_per_sec_per_gpu": 5e5 / ms}
+    found = mfu and {"mfu_percent": mfu, "mfu_causal_percent": mfu / 2}
+    memory = {"max_allocated_gb": float(iteration), "max_reserved_gb": 9.0}
+    reason = None if mfu else "no peak"
+    return (
+        {"iter": iteration, "time_ms": ms, "loss": 1.0, "memory": memory}
+        | rates
+        | {
+            "mfu": found,
+            "mfu_reason": reason,
+        }
+    )
+
+
+def test_first_row_and_warmup_are_in_no_median():
+    rows = [row(0, 9000.0, None), row(5, 500.0), row(10, 100.0), row(15, 120.0), row(20, 110.0)]
+    measured = measure(rows, warmup=5)
+    assert measured["first_step_s"] == 9.0
+    assert measured["time_ms"] == [100.0, 120.0, 110.0]
+    assert measured["max_allocated_gb"] == 20.0
+    with pytest.raises(ValueError, match="no row begins after 20 iterations"):
+        measure(rows, warmup=20)
+    with pytest.raises(ValueError, match="no rows"):
+        measure([], warmup=0)
+
+
+def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
+    runs = []
+    for offset in (0.0, 100.0, 10.0):
+        rows = [row(0, 1.0, None), *(row(i, 100.0 + offset + i, None) for i in range(1, 5))]
+        gpu = {"sm_clock_mhz": 1500.0 + offset, "power_w": 700.0, "temperature_c": None}
+        runs.append({"measurement": measure(rows, 0), "gpu": gpu, "reason": None})
+    runs.append({"measurement": None, "gpu": None, "reason": "failed"})
+    result = combine(runs)
+    assert (result["runs"], result["rows"]) == (3, 12)
+    assert result["time_ms"] == {"median": 112.5, "p10": 102.0, "p90": 203.0}
+    assert (result["mfu_percent"], result["mfu_reason"]) == (None, "no peak")
+    assert (result["sm_clock_mhz"], result["temperature_c"]) == (1510.0, None)
+    assert combine(runs[3:]) is None
+
+
+@pytest.mark.parametrize("iters, warmup", [(20, 10), (8, 4), (1, 0), (7, 3), (200, 20), (5, 0)])
+def test_rows_do_not_straddle_warmup_and_timing(iters, warmup):
+    flags = dict(flag.removeprefix("--").split("=") for flag in iteration_flags(iters, warmup))
+    total, interval = int(flags["max_iters"]), int(flags["log_interval"])
+    assert total == 1 + warmup + iters
+    assert warmup % interval == 0 and iters % interval == 0
+    assert interval == 1 or iters // interval >= 4
+
+
+# --- what is planned ---
+
+
+@pytest.mark.parametrize("name, variant", [(name, variant) for name in SUITES for variant in SUITES[name]])
+def test_every_variant_is_a_configuration_that_loads(name, variant):
+    overrides = [f"--{key}={value}" for key, value in variant.overrides.items()]
+    processes = 8 if variant.processes == "all" else variant.processes
+    config = load_config([str(ROOT / variant.config), *overrides, "--dry_run=True"], processes)
+    assert config.model_config()
+    assert len({variant.name for variant in SUITES[name]}) == len(SUITES[name])
+
+
+def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
+    config = "config/quickstart.py"
+    variants = (
+        Variant("plain", config),
+        Variant("other kernel", config, {"attention_backend": "manual"}),
+        Variant("larger", config, {"batch_size": 32}),
+        Variant("two processes", config, {"use_zero1": True}, 2),
+    )
+    plan = make_plan(variants, [], None, gpus=0, peer="transformers", roofline=True)
+    entries = {entry.name: entry for entry in plan}
+    peers, ceilings = ([entries[v.name].__dict__[kind] for v in variants] for kind in ("peer", "roofline"))
+    assert peers[0] == peers[1] and len(set(peers)) == 3
+    assert ceilings[0] == ceilings[3] and len(set(ceilings)) == 3
+    assert entries[peers[3]].processes == 2 and entries[ceilings[3]].processes == 1
+    order = [entry.kind for entry in plan]
+    assert order == ["roofline"] * 3 + ["variant", "peer", "variant", "variant", "peer", "variant", "peer"]
+
+
+@pytest.mark.parametrize(
+    "gpus, processes, problem", [(1, 2, "needs 2 or more GPUs"), (8, 8, None), (0, 2, None)]
+)
+def test_strategies_take_all_gpus(gpus, processes, problem):
+    one, *several = make_plan(SUITES["strategies"], [], None, gpus, None, False)
+    assert one.processes == 1 and one.problem is None
+    for entry in several:
+        assert entry.processes == processes
+        assert entry.problem is None if problem is None else entry.problem.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--max_iters=5"], "use --iters"),
+        (["--n_layers=2"], "did you mean 'n_layer'"),
+        (["8"], "written --key=value"),
+        (["--eval_interval=5"], "benchmark's to set"),
+    ],
+)
+def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, capsys):
+    assert end_with_status(throughput.main, [*SHORT, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_formula_or_a_used_folder_is_refused(monkeypatch, tmp_path, capsys):
+    (tmp_path / "table.json").touch()
+    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
+    assert "holds a table already" in capsys.readouterr().err
+    monkeypatch.setattr(model_builder, "CALCULATION_METHOD", model_builder_v1.CALCULATION_METHOD)
+    assert end_with_status(throughput.main, SHORT) == 2
+    assert "cp mfu_versions/model_builder_v3.py" in capsys.readouterr().err
+
+
+def test_random_tokens_are_a_dataset_that_opens(tmp_path):
+    path = make_random_dataset(tmp_path, 70_000)
+    config = load_config([str(ROOT / "config/smoke_llama3.py"), "--vocab_size=70000", f"--dataset={path}"])
+    splits, meta = open_dataset(config, scan=True)
+    assert meta["dtype"] == "uint32" and splits["train"].read(0, 10_000).max() > 65_536
+
+
+# --- the peer ---
+
+
+PEERS = [path.name for path in sorted((ROOT / "config").glob("*.py"))]
+
+
+@pytest.mark.parametrize("flags", [[], ["--bias=True"]], ids=["as it is", "with biases"])
+@pytest.mark.parametrize("name", PEERS)
+def test_peer_has_our_number_of_parameters(name, flags):
+    pytest.importorskip("transformers")
+    from bench.peer_model import build, check_parameters, import_transformers
+
+    model_config = load_config([str(ROOT / "config" / name), *flags]).model_config()
+    if flags and model_config.qk_norm:
+        pytest.skip("Qwen3 has no bias in its feed-forward part")
+    with torch.device("meta"):
+        theirs = build(import_transformers(), model_config)
+    ours = model_builder.build_model(model_config).count_parameters()["total"]
+    assert check_parameters(theirs, model_config) == ours
+    assert {parameter.dtype for parameter in theirs.parameters()} == {torch.float32}
+    assert theirs.config._attn_implementation == "sdpa"
+
+
+def test_peer_that_would_be_another_model_is_refused():
+    pytest.importorskip("transformers")
+    from bench.peer_model import build, check_parameters, import_transformers
+
+    quickstart = str(ROOT / "config/quickstart.py")
+    with torch.device("meta"):
+        biased = load_config([quickstart, "--bias=True"]).model_config()
+        with pytest.raises(UserError, match="parameters, our qwen3"):
+            check_parameters(build(import_transformers(), biased), biased)
+        mixed = load_config([quickstart, "--normalization=layernorm"]).model_config()
+        with pytest.raises(UserError, match="no model with rope, layernorm"):
+            build(import_transformers(), mixed)
+
+
+# --- the peer's batches ---
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Two datasets in which the id 0 ends a document."""
+    root = tmp_path_factory.mktemp("documents")
+    return [make_dataset(root / name, seed=seed, eot_id=0) for name, seed in (("a", 1), ("b", 2))]
+
+
+@pytest.mark.parametrize("kind", ["stream", "packed", "mixture"])
+def test_peer_trains_on_the_very_batches_of_train_py(documents, tmp_path, monkeypatch, run, kind):
+    pytest.importorskip("transformers")
+    from bench import peer
+
+    mixture = ",".join(f"{folder}:{weight}" for folder, weight in zip(documents, (0.7, 0.3), strict=True))
+    dataset = mixture if kind == "mixture" else documents[0]
+    packing = "truncate" if kind == "packed" else "stream"
+    config = write_config(tmp_path / "config.py", **TINY, dataset=dataset, packing=packing)
+    # a document has about 43 tokens, so a window of 65 has padding
+    flags = [str(config), "--max_iters=3", "--block_size=64", f"--out_dir={tmp_path / 'out'}"]
+    batches, next_batch = [], Loader.next
+
+    def noted(loader):
+        batches.append(next_batch(loader))
+        return batches[-1]
+
+    monkeypatch.setattr(Loader, "next", noted)
+    assert run(*flags) == 0 and peer.main(flags) == 0
+    ours, theirs = batches[:3], batches[3:]
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    assert any((y < 0).any() for _, y in ours) == (kind == "packed")  # padding
+
+
+def test_peer_counts_the_targets_that_we_count():
+    """Every token's target, also the last one's of a window; no padding."""
+    pytest.importorskip("transformers")
+    from bench import peer, peer_model
+
+    config = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 2})
+    torch.manual_seed(0)
+    model = peer_model.build(peer_model.import_transformers(), config.model_config())
+    x, y = inputs_and_targets(torch.randint(1, 64, (2, 2, TINY["block_size"] + 1)))
+    y[0, 0, 20:] = ~0
+    expected = []
+    for ids, targets in zip(x, y, strict=True):
+        losses = functional.cross_entropy(
+            model(input_ids=ids).logits.flatten(0, 1).float(),
+            targets.flatten().clamp(min=0),
+            reduction="none",
+        )
+        expected.append(losses[targets.flatten() >= 0].mean().item())
+    loss = peer.make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
+    assert loss.item() == pytest.approx(statistics.mean(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--doc_masking=True", "attention inside each document"),
+        ("--init_from=auto", "continues a run"),
+        ("--dtype=float16", "no loss scale"),
+    ],
+)
+def test_peer_refuses_keys_with_which_it_would_train_something_else(documents, tmp_path, flag, why):
+    from bench import peer
+
+    config = write_config(tmp_path / "config.py", **TINY, dataset=documents[0])
+    with pytest.raises(UserError, match=why):
+        peer.main([str(config), flag])
+
+
+def test_missing_transformers_says_how_to_install_it(monkeypatch):
+    from bench.peer_model import import_transformers
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
+        import_transformers()
+
+
+# --- the ceiling ---
+
+
+@pytest.mark.parametrize("name", ["full_gpt2_1.36b.py", "full_qwen3_1.8b_optimal.py"])
+def test_ceiling_times_every_matmul_that_mfu_counts(name):
+    config = load_config([str(ROOT / "config" / name)])
+    shapes = roofline.matmul_shapes(config.model_config())
+    flops = sum(2 * config.block_size * K * N * count for (_, K, N), count in shapes.items())
+    counted = model_builder_v3.count_flops(config.model_config(), config.block_size)["components"]
+    scores = ("attention_scores", "attention_context")
+    assert flops == sum(count for part, count in counted.items() if part not in scores)
+
+
+def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
+    config = load_config([str(ROOT / "config/quickstart.py"), *SIZES, "--peak_tflops=1"])
+    for low, scope, expected in (
+        ("none", "layers", []),
+        ("fp8_tensorwise", "layers", ["qkv", "out", "up", "down"]),
+        ("fp8_tensorwise", "layers_and_head", ["qkv", "out", "up", "down", "lm_head"]),
+    ):
+        asked = types.SimpleNamespace(low_precision=low, low_precision_scope=scope)
+        names = [name for name, _, _ in roofline.matmul_shapes(config.model_config())]
+        assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
+    timed = operations.time_matmul(32, 64, 16, "fp8", CPU)
+    assert set(timed["seconds"]) == {"forward", "dgrad", "wgrad"}
+    assert all(rate > 0 for rate in timed["tflops"].values())
+
+
+def test_products_are_those_of_a_linear_layer():
+    M, K, N = 8, 16, 32
+    shapes = {name: call().shape for name, call in operations._products(M, K, N, "float32", CPU)}
+    low = {name: call().shape for name, call in operations._fp8_products(M * 2, K, N, "fp8", CPU)}
+    assert shapes == {"forward": (M, N), "dgrad": (M, K), "wgrad": (N, K)}
+    assert low == {"forward": (M * 2, N), "dgrad": (M * 2, K), "wgrad": (N, K)}
+
+
+def test_ceiling_adds_up_what_would_run():
+    config = load_config([str(ROOT / "config/quickstart.py"), *SIZES])
+    matmuls = [
+        {"count": 2, "in_ceiling": True, "seconds": {"forward": 0.1, "dgrad": 0.2, "wgrad": 0.3}},
+        {"count": 2, "in_ceiling": False, "seconds": {"forward": 9.0}},
+    ]
+    attention = {"count": 2, "seconds": {"forward": 0.1, "backward": 0.3}}
+    peak = types.SimpleNamespace(flops=1e9, tflops=1e-3, source="stated", reason=None)
+    found = roofline.ceiling(config, 1000, matmuls, attention, peak)
+    assert found["tokens_per_sec"] == pytest.approx(1000 / 2.0)
+    flops = model_builder_v3.count_flops(config.model_config(), config.block_size)["flops_per_token"]
+    assert found["mfu_percent"] == pytest.approx(100 * 500 * flops / 1e9)
+
+
+# --- clocks and power ---
+
+
+def test_monitor_gives_the_medians_of_the_second_half(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    count = tmp_path / "count"
+    program.write_text(
+        f"#!/bin/sh\necho x >> {count}\nn=$(wc -l < {count})\n"
+        'echo "$((1000 + n)), 700.5, 60"\necho "$((1000 + n)), [N/A], 62"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with GpuMonitor(["0", "1"], interval_s=0.01) as monitor:
+        while len(monitor.samples) < 6:
+            monitor.ended.wait(0.01)
+    found = monitor.summary()
+    samples = len(monitor.samples)
+    assert found["samples"] == samples >= 6 and found["gpus"] == 2
+    assert found["sm_clock_mhz"] == statistics.median(range(1001 + samples // 2, 1001 + samples))
+    assert (found["power_w"], found["temperature_c"]) == (700.5, 61.0)
+    assert monitor.command[-2:] == ["-i", "0,1"]
+
+
+def test_monitor_is_silent_without_gpus_or_nvidia_smi(monkeypatch):
+    with GpuMonitor([]) as monitor:
+        pass
+    assert monitor.summary() is None
+    monkeypatch.setattr(gpu_monitor.shutil, "which", lambda name: None)
+    with GpuMonitor(["0"]) as monitor:
+        pass
+    assert monitor.summary() is None
+
+
+@pytest.mark.parametrize(
+    "count, visible, ids", [(2, None, ["0", "1"]), (1, "3,5", ["3"]), (2, "GPU-a, GPU-b", ["GPU-a", "GPU-b"])]
+)
+def test_monitor_looks_at_the_gpus_that_the_run_sees(count, visible, ids):
+    assert gpu_ids(count, visible) == ids
+
+
+# --- the documents ---
+
+
+def bench_commands() -> list[str]:
+    texts = [(ROOT / "TRAINING_GUIDE.md").read_text()]
+    texts += [
+        ast.get_docstring(ast.parse(path.read_text())) for path in sorted((ROOT / "bench").glob("*.py"))
+    ]
+    return re.findall(
+        r"^ *(?:\w+=\S+ )*python (-m bench\..*)$", re.sub(r"\\\n\s*", "", "\n".join(texts)), re.M
+    )
+
+
+def test_cost_of_a_checkpoint_is_read_from_the_record():
+    """20 iterations before the first of two saves take 100 ms, the 20 after each of them 110."""
+    memory = {"max_allocated_gb": 10.0}
+    rows = [{"iter": i, "time_ms": 100.0, "memory": memory} for i in range(90)]
+    for i in [*range(30, 50), *range(60, 80)]:
+        rows[i] = {"iter": i, "time_ms": 110.0, "memory": {"max_allocated_gb": 10.1}}
+    saves = [{"iter": i, "blocked_seconds": 0.2, "write_seconds": 3.0} for i in (30, 60, 90)]
+    found = checkpointing.figures({"training_iterations": rows, "checkpoints": saves})
+    assert found["before_ms"] == 100 and found["after_ms"] == pytest.approx(110)
+    assert found["waits_iterations"] == pytest.approx(2) and found["slower_percent"] == pytest.approx(10)
+    lines = checkpointing.table([{"mode": "m", "gigabytes": 22.0, **found}, {"mode": "n", "reason": "why"}])
+    assert "| m | 22.00 | 100.0 | 0.200 | 2.00 | 3.00 | 110.0 | +10.0 % | 1.000 x 10.0 GiB |" in lines
+    assert lines[-1] == "| n | why |"
+
+
+def test_every_benchmark_command_in_the_documents_is_accepted(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = bench_commands()
+    assert len(commands) > 8
+    for command in commands:
+        _, module, *arguments = shlex.split(command, comments=True)
+        if module == "bench.tokenize":
+            assert tokenize.parse(arguments).tokenizer
+        elif module == "bench.throughput":
+            parsed, overrides = throughput.parse(arguments)
+            assert isinstance(parsed, argparse.Namespace)
+            check_overrides(overrides)
+        elif module == "bench.checkpointing":
+            parsed, overrides = checkpointing.parse(arguments)
+            check_overrides(overrides)
+            load_config([parsed.config, *overrides, *checkpointing.flags(True)], parsed.processes)
+        else:
+            assert module in ("bench.peer", "bench.roofline")
+            load_config(arguments)

@@ -1,0 +1,268 @@
+"""What data/slimpajama_*/prepare.py promise where something is limited: tokens, memory, disk, a record."""
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.corpora import make, tokens_and_meta, write_corpus
+from support.helpers import ROOT
+from support.preparation import shared, small_bpe, write_jsonl
+
+from common.errors import UserError
+from data.pipeline import units
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.parquet import largest_page
+from data.pipeline.preparation import plan_units
+from data.pipeline.units import Settings, Unit
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tiktoken_tokenizer import EncodeError
+from data.tokenizers.tokenizer import open_tokenizer
+
+
+@pytest.fixture
+def bpe(tmp_path) -> Path:
+    return small_bpe(tmp_path / "bpe")
+
+
+# --- tokens ---
+
+
+def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
+    files = write_corpus(tmp_path / "in")
+    units_, _ = plan_units(files, 6001, 1)
+    assert sum(unit.max_tokens for unit in units_) == 6001
+    meta = make(files, tmp_path / "out", bpe, max_tokens=6001)
+    assert sum(file["tokens"] for file in meta["files"].values()) == 6001
+    for unit in units_:
+        parts = [np.fromfile(path, dtype="<u2") for path in (tmp_path / "out").glob(f"*_{unit.number:06d}_*")]
+        assert sum(map(len, parts)) == unit.max_tokens
+        assert all(ids[-1] == 256 for ids in parts)  # also the document that was cut ends
+
+    make(files, tmp_path / "two", bpe, max_tokens=6001, workers=2)
+    make(files, tmp_path / "parts", bpe, max_tokens=6001, part=1, num_parts=2)
+    make(files, tmp_path / "parts", bpe, max_tokens=6001, part=0, num_parts=2)
+    wanted = tokens_and_meta(tmp_path / "out")
+    assert tokens_and_meta(tmp_path / "two") == tokens_and_meta(tmp_path / "parts") == wanted
+
+
+def test_more_max_tokens_than_text_is_all_of_the_text(tmp_path, bpe):
+    files = write_corpus(tmp_path / "in", files=2)
+    all_of_it = make(files, tmp_path / "all", bpe)
+    assert make(files, tmp_path / "more", bpe, max_tokens=10**6)["files"] == all_of_it["files"]
+
+
+def test_a_share_of_one_token_is_an_end_of_text(tmp_path, bpe):
+    (tmp_path / "out" / "units").mkdir(parents=True)
+    path = write_jsonl(tmp_path / "a.jsonl", ["abc", "def"])
+    for share, text in {
+        1: "|",
+        2: "a|",
+        4: "abc|",
+        5: "abc||",
+        7: "abc|de|",
+        8: "abc|def|",
+        9: "abc|def|",
+    }.items():
+        unit = Unit(0, "train", ((str(path), "a.jsonl"),), share)
+        units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 3000), 0)
+        ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2")
+        assert FileTokenizer(bpe).decode(ids).replace("<|endoftext|>", "|") == text
+
+
+# --- memory ---
+
+PEAK = """
+import sys
+def peak():
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+def grown(work):
+    work(sys.argv[1])  # libraries and buffers
+    before = peak()
+    work(sys.argv[2])
+    print(peak() - before)
+"""
+
+
+def peak_growth(script: str, *arguments) -> float:
+    """MiB that `script`'s work(path) adds for the second path, after the first."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc to measure memory")
+    command = [sys.executable, "-c", PEAK + script + "\ngrown(work)", *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout.splitlines()[-1])
+
+
+def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
+    (tmp_path / "small.txt").write_text("some words " * 100_000)
+    (tmp_path / "large.txt").write_text("some words " * 1_000_000)  # 11 MB in one line
+    script = """
+from pathlib import Path
+from data.pipeline import units
+from data.tokenizers.file_tokenizer import FileTokenizer
+units.PIECE_CHARS = 1 << 17
+tokenizer = FileTokenizer(sys.argv[3])
+tokenizer.use_fast_encoder(verify=False)
+folder = Path(sys.argv[1]).parent / "out"
+(folder / "units").mkdir(parents=True)
+def work(path):
+    unit = units.Unit(0, "train", ((path, "a.txt"),), None)
+    units.tokenize(unit, folder, tokenizer, units.Settings(256, None, 0.1, 1 << 30), 0)
+"""
+    assert peak_growth(script, tmp_path / "small.txt", tmp_path / "large.txt", bpe) < 8
+
+
+def test_a_huge_row_group_takes_no_memory_of_its_size(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rng = np.random.default_rng(0)
+    rows = [rng.bytes(4096).hex() for _ in range(8000)]  # 65 MB that do not compress to nothing
+    parquet.write_table(pyarrow.table({"text": rows[:64]}), tmp_path / "small.parquet")
+    options = {"row_group_size": 8000, "write_batch_size": 16}  # small pages in one large group
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "large.parquet", **options)
+    script = """
+from pathlib import Path
+from data.pipeline.documents import read_records
+def work(path):
+    for _ in read_records(Path(path)):
+        pass
+"""
+    assert peak_growth(script, tmp_path / "small.parquet", tmp_path / "large.parquet") < 20
+
+
+# --- the disk ---
+
+
+def write_uneven_corpus(folder: Path) -> list[Path]:
+    folder.mkdir()
+    return [
+        write_jsonl(folder / f"{i}.jsonl", ["word " * 20] * lines)
+        for i, lines in enumerate([20, 20, 900, 20])
+    ]
+
+
+def test_a_disk_that_takes_no_more_leaves_what_was_complete(tmp_path, bpe, monkeypatch):
+    files = write_uneven_corpus(tmp_path / "in")
+    make(files, tmp_path / "whole", bpe, shard_tokens=1 << 20)
+    out, limit = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limit[1]))  # a worker's write() fails, really
+    try:
+        with pytest.raises(UserError, match="File too large.*what was complete is kept"):
+            make(files, out, bpe, shard_tokens=1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {path.name for path in out.glob("units/*")} >= {"000000.json", "000001.json"}
+    assert not list(out.glob("*_000002_*")) and not (out / "meta.json").exists()
+    make(files, out, bpe, shard_tokens=1 << 20)
+    assert tokens_and_meta(out) == tokens_and_meta(tmp_path / "whole")
+
+
+def test_a_full_disk_is_warned_of_before_and_resumed_from_after(tmp_path, bpe, capsys):
+    files = write_uneven_corpus(tmp_path / "in")
+    make(files, tmp_path / "whole", bpe, shard_tokens=1 << 20)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        with pytest.raises(UserError, match="No space left.*what was complete is kept"):
+            make(files, disk / "out", bpe, shard_tokens=1 << 20)
+        assert "has 0.00 GB free" in capsys.readouterr().out
+        assert (disk / "out" / "units" / "000000.json").is_file()
+        subprocess.run(["mount", "-o", "remount,size=2m", str(disk)], check=True)
+        make(files, disk / "out", bpe, shard_tokens=1 << 20)
+        assert tokens_and_meta(disk / "out") == tokens_and_meta(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_much_too_small_is_refused_before_work_starts(tmp_path, bpe, monkeypatch):
+    files = write_corpus(tmp_path / "in", lines=400)
+    meta = make(files, tmp_path / "whole", bpe)
+    needed = 2 * sum(file["tokens"] for file in meta["files"].values())
+    usage = shutil.disk_usage(tmp_path)
+
+    def disk_with(free: float):
+        monkeypatch.setattr(
+            "data.pipeline.disk_space.shutil.disk_usage", lambda path: usage._replace(free=int(free))
+        )
+
+    disk_with(needed / 2.2)
+    with pytest.raises(UserError, match="will take about .* GB free; make room"):
+        make(files, tmp_path / "small", bpe)
+    assert not list((tmp_path / "small").glob("*.bin"))
+    make(files, tmp_path / "small", bpe, max_tokens=int(needed / 5), resume=False)  # what fits is made
+    disk_with(needed / 1.8)
+    make(files, tmp_path / "enough", bpe)  # warned
+
+
+# --- records ---
+
+
+def test_a_parquet_page_that_would_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    path = tmp_path / "a.parquet"
+    rows = ["short"] * 300 + [f"{i}" * 1000 for i in range(300)]
+    for options in ({}, {"use_dictionary": False, "data_page_version": "2.0"}, {"compression": "zstd"}):
+        parquet.write_table(pyarrow.table({"meta": rows, "text": rows}), path, row_group_size=450, **options)
+        largest = largest_page(path, parquet.read_metadata(path))
+        assert 250_000 < largest < 1_000_000  # all of the text column is about 800 kB
+    monkeypatch.setattr("data.pipeline.parquet.PAGE_BYTES", largest - 1)
+    with pytest.raises(UserError, match="has a page of .* write it again"):
+        list(read_records(path))
+
+
+def test_one_bad_row_of_a_parquet_file_is_one_bad_record(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    monkeypatch.setattr("data.pipeline.documents.LINE_BYTES", 1000)
+    path = tmp_path / "a.parquet"
+    values = pyarrow.array([b"a", b"\xff", b"x" * 2000, b"d"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": values.dictionary_encode()}), path)
+    records = [record for _, record in read_records(path)]
+    assert [records[0], records[3]] == [["a"], ["d"]]
+    assert all(isinstance(record, BadRecord) for record in records[1:3])
+    parquet.write_table(pyarrow.table({"body": ["a"]}), path)
+    with pytest.raises(UserError, match='no column "text"; it has body'):
+        list(read_records(path))
+
+
+def test_a_disk_that_fails_to_read_is_no_bad_record(tmp_path, monkeypatch):
+    class Broken:
+        def readline(self, size):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("data.pipeline.documents.open_lines", lambda raw, path: Broken())
+    with pytest.raises(OSError, match="Input/output"):
+        list(read_records(write_jsonl(tmp_path / "a.jsonl", ["a"])))
+
+
+def test_a_text_that_the_library_cannot_encode_is_one_bad_record(tmp_path, bpe):
+    class Fails(FileTokenizer):
+        def encode_arrays(self, texts):
+            if any("overflow" in text for text in texts):
+                raise EncodeError("it overflows")
+            return super().encode_arrays(texts)
+
+    (tmp_path / "out" / "units").mkdir(parents=True)
+    path = write_jsonl(tmp_path / "a.jsonl", ["abc", "overflow", "def"])
+    unit = Unit(0, "train", ((str(path), "a.jsonl"),), None)
+    record = units.tokenize(unit, tmp_path / "out", Fails(bpe), Settings(256, None, 0.1, 3000), 1)
+    assert (record["documents"], record["bad"]) == (2, 1)
+    assert record["bad_records"] == [f"{path}, record 2: it overflows"]
+
+
+def test_a_million_blank_lines_are_a_bad_record_for_tiktoken(monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    with pytest.raises(EncodeError, match="tiktoken cannot encode it"):
+        open_tokenizer("gpt2").encode_arrays(["\n" * 1_200_000 + "x"])

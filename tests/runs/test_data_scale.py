@@ -1,0 +1,400 @@
+"""What data/slimpajama_*/prepare.py promise: the right ids, the same bytes however the work is done or
+interrupted, and nothing lost in silence."""
+
+import gzip
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.corpora import HARD, make, tokens_and_meta, write_corpus
+from support.helpers import ROOT, TINY, last_run, run_train, write_config
+from support.preparation import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
+
+from common.errors import UserError
+from data.pipeline import units
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.preparation import split_of
+from data.pipeline.units import encode_document
+from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
+from data.tokenizers.tokenizer import open_tokenizer
+from training.batches.dataset import open_dataset
+from training.configuration.keys import TrainConfig
+
+NAMES = {"gpt2": "gpt2", "llama": "llama2", "llama3": "llama3", "qwen3": "qwen3"}  # family -> shared folder
+
+
+def documents(folder: Path, split: str) -> list[str]:
+    meta = read_meta(folder)
+    names = [name for name in meta["files"] if name.startswith(split)]
+    ids = np.concatenate([np.fromfile(folder / name, dtype=meta["dtype"]) for name in names])
+    return load_tokenizer(folder).decode(ids.tolist()).split("<|endoftext|>")[:-1]
+
+
+@pytest.fixture
+def bpe(tmp_path) -> Path:
+    return small_bpe(tmp_path / "bpe")
+
+
+# --- ids ---
+
+
+def reference(name: str):
+    """An encoder that shares no code with the tokenizers library's file."""
+    tiktoken = pytest.importorskip("tiktoken")
+    if name == "gpt2":
+        shared("tiktoken_cache")
+        return tiktoken.get_encoding("gpt2").encode_ordinary
+    if name == "llama3":
+        from tiktoken.load import load_tiktoken_bpe
+
+        ranks = load_tiktoken_bpe(str(shared("tokenizers/llama3/tokenizer.model")))
+        return tiktoken.Encoding(
+            "l3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        ).encode_ordinary
+    if name == "qwen3":
+        transformers = pytest.importorskip("transformers")
+        folder = shared("tokenizers/qwen")
+        slow = transformers.Qwen2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        return lambda text: slow.encode(text, add_special_tokens=False, split_special_tokens=True)
+    pieces = {}
+    for number, value in _fields(shared("tokenizers/llama2/tokenizer.model").read_bytes()):
+        if number == 1:
+            piece = dict(_fields(value))
+            score = struct.unpack("<f", piece.get(2, bytes(4)))[0]
+            pieces[piece[1].decode()] = (len(pieces), score, piece.get(3, NORMAL))
+    return lambda text: sentencepiece_bpe(text, pieces)
+
+
+def sentencepiece_bpe(text: str, pieces: dict[str, tuple[int, float, int]]) -> list[int]:
+    """By the definition: merge the neighbours whose piece scores highest, leftmost first, while any do."""
+    parts = list("\u2581" + text.replace(" ", "\u2581"))
+    while True:
+        pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
+        scores = [pieces[p][1] if p in pieces and pieces[p][2] == NORMAL else -math.inf for p in pairs]
+        if not scores or max(scores) == -math.inf:
+            break
+        best = scores.index(max(scores))
+        parts[best : best + 2] = [pairs[best]]
+    ids = []
+    for part in parts:
+        known = part in pieces and pieces[part][2] == NORMAL
+        ids += [pieces[part][0]] if known else [pieces[f"<0x{byte:02X}>"][0] for byte in part.encode()]
+    return ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_are_those_of_the_reference_encoder(family, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
+    folder = shared(f"tokenizers/hf/{NAMES[family]}")
+    ours = open_family(FAMILIES[family], None if family == "gpt2" else str(folder))
+    encode = reference(NAMES[family])
+    assert [ours.encode(text) for text in HARD] == [encode(text) for text in HARD]
+    assert all(ours.token_id(FAMILIES[family].eot) not in ours.encode(text) for text in HARD)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_a_tokenizer_model_gives_the_ids_of_the_tokenizer_json(name):
+    ours = open_tokenizer(str(shared(f"tokenizers/{name}")))
+    theirs = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
+    prose = shared("text/tinyshakespeare.txt").read_text()[:100_000]
+    for text in [*HARD, prose]:
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.decode(ours.encode(prose[:1000])).strip() == prose[:1000].strip()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2", "llama3", "qwen3"])
+def test_a_document_larger_than_a_piece_gets_the_ids_of_the_whole(name, monkeypatch):
+    tokenizer = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
+    text = shared("text/tinyshakespeare.txt").read_text()[:60_000] + "x" * 5000 + HARD[1] * 20
+    text += "東京都は、日本の首都です。\n　　人口は約1400万人。\n" * 500  # no spaces between words
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(units, "PIECE_CHARS", 2000)
+    for chunks in ([text], [text[i : i + 777] for i in range(0, len(text), 777)]):
+        pieces = list(encode_document(chunks, tokenizer.encode))
+        assert len(pieces) > 10
+        assert np.concatenate(pieces).tolist() == whole
+
+
+def test_a_document_without_a_place_to_cut_is_a_bad_record(bpe, monkeypatch):
+    monkeypatch.setattr(units, "PIECE_CHARS", 100)
+    monkeypatch.setattr(units, "UNCUT_CHARS", 500)
+    with pytest.raises(BadRecord, match="without a place to cut"):
+        list(encode_document(["x" * 2000], FileTokenizer(bpe).encode))
+
+
+def test_the_wrong_tokenizer_is_refused(bpe):
+    with pytest.raises(UserError, match="is not the tokenizer of this dataset"):
+        open_family(FAMILIES["qwen3"], str(bpe))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "qwen3"])
+def test_a_missing_tokenizer_says_how_to_get_it(family, tmp_path):
+    result = run_prepare(f"slimpajama_6b_{family}", "--input", __file__, "--tokenizer", tmp_path / "none")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "save_pretrained('./" + FAMILIES[family].tokenizer + "')" in result.stderr
+    assert FAMILIES[family].repository in result.stderr and "pip install transformers" in result.stderr
+
+
+# --- the same bytes ---
+
+
+def test_workers_and_parts_change_no_byte_and_no_document_is_lost(tmp_path, bpe):
+    files = write_corpus(tmp_path / "in")
+    make(files, tmp_path / "one", bpe)
+    wanted = tokens_and_meta(tmp_path / "one")
+    assert len(wanted) > 6 * 2 + 2 + 6  # shards of 3000 tokens: several of a unit
+
+    make(files, tmp_path / "two", bpe, workers=2)
+    assert tokens_and_meta(tmp_path / "two") == wanted
+
+    assert make(files, tmp_path / "parts", bpe, part=1, num_parts=2) is None
+    assert not (tmp_path / "parts" / "meta.json").exists()
+    assert make(files, tmp_path / "parts", bpe, part=0, num_parts=2) is not None
+    assert tokens_and_meta(tmp_path / "parts") == wanted
+
+    texts = [json.loads(line)["text"] for path in files for line in path.read_text().splitlines()]
+    train, val = (documents(tmp_path / "one", split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(texts) and 5 < len(val) < 60
+    assert train == [text for text in texts if text not in set(val)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> dict:
+    """A command that takes a few seconds, and the bytes that it gives."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder / "in", files=8, lines=4000)
+    tokenizer = shared("tokenizers/hf/gpt2")
+    options = ["--input", folder / "in", "--tokenizer", tokenizer, "--val_fraction", 0.1, "--workers", 2]
+    options += ["--shard_tokens", 50_000]  # so that the files of the units stay
+    assert start_prepare(options, folder / "out").wait(timeout=60) == 0
+    return {"options": options, "bytes": tokens_and_meta(folder / "out")}
+
+
+def start_prepare(options: list, out: Path) -> subprocess.Popen:
+    command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *options, "--output", out]
+    return subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+
+
+def kill_after_units(process: subprocess.Popen, out: Path, count: int):
+    while len(list(out.glob("units/*.json"))) < count and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -9
+    assert not (out / "meta.json").exists()
+
+
+def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_path):
+    out = tmp_path / "killed"
+    kill_after_units(start_prepare(corpus["options"], out), out, 2)
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}
+    assert 0 < len(kept) < 8
+    assert start_prepare(corpus["options"], out).wait(timeout=60) == 0
+    assert tokens_and_meta(out) == corpus["bytes"]
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("units/*.json")}.items()
+    assert not list(out.rglob("*.tmp*"))
+
+
+def test_parts_on_two_disks_one_killed_and_copied_together_give_the_bytes_of_one_machine(corpus, tmp_path):
+    options = [*corpus["options"], "--num_parts", 2]
+    first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))
+    kill_after_units(start_prepare([*options, "--part", 0], first), first, 1)
+    processes = [start_prepare([*options, "--part", part], out) for part, out in enumerate((first, second))]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert not (first / "meta.json").exists() and not (second / "meta.json").exists()
+    for out in (first, second):
+        shutil.copytree(out, merged, dirs_exist_ok=True)
+    assert start_prepare(corpus["options"], merged).wait(timeout=60) == 0
+    assert tokens_and_meta(merged) == corpus["bytes"]
+
+
+def test_a_unit_that_lost_a_file_is_made_again(tmp_path, bpe):
+    files = write_corpus(tmp_path / "in", files=2)
+    make(files, tmp_path / "out", bpe)
+    before = tokens_and_meta(tmp_path / "out")
+    next((tmp_path / "out").glob("train_000001_*.bin")).unlink()
+    make(files, tmp_path / "out", bpe)
+    assert tokens_and_meta(tmp_path / "out") == before
+
+
+def test_other_settings_are_refused_until_told_to_start_again(tmp_path, bpe):
+    files = write_corpus(tmp_path / "in", files=2)
+    make(files, tmp_path / "out", bpe)
+    with pytest.raises(UserError, match="shard_tokens.*--no-resume"):
+        make(files, tmp_path / "out", bpe, shard_tokens=500)
+    make(files, tmp_path / "out", bpe, shard_tokens=500, resume=False)
+    make(files, tmp_path / "fresh", bpe, shard_tokens=500)
+    assert tokens_and_meta(tmp_path / "out") == tokens_and_meta(tmp_path / "fresh")
+
+
+# --- bad input ---
+
+
+def test_bad_records_are_counted_reported_and_capped(tmp_path, bpe, capsys):
+    files = write_corpus(tmp_path / "in", files=3)
+    for path in files[:2]:
+        path.write_text(path.read_text() + '{"text": "cut o\n{"body": 3}\n{"text": ""}\n')
+    with pytest.raises(UserError, match=r"2 of 3 units(.|\n)*0\.jsonl, line 41 is not a JSON object"):
+        make(files, tmp_path / "out", bpe)
+    with pytest.raises(UserError, match="4 bad records in all"):
+        make(files, tmp_path / "out", bpe, max_bad=3)
+    meta = make(files, tmp_path / "out", bpe, max_bad=4)
+    assert (meta["documents"], meta["empty"], meta["bad"]) == (120, 2, 4)
+    assert "1.jsonl, line 42" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("at_line_end", [True, False])
+def test_a_truncated_archive_gives_its_good_documents_and_a_bad_record(tmp_path, suffix, at_line_end):
+    line = json.dumps({"text": "word " * 20}).encode() + b"\n"
+    path = tmp_path / f"a.jsonl.{suffix}"
+    if suffix == "gz":
+        path.write_bytes(gzip.compress(line * 100)[:-8])  # all of the text, without its checksum
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        frame = zstandard.ZstdCompressor().compressobj()
+        half = frame.compress(line * 50 + (b"" if at_line_end else line[:20]))
+        path.write_bytes(half + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    records = [record for _, record in read_records(path)]
+    good = [record for record in records if not isinstance(record, BadRecord)]
+    assert len(good) == (100 if suffix == "gz" else 50)
+    assert "is damaged after line" in str(records[-1])
+
+
+def test_a_line_longer_than_a_buffer_is_a_bad_record_and_the_next_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.pipeline.documents.LINE_BYTES", 1000)
+    path = write_jsonl(tmp_path / "a.jsonl", ["a", "x" * 5000, "b"])
+    records = [record for _, record in read_records(path)]
+    assert records[0] == ["a"] and records[2:] == [["b"]]
+    assert "line 2 is longer than" in str(records[1])
+
+
+def test_a_text_file_is_read_in_chunks(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr("data.pipeline.documents.CHUNK_CHARS", 7)
+    path = tmp_path / "a.txt"
+    path.write_bytes(("\ufeff" + "a\r\n\r\nb c\rd\r\n" * 9).encode())
+    [(_, chunks)] = read_records(path)
+    assert "".join(chunks) == "a\n\nb c\rd\n" * 9
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    path = tmp_path / "train-00000-of-00001.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", None, "c"], "meta": ["x"] * 3}), path)
+    progress = []
+    records = [record for _, record in read_records(path, progress.append)]
+    assert [records[0], records[2]] == [["a"], ["c"]] and "row 2" in str(records[1])
+    assert sum(progress) == path.stat().st_size
+    path.write_bytes(path.read_bytes()[:50])
+    [(_, damaged)] = read_records(path)
+    assert "is damaged" in str(damaged)
+
+
+def test_a_validation_split_is_used_and_a_test_split_left_out(tmp_path, bpe):
+    for split in ("train", "validation", "test"):
+        (tmp_path / "in" / split / "chunk1").mkdir(parents=True)
+        write_jsonl(tmp_path / "in" / split / "chunk1" / "a.jsonl", [split])
+    assert split_of("data/validation-00000-of-00001-ab.parquet") == "validation"
+    make(sorted((tmp_path / "in").rglob("*.jsonl")), tmp_path / "out", bpe)
+    assert documents(tmp_path / "out", "train") == ["train"]
+    assert documents(tmp_path / "out", "val") == ["validation"]
+
+
+def test_no_network_says_to_use_input(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    shared("tiktoken_cache")
+    env = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    folder = ROOT / "data" / "slimpajama_6b_text"
+    existed = folder.exists()
+    result = run_prepare("slimpajama_6b_gpt2", "--output", tmp_path / "out", env=env)
+    if not existed:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "--input DIR" in result.stderr
+
+
+# --- readers ---
+
+
+def config_of(folder: Path) -> TrainConfig:
+    return TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 257, "eval_interval": 1})
+
+
+def test_readers_refuse_a_changed_a_missing_and_an_extra_file(tmp_path, bpe):
+    out = tmp_path / "out"
+    make(write_corpus(tmp_path / "in", files=3), out, bpe)
+    open_dataset(config_of(out), scan=True)
+    path = sorted(out.glob("train_*.bin"))[1]
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + b"\1\0")
+    with pytest.raises(UserError, match="is not the file that meta.json describes"):
+        open_dataset(config_of(out), scan=True)
+    result = inspect(out, "--hash")
+    assert result.returncode == 2 and "is not the file that meta.json describes" in result.stderr
+    path.unlink()
+    with pytest.raises(UserError, match="is missing from"):
+        open_dataset(config_of(out), scan=False)
+    path.write_bytes(content)
+    (out / "train_000009_000.bin").write_bytes(content)
+    with pytest.raises(UserError, match="is not listed in"):
+        open_dataset(config_of(out), scan=False)
+
+
+def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "data.inspect", str(folder), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_inspect_prints_counts_and_text(tmp_path, bpe):
+    meta = make(write_corpus(tmp_path / "in"), tmp_path / "out", bpe)
+    result = inspect(tmp_path / "out", "--hash", "--seed", "1", "--samples", "2")
+    assert result.returncode == 0, result.stderr
+    assert f"documents  {meta['documents']}" in result.stdout and "hashes checked" in result.stdout
+    assert result.stdout.count("--- train_") == 2 and result.stdout.count("--- val_") == 2
+    assert "x yx y" in result.stdout
+    assert result.stdout == inspect(tmp_path / "out", "--hash", "--seed", "1", "--samples", "2").stdout
+
+
+def test_inspect_says_how_it_is_called():
+    result = inspect(Path("absent"), "--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage: python -m data.inspect ")
+
+
+def test_inside_data_the_inspect_of_the_standard_library_is_imported():
+    command = [sys.executable, "-c", "import inspect; print(inspect.signature(print), inspect.__file__)"]
+    result = subprocess.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert str(ROOT) not in result.stdout and "inspect.py" in result.stdout
+
+
+def test_the_trainer_reads_shards(tmp_path, bpe):
+    make(write_corpus(tmp_path / "in"), tmp_path / "out", bpe)
+    keys = {**TINY, "dataset": tmp_path / "out", "out_dir": tmp_path / "run", "vocab_size": 257}
+    result = run_train(write_config(tmp_path / "config.py", **keys))
+    assert result.returncode == 0, result.stderr
+    assert last_run(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(ROOT.glob("data/slimpajama_*/prepare.py")), ids=lambda p: p.parent.name
+)
+def test_every_prepare_runs_from_its_folder(folder):
+    result = run_prepare(folder.parent.name, "--help", cwd=folder.parent, script="prepare.py")
+    assert result.returncode == 0 and "--num_parts" in result.stdout
+    assert os.path.basename(folder.parent) in result.stdout

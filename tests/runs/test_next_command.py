@@ -1,0 +1,96 @@
+"""From a prepared dataset to a model: the printed command works, and trains a model of fitting size."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from support.helpers import ROOT, last_run, make_dataset
+from support.preparation import prepare_text, small_bpe
+
+from data.pipeline import meta_file
+from data.pipeline.meta_file import read_meta, training_command
+from training.configuration.files_and_flags import load_config
+
+LARGE = "config/full_gpt2_1.36b.py"
+
+
+def words(command: str) -> list[str]:
+    """The arguments of train.py in a command, which may begin with `cd FOLDER &&`."""
+    _, _, rest = command.rpartition("&& ")
+    python, script, *arguments = shlex.split(rest)
+    assert script == "train.py"
+    return arguments
+
+
+def dataset(folder: Path, **keys) -> dict:
+    return read_meta(make_dataset(folder, **keys)) | {"eot_id": None}
+
+
+def meta_of(train_tokens: int, vocab_size: int = 50257) -> dict:
+    files = {"train.bin": {"tokens": train_tokens}, "val.bin": {"tokens": 10**6}}
+    return {"vocab_size": vocab_size, "files": files}
+
+
+@pytest.mark.parametrize("val_tokens", [4_000, 129, 128, 20])
+def test_the_command_trains(run, tmp_path, monkeypatch, val_tokens):
+    meta = dataset(tmp_path / "my text", vocab_size=300, val_tokens=val_tokens)
+    arguments = words(training_command(meta, tmp_path / "my text"))
+    assert "--out_dir=out-my text" in arguments
+    script = [str(ROOT / arguments[0]), *arguments[1:]]
+    monkeypatch.chdir(tmp_path)
+    assert run(*script, "--max_iters=2", "--peak_tflops=1", "--eval_iters=1", "--n_embd=32", "--d_ff=64") == 0
+    record = last_run(tmp_path / "out-my text")
+    assert record["config"]["vocab_size"] == 300 and len(record["training_iterations"]) == 2
+    assert len(record["eval_steps"]) == 1
+
+
+def test_a_small_text_under_a_known_tokenizer_gets_a_small_model(tmp_path):
+    assert words(training_command(meta_of(10**6), tmp_path, LARGE))[:2] == [
+        "config/quickstart.py",
+        "--vocab_size=50257",
+    ]
+    arguments = words(training_command(meta_of(10**9), tmp_path, LARGE))
+    assert arguments == [LARGE, f"--dataset={tmp_path}", f"--out_dir=out-{tmp_path.name}"]
+
+
+def test_prepare_prints_the_command_of_the_python_that_runs(tmp_path):
+    (tmp_path / "a.txt").write_text("A text of my own. " * 500)
+    (tmp_path / "bpe").mkdir()
+    tokenizer = small_bpe(tmp_path / "bpe")
+    output = prepare_text(
+        "--input", tmp_path / "a.txt", "--tokenizer", tokenizer, "--output", tmp_path / "made"
+    )
+    (command,) = re.findall(r"^next +(.*)$", output, re.M)
+    config = load_config(words(command))
+    assert (
+        config.dataset == str(tmp_path / "made") and config.out_dir == "out-made" and config.device == "cpu"
+    )
+
+
+def test_from_another_folder_the_command_goes_to_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert "cd " not in training_command(meta_of(1000), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert training_command(meta_of(1000), tmp_path).startswith(f"cd {ROOT} && ")
+
+
+def test_the_python_is_the_one_that_has_the_packages(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
+    monkeypatch.setattr(meta_file.shutil, "which", lambda name: "/usr/bin/python")
+    assert training_command(meta_of(1000), tmp_path).startswith(".venv/bin/python train.py ")
+    monkeypatch.setattr(meta_file.shutil, "which", lambda name: str(ROOT / ".venv/bin/python"))
+    assert training_command(meta_of(1000), tmp_path).startswith("python train.py ")
+    monkeypatch.setattr(meta_file.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", "/opt/x/bin/python3")
+    assert training_command(meta_of(1000), tmp_path).startswith("/opt/x/bin/python3 train.py ")
+
+
+@pytest.mark.parametrize("name", ["README.md", "TRAINING_GUIDE.md", "CONTRIBUTING.md"])
+def test_a_document_activates_the_environment_before_its_first_python(name):
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    needs = [i for i, line in enumerate(lines) if re.match(r"(python|pip|torchrun) ", line)]
+    assert "source .venv/bin/activate" in lines[: needs[0]]

@@ -1,0 +1,133 @@
+"""What a preparation says of files that it does not read, and how Ctrl-C ends it."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.helpers import ROOT
+from support.preparation import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
+
+from data.pipeline import documents
+from data.pipeline.documents import find_files
+from data.quickstart import prepare as quickstart
+
+
+def test_files_of_a_folder_that_are_not_read_are_named_with_the_reason(tmp_path, capsys):
+    (tmp_path / "deep").mkdir()
+    for name in ("a.txt", "deep/b.md", "c.csv", "d.jsonl.xz"):
+        (tmp_path / name).write_text("text")
+    assert find_files([str(tmp_path)]) == [tmp_path / "a.txt"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "left out c.csv, d.jsonl.xz, deep/b.md (not .txt, .jsonl," in line
+
+
+def test_of_very_many_files_some_are_named_and_the_others_counted(tmp_path, capsys):
+    for number in range(documents.SHOWN_FILES + 7):
+        (tmp_path / f"{number:03}.md").touch()
+    (tmp_path / "\x1b[2J.md").touch()
+    (tmp_path / "a.txt").touch()
+    find_files([str(tmp_path)])
+    line = capsys.readouterr().out
+    assert "and 8 more" in line and line.count(".md") == documents.SHOWN_FILES and "\x1b" not in line
+
+
+def test_a_folder_that_is_read_whole_says_nothing(tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    find_files([str(tmp_path)])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_note_beside_data_is_named_with_the_reason(tmp_path, capsys):
+    for name in ("README.txt", "a.jsonl"):
+        (tmp_path / name).touch()
+    assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
+    assert "left out README.txt (a note beside the other files?" in capsys.readouterr().out
+
+
+def test_a_test_split_that_is_not_read_is_named(tmp_path):
+    for name in ("train", "validation", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", ["some text " * 20 + name] * 3)
+    (tmp_path / "bpe").mkdir()
+    arguments = [
+        "--input",
+        tmp_path,
+        "--tokenizer",
+        small_bpe(tmp_path / "bpe"),
+        "--output",
+        tmp_path / "out",
+    ]
+    line = next(line for line in prepare_text(*arguments).splitlines() if "the test split" in line)
+    assert "test.jsonl" in line and "train.jsonl" not in line
+
+
+def test_the_quickstart_names_a_module_that_it_cannot_read(tmp_path, monkeypatch, capsys):
+    for number in range(30):
+        (tmp_path / f"m{number}.py").write_text("x = 1\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    monkeypatch.setattr(quickstart.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert len(quickstart.read_stdlib(10**6)) == 30
+    assert "latin.py (not UTF-8 text)" in capsys.readouterr().out
+
+
+# --- Ctrl-C ---
+
+
+def processes_of(group: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.glob("*.bin")]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("moment", ["workers start", "units are made"])
+def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path, moment):
+    (tmp_path / "in").mkdir()
+    for number in range(40):
+        write_jsonl(
+            tmp_path / f"in/{number:02}.jsonl", [f"{number} {line} some text " * 60 for line in range(250)]
+        )
+    (tmp_path / "bpe").mkdir()
+    command = ["--input", tmp_path / "in", "--tokenizer", small_bpe(tmp_path / "bpe"), "--workers", 2]
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "data/text/prepare.py", *map(str, command), "--output", str(out)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(out.glob("units/*")) if moment == "units are made" else processes_of(process.pid)) < 4:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    time.sleep(0.1 if moment == "workers start" else 0)  # they are importing modules then
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the parent and to all workers
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr and "KeyboardInterrupt" not in stderr
+    last = stderr.replace("\r", "\n").splitlines()[-1]
+    assert last == "interrupted; what is complete is kept: the same command goes on"
+    deadline = time.monotonic() + 5  # the tracker of shared memory ends just after the others
+    while processes_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(process.pid) == [] and not (out / "meta.json").exists()
+    prepare_text(*command, "--output", out)
+    prepare_text(*command, "--output", tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole") != {}

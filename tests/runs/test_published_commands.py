@@ -1,0 +1,255 @@
+"""The commands of the published guides, in published_commands.txt, work as they stand: each training command
+as a dry run with its number of processes; the rest on a tiny run on a CPU, in the order of a user."""
+
+import contextlib
+import functools
+import io
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
+
+import model_builder
+from plots import compare_runs, plot_single_run
+from training.configuration.files_and_flags import load_config
+from training.records import report
+from training.records.memory_estimate import estimate_memory
+from training.records.rows import Logger
+
+TEXT = (ROOT / "tests/runs/published_commands.txt").read_text()
+LINES = [line.split("   #")[0].rstrip() for line in TEXT.splitlines() if line and not line.startswith("#")]
+TRAINING = [line for line in LINES if " train.py " in line]
+SNIPPETS = [line for line in LINES if line.startswith("python -c ")]
+AROUND = [line for line in LINES if line not in TRAINING and line not in SNIPPETS]
+OUT = "out-llama-1.36b"  # where the snippets look
+B200 = "config/full_qwen3_1.8b_b200_optimal.py"
+
+
+def processes_and_arguments(line: str) -> tuple[int, list[str]]:
+    """What a training command starts, and the arguments of train.py."""
+    words = shlex.split(line.replace("$BS", "8"))
+    launcher, arguments = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
+    counts = [int(word.partition("=")[2]) for word in launcher if word.startswith("--nproc_per_node=")]
+    return (counts or [1])[0], arguments
+
+
+def printed(snippet: str) -> list[str]:
+    """The lines that a one-line script prints, here in this process."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(shlex.split(snippet)[2], "-c", "exec"), {})
+    return output.getvalue().splitlines()
+
+
+# --- training commands, dry ---
+
+
+@pytest.fixture(scope="module")
+def counted_once():
+    """count_flops() depends on the model alone; several commands share one."""
+
+    @functools.cache
+    def count(config_file: str) -> dict:
+        return report_count(load_config([config_file]))
+
+    report_count = report.count_flops
+    return count
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_training_command_passes_as_a_dry_run(line, run, counted_once, monkeypatch, capfd):
+    processes, arguments = processes_and_arguments(line)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(report, "count_flops", lambda config: counted_once(arguments[0]))
+    if "--init_from=resume" in arguments:  # the report of an evaluation is that of a run
+        assert load_config(arguments, processes).eval_only
+    assert run(*arguments, "--dry_run=True") == 0
+    assert "THEORETICAL PERFORMANCE" in capfd.readouterr().out
+
+
+def test_b200_config_without_flags_is_phase_1_of_the_guide_and_fits(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config([B200], 8)
+    assert config.samples_per_iter(8) * config.block_size == 64 * 4 * 8 * 2048 == 4_194_304
+    assert config.use_dataloader and config.dataloader_num_workers == 16
+    assert config.activation_checkpointing == "none" and config.loss_chunks == 1
+    model = config.model_config()
+    parameters = model_builder.build_model(model).count_parameters()["total"]
+    assert sum(estimate_memory(model, parameters, config, 8).values()) < 120  # GiB, of a GPU with 180 GB
+
+
+# --- on a tiny run ---
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A tiny run with the flags that the guides give to LLaMA on two processes."""
+    folder = tmp_path_factory.mktemp("published")
+    dataset = make_dataset(folder / "tokens")
+    keys = {**TINY, "max_iters": 6, "block_size": 16, "eval_interval": 3}
+    config = write_config(folder / "run.py", **keys, dataset=dataset, out_dir=folder / OUT)
+    flags = ["--batch_size=6", "--gradient_accumulation_steps=32", "--use_zero1=True"]
+    run_in_one_launch(folder, [[config, *flags]], processes=2)
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch) -> Path:
+    """A copy of that run, as the folder in which one works."""
+    shutil.copytree(trained / OUT, tmp_path / OUT)
+    shutil.copy(trained / "run.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in (folder / OUT).glob(pattern))
+
+
+# an evaluation
+
+
+def test_evaluation_alone_takes_a_checkpoint_of_two_processes_and_another_batch(folder, run, capfd):
+    records, checkpoints = names(folder, "run_*"), names(folder, "checkpoints/*")
+    status = run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True")
+    assert status == 0, capfd.readouterr()
+    assert names(folder, "run_*") == records and names(folder, "checkpoints/*") == checkpoints
+    (path,) = (folder / OUT).glob("eval_*.json")
+    content = json.loads(path.read_text())
+    assert content["run_name"] == path.stem and content["status"] == "completed"
+    assert [step["iter"] for step in content["eval_steps"]] == [6]
+    assert content["training_iterations"] == []
+    trained = last_run(folder / OUT)["eval_steps"][-1]["val_loss"]
+    assert content["eval_steps"][0]["val_loss"] == pytest.approx(trained, abs=0.1)  # of other windows
+    assert path.with_suffix(".log").exists()
+
+
+def test_evaluation_alone_refuses_no_schedule_no_seed_and_no_other_data(folder, run, capfd):
+    other = make_dataset(folder / "other", seed=1)
+    flags = ["--init_from=resume", "--eval_only=True", f"--dataset={other}", "--seed=7", "--warmup_iters=200"]
+    flags += ["--learning_rate=1e-5", "--lr_decay_iters=100", "--weight_decay=0", "--packing=stream"]
+    assert run("run.py", f"--out_dir={OUT}", *flags) == 0, capfd.readouterr()
+    assert len(names(folder, "eval_*.json")) == 1
+
+
+def test_resume_that_trains_still_refuses_another_batch(folder, run, capfd):
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8") == 2
+    assert "batch_size: checkpoint 6, now 4" in capfd.readouterr().err
+
+
+# what cannot work here
+
+
+def lines_of(log: str, text: str) -> list[str]:
+    return [line for line in log.splitlines() if text in line]
+
+
+def test_zero1_and_cuda_graphs_on_one_cpu_run_without_and_have_a_line_each(folder, run, capfd):
+    assert run("run.py", "--out_dir=alone", "--use_zero1=True", "--use_cuda_graphs=True") == 0
+    log = capfd.readouterr().out
+    (parallelism,) = lines_of(log, "Parallelism")
+    assert "single, use_zero1=True has no other process to share with" in parallelism
+    (graph,) = lines_of(log, "CUDA Graph")
+    assert "not used, the eager step runs: device='cpu' has no CUDA Graphs" in graph
+    assert last_run(folder / "alone")["startup_info"]["hardware"]["parallelism"] == "single"
+
+
+@pytest.mark.parametrize("sharding", ["use_zero1", "use_fsdp"])
+def test_cuda_graphs_with_sharding_fall_back_with_a_line(sharding, folder, run, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (
+        run("run.py", "--device=cuda", "--use_cuda_graphs=True", f"--{sharding}=True", "--dry_run=True") == 0
+    )
+    (graph,) = lines_of(capfd.readouterr().out, "CUDA Graph")
+    assert f"not used, the eager step runs: {sharding}=True" in graph
+
+
+# reading records
+
+
+PEAK = "--peak_tflops=1"  # a CPU has no MFU without it
+PROGRESS, LAST_ROW = SNIPPETS
+
+
+@pytest.mark.parametrize("flags", [[], [PEAK]], ids=["no peak", "peak"])
+def test_snippets_read_the_record_at_every_row_of_a_run(flags, folder, run, monkeypatch):
+    for path in (folder / OUT).glob("run_*"):
+        path.unlink()
+    seen, write = [], Logger.write
+
+    def write_and_read(logger, reading, *arguments):
+        write(logger, reading, *arguments)
+        seen.append((len(printed(PROGRESS)), printed(LAST_ROW)))
+
+    monkeypatch.setattr(Logger, "write", write_and_read)
+    assert run("run.py", f"--out_dir={OUT}", "--log_save_interval=1", *flags) == 0
+    assert len(seen) == 6
+    assert all(len(last) == 1 for _, last in seen)
+    assert [count for count, _ in seen][0] == 0  # the first iteration has no MFU
+    assert len(printed(PROGRESS)) == (5 if flags else 0)
+    assert printed(LAST_ROW)[0].split()[0] == "5"
+
+
+def test_the_first_row_is_in_the_record_at_once(folder, run, monkeypatch):
+    for path in (folder / OUT).glob("run_*"):
+        path.unlink()
+    rows, write = [], Logger.write
+
+    def write_and_read(logger, reading, *arguments):
+        write(logger, reading, *arguments)
+        rows.append(printed(LAST_ROW)[0].split()[0])
+
+    monkeypatch.setattr(Logger, "write", write_and_read)
+    assert run("run.py", f"--out_dir={OUT}") == 0
+    assert rows[0] == "0"
+
+
+def test_progress_holds_no_null_and_says_whose_memory_it_is(folder, run):
+    assert run("run.py", f"--out_dir={OUT}", PEAK) == 0
+    progress = last_run(folder / OUT)["training_progress"]
+    assert [row["iter"] for row in progress] == [1, 2, 3, 4, 5]
+    assert all(value is not None for row in progress for value in row.values())
+    assert {row["memory_kind"] for row in progress} == {"resident memory of the process"}
+    assert all(0.05 < row["memory_allocated_gb"] < 64 for row in progress)
+
+
+def test_a_run_says_how_to_watch_it_and_the_guide_too(folder, run, capfd):
+    assert run("run.py", "--out_dir=watched") == 0
+    (log,) = (folder / "watched").glob("*.log")
+    before, hint, _ = capfd.readouterr().out.partition(f"tail -F watched/{log.name}")
+    assert hint and "STARTING TRAINING" in before and "📍" not in before
+    guide = (ROOT / "TRAINING_GUIDE.md").read_text()
+    assert (
+        "tail -F out-qwen3-1.8b-b200/run_*.log" in guide
+        and "`tail -f out-*/run_*.json` shows nothing" in guide
+    )
+
+
+def test_train_evaluate_resume_plot_and_read_in_this_order(folder, run, capfd):
+    """As the guides say: torchrun with two processes made the run (see `trained`)."""
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True") == 0
+    same = ["--batch_size=6", "--gradient_accumulation_steps=64", "--use_zero1=True"]  # as many samples
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8", PEAK, *same) == 0
+    assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True") == 0
+    capfd.readouterr()
+    records = names(folder, "run_*.json")
+    assert len(records) == 2 and len(names(folder, "eval_*.json")) >= 1
+    assert plot_single_run.main([f"{OUT}/run_*.json"]) == 0
+    assert compare_runs.main([f"{OUT}/{record}" for record in records]) == 0
+    assert [line.split()[0] for line in printed(PROGRESS)] == ["7"]
+    assert printed(LAST_ROW)[0].split()[0] == "7"
+    grep = next(line for line in AROUND if line.startswith("grep "))
+    found = subprocess.run(grep, shell=True, capture_output=True, text=True).stdout
+    assert all(text in found for text in ("CUDA Graph", "DataLoader", "Attention backend"))
+
+
+@pytest.mark.parametrize("line", [line for line in AROUND if line.startswith(("cp ", "cd ", "ls "))])
+def test_what_a_command_around_a_run_names_is_there(line):
+    for word in shlex.split(line)[1:]:
+        if "/" in word:
+            assert list(ROOT.glob(word.rstrip("/"))), word

@@ -1,0 +1,578 @@
+"""The run record holds what users read, parses at every moment of a run, and says how it ended."""
+
+import datetime
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
+
+import model
+from training import evaluate_and_save
+from training.checkpoints.saver import Saver
+from training.records.rows import Logger
+
+SHIPPED = sorted((ROOT / "config").glob("*.py"))
+SECTIONS = ("MODEL ARCHITECTURE", "TRAINING CONFIGURATION", "HARDWARE", "THEORETICAL PERFORMANCE")
+NUMBER, MAYBE = (int, float), type(None)
+
+# name -> type, nested as in the record
+RECORD = {
+    "run_name": str,
+    "start_time": str,
+    "end_time": str,
+    "status": str,
+    "config": {
+        "dataset": str,
+        "wandb_run_name": (str, MAYBE),
+        "gradient_accumulation_steps": int,
+        "gradient_accumulation_steps_per_gpu": int,
+        "gradient_accumulation_steps_global": int,
+    },
+    "startup_info": {
+        "model": {
+            "total_params": int,
+            "trainable_params": int,
+            "non_embedding_params": int,
+            "architecture": {"n_layer": int, "n_head": int, "n_kv_head": int, "n_embd": int, "d_ff": int},
+        },
+        "optimizer": {"type": str, "param_groups": list},
+        "hardware": {
+            "gpu_name": str,
+            "num_gpus": int,
+            "gpu_memory_gb": (float, MAYBE),
+            "precision": str,
+            "parallelism": str,
+            "peak": {"tflops_per_gpu": (float, MAYBE), "source": str},
+        },
+        "software": {"python": str, "torch": str, "numpy": str, "cuda": (str, MAYBE), "nccl": (str, MAYBE)},
+        "git": {"commit": (str, MAYBE)},
+        "attention": {"asked": str, "used": str},
+        "flops": {
+            "flops_per_token": int,
+            "flops_per_token_causal": int,
+            "calculation_method": str,
+            "totals": {
+                "nanogpt_legacy_v1": int,
+                "combined_formula_v2": int,
+                "component_summation_v2025": int,
+            },
+            "audit": {"exact": bool, "counted_flops_per_sequence": int, "formula_flops_per_sequence": int},
+        },
+    },
+    "attempt": int,
+    "attempts": list,
+    "training_iterations": list,
+    "training_progress": list,
+    "eval_steps": list,
+    "checkpoints": list,
+    "events": list,
+    "superseded": dict,
+    "summary": {
+        "final_iter": int,
+        "best_val_loss": (float, MAYBE),
+        "time_ms": {"median": float},
+        "tokens_per_sec": {"median": float},
+        "tokens_per_sec_per_gpu": {"median": float},
+    },
+}
+ROW = {
+    "iter": int,
+    "attempt": int,
+    "loss": float,
+    "time_ms": float,
+    "lr": float,
+    "mfu": (dict, MAYBE),
+    "mfu_reason": (str, MAYBE),
+    "memory": (dict, MAYBE),
+    "gradients": {"global_norm": float},
+}
+MFU = {
+    "mfu": float,
+    "mfu_percent": float,
+    "hfu_percent": float,
+    "mfu_causal_percent": float,
+    "flops_per_token": int,
+    "tokens_per_sec": float,
+    "tokens_per_sec_per_gpu": float,
+    "tokens_per_iter": int,
+    "achieved_tflops": float,
+    "achieved_tflops_per_gpu": float,
+    "flops_achieved": float,
+    "hardware_peak_flops": float,
+    "hardware_peak_tflops": float,
+    "gpu_name": str,
+    "precision": str,
+    "num_gpus": int,
+    "sparse_mode": bool,
+    "gqa_group_size": int,
+    "attention_flops_per_layer": int,
+    "ffn_flops_per_layer": int,
+    "logit_flops": int,
+    "attention_to_ffn_ratio": float,
+    "architecture": str,
+    "calculation_method": str,
+}
+FLAT_ROW = {
+    "iter": int,
+    "loss": float,
+    "mfu": float,
+    "tokens_per_sec": float,
+    "memory_allocated_gb": float,
+    "memory_kind": str,
+    "dt_ms": float,
+}
+EVAL_STEP = {"iter": int, "train_loss": float, "val_loss": float, "lr": float}
+CHECKPOINT = {"iter": int, "val_loss": (float, MAYBE), "path": str}
+
+
+def lacking(content, wanted, where: str = "") -> list[str]:
+    """Every field of `wanted` that `content` lacks, or holds with another type."""
+    if not isinstance(wanted, dict):
+        right = isinstance(content, wanted) and (bool in _types(wanted) or not isinstance(content, bool))
+        return [] if right else [f"{where} is {content!r}"]
+    if not isinstance(content, dict):
+        return [f"{where} is {content!r}"]
+    faults = []
+    for name, kind in wanted.items():
+        path = f"{where}.{name}" if where else name
+        faults += lacking(content[name], kind, path) if name in content else [f"{path} is missing"]
+    return faults
+
+
+def _types(wanted) -> tuple:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def parse(text: str) -> dict:
+    """JSON by the standard, which has no NaN or Infinity; Python's own parser would take them."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def config(tmp_path):
+    dataset = make_dataset(tmp_path / "tokens")
+    return write_config(tmp_path / "run.py", **TINY, dataset=dataset, out_dir=tmp_path / "out")
+
+
+@pytest.fixture
+def record(run, config, tmp_path):
+    """record(*flags, status=0): the record of a tiny run with these flags, which ended with that status."""
+
+    def record(*flags, status=0) -> dict:
+        assert run(config, *flags) == status
+        return last_run(tmp_path / "out")
+
+    return record
+
+
+# --- what a whole run leaves ---
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(stdout, record, log text, out_dir) of a run with a stated peak, evaluations and checkpoints."""
+    root = tmp_path_factory.mktemp("whole")
+    dataset, out_dir = make_dataset(root / "tokens"), root / "out"
+    settings = dict(max_iters=12, eval_interval=6, peak_tflops=1.0, gradient_accumulation_steps=2)
+    more = dict(gradient_log_interval=4, dataset=dataset, out_dir=out_dir)
+    done = run_train(write_config(root / "run.py", **{**TINY, **settings, **more}))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    (path,) = out_dir.glob("run_*.json")
+    return done.stdout, parse(path.read_text()), path.with_suffix(".log").read_text(), out_dir
+
+
+def test_record_has_every_field_that_design_names(whole):
+    assert lacking(whole[1], RECORD) == []
+
+
+def test_record_is_named_by_its_start(whole):
+    _, record, _, out_dir = whole
+    (path,) = out_dir.glob("run_*.json")
+    assert record["run_name"] == path.stem
+    datetime.datetime.strptime(path.stem, "run_%Y%m%d_%H%M%S")
+    start, end = (datetime.datetime.fromisoformat(record[f"{name}_time"]) for name in ("start", "end"))
+    assert start <= end and record["status"] == "completed"
+
+
+def test_config_of_the_record_is_every_key_as_it_ran(whole):
+    config = whole[1]["config"]
+    assert config["n_embd"] == TINY["n_embd"] and config["max_iters"] == 12
+    assert config["wandb_run_name"] is None and config["backend"] is None
+
+
+def test_accumulation_steps_are_recorded_per_gpu_and_globally(whole):
+    config = whole[1]["config"]
+    assert config.get("gradient_accumulation_steps_per_gpu") == 2
+    assert config.get("gradient_accumulation_steps_global") == 2  # one process
+
+
+def test_every_row_has_every_field(whole):
+    rows = whole[1]["training_iterations"]
+    assert [row["iter"] for row in rows] == list(range(12))
+    assert [fault for row in rows for fault in lacking(row, ROW)] == []
+
+
+def test_every_row_but_the_first_has_a_complete_mfu(whole):
+    first, *rest = whole[1]["training_iterations"]
+    assert first["mfu"] is None and "compilation" in first["mfu_reason"]
+    assert [fault for row in rest for fault in lacking(row["mfu"], MFU)] == []
+    assert all(row["mfu_reason"] is None for row in rest)
+
+
+def test_figures_of_one_row_agree_with_each_other(whole):
+    row = whole[1]["training_iterations"][-1]
+    mfu = row["mfu"]
+    tokens = 2 * TINY["batch_size"] * TINY["block_size"]
+    assert mfu["tokens_per_iter"] == whole[1]["startup_info"]["tokens_per_iter"] == tokens
+    assert mfu["tokens_per_sec"] == pytest.approx(1000 * tokens / row["time_ms"])
+    assert mfu["flops_achieved"] == pytest.approx(mfu["tokens_per_sec"] * mfu["flops_per_token"])
+    assert mfu["achieved_tflops"] == pytest.approx(mfu["flops_achieved"] / 1e12)
+    assert mfu["hardware_peak_flops"] == 1e12 and mfu["hardware_peak_tflops"] == 1.0
+    assert mfu["mfu"] == pytest.approx(mfu["flops_achieved"] / 1e12)
+    assert mfu["mfu_percent"] == pytest.approx(100 * mfu["mfu"])
+    assert 0 < mfu["mfu_causal_percent"] < mfu["mfu_percent"] < 100
+    assert mfu["gqa_group_size"] == 2 and mfu["architecture"] == "qwen3" and not mfu["sparse_mode"]
+    assert mfu["calculation_method"] == "component_summation_v2025"
+
+
+def test_gradient_statistics_come_when_due(whole):
+    gradients = {row["iter"]: row["gradients"] for row in whole[1]["training_iterations"]}
+    due = [i for i, values in gradients.items() if {"grad_mean", "grad_std"} <= set(values)]
+    assert due == [0, 4, 8]
+    parameters = whole[1]["startup_info"]["model"]["total_params"]
+    for i in due:  # the square of the norm is the sum of squares
+        mean, std = gradients[i]["grad_mean"], gradients[i]["grad_std"]
+        assert gradients[i]["global_norm"] ** 2 == pytest.approx(parameters * (std**2 + mean**2))
+
+
+def test_flat_progress_repeats_the_rows(whole):
+    rows, flat = whole[1]["training_iterations"], whole[1]["training_progress"]
+    assert [fault for row in flat for fault in lacking(row, FLAT_ROW)] == []
+    for row, short in zip(rows[1:], flat, strict=True):  # the first has no MFU
+        assert (short["iter"], short["loss"], short["dt_ms"]) == (row["iter"], row["loss"], row["time_ms"])
+        assert short["mfu"] == row["mfu"]["mfu"]
+
+
+def test_evaluations_and_checkpoints_are_listed(whole):
+    _, record, _, out_dir = whole
+    assert [fault for step in record["eval_steps"] for fault in lacking(step, EVAL_STEP)] == []
+    assert [fault for saved in record["checkpoints"] for fault in lacking(saved, CHECKPOINT)] == []
+    assert [step["iter"] for step in record["eval_steps"]] == [6, 12]
+    assert [saved["iter"] for saved in record["checkpoints"]] == [6, 12]
+    losses = [step["val_loss"] for step in record["eval_steps"]]
+    assert [saved["val_loss"] for saved in record["checkpoints"]] == losses
+    assert record["summary"]["best_val_loss"] == min(losses)
+    assert record["checkpoints"][-1]["path"] == str(out_dir / "checkpoints" / "step-00000012")
+
+
+def test_summary_is_the_median_of_the_rows_after_warm_up(whole):
+    rows, summary = whole[1]["training_iterations"], whole[1]["summary"]
+    assert summary["final_iter"] == 11 and summary["rows_after_warmup"] == 7
+    times = sorted(row["time_ms"] for row in rows[5:])
+    assert summary["time_ms"]["median"] == times[3]
+    assert summary["time_ms"]["p10"] <= summary["time_ms"]["median"] <= summary["time_ms"]["p90"]
+    assert summary["mfu_percent"]["median"] > 0
+
+
+def test_model_learns(whole):
+    rows = whole[1]["training_iterations"]
+    assert abs(rows[0]["loss"] - math.log(64)) < 0.3
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+
+
+def test_learning_rate_of_a_row_is_the_schedules(whole):
+    rows = whole[1]["training_iterations"]
+    assert rows[0]["lr"] == pytest.approx(TINY["learning_rate"] / 3)  # two iterations of warm-up
+    assert rows[2]["lr"] == pytest.approx(TINY["learning_rate"])
+
+
+def test_log_is_what_the_console_showed(whole):
+    stdout, _, log, _ = whole
+    assert log == stdout
+
+
+def test_log_has_the_lines_that_users_look_for(whole):
+    wanted = [
+        *SECTIONS,
+        "STARTING TRAINING",
+        "Attention backend",
+        "DataLoader",
+        "📍 Iter",
+        "⚡ MFU",
+        "Tokens/s",
+    ]
+    assert [text for text in wanted if text not in whole[2]] == []
+
+
+# --- figures that are not there ---
+
+
+def test_run_that_never_evaluates_has_no_best_loss(record):
+    content = record()
+    assert content["summary"]["best_val_loss"] is None and content["eval_steps"] == []
+    assert content["checkpoints"][0]["val_loss"] is None
+
+
+def test_cpu_has_no_mfu_and_says_why(record):
+    content = record()
+    assert all(row["mfu"] is None for row in content["training_iterations"])
+    assert all("no peak for a CPU" in row["mfu_reason"] for row in content["training_iterations"][1:])
+    assert content["training_progress"] == []
+    assert content["startup_info"]["hardware"]["peak"]["tflops_per_gpu"] is None
+    assert content["summary"]["mfu_percent"] is None
+
+
+def test_more_than_100_percent_is_an_error_and_no_figure(record, capfd):
+    content = record("--peak_tflops=1e-9")
+    for row in content["training_iterations"][1:]:
+        assert row["mfu"] is None
+        assert "impossible" in row["mfu_reason"] and "peak_tflops" in row["mfu_reason"]
+    assert content["summary"]["mfu_percent"] is None
+    assert "impossible" in capfd.readouterr().out
+
+
+def test_sparse_peak_marks_the_record_and_every_row(record, capfd):
+    content = record("--peak_tflops=1", "--use_sparse_specs=True")
+    assert content["startup_info"]["hardware"]["peak"]["sparse"] is True
+    assert all(row["mfu"]["sparse_mode"] is True for row in content["training_iterations"][1:])
+    assert "sparse" in capfd.readouterr().out
+
+
+def test_save_log_to_json_false_leaves_a_log_and_no_json(run, config, tmp_path):
+    assert run(config, "--save_log_to_json=False") == 0
+    assert not list(tmp_path.glob("out/*.json")) and len(list(tmp_path.glob("out/run_*.log"))) == 1
+
+
+def test_two_runs_in_one_second_keep_their_own_records(run, config, tmp_path):
+    for _ in range(3):
+        assert run(config, "--max_iters=1", "--always_save_checkpoint=False") == 0
+    assert len(list(tmp_path.glob("out/run_*.json"))) == len(list(tmp_path.glob("out/run_*.log"))) == 3
+
+
+# --- the clock ---
+
+
+def slow_by(seconds, function):
+    def slowly(*arguments):
+        time.sleep(seconds)
+        return function(*arguments)
+
+    return slowly
+
+
+def test_time_of_an_iteration_leaves_out_evaluations_and_checkpoints(record, monkeypatch):
+    monkeypatch.setattr(evaluate_and_save, "evaluate", slow_by(0.25, evaluate_and_save.evaluate))
+    monkeypatch.setattr(Saver, "begin", slow_by(0.25, Saver.begin))
+    content = record("--eval_interval=2", "--max_iters=8")
+    assert len(content["eval_steps"]) == len(content["checkpoints"]) == 4
+    assert max(row["time_ms"] for row in content["training_iterations"][1:]) < 250
+
+
+def test_row_over_several_iterations_gives_the_time_of_one(record, monkeypatch):
+    forward = model.Transformer.forward
+    monkeypatch.setattr(model.Transformer, "forward", slow_by(0.05, forward))
+    content = record("--log_interval=4", "--max_iters=8")
+    assert [row["iter"] for row in content["training_iterations"]] == [0, 4, 7]
+    assert all(50 <= row["time_ms"] < 150 for row in content["training_iterations"][1:])  # 200 for all four
+
+
+# --- how a run ends ---
+
+
+def test_eval_only_evaluates_once_and_trains_nothing(run, config, tmp_path):
+    assert run(config, "--eval_only=True", "--eval_at_start=True", "--eval_interval=1") == 0
+    assert not list(tmp_path.glob("out/run_*"))
+    (path,) = tmp_path.glob("out/eval_*.json")
+    content = parse(path.read_text())
+    assert [step["iter"] for step in content["eval_steps"]] == [0]
+    assert content["training_iterations"] == content["checkpoints"] == []
+    assert content["status"] == "completed"
+    assert content["summary"]["best_val_loss"] == content["eval_steps"][0]["val_loss"]
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_eval_at_start_evaluates_before_the_first_update(record):
+    content = record("--eval_at_start=True", "--eval_interval=4")
+    assert [step["iter"] for step in content["eval_steps"]] == [0, 4]
+    assert abs(content["eval_steps"][0]["val_loss"] - math.log(64)) < 0.3
+
+
+def test_diverging_run_fails_with_advice_and_no_nan_in_its_record(record, tmp_path, monkeypatch, capfd):
+    forward, calls = model.Transformer.forward, []
+
+    def diverging(*arguments):
+        calls.append(None)
+        return forward(*arguments) * (float("inf") if len(calls) > 2 else 1.0)
+
+    monkeypatch.setattr(model.Transformer, "forward", diverging)
+    content = record("--eval_interval=1", "--eval_iters=1", status=1)
+    error = capfd.readouterr().err
+    assert "Traceback" not in error and "loss" in error
+    assert content["status"] == "failed" and content["end_time"]
+    (path,) = tmp_path.glob("out/run_*.json")
+    parse(path.read_text())
+
+
+def test_loss_that_is_nan_is_null_in_the_record(record, tmp_path, monkeypatch):
+    forward = model.Transformer.forward
+    monkeypatch.setattr(model.Transformer, "forward", lambda *args: forward(*args) * float("nan"))
+    content = record(status=1)
+    (path,) = tmp_path.glob("out/run_*.json")
+    parse(path.read_text())
+    (row,) = content["training_iterations"]
+    assert row["loss"] is None and row["gradients"]["global_norm"] is None
+    assert content["status"] == "failed"
+
+
+def test_run_in_which_every_update_is_skipped_does_not_go_on_to_the_end(record, capfd):
+    """The loss stays a number here, ln 64, while no gradient is: the weights never change again."""
+    content = record("--learning_rate=1e6", "--grad_clip=0", "--max_iters=60", status=1)
+    error = capfd.readouterr().err
+    assert "learning_rate" in error and "Traceback" not in error
+    assert content["status"] == "failed" and len(content["training_iterations"]) < 60
+
+
+def test_log_of_a_failed_run_says_why_it_failed(record, tmp_path, monkeypatch):
+    forward = model.Transformer.forward
+    monkeypatch.setattr(model.Transformer, "forward", lambda *args: forward(*args) * float("nan"))
+    record(status=1)
+    (path,) = tmp_path.glob("out/run_*.log")
+    assert "the loss of iteration 0 is nan" in path.read_text()
+
+
+def test_crash_shows_the_traceback_and_leaves_a_failed_record(record, monkeypatch, capfd):
+    def crash(*_):
+        raise RuntimeError("something of ours broke")
+
+    monkeypatch.setattr(evaluate_and_save.EvaluateAndSave, "finish", crash)
+    content = record(status=1)
+    error = capfd.readouterr().err
+    assert "Traceback" in error and "error: RuntimeError: something of ours broke" in error
+    assert content["status"] == "failed" and len(content["training_iterations"]) == 4
+
+
+def test_run_that_cannot_start_leaves_no_record_that_says_running(run, config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(config, "--wandb_log=True") == 2
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("out/*.json")]
+    assert [content["status"] for content in records if content["status"] != "failed"] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_signal_ends_a_run_as_interrupted(record, monkeypatch, number):
+    write = Logger.write
+
+    def write_and_be_interrupted(self, reading, *arguments):
+        write(self, reading, *arguments)
+        if reading.iteration == 1:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Logger, "write", write_and_be_interrupted)
+    content = record("--max_iters=1000", status=128 + number)
+    assert content["status"] == "interrupted" and content["end_time"]
+    iterations = [row["iter"] for row in content["training_iterations"]]
+    assert iterations in ([0, 1], [0, 1, 2])  # all ranks stop at one iteration, so not at once
+    assert content["summary"]["final_iter"] == iterations[-1]
+
+
+ENDLESS = ("--max_iters=1000000", "--always_save_checkpoint=False")
+
+
+def wait_for(process, text: str, timeout: float = 60):
+    """Reads the output of the process until it shows the text."""
+    shown, until = "", time.monotonic() + timeout
+    while text not in shown:
+        ready, _, _ = select.select([process.stdout], [], [], max(0, until - time.monotonic()))
+        part = os.read(process.stdout.fileno(), 1 << 16).decode(errors="replace") if ready else ""
+        assert part, f"{text!r} did not come: {shown[-2000:]}"
+        shown += part
+
+
+def end(process):
+    """SIGKILL to its group, unless it has ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_ctrl_c_leaves_an_interrupted_record_and_exit_status_130(config, tmp_path):
+    process = start_train(config, *ENDLESS)
+    try:
+        wait_for(process, "📍 Iter      2")  # so that rows 0 and 1 are in the record
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    finally:
+        end(process)
+    assert process.returncode == 130 and "Traceback" not in error
+    content = last_run(tmp_path / "out")
+    assert content["status"] == "interrupted" and len(content["training_iterations"]) >= 2
+
+
+@pytest.mark.history
+def test_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
+    process = start_train(config, *ENDLESS, "--log_save_interval=1")
+    reads, rows = 0, -1
+    try:
+        until = time.monotonic() + 60
+        while rows < 40 and time.monotonic() < until:
+            for path in tmp_path.glob("out/run_*.json"):
+                content = parse(path.read_text())
+                assert content["status"] == "running" and len(content["training_iterations"]) >= rows
+                reads, rows = reads + 1, len(content["training_iterations"])
+    finally:
+        end(process)
+    assert process.returncode == -signal.SIGKILL and reads > 50 and rows >= 40
+    content = last_run(tmp_path / "out")
+    assert content["status"] == "running" and content["end_time"] is None
+    assert len(content["training_iterations"]) >= rows
+
+
+# --- dry run ---
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_dry_run_of_a_shipped_config_reports_and_writes_nothing(run, path, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert run(path, "--dry_run=True") == 0
+    printed = capfd.readouterr()
+    assert all(section in printed.out for section in SECTIONS) and "exact" in printed.out
+    assert "STARTING TRAINING" not in printed.out and printed.err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_states_the_peak_that_the_user_states(run, config, tmp_path, capfd):
+    assert run(config, "--dry_run=True", "--peak_tflops=2250") == 0
+    assert "2250.0 TFLOPS" in capfd.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_needs_no_data_and_no_gpu(run, config, capfd):
+    assert run(config, "--dry_run=True", "--device=cuda", "--dataset=absent/folder") == 0
+    if not torch.cuda.is_available():
+        assert not torch.cuda.is_initialized()
+
+
+def test_compile_time_of_a_resumed_run_is_in_no_mfu(run, tmp_path):
+    """A resume at an iteration that log_interval does not divide starts with a row of its own."""
+    make_dataset(tmp_path / "tokens")
+    flags = [f"--out_dir={tmp_path / 'out'}", "--peak_tflops=1.0", "--log_interval=10"]
+    path = write_config(tmp_path / "run.py", **{**TINY, "dataset": str(tmp_path / "tokens")})
+    assert run(path, *flags, "--max_iters=5") == 0
+    first = last_run(tmp_path / "out")
+    assert run(path, *flags, "--max_iters=25", "--init_from=resume") == 0
+    rows = last_run(tmp_path / "out")["training_iterations"]
+    assert [row["iter"] for row in first["training_iterations"]] == [0, 4]
+    assert [row["iter"] for row in rows] == [0, 4, 5, 10, 20, 24]
+    assert [row["iter"] for row in rows if not row["mfu"]] == [0, 5]
+    assert all("compilation" in row["mfu_reason"] for row in rows if not row["mfu"])

@@ -1,0 +1,158 @@
+"""A schedule that is not stated fits the run: its length is the first attempt's, and a resume keeps it."""
+
+import json
+import re
+
+import pytest
+from support.checkpoint_parts import ALONE, make_config, make_saver, make_state, save
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+
+from common.errors import UserError
+from training.checkpoints.resume import find_resume
+from training.configuration.files_and_flags import load_config
+from training.configuration.help import help_text
+from training.configuration.keys import TrainConfig
+from training.optimization.schedule import (
+    fix_schedule,
+    learning_rate,
+    schedule_warnings,
+    warmup_and_decay_iters,
+)
+
+PUBLISHED = sorted((ROOT / "config").glob("full_*.py"))
+NOT_STATED = {"warmup_iters": None, "lr_decay_iters": None}
+
+
+@pytest.mark.parametrize(
+    ("max_iters", "lengths"),
+    [(60, (6, 60)), (300, (30, 300)), (25_000, (2000, 25_000)), (9, (0, 9)), (0, (0, 1))],
+)
+def test_a_run_without_a_stated_schedule_warms_up_in_a_tenth_and_decays_to_its_end(max_iters, lengths):
+    config = TrainConfig(max_iters=max_iters)
+    assert warmup_and_decay_iters(config) == lengths
+    assert learning_rate(lengths[0], config) == config.learning_rate
+    assert learning_rate(lengths[1], config) == pytest.approx(config.min_lr)
+
+
+def test_the_default_warm_up_follows_a_stated_decay():
+    assert warmup_and_decay_iters(TrainConfig(max_iters=60, lr_decay_iters=500)) == (50, 500)
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_configs_keep_the_rates_that_they_had(path):
+    for flags in ([], ["--max_iters=200"], ["--max_iters=60000"]):
+        config = load_config([str(path), *flags])
+        assert (config.warmup_iters, config.lr_decay_iters) == (2000, 25_000)
+        assert fix_schedule(config, {}) == config
+        assert learning_rate(0, config) == 3e-4 / 2001 and learning_rate(2000, config) == 3e-4
+        assert learning_rate(13_500, config) == 3e-5 + 0.5 * (3e-4 - 3e-5)
+        assert learning_rate(25_000, config) == 3e-5
+
+
+def test_the_quickstart_keeps_the_rates_that_it_had():
+    config = load_config([str(ROOT / "config/quickstart.py")])
+    assert warmup_and_decay_iters(config) == (30, 300)
+
+
+# --- a resume ---
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A checkpoint of a first attempt of 40 iterations that states no schedule."""
+    config = find_resume(make_config(tmp_path / "out", max_iters=40, **NOT_STATED), ALONE, {}).config
+    assert (config.warmup_iters, config.lr_decay_iters) == (4, 40)
+    save(make_saver(config, make_state(config)), 3, 1.0)
+    return tmp_path / "out"
+
+
+def resumed(out_dir, **keys) -> TrainConfig:
+    keys = {"max_iters": 400, "init_from": "resume", **NOT_STATED, **keys}
+    return find_resume(make_config(out_dir, **keys), ALONE, {}).config
+
+
+def test_a_checkpoint_holds_the_lengths_as_numbers(begun):
+    saved = json.loads((begun / "checkpoints" / "step-00000003" / "state.json").read_text())["config"]
+    assert (saved["warmup_iters"], saved["lr_decay_iters"]) == (4, 40)
+
+
+def test_a_longer_resume_keeps_the_schedule_of_the_first_attempt(begun):
+    assert warmup_and_decay_iters(resumed(begun)) == (4, 40)
+    assert find_resume(
+        make_config(begun, max_iters=400, init_from="resume", **NOT_STATED), ALONE, {}
+    ).changed == {"max_iters": [40, 400]}
+
+
+def test_a_stated_length_is_another_run_unless_it_is_allowed(begun):
+    with pytest.raises(UserError, match="lr_decay_iters: checkpoint 40, now 400.*=lr_decay_iters$"):
+        resumed(begun, lr_decay_iters=400)
+    with pytest.raises(UserError, match="warmup_iters: checkpoint 4, now 9.*=warmup_iters$"):
+        resumed(begun, warmup_iters=9)
+    allowed = resumed(begun, lr_decay_iters=400, allow_changes="lr_decay_iters")
+    assert warmup_and_decay_iters(allowed) == (4, 400), "the warm-up is the first attempt's still"
+
+
+def test_a_stated_decay_is_compared_with_the_warm_up_that_is_kept(begun):
+    with pytest.raises(UserError, match="warmup_iters=4 is not below lr_decay_iters=3"):
+        resumed(begun, lr_decay_iters=3, allow_changes="lr_decay_iters")
+
+
+def test_an_older_checkpoint_holds_numbers_and_a_resume_keeps_them():
+    older = {"warmup_iters": 2000, "lr_decay_iters": 25_000}
+    config = fix_schedule(TrainConfig(max_iters=60), older)
+    assert (config.warmup_iters, config.lr_decay_iters) == (2000, 25_000)
+
+
+@pytest.mark.parametrize("value", [None, "40", 40.0, True, 0, -1, 2**70])
+def test_what_is_no_length_in_a_checkpoint_is_not_taken(value):
+    assert fix_schedule(TrainConfig(max_iters=60), {"lr_decay_iters": value}).lr_decay_iters == 60
+
+
+# --- the warning ---
+
+
+@pytest.mark.parametrize(
+    ("keys", "warns"),
+    [
+        ({"max_iters": 60, "warmup_iters": 2000}, True),
+        ({"max_iters": 60, "warmup_iters": 31}, True),
+        ({"max_iters": 60, "warmup_iters": 30}, False),
+        ({"max_iters": 60, "lr_decay_iters": 25_000}, True),
+        ({"max_iters": 60}, False),
+        ({"max_iters": 60, "warmup_iters": 2000, "eval_only": True}, False),
+        ({"max_iters": 0, "warmup_iters": 2000}, False),
+    ],
+)
+def test_a_warm_up_of_more_than_half_the_run_is_a_warning_with_the_fix(keys, warns):
+    warnings = schedule_warnings(TrainConfig(**keys))
+    assert len(warnings) == warns
+    if warns:
+        assert "max_iters=60" in warnings[0]
+        fix = dict(re.findall(r"--(\w+)=(\d+)", warnings[0]))
+        assert fix == {"warmup_iters": "6", "lr_decay_iters": "60"}
+        fixed = TrainConfig(**{**keys, **{name: int(value) for name, value in fix.items()}})
+        assert schedule_warnings(fixed) == []
+
+
+def test_the_warning_is_at_the_start_and_in_the_record(run, tmp_path, capfd):
+    keys = {**TINY, **NOT_STATED, "max_iters": 4, "dataset": make_dataset(tmp_path / "tokens")}
+    config = write_config(tmp_path / "run.py", **keys, out_dir=tmp_path / "out")
+    assert run(config, "--warmup_iters=3") == 0
+    output, record = capfd.readouterr().out, last_run(tmp_path / "out")
+    (warning,) = record["startup_info"]["warnings"]
+    assert f"warning: {warning}" in output and output.index(warning) < output.index("Iter      0")
+    assert record["config"]["lr_decay_iters"] == 4
+    assert run(config, "--warmup_iters=3", "--dry_run=True") == 0
+    assert f"warning: {warning}" in capfd.readouterr().out
+    assert run(config, f"--out_dir={tmp_path / 'other'}") == 0
+    assert "warning: " not in capfd.readouterr().out
+    record = last_run(tmp_path / "other")
+    assert record["startup_info"]["warnings"] == []
+    assert record["config"]["warmup_iters"] == 0
+
+
+def test_help_says_what_none_means():
+    lines = help_text().splitlines()
+    for name, meaning in (("warmup_iters", "a tenth of lr_decay_iters"), ("lr_decay_iters", "first attempt")):
+        place = next(i for i, line in enumerate(lines) if line.startswith(f"  --{name}=None  (int | None"))
+        assert meaning in lines[place + 1] and "guarded" in lines[place]

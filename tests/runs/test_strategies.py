@@ -1,0 +1,427 @@
+"""The keys of memory and communication, alone and with each strategy: they change what is stored, sent and
+recomputed, not what is learned. Under torchrun with 2 gloo processes, and with 4 as two machines of two."""
+
+import gc
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.helpers import (
+    TINY,
+    checkpoint_tensors,
+    last_run,
+    launch,
+    make_dataset,
+    run_in_one_launch,
+    write_config,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import model_builder
+from common.errors import UserError
+from training.checkpoints.folder import find_checkpoint
+from training.checkpoints.loading import load_weights
+from training.configuration.dtypes import DTYPES
+from training.configuration.files_and_flags import load_config
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer
+from training.process.world import World
+from training.strategies import replicated
+from training.strategies.parallelize import parallelize
+
+STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
+ALL = ["single", *STRATEGIES]
+ITERATIONS = 10
+CONFIG = {
+    **TINY,
+    "n_layer": 3,  # 'selective' recomputes the first and the last
+    "vocab_size": 65,  # rows that no number of processes here divides
+    "n_head": 8,
+    "num_key_value_heads": 4,
+    "n_embd": 16,
+    "batch_size": 2,
+    "max_iters": ITERATIONS,
+    "gradient_log_interval": 1,
+    "eval_interval": 5,
+    "keep_all_checkpoints": True,
+}
+BF16 = ["--dtype=bfloat16"]
+VARIANTS = {  # name -> flags, for one process and for every strategy
+    "plain": [],
+    "loss_chunks": ["--loss_chunks=3"],
+    "reduced in bf16": ["--reduce_dtype=bfloat16"],
+    "kept": ["--dropout=0.1", "--activation_checkpointing=none"],
+    "selective": ["--dropout=0.1", "--activation_checkpointing=selective"],
+    "full": ["--dropout=0.1", "--activation_checkpointing=full"],
+    "full, compiled": ["--activation_checkpointing=full", "--compile=True"],
+    "bf16 weights": [*BF16, "--param_dtype=bfloat16"],
+    "bf16 weights, part 1": [*BF16, "--param_dtype=bfloat16", "--max_iters=5"],
+    "bf16 moments": ["--adam_dtype=bfloat16"],
+    "bf16 moments, part 1": ["--adam_dtype=bfloat16", "--max_iters=5"],
+}
+ONE_STRATEGY = {
+    ("fsdp", "reshard"): ["--reshard_after_forward=True"],
+    ("fsdp", "reshard, full"): ["--reshard_after_forward=True", "--activation_checkpointing=full"],
+    ("fsdp", "hybrid on one machine"): ["--fsdp_sharding=hybrid"],
+    ("single", "bf16"): BF16,
+    ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
+    ("single", "regional"): ["--compile=True"],
+}
+RESUMED = {  # name -> (folder it goes on in, flags)
+    "bf16 weights, part 2": ("bf16 weights, part 1", VARIANTS["bf16 weights"]),
+    "bf16 moments, part 2": ("bf16 moments, part 1", VARIANTS["bf16 moments"]),
+}
+
+
+def out_dir(folder: Path, strategy: str, variant: str) -> Path:
+    return folder / f"{strategy}-{variant}".replace(" ", "_").replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strategies")
+    make_dataset(folder / "tokens", vocab_size=65)
+    write_config(folder / "run.py", **CONFIG, dataset=str(folder / "tokens"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """(strategy, variant) -> run record; 8 sequences an iteration, by one process or by two."""
+    commands = {1: {}, 2: {}}
+    variants = {(s, name): flags for s in ALL for name, flags in VARIANTS.items()} | ONE_STRATEGY
+    variants = {key: (key[1], flags) for key, flags in variants.items()}
+    for strategy in ALL:
+        for name, (where, flags) in RESUMED.items():
+            variants[strategy, name] = (where, [*flags, "--init_from=resume"])
+    for (strategy, name), (where, flags) in variants.items():
+        processes = 1 if strategy == "single" else 2
+        commands[processes][strategy, name] = [
+            str(folder / "run.py"),
+            f"--out_dir={out_dir(folder, strategy, where)}",
+            f"--gradient_accumulation_steps={4 // processes}",
+            *STRATEGIES.get(strategy, []),
+            *flags,
+        ]
+    for processes, of_processes in commands.items():
+        run_in_one_launch(folder, list(of_processes.values()), processes)
+    return {
+        (strategy, name): last_run(out_dir(folder, strategy, where))
+        for (strategy, name), (where, _) in variants.items()
+    }
+
+
+def two_machines(*arguments: object) -> list[str]:
+    """Two launches of torchrun with two processes each, which meet on this machine's own address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    meeting = ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    return launch([[*launcher, f"--node_rank={rank}", *meeting, *arguments] for rank in (0, 1)])
+
+
+def losses(record: dict) -> list[float]:
+    return [row["loss"] for row in record["training_iterations"]]
+
+
+def norms(record: dict) -> list[float]:
+    return [row["gradients"]["global_norm"] for row in record["training_iterations"]]
+
+
+def evaluations(record: dict) -> list[float]:
+    return [step["val_loss"] for step in record["eval_steps"]]
+
+
+# --- the loss ---
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_loss_chunks_do_not_change_the_losses(runs, strategy):
+    """8 x 32 tokens, or fewer, do not divide by 3: the last part is shorter."""
+    plain, chunked = runs[strategy, "plain"], runs[strategy, "loss_chunks"]
+    assert losses(chunked) == pytest.approx(losses(plain), rel=1e-5)
+    assert norms(chunked) == pytest.approx(norms(plain), rel=1e-4)
+    assert evaluations(chunked) == pytest.approx(evaluations(plain), rel=1e-5)
+
+
+# --- activation checkpointing ---
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("strategy", ALL)
+def test_recomputed_blocks_have_the_same_masks_losses_and_gradients(runs, strategy, mode):
+    """With dropout: a recomputed block must draw the masks that its forward drew."""
+    kept, recomputed = runs[strategy, "kept"], runs[strategy, mode]
+    assert losses(kept) != losses(runs[strategy, "plain"])
+    assert losses(recomputed) == pytest.approx(losses(kept), rel=1e-6)
+    assert norms(recomputed) == pytest.approx(norms(kept), rel=1e-6)
+    assert evaluations(recomputed) == pytest.approx(evaluations(kept), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_compiled_blocks_can_be_recomputed(runs, strategy):
+    assert losses(runs[strategy, "full, compiled"]) == pytest.approx(
+        losses(runs[strategy, "plain"]), rel=1e-5
+    )
+
+
+def test_a_model_compiled_whole_learns_the_same(runs):
+    plain, *compiled = (losses(runs["single", name]) for name in ("plain", "whole", "regional"))
+    for other in compiled:
+        assert other == pytest.approx(plain, rel=1e-5)
+
+
+# --- dtypes of what is stored and sent ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_may_travel_in_bf16(runs, strategy):
+    """Each rank's sum is rounded once, to 2^-9 = 0.2 %, and FSDP sums the micro-steps in bf16, too. The first
+    norm is of equal weights; later ones follow the weights apart."""
+    plain, reduced = runs[strategy, "plain"], runs[strategy, "reduced in bf16"]
+    assert losses(reduced) != losses(plain)
+    assert losses(reduced) == pytest.approx(losses(plain), rel=3e-3)
+    assert norms(reduced)[0] == pytest.approx(norms(plain)[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_weights_may_be_stored_in_bf16(runs, strategy):
+    plain, stored = runs["single", "bf16"], runs[strategy, "bf16 weights"]
+    assert losses(stored) == pytest.approx(losses(plain), rel=2e-2)
+    assert losses(stored)[-1] < losses(stored)[0] - 0.3
+    assert evaluations(stored) == pytest.approx(evaluations(runs["single", "bf16 weights"]), rel=5e-3)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_moments_may_be_stored_in_bf16(runs, strategy):
+    assert losses(runs[strategy, "bf16 moments"]) == pytest.approx(losses(runs["single", "plain"]), rel=5e-3)
+
+
+@pytest.mark.parametrize("variant", ["bf16 weights", "bf16 moments"])
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant):
+    whole, resumed = runs[strategy, variant], runs[strategy, f"{variant}, part 2"]
+    assert resumed["startup_info"]["resumed_from"].endswith("step-00000005")
+    assert losses(resumed) == losses(whole)  # its record begins with the first part's rows
+    name = "checkpoints/step-00000010"
+    theirs = checkpoint_tensors(out_dir(folder, strategy, variant) / name)
+    ours = checkpoint_tensors(out_dir(folder, strategy, f"{variant}, part 1") / name)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    bf16 = "model." if variant == "bf16 weights" else "optimizer."
+    for key, tensor in ours.items():
+        if key.startswith(("model.", "optimizer.")) and not key.endswith(".step"):
+            assert (tensor.dtype == torch.bfloat16) == key.startswith(bf16), key
+
+
+@pytest.mark.parametrize("variant", ["bf16 weights", "bf16 moments"])
+def test_a_checkpoint_with_bf16_tensors_loads_into_fp32_and_back(runs, folder, run, tmp_path, variant):
+    """bf16 to fp32 is exact; fp32 to bf16 rounds. The log and the record name the setting that changed."""
+    start = out_dir(folder, "single", variant) / "checkpoints" / "step-00000010"
+    there = tmp_path / "out"
+    (there / "checkpoints").mkdir(parents=True)
+    (there / "checkpoints" / start.name).symlink_to(start)
+    key = "param_dtype" if variant == "bf16 weights" else "adam_dtype"
+    flags = [
+        folder / "run.py",
+        f"--out_dir={there}",
+        "--init_from=resume",
+        "--gradient_accumulation_steps=4",
+        *VARIANTS[variant],
+        "--eval_iters=3",
+    ]
+    assert run(*flags, f"--{key}=float32", "--max_iters=11") == 0
+    assert last_run(there)["startup_info"]["changed_since_checkpoint"][key] == ["bfloat16", "float32"]
+    wide = checkpoint_tensors(there / "checkpoints" / "step-00000011")
+    assert {t.dtype for k, t in wide.items() if k.startswith(("model.", "optimizer."))} == {torch.float32}
+    assert run(*flags, "--max_iters=12") == 0
+    narrow = checkpoint_tensors(there / "checkpoints" / "step-00000012")
+    assert torch.bfloat16 in {t.dtype for t in narrow.values()}
+    record = last_run(there)
+    assert losses(record)[0] < losses(runs["single", variant])[0] - 0.3
+
+
+def test_sampling_reads_bf16_weights(runs, folder):
+    checkpoint = find_checkpoint(out_dir(folder, "zero1", "bf16 weights"))
+    _, model = load_weights(checkpoint, torch.device("cpu"))
+    saved = checkpoint_tensors(checkpoint)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter.detach(), saved[f"model.{name}"].float()), name
+
+
+# --- FSDP's ways of sharding ---
+
+
+def test_resharding_after_the_forward_changes_nothing_but_memory(runs):
+    plain = runs["fsdp", "plain"]
+    for name in ("reshard", "reshard, full"):
+        assert losses(runs["fsdp", name]) == pytest.approx(losses(plain), rel=1e-6)
+        assert norms(runs["fsdp", name]) == pytest.approx(norms(plain), rel=1e-5)
+        assert evaluations(runs["fsdp", name]) == pytest.approx(evaluations(plain), rel=1e-6)
+
+
+def test_hybrid_sharding_on_one_machine_is_full_sharding(runs):
+    plain, hybrid = runs["fsdp", "plain"], runs["fsdp", "hybrid on one machine"]
+    assert losses(hybrid) == pytest.approx(losses(plain), rel=1e-6)
+    assert norms(hybrid) == pytest.approx(norms(plain), rel=1e-6)
+
+
+HYBRID = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
+
+
+def test_hybrid_sharding_over_two_machines_gives_the_losses_of_one_process(runs, folder, tmp_path):
+    plain = runs["single", "plain"]
+    flags = [*HYBRID, "--gradient_accumulation_steps=1"]
+    out = folder / "hybrid"
+    two_machines("train.py", folder / "run.py", f"--out_dir={out}", *flags)
+    record = last_run(out)
+    assert record["startup_info"]["hardware"]["num_gpus"] == 4
+    assert losses(record) == pytest.approx(losses(plain), rel=1e-5)
+    assert evaluations(record) == pytest.approx(evaluations(plain), rel=1e-5)
+    for row, expected in zip(record["training_iterations"], plain["training_iterations"], strict=True):
+        for name in ("global_norm", "grad_mean", "grad_std"):
+            ours, theirs = row["gradients"][name], expected["gradients"][name]
+            assert ours == pytest.approx(theirs, rel=1e-3 if name == "grad_mean" else 1e-4)
+
+    checkpoints = [
+        path / "checkpoints" / "step-00000005" for path in (out, out_dir(folder, "single", "plain"))
+    ]
+    worker = ["tests/support/load_worker.py", folder / "run.py", *checkpoints]
+    assert "loaded 6 pairs" in launch([worker])[0]  # one process reads what hybrid sharding saved
+    assert "loaded 8 pairs" in two_machines(*worker)[0]  # and the other way round, four strategies
+
+
+@pytest.mark.parametrize("flag", ["--fsdp_sharding=hybrid", "--reshard_after_forward=True"])
+def test_ways_of_sharding_need_fsdp(folder, flag):
+    name = flag[2:].split("=")[0]
+    with pytest.raises(UserError, match=f"{name}=.*use_fsdp"):
+        load_config([str(folder / "run.py"), flag], 2)
+    load_config([str(folder / "run.py"), flag, "--use_fsdp=True"], 2)
+
+
+# --- when gradients travel, and what a strategy holds: rank 0 of two, the other one imagined ---
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield World(rank=0, local_rank=0, size=2, device=torch.device("cpu"), local_size=2)
+    dist.destroy_process_group()
+
+
+def assemble(folder: Path, world: World, *flags: str):
+    """(model, strategy, optimizer, config) as train.py puts them together."""
+    config = load_config([str(folder / "run.py"), *flags], world.size)
+    model = model_builder.build_model(config.model_config(), dtype=DTYPES[config.dtype])
+    model.init_weights("cpu", seed=0)
+    compile_and_checkpoint(model, config)
+    strategy = parallelize(model, config, world)
+    return model, strategy, build_optimizer(strategy.shards, config), config
+
+
+def micro_step(strategy, last: bool) -> None:
+    ids = torch.arange(2 * 32).view(2, 32) % 65
+    strategy.micro_step(last)
+    strategy.forward(ids, ids).backward()
+
+
+def watch(model, strategy, monkeypatch) -> list[str]:
+    """A list that fills with 'backward of X' and 'sends X' as they happen, X a part of the model."""
+    events = []
+
+    def part_of(tensor) -> str:
+        at = tensor.untyped_storage().data_ptr()
+        (bucket,) = (b for b in strategy.buckets if b.flat.untyped_storage().data_ptr() == at)
+        first = next(iter(bucket.views))
+        return ".".join(first.split(".")[:2]) if first.startswith("blocks") else first.split(".")[0]
+
+    def recorded(communicate, gradients):
+        def run(*tensors, **options):
+            event = f"sends {part_of(tensors[gradients])}"
+            if event not in events[-1:]:  # ZeRO-1 sends each matrix by itself
+                events.append(event)
+            return communicate(*tensors, **options)
+
+        return run
+
+    monkeypatch.setattr(dist, "all_reduce", recorded(dist.all_reduce, 0))
+    monkeypatch.setattr(replicated, "reduce_scatter", recorded(replicated.reduce_scatter, 1))
+    parts = {f"blocks.{i}": block for i, block in enumerate(model.blocks)} | {"head": model.head}
+    for name, module in parts.items():
+        module.register_full_backward_pre_hook(lambda *_, name=name: events.append(f"backward of {name}"))
+    return events
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("strategy_flags", [[], ["--use_zero1=True"]], ids=["ddp", "zero1"])
+def test_gradients_travel_beside_the_backward_of_the_block_below(
+    folder, world, monkeypatch, strategy_flags, recompute
+):
+    flags = [*strategy_flags, f"--activation_checkpointing={recompute}"]
+    model, strategy, _, _ = assemble(folder, world, *flags)
+    events = watch(model, strategy, monkeypatch)
+    parts = ["head", "blocks.2", "blocks.1", "blocks.0"]
+    for _ in range(2):
+        micro_step(strategy, last=False)
+    assert events == 2 * [f"backward of {part}" for part in parts]  # nothing is sent before the last one
+    events.clear()
+    micro_step(strategy, last=True)
+    assert events == [event for part in parts for event in (f"backward of {part}", f"sends {part}")]
+    events.clear()
+    strategy.reduce_gradients(torch.zeros(()))
+    assert events == ["sends embed"]
+
+
+def test_nothing_is_sent_by_an_evaluation(folder, world, monkeypatch):
+    model, strategy, _, _ = assemble(folder, world)
+    events = watch(model, strategy, monkeypatch)
+    micro_step(strategy, last=True)
+    events.clear()
+    with torch.no_grad():
+        model(torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32, dtype=torch.long))
+    assert events == []
+
+
+def storages() -> dict[int, int]:
+    """Address -> bytes of the memory of every tensor that is alive."""
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive if t.device.type == "cpu"
+    }
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_zero1_holds_one_copy_of_the_gradients_and_half_of_the_optimizer_s_state(folder, world, compute):
+    """Also between micro-steps and after the reduction, when a copy would be there if one were made."""
+    before = storages()
+    flags = ["--use_zero1=True", "--n_embd=64", f"--dtype={compute}", "--vocab_size=66"]
+    model, strategy, optimizer, _ = assemble(folder, world, *flags)
+    parameters = model.count_parameters()["total"]
+    working = {"float32": 4, "bfloat16": 2}[compute]
+    expected = (working + 4 + 3 * 4 / 2) * parameters  # whole, whole; half of weights and two moments
+
+    def held() -> int:
+        return sum(size for at, size in storages().items() if at not in before)
+
+    slack = 0.03 * parameters * 4  # vectors in full, rotary angles
+    assert abs(held() - expected) < slack
+    micro_step(strategy, last=False)
+    assert abs(held() - expected) < slack
+    micro_step(strategy, last=True)
+    strategy.reduce_gradients(torch.zeros(()))
+    assert abs(held() - expected) < slack
+    buckets = [bucket.flat.untyped_storage().data_ptr() for bucket in strategy.buckets]
+    assert all(s.local.grad.untyped_storage().data_ptr() in buckets for s in strategy.shards)
+
+
+def test_fsdp_rounds_weights_to_param_dtype_and_nothing_else(folder, world):
+    model, strategy, _, _ = assemble(
+        folder, world, "--use_fsdp=True", "--dtype=bfloat16", "--param_dtype=bfloat16"
+    )
+    assert {shard.local.dtype for shard in strategy.shards} == {torch.bfloat16}
+    assert model.rotary_cos.dtype == model.rotary_sin.dtype == torch.float32

@@ -1,0 +1,105 @@
+"""Run by tests instead of train.py: the same, with one fault.
+
+    FAULT="what who where" fault_worker.py CONFIG [--key=value ...]
+
+what: a signal's name, 'raise', 'oom', 'exit0', 'hang' (for ever), 'illegal' (a memory access of the GPU),
+'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'node' (SIGKILL, to its torchrun, too);
+who: a rank, 'any', 'torchrun', or 'job' (the process in the file JOB_PID);
+where: an iteration, 'evaluation', 'saving' or 'start'. Only in the first attempt.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import train
+from training import evaluation as evaluate
+from training.batches import loader as loader_module
+from training.checkpoints import saver
+from training.process.exit_status import leave_now
+from training.process.world import launch_info, restart_count
+
+SLOW_SECONDS, SLOW_CYCLES = 0.05, 100_000_000  # at 2 GHz
+
+
+def happen(what: str, who: str) -> None:
+    """On the rank that it is for; rank 0 signals others."""
+    rank = launch_info()[0]
+    if rank != (int(who) if who.isdigit() else 0) and who != "any":
+        return
+    os.write(1, f"FAULT at {time.time():.6f}s\n".encode())  # at once: print() writes the line's end by itself
+    if what == "raise":
+        raise ValueError(f"a fault of rank {rank}")
+    if what == "oom":
+        raise torch.OutOfMemoryError("Tried to allocate too much")
+    if what == "exit0":
+        os._exit(0)
+    if what == "node":
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "hang":
+        time.sleep(1000)
+    if what == "illegal":
+        torch.zeros(4, device="cuda")[torch.tensor([1 << 40], device="cuda")]
+        return  # the host does not know yet
+    target = {"torchrun": os.getppid, "job": lambda: int(Path(os.environ["JOB_PID"]).read_text())}
+    os.kill(target.get(who, os.getpid)(), getattr(signal, what))
+
+
+def install(what: str, who: str, where: str) -> None:
+    if where == "evaluation":
+        before(evaluate, "eval_batches", lambda: happen(what, who))
+    elif where == "start":
+        before(train, "open_sources", lambda: happen(what, who))
+    elif where == "saving":  # the files take a while, and the fault comes in between
+        before(saver, "_write_files", lambda: time.sleep(1))
+        after(saver.Saver, "begin", lambda: happen(what, who))
+    else:
+        at_iteration(int(where), what, who)
+
+
+def at_iteration(iteration: int, what: str, who: str) -> None:
+    def check(loader):
+        now = loader.position // loader.batches.samples
+        if what.startswith("slow"):
+            if now >= iteration and launch_info()[0] == int(who):
+                time.sleep(SLOW_SECONDS) if what == "slow" else torch.cuda._sleep(SLOW_CYCLES)
+        elif now == iteration:
+            happen(what, who)
+
+    loaders = []  # the one that is asked for a batch
+    before(train.Loader, "next", lambda loader: loaders.__setitem__(slice(None), [loader]))
+    before(loader_module, "inputs_and_targets", lambda: check(loaders[0]))  # in the rank's own work
+
+
+def before(owner, name: str, action) -> None:
+    real = getattr(owner, name)
+
+    def patched(*arguments, **keywords):
+        action(*(arguments[:1] if name == "next" else ()))
+        return real(*arguments, **keywords)
+
+    setattr(owner, name, patched)
+
+
+def after(owner, name: str, action) -> None:
+    real = getattr(owner, name)
+
+    def patched(*arguments, **keywords):
+        result = real(*arguments, **keywords)
+        action()
+        return result
+
+    setattr(owner, name, patched)
+
+
+if __name__ == "__main__":
+    if os.environ.get("FAULT") and restart_count() == 0:
+        install(*os.environ["FAULT"].split())
+    leave_now(train.run(sys.argv[1:]))

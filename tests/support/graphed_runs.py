@@ -1,0 +1,119 @@
+"""The parts of a run as train.py assembles them, with eager steps, a fake of CUDA Graphs, or real ones."""
+
+import contextlib
+from collections import namedtuple
+
+import torch
+from support.helpers import TINY
+
+import model_builder
+from model import manual_attention
+from training.batches.dataset import open_dataset
+from training.batches.loader import Loader
+from training.batches.windows import StreamWindows
+from training.checkpoints.train_state import TrainState
+from training.configuration.dtypes import DTYPES
+from training.configuration.keys import TrainConfig
+from training.cuda_graphs.capture import CudaGraphs
+from training.cuda_graphs.graphed_step import GraphedStep
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale, use_low_precision
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
+from training.process.world import World
+from training.strategies.parallelize import parallelize
+
+ITERATIONS = 24
+
+
+SUMS = (0, 4, 16, 20)  # iterations whose gradients are summed
+
+
+# every kernel adds in a fixed order here, so that runs can be compared bit for bit
+ON_GPU = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "n_embd": 128,
+    "d_ff": 256,
+    "block_size": 64,
+    "num_key_value_heads": 4,
+}
+
+
+Parts = namedtuple("Parts", "step state loader windows config")
+
+
+def build(dataset, **keys) -> Parts:
+    """The parts of a run as train.py assembles them, always from the same first state."""
+    config = TrainConfig(**{**TINY, "dataset": str(dataset), **keys})
+    world = World(0, 0, 1, torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu"))
+    dtype = DTYPES[config.dtype]
+    model = model_builder.build_model(config.model_config(), manual_attention, dtype)
+    model.init_weights(world.device, seed=1)
+    use_low_precision(model, config)
+    model.head.loss_chunks = config.loss_chunks
+    compile_and_checkpoint(model, config)
+    strategy = parallelize(model, config, world)
+    optimizer = build_optimizer(strategy.shards, config)
+    loss_scale = LossScale(config.dtype == "float16", world.device)
+    guard = UpdateGuard(config, world.device)
+    step = EagerStep(strategy, optimizer, loss_scale, config, guard)
+    torch.manual_seed(7)
+    state = TrainState(strategy, optimizer, loss_scale, world, guard)
+    splits, _ = open_dataset(config, scan=False)
+    windows = {split: StreamWindows(tokens, config.block_size) for split, tokens in splits.items()}
+    return Parts(step, state, Loader(windows["train"], config, world), windows, config)
+
+
+def rate(iteration: int) -> float:
+    """Far from constant: a rate that a capture had frozen would be seen at once."""
+    return 1e-2 / (1 + iteration % 4)
+
+
+def train(parts: Parts, step=None, iterations=range(ITERATIONS), sums=SUMS) -> list[tuple]:
+    """(loss, gradient norm, gradient sum or None, overflow, verdict, attended) of every iteration."""
+    results = [(step or parts.step)(*parts.loader.next(), rate(i), i in sums) for i in iterations]
+    return [tuple(None if value is None else value.item() for value in result) for result in results]
+
+
+def weights(parts: Parts) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in parts.state.tensors().values()]
+
+
+def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+class Fake:
+    """In place of CUDA. A capture is the step itself, run at each replay; `spoil` makes a bad one of it."""
+
+    def __init__(self, spoil=lambda run, fake: run, waits=()):
+        self.spoil, self.waits = spoil, list(waits)
+        self.captures, self.closed = 0, False
+
+    def check(self):
+        pass
+
+    def eager(self, run):
+        return run()
+
+    def eager_with_waits(self, run):
+        return run(), self.waits
+
+    def capture(self, run):
+        self.captures += 1
+        return self.spoil(run, self)
+
+    def close(self):
+        self.closed = True
+
+
+def graphed(parts: Parts, fake: Fake, step=None, paused=contextlib.nullcontext, start=0) -> GraphedStep:
+    fake.step = GraphedStep(step or parts.step, parts.state, fake, paused, start)
+    return fake.step
+
+
+def captured(parts: Parts, step=None, start=0) -> GraphedStep:
+    graphs = CudaGraphs(parts.state.optimizer)
+    return GraphedStep(step or parts.step, parts.state, graphs, contextlib.nullcontext, start)

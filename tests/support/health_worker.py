@@ -1,0 +1,174 @@
+"""Run by test_health.py under torchrun, two processes: bad numbers on rank 1 alone, with every strategy.
+
+health_worker.py CONFIG.py RESULTS.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import model_builder
+import train
+from training.checkpoints.train_state import TrainState
+from training.configuration.dtypes import DTYPES
+from training.configuration.files_and_flags import load_config
+from training.faults.anomalies import Diverged
+from training.faults.replica_check import ReplicaCheck, ReplicasDiffer, differences
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
+from training.process.exit_status import end_process
+from training.process.world import World, gather_objects, init_world
+from training.records.clock import Clock
+from training.strategies.parallelize import parallelize
+
+STRATEGIES = {
+    "ddp": [],
+    "ddp in bf16": ["--dtype=bfloat16", "--reduce_dtype=bfloat16"],
+    "zero1": ["--use_zero1=True"],
+    "fsdp": ["--use_fsdp=True"],
+    "hybrid": ["--use_fsdp=True", "--fsdp_sharding=hybrid"],  # two machines of one process
+}
+
+
+def bad_gradient(loss):
+    loss = loss * 1
+    loss.register_hook(lambda gradient: gradient * float("nan"))
+    return loss
+
+
+FAULTS = {
+    "nan loss": lambda loss: loss + float("nan"),  # with a gradient that is finite
+    "infinite loss": lambda loss: loss + float("inf"),
+    "nan gradient": bad_gradient,  # with a loss that is finite
+    "spike": lambda loss: loss * 1000,
+}
+
+
+class Run:
+    """One strategy's parts, and a forward that spoils its first micro-step on rank 1 where it is told to."""
+
+    def __init__(self, config_path: str, strategy: str, world: World):
+        flags = [*STRATEGIES[strategy], "--skip_spikes=6", "--spike_window=16"]
+        self.config = load_config([config_path, *flags], world.size)
+        local_size = 1 if strategy == "hybrid" else world.size
+        self.world = World(world.rank, world.local_rank, world.size, world.device, local_size)
+        self.model = model_builder.build_model(self.config.model_config(), dtype=DTYPES[self.config.dtype])
+        self.model.init_weights("cpu", seed=0)
+        self.strategy = parallelize(self.model, self.config, self.world)
+        optimizer, scale = build_optimizer(self.strategy.shards, self.config), LossScale(False, world.device)
+        guard = UpdateGuard(self.config, world.device)
+        self.step = EagerStep(self.strategy, optimizer, scale, self.config, guard)
+        self.state = TrainState(self.strategy, optimizer, scale, self.world, guard)
+        self.generator, self.fault = torch.Generator().manual_seed(world.rank), None
+        self.strategy.forward, self.agree = self.forward, self.strategy.loss_and_norm
+        self.strategy.loss_and_norm = self.noted
+
+    def noted(self):
+        loss, norm = self.agree()
+        self.agreed = loss.item(), norm.item()
+        return loss, norm
+
+    def forward(self, x, y):
+        loss, fault = self.model(x, y), self.fault
+        self.fault = None
+        return FAULTS[fault](loss) if fault and self.world.rank == 1 else loss
+
+    def iterate(self, fault: str | None = None):
+        self.fault = fault
+        ids = torch.randint(self.config.model_config().vocab_size, (2, 4, 33), generator=self.generator)
+        return self.step(ids[..., :-1], ids[..., 1:], 1e-2)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that an update changes on this rank."""
+        held = [*self.state.tensors().values(), *self.state.update_guard.state().values()]
+        held += [shard.parameter.data for shard in self.strategy.shards]
+        return [(t.to_local() if isinstance(t, DTensor) else t).clone() for t in held]
+
+    def suffer(self, fault: str) -> dict:
+        """What an iteration with the fault does, on all ranks."""
+        before = self.tensors()
+        result = self.iterate(fault)
+        unchanged = all(map(torch.equal, before, self.tensors()))
+        everyone = gather_objects((result.verdict.item(), result.loss.item(), unchanged), self.world)
+        verdicts, losses, unchanged = zip(*everyone, strict=True)
+        return {
+            "verdicts": verdicts,
+            "losses": [str(loss) for loss in losses],
+            "unchanged": unchanged,
+            "drifted": differences(self.state),
+        }
+
+    def drift(self) -> dict:
+        """What is found after rank 1 has changed one weight that others hold, too."""
+        check = ReplicaCheck(self.state, self.config, Clock(self.world.device), record=None, start=0)
+        check.interval = 10
+        check.after_update(9)
+        held = [shard for shard in self.strategy.shards if shard.replicas > 1]
+        if self.world.rank == 1 and held:
+            weight = held[-1].local.data.view(-1)
+            weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+        try:
+            check.after_update(15)  # not due
+            check.after_update(21)
+            message = None
+        except ReplicasDiffer as error:
+            message = str(error)
+        return {"held": [shard.name for shard in held][-1:], "messages": gather_objects(message, self.world)}
+
+
+def strategy_results(config_path: str, strategy: str, world: World) -> dict:
+    run = Run(config_path, strategy, world)
+    good = [run.iterate().verdict.item() for _ in range(20)]  # fills the window
+    numbers = gather_objects((run.iterate().loss.item(), *run.agreed), world)
+    found = {"good": good, "losses, agreed losses, agreed norms": list(zip(*numbers, strict=True))}
+    found["faults"] = {fault: run.suffer(fault) for fault in FAULTS}
+    before = run.tensors()
+    found["then"] = run.iterate().verdict.item()
+    found["goes on"] = not any(map(torch.equal, before, run.tensors()))
+    return {**found, "drift": run.drift()}
+
+
+def whole_run(config_path: str, world: World) -> list[str]:
+    """How a run ends, on each rank, in which the replicas are compared after its first iteration, and rank 1
+    has a loss that is no number in the second."""
+    make = train.EagerStep
+
+    def with_a_fault(strategy, *arguments, **options):
+        model, count = strategy.forward, iter(range(1000))
+
+        def forward(x, y):
+            bad = next(count) == 3 and world.rank == 1
+            return model(x, y) + (float("nan") if bad else 0)
+
+        strategy.forward = forward
+        return make(strategy, *arguments, **options)
+
+    train.EagerStep, train.init_world = with_a_fault, lambda config: world
+    try:
+        train.main([config_path, "--max_iters=20", "--log_interval=5", "--drift_check_interval=1"])
+        end = "completed"
+    except Diverged as error:
+        end = str(error)
+    return gather_objects(end, world)
+
+
+def main(config_path: str, results: str) -> None:
+    world = init_world(load_config([config_path], 2))
+    found = {name: strategy_results(config_path, name, world) for name in STRATEGIES}
+    found["run"] = whole_run(config_path, world)
+    if world.is_main:
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    end_process(world)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

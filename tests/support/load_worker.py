@@ -1,0 +1,95 @@
+"""Run by test_distributed.py and test_strategies.py, alone or under torchrun: loads every checkpoint given
+with every strategy at this world size and compares each tensor with what the safetensors library reads from
+the same files. Exits with 0 if all agree.
+
+    load_worker.py CONFIG [--save=FOLDER] CHECKPOINT_DIR ...
+
+With --save, each strategy first saves what it has loaded from the first checkpoint to FOLDER/STRATEGY-SIZE,
+and these are loaded, too. In one process, ZeRO-1 and FSDP shard over one rank, which train.py would refuse.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from support.checkpoint_parts import make_saver
+from support.helpers import checkpoint_tensors
+from torch.distributed.tensor import DTensor
+
+import model_builder
+from training.checkpoints.loading import load_checkpoint
+from training.checkpoints.train_state import TrainState
+from training.configuration.files_and_flags import load_config
+from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale
+from training.process.exit_status import end_process
+from training.process.world import init_world, launch_info
+from training.strategies.fsdp import Fsdp
+from training.strategies.replicated import Replicated, Zero1
+
+STRATEGIES = {
+    "ddp": ([], Replicated),
+    "zero1": (["--use_zero1=True"], Zero1),
+    "fsdp": (["--use_fsdp=True"], Fsdp),
+    "hybrid": (["--use_fsdp=True", "--fsdp_sharding=hybrid"], Fsdp),
+}
+
+
+def load(name: str, config_path: str, world, folder: str):
+    """(settings, state, where it stands) of a model that was drawn anew and then loaded the checkpoint."""
+    flags, strategy_class = STRATEGIES[name]
+    config = load_config([config_path, *flags], max(world.size, 2))  # one is refused for sharding
+    model = model_builder.build_model(config.model_config()).init_weights("cpu", seed=99)
+    strategy = strategy_class(model, config, world)
+    optimizer = build_optimizer(strategy.shards, config)
+    state = TrainState(strategy, optimizer, LossScale(False, world.device), world)
+    return config, state, load_checkpoint(Path(folder), state, config.model_config())
+
+
+def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not bit-equal after loading, in the optimizer's and the model's view."""
+    model = state.strategy.module
+    loaded = state.tensors() | {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in loaded.items()}
+    assert all(name in expected for name in whole)
+    return [name for name, tensor in whole.items() if not torch.equal(tensor, expected[name])]
+
+
+def save(config, state: TrainState, progress, out_dir: Path) -> Path:
+    saver = make_saver(config, state)
+    saver.root = out_dir / "checkpoints"
+    saver.begin(progress)
+    return saver.finished(wait=None).final
+
+
+def main(config_path: str, folders: list[str], save_to: str | None) -> None:
+    world_size = launch_info()[2]
+    names = ["ddp", "zero1", "fsdp"] + ["hybrid"] * (world_size > 1)
+    world = init_world(load_config([config_path], world_size))
+    if world.size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if save_to:
+        loads = {name: load(name, config_path, world, folders[0]) for name in names}
+        folders = [
+            *folders,
+            *(save(*found, Path(save_to) / f"{n}-{world.size}") for n, found in loads.items()),
+        ]
+    for folder in folders:
+        expected = checkpoint_tensors(folder)
+        for name in names:
+            _, state, progress = load(name, config_path, world, folder)
+            assert progress.iteration == 5, progress
+            wrong = differences(state, expected)
+            assert not wrong, (folder, name, world, wrong)
+    if world.is_main:
+        print(f"loaded {len(folders) * len(names)} pairs", flush=True)
+    end_process(world)
+
+
+if __name__ == "__main__":
+    options = [argument for argument in sys.argv[2:] if argument.startswith("--save=")]
+    rest = [argument for argument in sys.argv[2:] if argument not in options]
+    main(sys.argv[1], rest, options[0].partition("=")[2] if options else None)

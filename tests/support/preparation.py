@@ -1,0 +1,71 @@
+"""Datasets for tests: shared texts and tokenizers, a tokenizer of 256 bytes, prepare scripts as processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.helpers import ROOT
+
+from data.pipeline.small_dataset import write_dataset
+from data.pipeline.units import tokenize
+from data.tokenizers.char_tokenizer import CharTokenizer
+from data.tokenizers.tokenizer import open_tokenizer
+
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+CHAR = CharTokenizer("ab")
+
+
+ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
+
+
+def shared(name: str) -> Path:
+    path = SHARED_DATA / name
+    if not path.exists():
+        pytest.skip(f"needs {name} of the shared test data, which is not beside this checkout")
+    return path
+
+
+def run_prepare(name: str, *arguments, env=ENVIRONMENT, cwd=ROOT, script=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, script or f"data/{name}/prepare.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def prepare_text(*arguments, env=ENVIRONMENT) -> str:
+    result = run_prepare("text", *arguments, env=env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def write_small(folder: Path, **changes) -> dict:
+    arguments = dict(splits={"train": [[0, 1], [1]], "val": [[1]]}, vocab_size=2, tokenizer=CHAR.meta)
+    return write_dataset(folder, **{**arguments, "eot_id": None, "source": "test", **changes})
+
+
+def small_bpe(folder: Path, special: bool = True) -> Path:
+    """A byte-level tokenizer.json without merges: 256 bytes and an added end-of-text token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("<|endoftext|>", special=special)])
+    tokenizer.enable_truncation(8)  # as some published files have
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def run_units_here(units, folder, tokenizer_name, settings, workers, max_bad, *more):
+    for unit in units:
+        tokenize(unit, folder, open_tokenizer(tokenizer_name), settings, max_bad)

@@ -1,0 +1,40 @@
+"""Run by helpers.run_in_one_launch, alone or under torchrun: train.py's main for several command lines, one
+after another in one process group, because starting processes takes longer than a tiny run.
+
+    runs_worker.py COMMANDS.json    a list of argument lists
+"""
+
+import functools
+import gc
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch.distributed as dist
+
+import train
+from training.configuration.files_and_flags import load_config
+from training.process.exit_status import end_process
+from training.process.world import init_world, launch_info
+
+
+def main(path: str) -> None:
+    commands = json.loads(Path(path).read_text())
+    world = init_world(load_config(commands[0], launch_info()[2]))
+    train.init_world = lambda config: world
+    train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
+    # what every run would do again, and takes longer than its iterations
+    train.count_flops = functools.cache(train.count_flops)
+    train.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
+    for n, command in enumerate(commands):
+        train.main(command)
+        if n % 8 == 0:
+            gc.collect()
+    end_process(world)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

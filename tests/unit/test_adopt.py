@@ -1,0 +1,198 @@
+"""data.adopt: an old folder of nanoGPT's becomes a dataset, or is refused with the reason."""
+
+import contextlib
+import hashlib
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.helpers import TINY, last_run, write_config
+from support.preparation import shared, small_bpe
+
+import data.inspect.__main__ as inspect
+import sample
+from common.errors import UserError
+from data import adopt
+from data.pipeline import verified
+from data.pipeline.meta_file import load_tokenizer, read_meta
+
+EOT = 50256
+
+
+@pytest.fixture(autouse=True)
+def gpt2(monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+
+
+def write_ids(path: Path, ids, dtype: str = "<u2") -> None:
+    np.array(ids).astype(dtype).tofile(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """As nanoGPT's data/openwebtext/prepare.py leaves it: two files, no meta.json."""
+    folder = tmp_path / "openwebtext"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 4000), ("val", 1000)):
+        ids = rng.integers(0, 50_000, count)
+        ids[99::100] = EOT
+        write_ids(folder / f"{split}.bin", ids)
+    return folder
+
+
+def run_adopt(monkeypatch, folder, *flags: str, tokenizer="gpt2") -> None:
+    monkeypatch.setattr(sys, "argv", ["adopt", str(folder), f"--tokenizer={tokenizer}", *flags])
+    adopt.main()
+
+
+def refusal(monkeypatch, folder, *flags: str, **options) -> str:
+    before = {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file()}
+    with pytest.raises(UserError) as error:
+        run_adopt(monkeypatch, folder, *flags, **options)
+    assert {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file()} == before
+    return str(error.value)
+
+
+def test_old_folder_trains_samples_and_is_inspected(run, monkeypatch, tmp_path, folder, capsys):
+    run_adopt(monkeypatch, folder)
+    assert f"--dataset={folder}" in capsys.readouterr().out
+    meta = read_meta(folder)
+    assert (meta["dtype"], meta["vocab_size"], meta["eot_id"]) == ("uint16", 50257, EOT)
+    for name, tokens in (("train.bin", 4000), ("val.bin", 1000)):
+        sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        assert meta["files"][name] == {"tokens": tokens, "sha256": sha256, "max_id": EOT}
+    keys = {**TINY, "dataset": folder, "vocab_size": 50257, "eval_interval": 2, "max_iters": 2}
+    keys |= {"packing": "truncate", "doc_masking": True, "out_dir": tmp_path / "out"}
+    assert run(write_config(tmp_path / "run.py", **keys)) == 0
+    assert last_run(tmp_path / "out")["status"] == "completed"
+    capsys.readouterr()
+    sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=4", "--device=cpu", "--prompt=a"])
+    assert "--- sample 1 ---\na" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["inspect", str(folder), "--hash"])
+    inspect.main()
+    assert "hashes checked" in capsys.readouterr().out
+
+
+def test_what_was_read_whole_is_not_read_again(monkeypatch, folder):
+    run_adopt(monkeypatch, folder)
+    monkeypatch.setattr(verified, "scan", pytest.fail)
+    meta = read_meta(folder)
+    assert verified.damaged_files(folder, meta["dtype"], meta["files"]) == set()
+
+
+def test_the_same_command_again_changes_nothing(monkeypatch, folder):
+    run_adopt(monkeypatch, folder)
+    before = (folder / "meta.json").read_bytes()
+    run_adopt(monkeypatch, folder)
+    assert (folder / "meta.json").read_bytes() == before
+
+
+def test_meta_json_that_says_something_else_is_kept_and_refused(monkeypatch, folder):
+    run_adopt(monkeypatch, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    for change in (
+        {"vocab_size": 50304},
+        {"eot_id": 0},
+        {"tokenizer": {"kind": "tiktoken", "name": "gpt2", "sha256": "0" * 64}},
+    ):
+        (folder / "meta.json").write_text(json.dumps({**meta, **change}))
+        assert f"says another {next(iter(change))}; if it is wrong, delete it" in refusal(monkeypatch, folder)
+
+
+def test_files_without_end_of_text_are_one_stream(monkeypatch, folder, capsys):
+    for split in ("train", "val"):
+        write_ids(folder / f"{split}.bin", range(1000 if split == "train" else 500))
+    run_adopt(monkeypatch, folder)
+    assert read_meta(folder)["eot_id"] is None
+    assert "id 50256, the end of a text, is not in the files" in capsys.readouterr().out
+
+
+class Canary:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "unpickled")
+
+
+def test_meta_pkl_is_never_unpickled(monkeypatch, folder, tmp_path):
+    for content in ({"vocab_size": Canary(tmp_path / "canary")}, {"stoi": Canary(tmp_path / "canary")}):
+        (folder / "meta.pkl").write_bytes(pickle.dumps(content))
+        with contextlib.suppress(UserError):
+            run_adopt(monkeypatch, folder)
+    assert not (tmp_path / "canary").exists() and (folder / "meta.json").exists()
+
+
+def test_characters_are_refused_with_the_command_that_makes_them(monkeypatch, folder):
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "stoi": {"a": 0}, "itos": {0: "a"}}))
+    message = refusal(monkeypatch, folder)
+    assert "are characters" in message
+    assert "python data/shakespeare_char/prepare.py --input TEXT --output NEW_FOLDER" in message
+
+
+def test_id_past_the_vocabulary_is_refused(monkeypatch, folder):
+    ids = np.fromfile(folder / "val.bin", "<u2")
+    ids[-1] = 50257
+    write_ids(folder / "val.bin", ids)
+    assert "val.bin holds token id 50,257, but the tokenizer has ids 0 to 50,256 only" in refusal(
+        monkeypatch, folder
+    )
+
+
+WRONG = {
+    "odd size": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "not a multiple of 2"),
+    "empty": (lambda path: path.write_bytes(b""), "train.bin is empty"),
+    "numpy": (lambda path: np.save(path.open("wb"), np.arange(9, dtype="<u2")), "a NumPy array"),
+    "llm.c": (
+        lambda path: path.write_bytes((20240520).to_bytes(4, "little") + bytes(1020)),
+        "a token file with a header",
+    ),
+    "gone": (lambda path: path.unlink(), "a dataset needs train.bin and val.bin"),
+    "4 bytes": (lambda path: write_ids(path, range(1000), "<u4"), "pass --dtype=uint32"),
+    "a copy of val": (
+        lambda path: path.write_bytes(path.with_name("val.bin").read_bytes()),
+        "val.bin holds the same as train.bin",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_cannot_be_token_ids_is_refused(monkeypatch, folder, kind):
+    change, message = WRONG[kind]
+    change(folder / "train.bin")
+    assert message in refusal(monkeypatch, folder)
+
+
+def test_ids_of_four_bytes_are_adopted_if_they_are_named(monkeypatch, folder):
+    for split in ("train", "val"):
+        write_ids(folder / f"{split}.bin", np.fromfile(folder / f"{split}.bin", "<u2"), "<u4")
+    run_adopt(monkeypatch, folder, "--dtype=uint32")
+    assert read_meta(folder)["dtype"] == "uint32" and read_meta(folder)["files"]["val.bin"]["tokens"] == 1000
+
+
+def test_folder_that_prepare_has_begun_is_left_to_it(monkeypatch, folder):
+    (folder / "plan.json").write_text("{}")
+    assert "was begun by a prepare.py" in refusal(monkeypatch, folder)
+
+
+def test_folder_that_is_not_there_is_named(monkeypatch, tmp_path):
+    with pytest.raises(UserError, match="there is no folder .*absent"):
+        run_adopt(monkeypatch, tmp_path / "absent")
+
+
+def test_tokenizer_file_is_kept_with_the_tokens_and_replaces_no_other(monkeypatch, folder, tmp_path):
+    bpe = small_bpe(tmp_path / "bpe")
+    for split, count in (("train", 1000), ("val", 500)):
+        write_ids(folder / f"{split}.bin", np.arange(count) % 257)
+    (folder / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json is not the tokenizer that --tokenizer names" in refusal(
+        monkeypatch, folder, tokenizer=bpe
+    )
+    (folder / "tokenizer.json").unlink()
+    run_adopt(monkeypatch, folder, tokenizer=bpe)
+    bpe.unlink()
+    assert load_tokenizer(folder).encode("a") == [ord("a") - 33] and read_meta(folder)["eot_id"] == 256

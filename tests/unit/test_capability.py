@@ -1,0 +1,122 @@
+"""What differs between GPUs is a row of one table, chosen by the capability that the device reports."""
+
+import dataclasses
+import re
+import types
+
+import pytest
+import torch
+from support.helpers import ROOT
+
+from common.errors import UserError
+from training.configuration.keys import KEYS
+from training.hardware.capability import (
+    CPU,
+    CUDNN,
+    TABLE,
+    TORCH,
+    capability,
+    lookup,
+    require_low_precision,
+)
+
+# what each must have: cuDNN attention by name, backends with packages, bf16, fp8, mxfp8 and nvfp4
+EXPECTED = {
+    (7, 5): (False, (), False, None, False),
+    (8, 0): (False, ("flash_attn_2",), True, None, False),
+    (8, 6): (False, ("flash_attn_2",), True, None, False),
+    (8, 9): (False, ("flash_attn_2",), True, "native", False),
+    (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, "native", False),
+    (10, 0): (True, ("flash_attn_2",), True, "native", True),
+    (10, 3): (True, ("flash_attn_2",), True, "native", True),
+    (12, 0): (False, ("flash_attn_2",), True, "native", True),
+    (12, 1): (False, ("flash_attn_2",), True, "native", True),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(compute, name): torch reports one such GPU."""
+
+    def gpu(compute, name="a GPU"):
+        properties = types.SimpleNamespace(name=name, major=compute[0], minor=compute[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    return gpu
+
+
+@pytest.mark.parametrize("compute", EXPECTED)
+def test_a_gpu_has_what_its_capability_has(gpu, compute):
+    gpu(compute, "NVIDIA Something")
+    here = capability("cuda")
+    facts = (CUDNN in here.sdpa, here.flash_attn, here.bf16, here.fp8, here.block_scaled)
+    assert facts == EXPECTED[compute]
+    assert (here.compute, here.name) == (compute, "NVIDIA Something")
+
+
+def test_every_row_ends_with_the_kernel_that_always_runs_and_is_expected_above():
+    assert set(TABLE) <= set(EXPECTED)
+    assert all(row.sdpa[-1] == TORCH for row in TABLE.values())
+
+
+def test_fast_accumulation_is_for_the_gpus_that_the_cublas_manual_names():
+    assert [compute for compute, row in TABLE.items() if row.fast_accumulation] == [(8, 9), (9, 0)]
+
+
+@pytest.mark.parametrize(
+    ("unknown", "known"), [((8, 7), (8, 6)), ((9, 4), (9, 0)), ((10, 1), (10, 0)), ((10, 7), (10, 3))]
+)
+def test_an_unknown_minor_number_is_taken_for_the_last_known_one_before_it(unknown, known):
+    assert lookup(unknown, "") == dataclasses.replace(lookup(known, ""), compute=unknown)
+
+
+@pytest.mark.parametrize("compute", [(11, 0), (13, 0), (20, 5)])
+def test_an_unknown_major_number_gets_what_torch_promises_and_no_more(compute):
+    here = lookup(compute, "")
+    assert (here.sdpa, here.bf16, here.fp8) == ((TORCH,), True, "native")
+    assert not (here.fast_accumulation or here.block_scaled)
+
+
+def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert capability("cpu") == capability(torch.device("cpu")) == CPU
+    assert (CPU.compute, CPU.sdpa, CPU.flash_attn, CPU.fp8) == (None, (TORCH,), (), "emulated")
+
+
+def test_fp8_on_a_gpu_without_it_is_an_error_that_says_what_to_set():
+    with pytest.raises(UserError) as error:
+        require_low_precision("fp8_tensorwise", lookup((8, 0), "NVIDIA A100-SXM4-80GB"))
+    assert str(error.value) == (
+        "low_precision='fp8_tensorwise' needs fp8 tensor cores "
+        "(compute capability 8.9 or above: Ada, Hopper, Blackwell), "
+        "but NVIDIA A100-SXM4-80GB has 8.0; set --low_precision=none"
+    )
+
+
+@pytest.mark.parametrize("compute", EXPECTED)
+def test_a_recipe_runs_where_its_matmuls_do_and_none_runs_everywhere(compute):
+    here = lookup(compute, "a GPU")
+    require_low_precision("none", here)
+    for recipe, first in (("fp8_tensorwise", (8, 9)), ("mxfp8", (10, 0)), ("nvfp4", (10, 0))):
+        if compute >= first:
+            require_low_precision(recipe, here)
+            continue
+        with pytest.raises(UserError, match=f"{recipe}.* needs .* but a GPU has {compute[0]}.{compute[1]}; "):
+            require_low_precision(recipe, here)
+
+
+@pytest.mark.parametrize("recipe", KEYS["low_precision"].choices)
+def test_every_recipe_that_a_user_can_set_runs_on_a_cpu(recipe):
+    require_low_precision(recipe, CPU)
+
+
+def test_a_cpu_has_no_block_scaled_matmuls():
+    with pytest.raises(UserError, match="10.0 or above: Blackwell.*, but the CPU has none; set --low_prec"):
+        require_low_precision("nvfp4", CPU)
+
+
+def test_nothing_else_asks_for_the_capability():
+    patterns = ("*.py", "training/**/*.py", "ops/**/*.py", "bench/*.py")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    asks = re.compile(r"get_device_capability|\.(major|minor)\b")
+    assert [path.name for path in files if asks.search(path.read_text())] == ["capability.py"]

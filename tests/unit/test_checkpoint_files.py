@@ -1,0 +1,250 @@
+"""The files of a checkpoint: damage is found, nothing in them is executed, older files are read."""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoint_parts import ALONE, copies, make_config, make_saver, make_state, save, sign
+from support.helpers import ROOT, checkpoint_tensors
+
+from common.errors import UserError
+from training.checkpoints.loading import load_checkpoint, load_weights
+from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
+from training.checkpoints.verification import damage_here, digest, recorded_files, verify_checkpoint
+
+pytestmark = pytest.mark.damage
+
+# sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by ZeRO-1 on
+# two ranks, after 3 iterations of a model of this shape
+GOLDEN = "89e937184f3cc8b80baf7ba494f032e0e85d616630504f246b23e5088316c490"
+GOLDEN_SHAPE = {"vocab_size": 16, "block_size": 8, "dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    config = make_config(tmp_path_factory.mktemp("saved") / "out")
+    state = make_state(config)
+    return save(make_saver(config, state), 3, val_loss=1.0), copies(state)
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of a checkpoint that a test may damage."""
+    return shutil.copytree(saved[0], tmp_path / "step-00000003")
+
+
+# --- damage ---
+
+FILES = ("tensors-00000-0.safetensors", "state.json", "manifest.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_found_and_its_file_named(folder, name):
+    """100 random places of each kind of file. A bit of white space in the manifest, which is not hashed, may
+    change; then it still says the same."""
+    content, expected = (folder / name).read_bytes(), recorded_files(folder)
+    generator = random.Random(name)
+    for _ in range(100):
+        flipped = bytearray(content)
+        flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        (folder / name).write_bytes(flipped)
+        problems = damage_here(folder)
+        if name != "manifest.json":
+            assert len(problems) == 1 and problems[0] == f"{name} does not match its sha256"
+        elif not problems:
+            assert recorded_files(folder) == expected
+    (folder / name).write_bytes(content)
+    assert damage_here(folder) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("share", [0, 0.5, 0.99, None])
+def test_a_truncated_or_missing_file_is_found_and_named(folder, name, share):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int((share or 0) * len(content))])
+    if share is None:
+        (folder / name).unlink()
+    assert name in damage_here(folder)[0]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "[]",
+        "{}",
+        '{"files": {}}',
+        '{"files": {"../x": {"sha256": "", "bytes": 0}, "state.json": {"sha256": "", "bytes": 0}}}',
+        '{"files": {"state.json": 7}}',
+    ],
+)
+def test_a_manifest_that_is_none_is_named(folder, manifest):
+    (folder / "manifest.json").write_text(manifest)
+    assert "manifest.json" in damage_here(folder)[0]
+
+
+# --- the format ---
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torch_s_own_reader_reads_the_files(saved):
+    folder, expected = saved
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+def test_a_part_keeps_its_bits_and_its_place(tmp_path, dtype):
+    tensor = torch.arange(15).view(3, 5).to(dtype).t()  # not contiguous
+    parts = [
+        (Part("scalar", (), (), torch.float32), torch.tensor(2.5)),
+        (Part("t", (4, 0), (5, 3), dtype), tensor),
+    ]
+    written = write_parts(tmp_path / "a.safetensors", parts)
+    assert written == digest(tmp_path / "a.safetensors")
+    assert {part.name: part for part in read_header(tmp_path / "a.safetensors")} == {
+        part.name: part for part, _ in parts
+    }
+    with pytest.raises(FileExistsError):
+        write_parts(tmp_path / "a.safetensors", parts)
+
+
+def test_a_tensor_whose_part_is_missing_is_refused(tmp_path):
+    for start in (0, 2):
+        part = Part("t", (start,), (2,), torch.float32)
+        write_parts(tmp_path / f"{start}.safetensors", [(part, torch.ones(2))])
+    paths = sorted(tmp_path.iterdir())
+    assert TensorFiles(paths).metadata.state_dict_metadata["t"].size == (4,)
+    with pytest.raises(ValueError, match="the parts of t do not make"):
+        TensorFiles(paths[1:])
+
+
+# --- nothing in a checkpoint is executed ---
+
+
+class Malice:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.canary),)
+
+
+def refused(folder: Path) -> str:
+    """The manifest matches, so it protects from nothing here: what is in the files is refused."""
+    sign(folder)
+    with pytest.raises(UserError) as error:
+        verify_checkpoint(folder, ALONE)
+        load_weights(folder, torch.device("cpu"))
+    assert "does not match its sha256" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tensors-00000-0.safetensors", "state.json", "manifest.json", ".metadata"])
+@pytest.mark.security
+def test_a_pickle_in_the_place_of_any_file_is_not_read(folder, tmp_path, name):
+    canary = tmp_path / "canary"
+    (folder / name).write_bytes(pickle.dumps(Malice(canary)))
+    if name == ".metadata":  # what torch.distributed.checkpoint would read
+        sign(folder)
+        load_weights(folder, torch.device("cpu"))
+    elif name == "manifest.json":
+        assert damage_here(folder)
+    else:
+        refused(folder)
+    assert not canary.exists()
+    pickle.loads((folder / name).read_bytes())
+    assert canary.exists(), "the attack would have worked"
+
+
+def header(**changes) -> dict:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    return {"__metadata__": {"DCP_SHARDING_INFO": '{"t": {"saved_offsets": [0]}}'}, "t": entry}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 64,
+        pickle.dumps({"t": 1}),
+        header(data_offsets=[0, 80]),
+        header(data_offsets=[-8, 0]),
+        header(data_offsets=[8, 0]),
+        header(shape=[3]),
+        header(shape=[2.0]),
+        header(shape=[True, 2]),
+        header(shape="2"),
+        header(dtype="pickle"),
+        {"t": header()["t"]},
+        {"__metadata__": {"DCP_SHARDING_INFO": "[" * 100_000}},
+        [],
+    ],
+    ids=repr,
+)
+@pytest.mark.security
+def test_a_header_that_is_none_is_refused(folder, content):
+    if not isinstance(content, bytes):
+        text = json.dumps(content).encode()
+        content = len(text).to_bytes(8, "little") + text + bytes(8)
+    (folder / "tensors-00000-0.safetensors").write_bytes(content)
+    assert "tensors-00000-0.safetensors is not a file of tensors" in refused(folder)
+
+
+@pytest.mark.security
+def test_tensors_that_share_bytes_are_refused(folder):
+    entries = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [4 * i, 4 * i + 8]}
+        for i, name in enumerate("ab")
+    }
+    places = json.dumps({name: {"saved_offsets": [0]} for name in "ab"})
+    text = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": places}, **entries}).encode()
+    path = folder / "tensors-00000-0.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    assert "two tensors share bytes" in refused(folder)
+
+
+@pytest.mark.security
+def test_files_that_the_manifest_does_not_list_are_not_read(folder):
+    expected = checkpoint_tensors(folder)
+    shutil.copy(folder / "tensors-00000-0.safetensors", folder / "tensors-00009-0.safetensors")
+    config = make_config(folder.parent / "out")
+    state = make_state(config, seed=9)
+    load_checkpoint(folder, state, config.model_config())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.tensors().items())
+
+
+# --- earlier versions ---
+
+
+def test_a_checkpoint_that_an_earlier_version_saved_loads_bit_for_bit():
+    folder = ROOT / "tests/support/golden/format-2/step-00000003"
+    assert damage_here(folder) == []
+    config = make_config("unused", **GOLDEN_SHAPE)
+    state = make_state(config)
+    progress = load_checkpoint(folder, state, config.model_config())
+    assert (progress.iteration, progress.samples_seen) == (3, 6)
+    loaded = state.tensors() | {"rng.0.cpu": torch.get_rng_state()}
+    sha256 = hashlib.sha256()
+    for name in sorted(loaded):
+        sha256.update(
+            name.encode() + loaded[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    assert sha256.hexdigest() == GOLDEN
+
+
+@pytest.mark.parametrize("version", [1, 9])
+def test_another_format_is_named_and_not_set_aside(folder, version):
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "format": version}))
+    assert f"has checkpoint format {version}; this version of nanoMFU reads 2" in refused(folder)
+    assert damage_here(folder) == []

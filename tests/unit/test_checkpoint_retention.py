@@ -1,0 +1,175 @@
+"""Which checkpoints stay: never fewer valid ones than asked for, whatever else lies in the folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.checkpoint_parts import copy_checkpoint, make_config, make_saver, make_state, save
+
+from training.checkpoints import retention
+from training.checkpoints.folder import delete, delete_remains, move_aside, step_folders
+from training.checkpoints.retention import Retention
+from training.checkpoints.verification import damage_here
+
+pytestmark = pytest.mark.retention
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "out" / "checkpoints"
+    root.mkdir(parents=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    config = make_config(tmp_path_factory.mktemp("template"))
+    return save(make_saver(config, make_state(config)), 1)
+
+
+@pytest.fixture
+def make(template):
+    """make(root, step, val_loss): a checkpoint."""
+
+    def make(root: Path, step: int, val_loss: float | None = None) -> Path:
+        return copy_checkpoint(template, root, step, val_loss=val_loss)
+
+    return make
+
+
+def flip(folder: Path) -> Path:
+    """Of the same size, and found only by its hash."""
+    path = folder / "state.json"
+    path.write_text(path.read_text().replace("1337", "1338"))
+    return folder
+
+
+def steps(root: Path) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in step_folders(root)]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_valid_ones_and_the_best_stay(make, root, keep):
+    """After each save there are `keep` that verify, as soon as there have been so many."""
+    keeper = Retention(keep, keep_all=False)
+    losses = {3: 1.0}  # the best
+    for step in range(1, 13):
+        folder = make(root, step, losses.get(step, 2.0 + step))
+        if step in (5, 8, 9):
+            flip(folder)
+        if step == 10:
+            (folder / "manifest.json").unlink()
+        if step == 7:
+            (folder / "state.json").unlink()
+        if (folder / "manifest.json").exists():
+            keeper.after_save(root)
+        valid = [s for s in steps(root) if damage_here(root / f"step-{s:08d}") == []]
+        made_well = [s for s in range(1, step + 1) if s not in (5, 7, 8, 9, 10)]
+        assert set(made_well[-keep:]) <= set(valid), (step, valid)
+        best = 3 if step >= 3 else 1
+        assert set(valid) <= {*made_well[-keep:], best}, (step, valid)
+    assert (root / "best").read_text() == "step-00000003\n"
+    assert (root / "latest").read_text() == "step-00000012\n"
+
+
+def test_a_best_one_that_is_damaged_gives_way_to_the_next(make, root, caplog):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
+        make(root, step, loss)
+    flip(root / "step-00000002")
+    Retention(1, keep_all=False).after_save(root)
+    assert (root / "best").read_text() == "step-00000003\n"
+    assert steps(root) == [3, 5]
+    assert "step-00000002 is damaged and does not count: state.json does not match its sha256" in caplog.text
+
+
+def test_damage_that_comes_later_is_seen_before_the_next_deletion(make, root):
+    keeper = Retention(2, keep_all=False)
+    for step in (1, 2):
+        keeper.trust(make(root, step))
+    flip(root / "step-00000002")
+    make(root, 3)
+    keeper.after_save(root)
+    assert steps(root) == [1, 2, 3], "1 and 3 are the two newest that verify"
+
+
+def test_a_checkpoint_is_read_once_as_long_as_its_files_do_not_change(make, root, monkeypatch):
+    read = []
+    monkeypatch.setattr(retention, "damage_here", lambda folder: read.append(folder.name) or [])
+    keeper = Retention(2, keep_all=False)
+    for step in (1, 2, 3, 4):
+        make(root, step, val_loss=5.0 - step)
+        keeper.after_save(root)
+    assert sorted(read) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+
+
+def test_all_stay_if_asked_for(make, root):
+    for step in (1, 2, 3):
+        make(root, step)
+    Retention(1, keep_all=True).after_save(root)
+    assert steps(root) == [1, 2, 3]
+
+
+def test_what_cannot_be_deleted_is_a_warning_and_the_others_go(make, root, monkeypatch, caplog):
+    for step in (1, 2, 3, 4):
+        make(root, step)
+    rename = os.rename
+
+    def read_only(source, target):
+        if "step-00000001" in str(source):
+            raise PermissionError(13, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", read_only)
+    Retention(1, keep_all=False).after_save(root)
+    assert steps(root) == [1, 4]
+    assert "could not delete" in caplog.text and "step-00000001" in caplog.text
+
+
+def test_no_link_is_followed_and_nothing_outside_is_touched(make, root, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    elsewhere = make(outside, 1)
+    (outside / "file").write_text("mine")
+    (root / "step-00000001").symlink_to(elsewhere)
+    (root / "step-00000009.tmp-x").symlink_to(outside)
+    inside = make(root, 2)
+    (inside / "link").symlink_to(outside)
+    for step in (3, 4):
+        make(root, step)
+    delete_remains(root)
+    Retention(1, keep_all=False).after_save(root)
+    assert steps(root) == [1, 4], "the link stays, the folder with a link in it is gone"
+    assert (outside / "file").read_text() == "mine" and damage_here(elsewhere) == []
+    delete(root / "step-00000001")
+    assert (root / "step-00000001").is_symlink()
+
+
+def test_remains_of_killed_saves_and_deletions_go_and_nothing_else(root):
+    for name in (
+        "step-00000001.tmp-a-0",
+        "step-00000002.tmp-delete-b",
+        "step-00000003",
+        "step-00000004.corrupt",
+    ):
+        (root / name).mkdir()
+        (root / name / "file").write_text("x")
+    delete_remains(root)
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000003", "step-00000004.corrupt"]
+
+
+def test_an_earlier_run_s_checkpoints_are_put_aside_all_at_once(make, root):
+    make(root, 1)
+    make(root, 2)
+    aside = move_aside(root, start=0)
+    assert not root.exists() and steps(aside) == [1, 2] and aside.name.startswith("checkpoints-before-")
+    root.mkdir()
+    assert move_aside(root, start=0) is None
+
+
+def test_going_back_puts_aside_what_came_after(make, root):
+    for step in (1, 2, 3):
+        make(root, step)
+    aside = move_aside(root, start=2)
+    assert steps(root) == [1, 2] and steps(aside) == [3]
+    make(root, 3)
+    assert move_aside(root, start=2) != aside, "twice in a second"

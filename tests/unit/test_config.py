@@ -1,0 +1,546 @@
+"""Configuration: what a file and flags may say, and that what is wrong is named before anything starts."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.helpers import ROOT, TINY, write_config
+
+import model_config
+from common.errors import UserError
+from training.configuration.dtypes import DTYPES
+from training.configuration.files_and_flags import USAGE, load_config
+from training.configuration.help import help_text
+from training.configuration.keys import ALIASES, GUARDED, KEYS
+from training.configuration.rules import captures_cuda_graphs, cuda_graphs_obstacle, shards_optimizer
+
+SHIPPED = sorted((ROOT / "config").glob("*.py"))
+
+OUT_DIRS = {  # where users look for a run, by config
+    "full_gpt2_1.36b.py": "out-gpt2-1.36b",
+    "full_llama_1.36b.py": "out-llama-1.36b",
+    "full_llama3_1.5b_optimal.py": "out-llama3-1.5b-optimal",
+    "full_llama3_2.2b_chinchilla.py": "out-llama3-2.2b-chinchilla",
+    "full_qwen3_1.8b_optimal.py": "out-qwen3-1.8b-optimal",
+    "full_qwen3_1.8b_b200_optimal.py": "out-qwen3-1.8b-b200",
+}
+
+# Keys that users type already, but for low_precision, low_precision_scope, param_dtype and
+# use_cuda_graphs, which belong to a later stage.
+KEYS_USERS_TYPE = """
+    out_dir max_iters eval_interval eval_iters eval_only eval_at_start log_interval gradient_log_interval
+    always_save_checkpoint keep_all_checkpoints init_from save_log_to_json log_save_interval wandb_log
+    wandb_project wandb_run_name seed
+    dataset batch_size gradient_accumulation_steps block_size use_dataloader dataloader_num_workers
+    dataloader_prefetch_factor
+    arch_preset n_layer n_head n_embd num_key_value_heads d_ff vocab_size normalization norm_eps activation
+    position_encoding rope_theta ffn_type bias dropout weight_tying qk_norm
+    attention_backend
+    learning_rate min_lr decay_lr warmup_iters lr_decay_iters lr_schedule weight_decay beta1 beta2 grad_clip
+    device dtype compile use_zero1 use_fsdp use_sparse_specs peak_tflops backend
+""".split()
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(*flags, text="", world_size=1): the configuration of a tiny run, with `text` added to its file."""
+
+    def load(*flags, text="", world_size=1):
+        path = write_config(tmp_path / "run.py", **TINY)
+        path.write_text(path.read_text() + text)
+        return load_config([str(path), *flags], world_size)
+
+    return load
+
+
+def refusal(load, *flags, **arguments) -> str:
+    with pytest.raises(UserError) as error:
+        load(*flags, **arguments)
+    return str(error.value)
+
+
+FIRST_LINE = len(TINY) + 1  # of the text that a test adds to the file
+
+
+# --- values and types ---
+
+
+def test_a_flag_wins_over_the_file_wherever_it_stands(tmp_path):
+    path = str(write_config(tmp_path / "run.py", **TINY))
+    assert load_config([path]).max_iters == TINY["max_iters"]
+    assert load_config(["--max_iters=7", path]).max_iters == 7
+    assert load_config([path, "--max_iters=7", "--max_iters=8"]).max_iters == 8
+
+
+@pytest.mark.parametrize(
+    "flag, key, value",
+    [
+        ("--learning_rate=1", "learning_rate", 1.0),
+        ("--learning_rate=3e-3", "learning_rate", 3e-3),
+        ("--max_iters=1_000", "max_iters", 1000),
+        ("--compile=True", "compile", True),
+        ("--compile=false", "compile", False),
+        ("--wandb_run_name=a=b", "wandb_run_name", "a=b"),
+        ("--wandb_run_name=1", "wandb_run_name", "1"),
+        ("--wandb_run_name=None", "wandb_run_name", None),
+        ("--wandb_run_name=True", "wandb_run_name", "True"),
+        ("--out_dir=runs/x=1/y", "out_dir", "runs/x=1/y"),
+        ("--peak_tflops=2250", "peak_tflops", 2250.0),
+        ("--peak_tflops=measure", "peak_tflops", "measure"),
+        ("--num_key_value_heads=None", "num_key_value_heads", None),
+        ("--bias=True", "bias", True),
+    ],
+)
+def test_flag_becomes_the_type_of_its_key(load, flag, key, value):
+    got = getattr(load(flag), key)
+    assert got == value and type(got) is type(value)
+
+
+def test_int_in_a_file_becomes_float_where_the_key_is_one(load):
+    config = load(text="learning_rate = 1\nmin_lr = 0\npeak_tflops = 312\n")
+    assert (config.learning_rate, config.min_lr, config.peak_tflops) == (1.0, 0.0, 312.0)
+    assert {type(value) for value in (config.learning_rate, config.min_lr, config.peak_tflops)} == {float}
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("batch_size = True", "expected int"),  # bool never becomes int
+        ("learning_rate = True", "expected float"),
+        ("max_iters = 100.5", "expected int"),
+        ("max_iters = 1e2", "write 100"),
+        ("max_iters = '100'", "expected int"),
+        ("compile = 1", "expected bool"),
+        ("batch_size = None", "expected int"),
+        ("d_ff = 2.0", "expected int or None; write 2"),
+        ("out_dir = None", "expected str"),
+        ("dataset = ['a', 'b']", "expected str"),
+        ("intermediate_size = 'wide'", "expected int or None"),
+        ("flash_attn = 1", "expected bool"),
+        ("learning_rate = lambda step: 1e-3", "expected float"),
+    ],
+)
+def test_wrong_type_in_a_file_names_the_line_and_what_is_expected(load, text, wanted):
+    message = refusal(load, text=text)
+    assert text.split(" =")[0] in message and wanted in message
+    assert f"run.py:{FIRST_LINE}" in message
+
+
+@pytest.mark.parametrize(
+    "flag, wanted",
+    [
+        ("--max_iters=1e2", "write 100"),
+        ("--max_iters=many", "expected int"),
+        ("--max_iters=", "expected int"),
+        ("--batch_size=True", "expected int"),
+        ("--compile=1", "expected bool"),
+        ("--learning_rate=nan", "expected float"),
+        ("--learning_rate=[1]", "expected float"),
+        ("--learning_rate={[]: 1}", "expected float"),
+    ],
+)
+def test_wrong_type_in_a_flag_names_the_flag_and_what_is_expected(load, flag, wanted):
+    message = refusal(load, flag)
+    assert flag.split("=")[0] in message and wanted in message
+
+
+def test_to_dict_holds_every_key_also_those_that_are_none(load):
+    content = load().to_dict()
+    assert list(content) == list(KEYS)
+    assert content["wandb_run_name"] is None and content["backend"] is None
+
+
+# --- names ---
+
+
+def test_typo_in_a_file_names_file_line_and_nearest_key(load):
+    message = refusal(load, text="\nlearing_rate = 1e-3\n")
+    assert "'learing_rate'" in message and f"run.py:{FIRST_LINE + 1}" in message
+    assert "did you mean 'learning_rate'?" in message
+
+
+def test_typo_in_a_flag_names_flag_and_nearest_key(load):
+    message = refusal(load, "--learing_rate=1e-3")
+    assert "'learing_rate'" in message and "--learing_rate" in message
+    assert "did you mean 'learning_rate'?" in message
+
+
+def test_name_near_no_key_says_where_keys_are_documented(load):
+    assert "training/configuration/keys.py" in refusal(load, "--zzz=1")
+
+
+@pytest.mark.parametrize("flag", ["--compile", "-compile=True", "--", "-h"])
+def test_flag_without_key_and_value_shows_how_one_is_written(load, flag):
+    message = refusal(load, flag)
+    assert repr(flag) in message and "--key=value" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--intermediate_size=64", "--d_ff=65"], "d_ff"),
+        (["--d_ff=65", "--intermediate_size=64"], "d_ff"),
+        (["--attention_backend=sdpa", "--flash_attn=True"], "attention_backend"),
+    ],
+)
+def test_a_key_and_its_alias_must_not_contradict_each_other(load, flags, key):
+    assert f"both set {key}" in refusal(load, *flags)
+
+
+def test_the_last_of_several_settings_wins(load):
+    assert load("--max_iters=3", "--max_iters=4").max_iters == 4
+    assert load("--d_ff=96", "--intermediate_size=96").d_ff == 96
+    assert load("--flash_attn=True", text="attention_backend = 'sdpa'\n").attention_backend == "flash_attn_2"
+
+
+def test_aliases_set_the_key_that_they_stand_for(load):
+    assert load("--intermediate_size=96").d_ff == 96
+    assert load("--flash_attn=True").attention_backend == "flash_attn_2"
+    assert load("--flash_attn=False").attention_backend == "sdpa"
+    assert load(text="intermediate_size = 96\nflash_attn = True\n").model_config().d_ff == 96
+
+
+def test_every_key_that_users_already_type_is_known():
+    assert [key for key in KEYS_USERS_TYPE if key not in KEYS] == []
+
+
+# --- one line a key: what it says is what is checked ---
+
+WITH_CHOICES = [name for name in KEYS if KEYS[name].choices]
+WITH_MINIMUM = [name for name in KEYS if KEYS[name].minimum is not None]
+
+
+def refusal_or_none(load, *flags) -> str:
+    """The error, if there is one: another rule may refuse what the one in question allows."""
+    try:
+        load(*flags)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_key_says_what_it_means_and_has_a_default_that_it_allows(name):
+    key = KEYS[name]
+    assert len(key.help) > 9 and key.help == key.help.strip(" .")
+    assert type(key.default) in key.types
+    assert key.default in key.choices or not key.choices
+    assert key.minimum is None or key.default is None or key.default >= key.minimum
+
+
+def test_there_are_keys_with_choices_and_keys_with_a_minimum():
+    assert len(WITH_CHOICES) > 15 and len(WITH_MINIMUM) > 20
+
+
+@pytest.mark.parametrize("name", WITH_CHOICES)
+def test_every_choice_of_a_key_is_allowed_and_no_other(load, name):
+    choices = KEYS[name].choices
+    for choice in choices:
+        assert f"{name}={choice!r} is not one of" not in refusal_or_none(load, f"--{name}={choice}")
+    listed = ", ".join(map(repr, choices))
+    assert refusal(load, f"--{name}=zzz") == f"{name}='zzz' is not one of {listed}"
+
+
+@pytest.mark.parametrize("name", WITH_MINIMUM)
+def test_the_minimum_of_a_key_is_allowed_and_what_is_below_is_not(load, name):
+    minimum, number = KEYS[name].minimum, KEYS[name].types[0]
+    below = number(minimum - 1)
+    assert "must be at least" not in refusal_or_none(load, f"--{name}={minimum}")
+    assert refusal(load, f"--{name}={below}") == f"{name}={below} must be at least {minimum}"
+
+
+@pytest.mark.parametrize("name", [*KEYS, "processes"])
+def test_allow_changes_takes_the_guarded_keys_and_no_other(load, name):
+    if name == "processes" or KEYS[name].guarded:
+        assert load(f"--allow_changes={name}").allow_changes == name
+        return
+    message = refusal(load, f"--allow_changes={name}")
+    assert message.startswith(
+        f"allow_changes: {name!r} is not one of dataset, seed, batch_size, gradient_accumulation_steps, "
+        "processes, doc_masking, packing, learning_rate, min_lr, "
+    )
+
+
+def test_guarded_names_each_guarded_key_once():
+    assert sorted(GUARDED) == sorted([*(name for name in KEYS if KEYS[name].guarded), "processes"])
+
+
+def test_every_dtype_that_a_key_takes_is_one_of_torch():
+    assert set(KEYS["dtype"].choices) == set(DTYPES)
+    for name in ("param_dtype", "adam_dtype", "reduce_dtype"):
+        assert set(KEYS[name].choices) <= set(DTYPES)
+
+
+def test_model_keys_name_the_choices_that_the_model_has():
+    for name, choices in {**model_config.CHOICES, "arch_preset": model_config.PRESETS}.items():
+        assert [choice for choice in choices if repr(choice) not in KEYS[name].help] == []
+
+
+def test_help_shows_every_key_with_its_default_and_help_in_its_section():
+    text = help_text()
+    assert text.startswith(USAGE)
+    assert [name for name in ALIASES if f"\n  --{name}  (" not in text] == []
+    places = [text.index(f"\n  --{name}={key.default}  (") for name, key in KEYS.items()]
+    assert places == sorted(places)
+    assert [name for name, key in KEYS.items() if f"\n      {key.help}\n" not in text] == []
+    for section, first, last in (("run", "out_dir", "dry_run"), ("data", "dataset", "dataloader_prefetch")):
+        inside = text.partition(f"\n\n{section}\n")[2].partition("\n\n")[0]
+        assert inside.startswith(f"  --{first}=") and f"\n  --{last}" in inside
+    for line in (
+        "  --batch_size=12  (int, at least 1, at most 1,048,576, guarded)",
+        "  --backend=None  (None | 'nccl' | 'gloo')",
+        "  --d_ff=None  (int | None)",
+        "  --packing=stream  ('stream' | 'truncate', guarded)",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_help_needs_neither_torch_nor_a_device():
+    code = (
+        "import sys; from training.configuration.help import help_text; help_text();"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# --- the file ---
+
+
+def test_file_may_compute_import_define_functions_and_use_private_names(load, monkeypatch):
+    monkeypatch.setenv("NANOMFU_TEST", "before")
+    config = load(
+        text="""
+import math, os
+import os.path as somewhere
+from pathlib import Path as P
+_heads = 4
+_widths = [8 * _heads * i for i in range(3)]
+def _double(x):
+    return 2 * x
+def triple(x):
+    return 3 * x
+class Anything:
+    pass
+n_head = _heads
+n_embd = _widths[1]
+batch_size = triple(_double(math.isqrt(4)))
+out_dir = str(P("out") / "here")
+os.environ["NANOMFU_TEST"] = "after"
+wandb_run_name = P(__file__).stem
+"""
+    )
+    assert (config.n_head, config.n_embd, config.batch_size) == (4, 32, 12)
+    assert (config.out_dir, config.wandb_run_name) == ("out/here", "run")
+    assert os.environ["NANOMFU_TEST"] == "after"
+
+
+def test_setting_imported_from_another_file_is_a_setting(load, tmp_path, monkeypatch):
+    (tmp_path / "shared_settings.py").write_text("weight_decay = 0.5\nbatch_size = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load(text="from shared_settings import weight_decay\n").weight_decay == 0.5
+    assert load(text="from shared_settings import *\n").batch_size == 3
+
+
+def test_public_helper_variable_is_refused_and_its_line_named(load):
+    message = refusal(load, text="\n\ngpus = 8\nbatch_size = 2 * gpus\n")
+    assert "'gpus'" in message and f"run.py:{FIRST_LINE + 2}" in message
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("batch_size = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("batch_size = = 3", "invalid syntax"),
+        ("def f():\nreturn 1", "indented block"),
+    ],
+)
+def test_file_that_cannot_run_names_its_line(load, text, wanted):
+    message = refusal(load, text=f"\n{text}\n")
+    line = FIRST_LINE + text.count("\n") + 1
+    assert f"run.py:{line}:" in message and wanted in message
+
+
+def test_file_that_fails_inside_a_function_names_the_line_in_the_file(load):
+    message = refusal(load, text="def _f():\n    return undefined_name\n\nbatch_size = _f()\n")
+    assert f"run.py:{FIRST_LINE + 1}:" in message and "undefined_name" in message
+
+
+def test_no_config_file_lists_the_shipped_ones():
+    with pytest.raises(UserError, match="no config file given") as error:
+        load_config(["--max_iters=3"])
+    assert all(f"config/{path.name}" in str(error.value) for path in SHIPPED)
+
+
+def test_two_config_files_are_refused_and_both_named():
+    with pytest.raises(UserError, match="one config file expected") as error:
+        load_config(["config/quickstart.py", "config/smoke_gpt2.py"])
+    assert "config/quickstart.py config/smoke_gpt2.py" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["absent.py", ""])  # the second is the folder itself
+def test_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(UserError, match="cannot read the config file") as error:
+        load_config([str(tmp_path / name)])
+    assert str(tmp_path / name) in str(error.value)
+
+
+# --- shipped configs ---
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_config_loads_and_says_what_was_measured(path):
+    config = load_config([str(path)])
+    assert config.out_dir == OUT_DIRS.get(path.name, config.out_dir)
+    assert config.out_dir.startswith("out-")
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any("easured" in line for line in header), "the header says what was measured, or 'unmeasured'"
+
+
+def test_no_two_shipped_configs_share_an_out_dir():
+    out_dirs = [load_config([str(path)]).out_dir for path in SHIPPED]
+    assert len(set(out_dirs)) == len(out_dirs)
+
+
+def test_every_config_that_design_names_is_shipped():
+    assert set(OUT_DIRS) <= {path.name for path in SHIPPED}
+
+
+# --- cross-checks ---
+
+
+def test_zero1_with_fsdp_names_both(load):
+    message = refusal(load, "--use_zero1=True", "--use_fsdp=True", world_size=2)
+    assert "use_zero1=True" in message and "use_fsdp=True" in message
+
+
+def test_fsdp_under_one_process_shows_how_to_start_several(load):
+    message = refusal(load, "--use_fsdp=True", world_size=1)
+    assert "use_fsdp=True" in message and "torchrun" in message
+    assert load("--use_fsdp=True", world_size=2).use_fsdp
+    assert load("--use_fsdp=True", "--dry_run=True", world_size=1).use_fsdp
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_zero1_is_used_where_there_is_another_process(load, processes):
+    assert shards_optimizer(load("--use_zero1=True", world_size=processes), processes) == (processes > 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "why"),
+    [
+        (["--device=cpu"], 1, "device='cpu'"),
+        (["--device=cuda"], 1, None),
+        (["--device=cuda"], 2, None),
+        (["--device=cuda", "--use_zero1=True"], 1, None),
+        (["--device=cuda", "--use_zero1=True"], 2, "use_zero1=True"),
+        (["--device=cuda", "--use_fsdp=True"], 2, "use_fsdp=True"),
+    ],
+)
+def test_cuda_graphs_fall_back_where_they_cannot_work(load, flags, processes, why):
+    config = load("--use_cuda_graphs=True", *flags, world_size=processes)
+    obstacle = cuda_graphs_obstacle(config, processes)
+    assert obstacle is None if why is None else obstacle.startswith(why)
+    assert captures_cuda_graphs(config, processes) == (why is None)
+
+
+def test_min_lr_above_learning_rate_names_both(load):
+    message = refusal(load, "--learning_rate=1e-4", "--min_lr=1e-3")
+    assert "min_lr=0.001" in message and "learning_rate=0.0001" in message
+
+
+@pytest.mark.parametrize("flag", ["--decay_lr=False", "--lr_schedule=constant"])
+def test_min_lr_is_not_looked_at_where_nothing_decays(load, flag):
+    assert load("--learning_rate=1e-4", "--min_lr=1e-3", flag).learning_rate == 1e-4
+
+
+def test_warm_up_as_long_as_the_decay_names_both(load):
+    message = refusal(load, "--warmup_iters=100", "--lr_decay_iters=100")
+    assert "warmup_iters=100" in message and "lr_decay_iters=100" in message
+    assert load("--warmup_iters=100", "--lr_decay_iters=100", "--decay_lr=False")
+    assert load("--warmup_iters=100", "--lr_decay_iters=100", "--lr_schedule=constant")
+
+
+def test_nccl_on_a_cpu_names_what_to_use(load):
+    message = refusal(load, "--backend=nccl", "--device=cpu")
+    assert "backend='nccl'" in message and "--backend=gloo" in message
+
+
+@pytest.mark.parametrize(
+    "flag, nearest",
+    [
+        ("--dtype=bfloat", "bfloat16"),
+        ("--init_from=resumed", "resume"),
+        ("--lr_schedule=cosin", "cosine"),
+        ("--attention_backend=flash_attn", "flash_attn_"),
+        ("--device=cud", "cuda"),
+        ("--backend=glo", "gloo"),
+        ("--arch_preset=qwen", "qwen3"),
+    ],
+)
+def test_bad_choice_lists_the_choices_and_suggests_the_nearest(load, flag, nearest):
+    key, value = flag.removeprefix("--").split("=")
+    message = refusal(load, flag)
+    assert f"{key}={value!r} is not one of" in message and f"did you mean '{nearest}" in message
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--normalization=batchnorm",
+        "--activation=relu",
+        "--position_encoding=alibi",
+        "--ffn_type=moe",
+        "--n_layer=0",
+        "--vocab_size=0",
+        "--batch_size=0",
+        "--gradient_accumulation_steps=0",
+        "--block_size=0",
+        "--max_iters=-1",
+        "--eval_interval=-1",
+        "--eval_iters=0",
+        "--log_interval=0",
+        "--log_save_interval=0",
+        "--dataloader_num_workers=-1",
+        "--dataloader_prefetch_factor=0",
+        "--learning_rate=-1.0",
+        "--weight_decay=-0.1",
+        "--grad_clip=-1.0",
+        "--beta1=1.0",
+        "--beta2=-0.1",
+        "--dropout=1.0",
+        "--wsd_decay_fraction=0",
+        "--seed=-1",
+    ],
+)
+def test_value_out_of_its_range_is_named(load, flag):
+    key, value = flag.removeprefix("--").split("=")
+    message = refusal(load, flag)
+    assert key in message and value.strip("-") in message
+
+
+def test_nan_computed_in_a_file_is_refused(load):
+    assert "learning_rate=nan" in refusal(load, text="learning_rate = float('nan')")
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "fast", "nan"])
+def test_peak_tflops_that_is_no_peak_is_refused(load, value):
+    message = refusal(load, f"--peak_tflops={value}")
+    assert "peak_tflops=" in message and "'measure'" in message
+
+
+def test_measured_peak_with_sparse_specs_names_both(load):
+    message = refusal(load, "--peak_tflops=measure", "--use_sparse_specs=True")
+    assert "peak_tflops='measure'" in message and "use_sparse_specs" in message
+
+
+def test_width_that_heads_cannot_share_names_both(load):
+    message = refusal(load, "--n_embd=30", "--n_head=4")
+    assert "n_embd=30" in message and "n_head=4" in message
+
+
+def test_heads_that_kv_heads_cannot_share_names_both(load):
+    message = refusal(load, "--num_key_value_heads=3")
+    assert "n_head=4" in message and "num_key_value_heads=3" in message

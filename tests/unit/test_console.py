@@ -1,0 +1,127 @@
+"""What a run shows while it trains: lines that users look for, units that fit the size, and the time left."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from support.helpers import TINY, last_run, make_dataset, write_config
+
+from training.records import rows, units
+from training.records.console_lines import ProgressText, console_lines
+
+ZERO = re.compile(r"(?<![\d.,])0(?:\.0+)? (?:[TGMk]F|[BMK] tokens|[TGM]B\b)")
+
+ROW = {
+    "iter": 10,
+    "loss": 10.7652,
+    "time_ms": 1838.0,
+    "lr": 1.65e-06,
+    "tokens_per_sec": 213958.0,
+    "mfu": {
+        "mfu_percent": 41.76,
+        "hfu_percent": 41.76,
+        "flops_achieved": 1879.4e12,
+        "hardware_peak_flops": 4500e12,
+        "sparse_mode": False,
+    },
+    "mfu_reason": None,
+    "memory": {"allocated_gb": 13.53, "max_allocated_gb": 103.26, "reserved_gb": 111.23},
+}
+
+
+@pytest.fixture
+def trained(run, tmp_path, capfd):
+    """trained(*flags): what a tiny run printed, without a terminal."""
+
+    def trained(*flags: str) -> str:
+        keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
+        assert run(write_config(tmp_path / "run.py", **keys), *flags) == 0
+        return capfd.readouterr().out
+
+    return trained
+
+
+def test_the_lines_that_users_look_for_keep_their_form():
+    assert console_lines(ROW, "component_summation_v2025", 8_784_170_496) == [
+        "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06",
+        "⚡ MFU: 41.76% │ Achieved: 1879.4 TF │ Peak: 4500.0 TF",
+        "   Tokens/s: 213958 │ FLOPs/token: 8.78 GF (component_summation_v2025)",
+        "💾 Memory: 13.53 GB alloc │ 103.26 GB peak │ 111.23 GB reserved",
+    ]
+    first = console_lines(ROW, "v3", 1, "3 %, 45 s left")[0]
+    assert first == "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06 │ 3 %, 45 s left"
+
+
+def test_the_reason_for_no_mfu_appears_once_and_stays_in_the_record(trained, tmp_path):
+    output = trained()
+    reason = last_run(tmp_path / "out")["training_iterations"][-1]["mfu_reason"]
+    assert len(reason) > 60 and output.count(reason) == 1
+    shown = re.findall(r"^⚡ MFU: (.*)$", output, re.M)
+    assert shown == ["n/a (the first iteration includes compilation and warm-up)", "n/a", "n/a", "n/a"]
+    log = next((tmp_path / "out").glob("run_*.log")).read_text()
+    assert log.count(reason) == 1
+
+
+def test_no_quantity_of_a_small_run_is_rounded_to_zero(trained):
+    output = trained("--peak_tflops=0.004", "--max_iters=5")
+    assert "Peak per GPU:                4.0 GFLOPS" in output
+    assert "Iterations:                  5 (640 tokens)" in output
+    assert re.search(r"FLOPs/token: \d+\.\d\d kF \(component", output)
+    assert re.search(r"Achieved: \d+\.\d [MG]F │ Peak: 4\.0 GF", output)
+    assert ZERO.search(output) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (units.flops(1879.4e12), "1879.4 TF"),
+        (units.flops(112e9), "112.0 GF"),
+        (units.flops(8_784_170_496, 2, "GMk"), "8.78 GF"),
+        (units.flops(13.278e12, 2, "GMk"), "13278.00 GF"),
+        (units.flops(307_968, 2, "GMk"), "307.97 kF"),
+        (units.flops(7), "7 F"),
+        (units.tokens(81_727_000_000), "81.727 B tokens"),
+        (units.tokens(614_400), "614.400 K tokens"),
+        (units.tokens(640), "640 tokens"),
+        (units.memory(103.26), "103.26 GB"),
+        (units.memory(0.003), "3.07 MB"),
+        (units.duration(45.4), "45 s"),
+        (units.duration(125), "2 min 05 s"),
+        (units.duration(3600 + 7 * 60 + 59), "1 h 07 min"),
+        (units.duration(3 * 86_400 + 4 * 3600), "3 d 04 h"),
+    ],
+)
+def test_units_fit_the_size(text, wanted):
+    assert text == wanted
+
+
+def test_progress_counts_the_time_since_the_first_row():
+    progress = ProgressText(300)
+    assert progress.text(1, now=1000.0) == "0 %", "its iteration includes compilation"
+    assert progress.text(101, now=1050.0) == "34 %, 1 min 40 s left"
+    assert progress.text(201, now=1150.0) == "67 %, 1 min 14 s left"
+    assert progress.text(300, now=1200.0) == "100 %"
+
+
+def test_a_resumed_run_takes_the_speed_of_this_process_only():
+    progress = ProgressText(1000)
+    assert progress.text(901, now=5.0) == "90 %"
+    assert progress.text(911, now=15.0) == "91 %, 1 min 29 s left"
+
+
+def test_a_log_shows_how_far_the_run_is_and_the_time_left(trained):
+    first_lines = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", trained("--max_iters=4"), re.M)
+    assert [line.partition(" %")[0] for line in first_lines] == ["25", "50", "75", "100"]
+    assert [line.endswith(" left") for line in first_lines] == [False, True, True, False]
+
+
+def test_the_bar_shows_the_loss(trained, monkeypatch):
+    shown = []
+    bar = SimpleNamespace(
+        update=lambda: None,
+        close=lambda: None,
+        set_postfix_str=lambda text, refresh: shown.append((text, refresh)),
+    )
+    monkeypatch.setattr(rows, "tqdm", lambda **_: bar)
+    losses = re.findall(r"Iter +\d+ │ Loss: (\S+)", trained())
+    assert shown == [(f"loss {loss}", False) for loss in losses] and len(losses) == 4

@@ -1,0 +1,496 @@
+"""What data/*/prepare.py and data/pipeline/ promise about the files that they write."""
+
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.helpers import ROOT
+from support.preparation import (
+    CHAR,
+    prepare_text,
+    run_prepare,
+    run_units_here,
+    shared,
+    small_bpe,
+    write_jsonl,
+    write_small,
+)
+
+from common.errors import UserError
+from data.inspect.__main__ import check_files
+from data.pipeline.documents import BadRecord, find_files, read_records
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.preparation import Job, prepare
+from data.pipeline.units import Settings
+from data.quickstart import prepare as quickstart
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tokenizer import find_eot, open_tokenizer
+
+
+def read_ids(folder: Path, split: str) -> list[int]:
+    meta = read_meta(folder)
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    names = [name for name in meta["files"] if name.startswith(split)]
+    return np.concatenate([np.fromfile(folder / name, dtype=dtype) for name in names]).tolist()
+
+
+# --- token files ---
+
+
+def test_an_id_that_would_wrap_is_refused_by_name(tmp_path):
+    assert np.array([70000]).astype(np.uint16)[0] == 4464  # the silent damage
+    with pytest.raises(ValueError, match="70000"):
+        write_small(tmp_path, splits={"train": [[1, 70000]], "val": [[1]]}, vocab_size=50257)
+    with pytest.raises(ValueError, match="-1"):
+        write_small(tmp_path, splits={"train": [[1, -1]], "val": [[1]]}, vocab_size=50257)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32"), (151936, "uint32")])
+def test_ids_are_two_bytes_while_the_vocabulary_fits(tmp_path, vocab_size, dtype):
+    ids = [0, vocab_size - 1]
+    meta = write_small(tmp_path, splits={"train": [ids], "val": [np.array(ids)]}, vocab_size=vocab_size)
+    assert meta["dtype"] == dtype
+    assert read_ids(tmp_path, "train") == read_ids(tmp_path, "val") == ids
+
+
+def test_meta_describes_the_files_exactly(tmp_path):
+    meta = write_small(tmp_path)
+    assert json.loads((tmp_path / "meta.json").read_text()) == meta
+    assert meta == {
+        "format": 1,
+        "dtype": "uint16",
+        "vocab_size": 2,
+        "eot_id": None,
+        "tokenizer": {"kind": "char", "name": "char", "chars": "ab"},
+        "source": "test",
+        "files": {
+            "train.bin": {"tokens": 3, "sha256": hashlib.sha256(b"\0\0\1\0\1\0").hexdigest(), "max_id": 1},
+            "val.bin": {"tokens": 1, "sha256": hashlib.sha256(b"\1\0").hexdigest(), "max_id": 1},
+        },
+    }
+    nanogpt = pickle.loads((tmp_path / "meta.pkl").read_bytes())
+    assert nanogpt == {"vocab_size": 2, "stoi": {"a": 0, "b": 1}, "itos": {0: "a", 1: "b"}}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "meta.json",
+        "meta.pkl",
+        "train.bin",
+        "val.bin",
+    ]
+
+
+def test_one_pass_may_feed_both_splits(tmp_path):
+    write_small(tmp_path, splits=iter([("train", [0]), ("val", [1]), ("train", [1])]))
+    assert read_ids(tmp_path, "train") == [0, 1]
+    assert read_ids(tmp_path, "val") == [1]
+
+
+def test_an_empty_split_is_refused(tmp_path):
+    with pytest.raises(UserError, match="val.bin"):
+        write_small(tmp_path, splits={"train": [[0]], "val": []})
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix not in (".tmp", ".lock")}
+
+
+def test_a_failed_write_leaves_the_old_dataset_as_it_was(tmp_path):
+    write_small(tmp_path)
+    before = snapshot(tmp_path)
+
+    def chunks():
+        yield [1, 1]
+        raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone"):
+        write_small(tmp_path, splits={"train": chunks(), "val": [[0]]})
+    assert snapshot(tmp_path) == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_killed_write_leaves_the_old_dataset_or_none(tmp_path, old):
+    if old:
+        write_small(tmp_path)
+    before = snapshot(tmp_path)
+    script = (
+        "import os, signal, sys\n"
+        "from data.pipeline.small_dataset import write_dataset\n"
+        "from data.tokenizers.char_tokenizer import CharTokenizer\n"
+        "def chunks():\n"
+        "    yield [1] * 100_000\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_dataset(sys.argv[1], {'train': chunks()}, 2, CharTokenizer('ab').meta, None, 'killed')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT)
+    assert result.returncode == -9
+    assert snapshot(tmp_path) == before
+    write_small(tmp_path)  # what the killed run left is no obstacle
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
+def test_a_write_that_stops_between_two_files_leaves_no_meta_json(tmp_path, monkeypatch, failing_call):
+    write_small(tmp_path)
+    replaced = []
+
+    def replace(source, destination):
+        replaced.append(destination)
+        if len(replaced) == failing_call:
+            raise OSError("killed here")
+        os.rename(source, destination)
+
+    monkeypatch.setattr("data.pipeline.small_dataset.os.replace", replace)
+    with pytest.raises(OSError, match="killed here"):
+        write_small(tmp_path, splits={"train": [[1]], "val": [[0]]})
+    with pytest.raises(UserError, match="no complete dataset"):
+        load_tokenizer(tmp_path)
+
+
+# --- tokenizers ---
+
+
+def test_a_tokenizer_comes_back_from_its_dataset(tmp_path):
+    write_small(tmp_path / "char")
+    assert load_tokenizer(tmp_path / "char").encode("ba") == [1, 0]
+    assert load_tokenizer(tmp_path / "char").decode([1, 0]) == "ba"
+
+    source = small_bpe(tmp_path / "source")
+    write_small(tmp_path / "bpe", tokenizer=FileTokenizer(source).meta, vocab_size=257)
+    source.unlink()  # the dataset has its own copy
+    tokenizer = load_tokenizer(tmp_path / "bpe")
+    assert tokenizer.decode(tokenizer.encode("héllo\n")) == "héllo\n"
+
+
+def test_a_changed_tokenizer_file_is_refused(tmp_path):
+    write_small(
+        tmp_path / "bpe", tokenizer=FileTokenizer(small_bpe(tmp_path / "source")).meta, vocab_size=257
+    )
+    with open(tmp_path / "bpe" / "tokenizer.json", "a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match="has changed"):
+        load_tokenizer(tmp_path / "bpe")
+
+
+def test_a_character_outside_the_dataset_is_named():
+    with pytest.raises(UserError, match="'€'"):
+        CHAR.encode("a€")
+
+
+def test_a_length_limit_in_tokenizer_json_cuts_no_document(tmp_path):
+    assert len(FileTokenizer(small_bpe(tmp_path)).encode("0123456789" * 10)) == 100
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2", "llama3", "qwen3"])
+def test_special_token_strings_stay_text(name):
+    tokenizer = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
+    for token in ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_start|>"):
+        ids = tokenizer.encode(f"a {token} b")
+        assert ids == tokenizer.encode_arrays([f"a {token} b"])[0].tolist()
+        assert token in tokenizer.decode(ids)
+        assert find_eot(tokenizer, None) not in ids
+
+
+def test_tiktoken_and_tokenizer_json_agree_on_gpt2(monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    ours, theirs = open_tokenizer("gpt2"), open_tokenizer(str(shared("tokenizers/hf/gpt2")))
+    sample = "Hello, 2024! <|endoftext|> naïve\n\n  def f(x):\t日本 "
+    assert ours.encode(sample) == theirs.encode(sample)
+    assert ours.encode_arrays([sample, "hello world"])[1].tolist() == [31373, 995]
+    assert ours.decode(ours.encode(sample)) == sample
+    assert (ours.vocab_size, ours.token_id("<|endoftext|>")) == (theirs.vocab_size, 50256) == (50257, 50256)
+
+
+def test_tiktoken_without_files_or_network_says_what_to_do(tmp_path):
+    pytest.importorskip("tiktoken")
+    proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    env = {**os.environ, **proxy, "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    document = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    result = run_prepare(
+        "text", "--input", document, "--tokenizer", "gpt2", "--output", tmp_path / "out", env=env
+    )
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "TIKTOKEN_CACHE_DIR" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_unknown_tokenizer_is_named():
+    pytest.importorskip("tiktoken")
+    with pytest.raises(UserError, match="'gtp2'.*gpt2"):
+        open_tokenizer("gtp2")
+
+
+# --- data/text ---
+
+
+CHECK_VALUES = {
+    "gpt2": ([31373, 995], [15496, 11, 48609, 0], 50256, 50257, "uint16"),
+    "llama2": ([22172, 3186], None, 2, 32000, "uint16"),
+    "llama3": ([15339, 1917], [9906, 11, 220, 2366, 19, 0], 128001, 128256, "uint32"),
+    "qwen3": ([14990, 1879], [9707, 11, 220, 17, 15, 17, 19, 0], 151643, 151669, "uint32"),
+}
+
+
+@pytest.mark.parametrize("name", CHECK_VALUES)
+def test_own_text_gets_the_published_ids(tmp_path, name):
+    hello, year, eot_id, vocab_size, dtype = CHECK_VALUES[name]
+    folder = shared(f"tokenizers/hf/{name}")
+    document = write_jsonl(tmp_path / "a.jsonl", ["hello world", "Hello, 2024!"])
+    out = tmp_path / "out"
+    printed = prepare_text("--input", document, "--tokenizer", folder, "--output", out)
+    meta = read_meta(out)
+    assert (meta["eot_id"], meta["vocab_size"], meta["dtype"]) == (eot_id, vocab_size, dtype)
+    assert read_ids(out, "train") == [*hello, eot_id]
+    assert year is None or read_ids(out, "val") == [*year, eot_id]
+    assert load_tokenizer(out).decode(hello).strip() == "hello world"
+    assert str(out) in printed and "train.py config/quickstart.py" in printed  # two documents are little text
+
+
+def test_every_document_lands_in_exactly_one_split_and_always_the_same(tmp_path):
+    texts = [f"<{i}>" for i in range(2000)]
+    document = write_jsonl(tmp_path / "a.jsonl", texts)
+    tokenizer = small_bpe(tmp_path / "bpe")
+    found = []
+    for out in (tmp_path / "first", tmp_path / "second"):
+        prepare_text("--input", document, "--tokenizer", tokenizer, "--output", out, "--val_fraction", 0.1)
+        decode = load_tokenizer(out).decode
+        found.append([decode(read_ids(out, split)).split("<|endoftext|>")[:-1] for split in ("train", "val")])
+    assert found[0] == found[1]
+    train, val = found[0]
+    assert sorted(train + val) == sorted(texts)
+    assert 150 < len(val) < 250
+    assert train == [text for text in texts if text not in set(val)]
+
+
+def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shard_tokens: int) -> list[str]:
+    """Each text a file, so a unit; what train and val decode to. Made twice, as a resume would."""
+    (folder / "in").mkdir()
+    files = [folder / "in" / f"{i}.txt" for i in range(len(texts))]
+    for path, text in zip(files, texts, strict=True):
+        path.write_text(text)
+    tokenizer = FileTokenizer(small_bpe(folder / "bpe"))
+    settings = Settings(256, None, val_fraction, shard_tokens)
+    found = []
+    for _ in range(2):
+        prepare(files, folder / "out", tokenizer, settings, "test", Job())
+        found.append([tokenizer.decode(read_ids(folder / "out", split)) for split in ("train", "val")])
+        check_files(folder / "out", read_meta(folder / "out"), hashes=True)
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 10])
+def test_a_split_that_no_document_fell_to_gets_the_last_one(tmp_path, val_fraction, shard_tokens):
+    texts = ["first text", "second", "and the third", "the last of them"]
+    ended = [f"{text}<|endoftext|>" for text in texts]
+    train, val = write_text_dataset(tmp_path, texts, val_fraction, shard_tokens)
+    lonely, others = (val, train) if val_fraction < 0.5 else (train, val)
+    assert (others, lonely) == ("".join(ended[:3]), ended[3])
+
+
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 7, 10])
+def test_the_last_document_of_a_file_of_several_moves_alone(tmp_path, shard_tokens):
+    document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
+    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
+    prepare([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, shard_tokens), "test", Job())
+    check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
+    train, val = (tokenizer.decode(read_ids(tmp_path / "out", split)) for split in ("train", "val"))
+    assert train == "first<|endoftext|>second text<|endoftext|>"
+    assert val == "last one here<|endoftext|>"
+
+
+@pytest.mark.parametrize("coin", [0.0, 1.0])
+@pytest.mark.parametrize("shard_tokens", [1 << 28, 13])
+def test_a_single_document_is_cut_in_two(tmp_path, coin, shard_tokens, monkeypatch):
+    monkeypatch.setattr("data.pipeline.units.is_validation", lambda *place: coin == 1.0)
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    train, val = write_text_dataset(tmp_path, ["0123456789" * 10], 0.1, shard_tokens)
+    assert (train, val) == ("0123456789" * 9, "0123456789<|endoftext|>")
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3])
+def test_a_stop_while_a_document_moves_to_an_empty_split_loses_nothing(tmp_path, monkeypatch, failing_call):
+    document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
+    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
+    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, 7), "test", Job())
+    prepare(*arguments[:1], tmp_path / "whole", *arguments[2:])
+    replaced, replace = [], os.replace
+
+    def stop(source, destination):
+        if Path(destination).name != "plan.json":
+            replaced.append(destination)
+        if len(replaced) == failing_call:
+            raise OSError("stopped here")
+        replace(source, destination)
+
+    monkeypatch.setattr("data.pipeline.empty_split.os.replace", stop)
+    with pytest.raises(OSError, match="stopped here"):
+        prepare(*arguments)
+    monkeypatch.undo()
+    prepare(*arguments)
+    assert snapshot(tmp_path / "out" / "units") == snapshot(tmp_path / "whole" / "units")
+    assert {path.name for path in tmp_path.glob("out/*.bin")} == set(read_meta(tmp_path / "whole")["files"])
+    check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
+
+
+def test_no_text_at_all_is_refused(tmp_path):
+    with pytest.raises(UserError, match="would hold no tokens"):
+        write_text_dataset(tmp_path, [""], 0.1, 100)
+
+
+def test_every_kind_of_file_is_read_in_order(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo".encode())
+    write_jsonl(tmp_path / "b.jsonl", ["three", "", "four"])
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in ("five", "six")]
+    (tmp_path / "c.jsonl.gz").write_bytes(b"".join(map(gzip.compress, lines)))
+    (tmp_path / "d.jsonl.zst").write_bytes(
+        b"".join(map(zstandard.compress, lines))
+    )  # two frames, as zstd -T makes
+    out = tmp_path / "out"
+    tokenizer = small_bpe(tmp_path / "bpe")
+    inputs = [tmp_path / "a.txt", tmp_path / "*.jsonl*", tmp_path / "b.jsonl"]
+    prepare_text("--input", *inputs, "--tokenizer", tokenizer, "--output", out)
+    decoded = load_tokenizer(out).decode(read_ids(out, "train") + read_ids(out, "val"))
+    assert decoded.split("<|endoftext|>") == ["one\ntwo", "three", "four", "five", "six", "five", "six", ""]
+
+
+def test_max_tokens_is_the_number_of_tokens(tmp_path):
+    document = write_jsonl(tmp_path / "a.jsonl", ["abcd"] * 100)
+    out = tmp_path / "out"
+    arguments = ["--tokenizer", small_bpe(tmp_path / "bpe"), "--output", out, "--max_tokens", 42]
+    prepare_text("--input", document, *arguments)
+    files = read_meta(out)["files"]
+    assert sum(written["tokens"] for written in files.values()) == 42
+
+
+BAD_LINES = {
+    "cut off": b'{"text": "ab',
+    "without text": b'{"body": "ab"}',
+    "text is a number": b'{"text": 3}',
+    "not an object": b"[1, 2]",
+    "not UTF-8": b'{"text": "\xff"}',
+    "half a surrogate pair": b'{"text": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_corrupt_line_is_a_bad_record_with_its_file_and_number(tmp_path, bad):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + bad + b"\n")
+    (_, good), (number, record) = read_records(path)
+    assert good == ["fine"] and number == 3
+    assert isinstance(record, BadRecord) and "a.jsonl, line 3 " in str(record)
+
+
+def test_a_truncated_archive_ends_in_a_bad_record(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    content = b"".join(json.dumps({"text": os.urandom(30).hex()}).encode() + b"\n" for _ in range(5000))
+    for name, compressed in {
+        "a.jsonl.gz": gzip.compress(content),
+        "a.jsonl.zst": zstandard.compress(content),
+    }.items():
+        (tmp_path / name).write_bytes(compressed[: len(compressed) // 2])
+        *_, (_, last) = read_records(tmp_path / name)
+        assert isinstance(last, BadRecord) and re.search(rf"{name} is damaged after line \d+", str(last))
+
+
+def test_a_note_beside_jsonl_files_is_not_taken_for_a_document(tmp_path, capsys):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "README.txt").write_text("a note")
+    assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
+    assert "left out README.txt" in capsys.readouterr().out
+    assert find_files([str(tmp_path / "*.jsonl")]) == [tmp_path / "a.jsonl"]
+
+
+def test_input_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.pdf").write_text("a")
+    with pytest.raises(UserError, match="a.pdf.*.jsonl.zst"):
+        find_files([str(tmp_path / "a.pdf")])
+    with pytest.raises(UserError, match="nothing"):
+        find_files([str(tmp_path / "nothing*.txt")])
+
+
+def test_the_end_of_text_token_is_found_named_or_asked_for(tmp_path):
+    tokenizer = FileTokenizer(small_bpe(tmp_path))
+    assert find_eot(tokenizer, None) == 256
+    assert find_eot(tokenizer, "<|endoftext|>") == 256
+    with pytest.raises(UserError, match="<eos>.*--eot"):
+        find_eot(tokenizer, "<eos>")
+
+
+def test_an_end_of_text_token_that_text_can_spell_is_refused(tmp_path):
+    tokenizer = FileTokenizer(small_bpe(tmp_path, special=False))
+    with pytest.raises(UserError, match="special"):
+        find_eot(tokenizer, None)
+
+
+# --- the embedded corpus and Shakespeare ---
+
+
+def test_quickstart_is_deterministic_and_made_once(tmp_path):
+    first = quickstart.prepare(tmp_path / "first", corpus_bytes=1_000_000)
+    assert first == quickstart.prepare(tmp_path / "second", corpus_bytes=1_000_000)
+    assert snapshot(tmp_path / "first") == snapshot(tmp_path / "second")
+    assert (first["vocab_size"], first["eot_id"], first["dtype"]) == (4096, 0, "uint16")
+
+    assert quickstart.prepare(tmp_path / "first", corpus_bytes=1_000_000) is None
+    (tmp_path / "first" / "val.bin").unlink()
+    assert quickstart.prepare(tmp_path / "first", corpus_bytes=1_000_000) == first
+    assert quickstart.prepare(tmp_path / "first", corpus_bytes=900_000) != first
+
+
+def test_quickstart_validates_on_every_20th_file(tmp_path):
+    quickstart.prepare(tmp_path, corpus_bytes=1_000_000)
+    tokenizer = load_tokenizer(tmp_path)
+    texts = quickstart.read_stdlib(1_000_000)
+    val = tokenizer.decode(read_ids(tmp_path, "val")).split("<|endoftext|>")[:-1]
+    train = tokenizer.decode(read_ids(tmp_path, "train")).split("<|endoftext|>")[:-1]
+    assert val == texts[19::20]
+    assert len(train) + len(val) == len(texts)
+
+
+def test_shakespeare_by_characters_has_nanogpts_counts(tmp_path):
+    play = shared("text/tinyshakespeare.txt")
+    result = run_prepare("shakespeare_char", "--input", play, "--output", tmp_path)
+    assert result.returncode == 0, result.stderr
+    meta = read_meta(tmp_path)
+    assert meta["vocab_size"] == 65
+    assert [written["tokens"] for written in meta["files"].values()] == [1_003_854, 111_540]
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(read_ids(tmp_path, "train") + read_ids(tmp_path, "val")) == play.read_text()
+
+
+def test_shakespeare_by_gpt2_tokens_has_nanogpts_counts_from_its_own_folder(tmp_path):
+    play = shared("text/tinyshakespeare.txt")
+    shared("tiktoken_cache")
+    arguments = ["--input", play, "--output", tmp_path]
+    result = run_prepare("shakespeare", *arguments, cwd=ROOT / "data" / "shakespeare", script="prepare.py")
+    assert result.returncode == 0, result.stderr
+    meta = read_meta(tmp_path)
+    assert (meta["vocab_size"], meta["tokenizer"]) == (50257, {"kind": "tiktoken", "name": "gpt2"})
+    assert [written["tokens"] for written in meta["files"].values()] == [301_966, 36_059]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char", "shakespeare", "text"])
+def test_every_prepare_runs_from_the_root_and_from_its_folder(name):
+    for cwd, script in [(ROOT, f"data/{name}/prepare.py"), (ROOT / "data" / name, "prepare.py")]:
+        result = run_prepare(name, "--help", cwd=cwd, script=script)
+        assert result.returncode == 0, result.stderr
+        assert "--output" in result.stdout
+
+
+def test_shakespeare_without_a_network_says_to_use_input(tmp_path):
+    proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    result = run_prepare("shakespeare_char", "--output", tmp_path, env={**os.environ, **proxy})
+    assert result.returncode == 2
+    assert "--input FILE" in result.stderr and "Traceback" not in result.stderr

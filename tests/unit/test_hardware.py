@@ -1,0 +1,264 @@
+"""The peak belongs to this GPU and this precision, or there is none and the reason says what to do."""
+
+import re
+
+import pytest
+import torch
+
+from common.errors import UserError
+from training.hardware import peaks as hardware
+from training.hardware.capability import TABLE, lookup
+from training.hardware.description import describe_hardware
+from training.hardware.peaks import GPUS, measure_peak, resolve_peak, table_peak
+
+BF16_AND_FP8_TFLOPS = {  # datasheets: dense bf16 and fp8, by the device's own name
+    "NVIDIA B200": (2250, 4500),
+    "NVIDIA B300": (2250, 4500),
+    "NVIDIA B300 SXM6 AC": (2250, 4500),
+    "NVIDIA GB200": (2500, 5000),
+    "NVIDIA H200": (989.4, 1978.9),
+    "NVIDIA H200 NVL": (835, 1670.5),
+    "NVIDIA GH200 480GB": (989.4, 1978.9),
+    "NVIDIA GH200 120GB": (989.4, 1978.9),
+    "NVIDIA GH200 144G HBM3e": (989.4, 1978.9),
+    "NVIDIA H100 80GB HBM3": (989.4, 1978.9),
+    "NVIDIA H100 PCIe": (756, 1513),
+    "NVIDIA H100 NVL": (835, 1670.5),
+    "NVIDIA A100-SXM4-40GB": (312, None),
+    "NVIDIA A100-SXM4-80GB": (312, None),
+    "NVIDIA A100-PCIE-40GB": (312, None),
+    "NVIDIA A100 80GB PCIe": (312, None),
+    "NVIDIA RTX A6000": (154.8, None),
+    "NVIDIA L40S": (362, 733),
+    "NVIDIA GeForce RTX 4090": (165.2, 330.3),
+    "NVIDIA GeForce RTX 5090": (209.5, 419),
+}
+NEIGHBOURS = (  # each of them is another chip, or a part of one, than the entry that its name resembles
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 5090 D",
+    "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA GeForce RTX 5080",
+    "NVIDIA H200 MIG 1g.18gb",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+    "NVIDIA H100",
+    "NVIDIA H20",
+    "NVIDIA H20-3e",
+    "NVIDIA H800",
+    "NVIDIA B100",
+    "NVIDIA GB300",
+    "NVIDIA GB10",
+    "NVIDIA A10",
+    "NVIDIA A100X",
+    "NVIDIA RTX 6000 Ada Generation",
+    "NVIDIA RTX A5000",
+    "NVIDIA L40",
+    "NVIDIA L4",
+    "Tesla V100-SXM2-32GB",
+    "AMD Instinct MI300X",
+    "",
+)
+
+
+@pytest.mark.parametrize("name", BF16_AND_FP8_TFLOPS)
+def test_the_table_has_the_dense_figures_of_the_design(name):
+    bf16, fp8 = BF16_AND_FP8_TFLOPS[name]
+    peak = table_peak(name, "bfloat16")
+    assert peak.tflops == bf16
+    assert peak.flops == bf16 * 1e12
+    assert (peak.reason, peak.sparse, peak.measured) == (None, False, False)
+    assert table_peak(name, "float16") == peak
+    assert table_peak(name, "fp8").tflops == fp8
+
+
+def test_every_name_has_one_entry_and_every_entry_a_name():
+    matches = [
+        [g for g in GPUS if re.fullmatch(f"NVIDIA ({g.pattern})", name)] for name in BF16_AND_FP8_TFLOPS
+    ]
+    assert all(len(gpus) == 1 for gpus in matches)
+    assert {gpus[0] for gpus in matches} == set(GPUS)
+
+
+def test_every_entry_agrees_with_the_table_of_capabilities():
+    for gpu in GPUS:
+        assert gpu.compute in TABLE, gpu.name
+        assert lookup(gpu.compute, gpu.name).bf16
+        assert (lookup(gpu.compute, gpu.name).fp8 == "native") == (gpu.fp8 is not None), gpu.name
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8", "float32"])
+def test_a_name_whose_capability_is_another_has_no_peak_but_a_reason(precision):
+    peak = table_peak("NVIDIA H200", precision, compute=(10, 0))
+    assert peak.tflops is None
+    assert peak.reason.startswith(
+        "'NVIDIA H200' is the name of a GPU of compute capability 9.0, but this one reports 10.0; "
+    )
+    assert "--peak_tflops=measure" in peak.reason
+
+
+def test_a_source_names_its_document_and_what_it_prints():
+    assert table_peak("NVIDIA H200", "bfloat16").source == (
+        "H200 SXM, dense (H200 datasheet: 1,979 and 3,958 sparse)"
+    )
+    assert all("sheet" in gpu.source or "paper" in gpu.source or "page" in gpu.source for gpu in GPUS)
+
+
+def test_case_and_the_vendor_prefix_do_not_matter():
+    assert table_peak("A100-sxm4-40gb", "bfloat16").tflops == 312
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_an_unknown_gpu_never_gets_a_neighbours_peak(name, precision):
+    peak = table_peak(name, precision)
+    assert peak.tflops is None
+    assert peak.flops is None
+    assert repr(name) in peak.reason
+
+
+def test_the_reason_names_the_gpu_and_the_setting_that_helps():
+    reason = table_peak("NVIDIA L4", "bfloat16").reason
+    assert "'NVIDIA L4'" in reason
+    assert "dense bf16 TFLOPS with --peak_tflops=..." in reason
+    assert "--peak_tflops=measure" in reason
+
+
+def test_float32_has_no_table_figure_but_a_reason():
+    peak = table_peak("NVIDIA H200", "float32")
+    assert peak.tflops is None
+    assert "no float32 peak for the H200 SXM" in peak.reason
+    assert "dense float32 TFLOPS with --peak_tflops=..." in peak.reason
+
+
+def test_fp8_on_a_gpu_without_it_has_no_peak_but_a_reason():
+    peak = table_peak("NVIDIA A100-SXM4-80GB", "fp8")
+    assert peak.tflops is None
+    assert peak.reason.startswith("the A100 has no fp8 tensor cores")
+
+
+def test_an_unknown_precision_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match="precision='int8' has no peak; use one of bfloat16, "):
+        table_peak("NVIDIA H200", "int8")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_sparse_doubles_the_dense_peak_and_says_so(precision):
+    dense, sparse = (table_peak("NVIDIA B200", precision, sparse=flag) for flag in (False, True))
+    assert sparse.tflops == 2 * dense.tflops
+    assert sparse.sparse and not dense.sparse
+    assert "2:4 sparse" in sparse.source and "2:4" not in dense.source
+
+
+def test_a_stated_peak_is_taken_as_it_is():
+    for sparse in (False, True):
+        peak = resolve_peak(123.5, "NVIDIA L4", "bfloat16", sparse, "cuda")
+        assert (peak.tflops, peak.source, peak.sparse) == (123.5, "stated by peak_tflops", sparse)
+    assert resolve_peak(0.5, None, "float32", False, "cpu").tflops == 0.5
+    assert resolve_peak(1000.0, "NVIDIA H200", "bfloat16", False, "cuda").tflops == 1000
+
+
+@pytest.fixture
+def looks_like(monkeypatch):
+    """looks_like(compute): this machine's device has that compute capability."""
+    return lambda compute: monkeypatch.setattr(hardware, "capability", lambda _: lookup(compute, "a GPU"))
+
+
+def test_a_stated_peak_is_not_the_fp8_peak(looks_like):
+    looks_like((9, 0))
+    assert resolve_peak(1000.0, "NVIDIA H200", "fp8", False, "cuda").tflops == 1978.9
+    peak = resolve_peak(1000.0, "NVIDIA L4", "fp8", False, "cuda")
+    assert peak.tflops is None
+    assert "state its" not in peak.reason
+
+
+def test_without_a_setting_the_peak_is_the_tables(looks_like):
+    name = "NVIDIA GeForce RTX 5090"
+    looks_like((12, 0))
+    assert resolve_peak(None, name, "bfloat16", True, "cuda") == table_peak(name, "bfloat16", True)
+    looks_like((10, 0))
+    assert "but this one reports 10.0" in resolve_peak(None, name, "bfloat16", True, "cuda").reason
+
+
+def test_a_cpu_has_no_peak_but_a_reason():
+    peak = resolve_peak(None, None, "bfloat16", False, "cpu")
+    assert peak.tflops is None
+    assert peak.reason.startswith("no peak for a CPU; ")
+    assert "--peak_tflops=measure" in peak.reason
+
+
+def test_a_measured_peak_is_positive_and_labelled_and_leaves_the_seed_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    peak = resolve_peak("measure", None, "float32", False, "cpu")
+    assert peak.tflops > 0
+    assert peak.measured and not peak.sparse
+    assert peak.source.startswith("measured: ")
+    assert peak.source.endswith(
+        "float32 GEMM on this machine, fastest of 20; an achievable rate, not a datasheet peak"
+    )
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_measured_bf16_peak_works_on_a_slow_cpu_too():
+    assert measure_peak("bfloat16", "cpu").tflops > 0
+
+
+def test_fp8_cannot_be_measured_on_a_cpu():
+    peak = measure_peak("fp8", "cpu")
+    assert peak.tflops is None
+    assert "8.9" in peak.reason
+    assert not peak.measured
+
+
+@pytest.mark.parametrize("compute", [(7, 5), (8, 0), (8, 6)])
+def test_fp8_cannot_be_measured_without_its_tensor_cores(looks_like, compute):
+    looks_like(compute)
+    assert "compute capability 8.9 or above" in measure_peak("fp8", "cuda").reason
+
+
+@pytest.mark.parametrize(("compute", "fast"), [((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_a_measured_fp8_peak_takes_what_the_gpu_has(looks_like, monkeypatch, compute, fast):
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *_, **kwargs: calls.append((a, b, kwargs)))
+    looks_like(compute)
+    hardware._gemm("fp8", 32, torch.device("cpu"))(0)
+    ((a, b, kwargs),) = calls
+    assert kwargs["use_fast_accum"] is fast
+    assert (a.stride(), b.stride()) == ((32, 1), (1, 32))  # row-major times column-major, on every GPU
+
+
+def test_a_dense_measurement_is_never_marked_sparse():
+    with pytest.raises(UserError, match="use_sparse_specs=True"):
+        resolve_peak("measure", "NVIDIA H200", "bfloat16", True, "cuda")
+
+
+def test_timings_leave_the_warm_up_out():
+    calls = []
+    seconds = hardware._timings(calls.append, warmup=2, repeats=5, device=torch.device("cpu"))
+    assert calls == list(range(7))
+    assert len(seconds) == 5
+
+
+def test_the_machine_is_described_on_a_cpu():
+    facts = describe_hardware("cpu")
+    assert facts["gpu_name"]
+    assert facts["torch"] == torch.__version__
+    assert facts["numpy"] and facts["python"]
+    for key in ("gpu_memory_gb", "compute_capability", "driver", "cuda", "cudnn", "nccl"):
+        assert facts[key] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_measures_below_its_table_peak_and_describes_itself():
+    facts = describe_hardware("cuda")
+    assert facts["gpu_memory_gb"] > 1
+    assert all(facts[key] for key in ("gpu_name", "compute_capability", "cuda", "cudnn", "torch"))
+    for precision in ("bfloat16", "fp8"):
+        measured = measure_peak(precision, "cuda")
+        table = table_peak(facts["gpu_name"], precision)
+        print(measured, table)
+        if measured.tflops and table.tflops:
+            assert 0.3 * table.tflops < measured.tflops < table.tflops

@@ -1,0 +1,223 @@
+"""Each list of names, entry by entry: which variables are secret, which tensors are compared, what a plan and
+a summary hold. A new entry needs a line in a table here."""
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.preparation import small_bpe
+
+from common.errors import UserError
+from data.pipeline import preparation
+from data.pipeline.preparation import Job, prepare
+from data.pipeline.units import Settings
+from data.tokenizers.file_tokenizer import FileTokenizer
+from training.batches import packed_index
+from training.faults import replica_check
+from training.process import redaction
+from training.process.world import World
+from training.records.percentiles import spread
+from training.records.utilization import summarize
+from training.strategies.strategy import Shard
+
+CPU = torch.device("cpu")
+
+# --- which names of variables mean a secret ---
+
+SECRET = [
+    *("KEY", "APIKEY", "API_KEY", "TOKEN", "SECRET", "PASS", "PASSWORD", "PASSWD", "PASSPHRASE"),
+    *("CREDENTIAL", "CREDENTIALS", "AUTH"),
+]
+NO_SECRET = ["MONKEY", "TOKENIZERS_PARALLELISM", "COMPASS", "AUTHOR", "KEYBOARD", "SECRETARY", "PASSENGERS"]
+VALUE = "v4lue-that-is-secret"
+
+
+@pytest.mark.parametrize("word", SECRET)
+@pytest.mark.parametrize("form", ["{}", "MY_{}", "{}_2", "MY_{}_2", "my_{}"])
+def test_the_value_of_a_variable_with_such_a_name_is_hidden(word, form, monkeypatch):
+    name = form.format(word.lower() if form.islower() else word)
+    monkeypatch.setattr(redaction.os, "environ", {name: VALUE})
+    redaction._secrets.cache_clear()
+    assert redaction.redact(f"({VALUE})") == f"(***{name}***)"
+    redaction._secrets.cache_clear()
+
+
+@pytest.mark.parametrize("name", NO_SECRET)
+def test_the_value_of_another_variable_is_shown(name, monkeypatch):
+    monkeypatch.setattr(redaction.os, "environ", {name: VALUE})
+    redaction._secrets.cache_clear()
+    assert redaction.redact(VALUE) == VALUE
+    redaction._secrets.cache_clear()
+
+
+def test_a_secret_that_contains_another_is_hidden_whole(monkeypatch):
+    short, long = {"A_KEY": VALUE}, {"B_KEY": f"{VALUE}-and-more"}
+    for variables in ({**short, **long}, {**long, **short}):
+        monkeypatch.setattr(redaction.os, "environ", variables)
+        redaction._secrets.cache_clear()
+        assert redaction.redact(f"{VALUE}-and-more {VALUE}") == "***B_KEY*** ***A_KEY***"
+    redaction._secrets.cache_clear()
+
+
+def test_short_values_words_and_paths_are_no_secrets(monkeypatch, tmp_path):
+    values = {"A_KEY": "1234567", "B_KEY": "elevenchars", "C_KEY": str(tmp_path), "D_KEY": "12345678"}
+    monkeypatch.setattr(redaction.os, "environ", values | {"E_KEY": "twelveletter"})
+    redaction._secrets.cache_clear()
+    assert sorted(name for name, _ in redaction._secrets()) == ["D_KEY", "E_KEY"]
+    redaction._secrets.cache_clear()
+
+
+# --- which tensors the replica check compares ---
+
+
+def state_of_two_ranks(replicas: int, copies: bool, size: int = 2, parts: int = 1):
+    """What replica_check needs of a run's state: a matrix and a vector, as one of several ranks has them."""
+    shards, adam, working = [], {}, {}
+    for name, shape in (("w", (3, 2)), ("b", (3,))):
+        parameter = torch.nn.Parameter(torch.randn(shape))
+        local = torch.nn.Parameter(torch.randn(shape))
+        shards.append(Shard(name, parameter, local, replicas))
+        adam[local] = {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape), "step": torch.ones(())}
+        if copies:
+            working[name] = parameter.data
+    strategy = SimpleNamespace(shards=shards, parts=parts, working_copies=lambda: working)
+    return SimpleNamespace(
+        strategy=strategy, optimizer=SimpleNamespace(state=adam), world=World(0, 0, size, CPU)
+    )
+
+
+MOMENTS = ["w", "w.exp_avg", "w.exp_avg_sq", "b", "b.exp_avg", "b.exp_avg_sq"]
+WORKING = ["w (working weights)", "b (working weights)"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "copies", "names"),
+    [(2, False, MOMENTS), (1, True, WORKING), (2, True, [*MOMENTS, *WORKING]), (1, False, [])],
+    ids=["ddp", "zero1", "ddp in bf16", "fsdp"],
+)
+def test_weights_moments_and_working_weights_are_compared(replicas, copies, names, monkeypatch):
+    state = state_of_two_ranks(replicas, copies)
+    held = replica_check.replicated(state)
+    assert sorted(held) == sorted(names)
+    for place, name in enumerate(held):
+
+        def other_rank_has_another(everyone, mine, place=place):
+            everyone.copy_(mine.repeat(2))
+            everyone[len(mine) + place] += 1
+
+        monkeypatch.setattr(replica_check, "all_gather", other_rank_has_another)
+        assert replica_check.differences(state) == ([0, 1], [name])
+    monkeypatch.setattr(replica_check, "all_gather", lambda everyone, mine: everyone.copy_(mine.repeat(2)))
+    assert replica_check.differences(state) == ([], [])
+
+
+def test_only_ranks_that_hold_the_same_part_are_compared(monkeypatch):
+    """8 ranks in 2 parts, as with hybrid sharding: even ranks hold one part and odd ranks the other."""
+    state = state_of_two_ranks(4, copies=False, size=8, parts=2)
+
+    def gather(everyone, mine):
+        ranks = torch.stack([mine + rank % 2 for rank in range(8)])
+        ranks[5] += 7
+        everyone.copy_(ranks.flatten())
+
+    monkeypatch.setattr(replica_check, "all_gather", gather)
+    assert replica_check.differences(state) == ([5], MOMENTS)
+
+
+# --- what a preparation's plan holds ---
+
+
+def plan_of(tmp_path, **changed) -> dict:
+    """Runs a preparation that only writes its plan, with one of its arguments changed; the plan."""
+    text = tmp_path / f"in{changed.pop('input', '')}" / "a.txt"
+    text.parent.mkdir(exist_ok=True)
+    text.write_text("some text" * (1 + len(text.parent.name)))
+    folder = tmp_path / f"bpe{changed.pop('tokenizer', '')}"
+    tokenizer = FileTokenizer(small_bpe(folder))
+    if folder.name != "bpe":
+        path = folder / "tokenizer.json"
+        path.write_text(path.read_text().replace("endoftext", "end"))
+        tokenizer = FileTokenizer(path)
+    limits = {name: changed.pop(name, 100) for name in ("max_tokens", "unit_bytes")}
+    settings = replace(Settings(eot_id=256, bos_id=None, val_fraction=0.1, shard_tokens=10**6), **changed)
+    prepare([text], tmp_path / "out", tokenizer, settings, "test", Job(workers=0), **limits)
+    return json.loads((tmp_path / "out" / "plan.json").read_text())
+
+
+PLAN = {
+    **{"eot_id": 255, "bos_id": 1, "val_fraction": 0.2, "shard_tokens": 10**5},
+    **{"input": 2, "tokenizer": 2, "max_tokens": 50, "unit_bytes": 50},
+}
+
+
+@pytest.mark.parametrize("name", PLAN)
+def test_a_preparation_that_changes_any_argument_is_refused_by_its_name(tmp_path, name):
+    first = plan_of(tmp_path)
+    assert first.keys() == PLAN.keys()
+    assert plan_of(tmp_path) == first
+    with pytest.raises(UserError, match=f"was begun with another {name}; "):
+        plan_of(tmp_path, **{name: PLAN[name]})
+    assert preparation.read_json(tmp_path / "out" / "plan.json") == first
+
+
+def test_a_tokenizer_is_known_by_its_content_and_not_by_its_folder(tmp_path):
+    plan = plan_of(tmp_path)
+    path = tmp_path / "elsewhere"
+    path.mkdir()
+    (tmp_path / "in").rename(path / "in")
+    assert plan_of(path)["tokenizer"] == plan["tokenizer"]
+    changed = path / "bpe" / "tokenizer.json"
+    changed.write_text(changed.read_text().replace("endoftext", "end"))
+    settings = Settings(eot_id=256, bos_id=None, val_fraction=0.1, shard_tokens=10**6)
+    with pytest.raises(UserError, match="was begun with another tokenizer; "):
+        prepare(
+            [path / "in" / "a.txt"], path / "out", FileTokenizer(changed), settings, "test", Job(0), 100, 100
+        )
+
+
+@pytest.mark.parametrize("name", ["windows", "documents", "tokens_kept", "tokens_cut_off", "share_padded"])
+def test_every_count_of_a_packing_is_checked(name):
+    """10 windows of 5 tokens, of which 40 are filled."""
+    index = {"windows": 10, "documents": 20, "tokens_kept": 40, "tokens_cut_off": 60, "share_padded": 0.2}
+    packed_index._check_counts({**index, "share_padded": 1 - 40 / 50}, 100, 4)
+    wrong = {"windows": 7, "documents": 9, "tokens_kept": 39, "tokens_cut_off": 59, "share_padded": 0.3}
+    for value in (wrong[name], None, -1, "1"):
+        with pytest.raises(packed_index.DamagedIndex):
+            packed_index._check_counts({**index, "share_padded": 1 - 40 / 50, name: value}, 100, 4)
+
+
+# --- percentiles ---
+
+
+def test_percentiles_of_known_values():
+    assert spread(range(101)) == {"median": 50, "p10": 10, "p90": 90}
+    assert spread([5.0, 1.0]) == {"median": 3.0, "p10": 1.0, "p90": 5.0}
+    assert spread([7.0]) == {"median": 7.0, "p10": 7.0, "p90": 7.0}
+
+
+def test_each_figure_of_a_summary_is_of_its_own_column():
+    names = ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu", "mfu_percent")
+    rows = []
+    for i in range(-5, 101):  # the first 5 are warm-up
+        values = {name: 1000.0 * n + i for n, name in enumerate(names)}
+        rows.append({**values, "mfu": {"mfu_percent": values["mfu_percent"]}, "warmup": i < 0})
+    summary = summarize(rows)
+    assert summary.pop("rows_after_warmup") == 101
+    assert summary.keys() == set(names)
+    for n, name in enumerate(names):
+        assert summary[name] == {"median": 1000 * n + 50, "p10": 1000 * n + 10, "p90": 1000 * n + 90}, name
+
+
+def test_every_kind_of_login_in_a_url_is_hidden():
+    hidden = {
+        "https://user:word@host/a": "https://***@host/a",
+        "s3://token@host": "s3://***@host",
+        "git+ssh://a:b@h and postgres://c:d@e": "git+ssh://***@h and postgres://***@e",
+        "mail a@b.c": "mail a@b.c",
+        "https://host/a@b": "https://host/a@b",
+    }
+    assert {text: redaction.without_logins(text) for text in hidden} == hidden
+    assert not re.search("word|token|a:b|c:d", "".join(hidden.values()))

@@ -1,0 +1,390 @@
+"""A batch is a function of (seed, epoch, position). GPUs and workers change who reads it, not what it is."""
+
+import dataclasses
+import json
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from support.helpers import TINY, make_dataset
+
+from training import evaluation as evaluate_module
+from training.batches.dataset import open_dataset
+from training.batches.loader import IterationBatches, Loader
+from training.batches.windows import StreamWindows, epoch_offset, permute
+from training.configuration.keys import TrainConfig
+from training.evaluation import eval_batches, evaluate
+from training.process.world import World
+
+T = TINY["block_size"]
+CONFIG = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 4})
+GLOBAL_BATCH = CONFIG.samples_per_iter(1)  # 8 samples an iteration, at every world size below
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """100 windows of T tokens and the token after them, 4 tokens left over."""
+    folder = make_dataset(tmp_path_factory.mktemp("tokens"), train_tokens=100 * T + 5)
+    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0)
+    return StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank, rank, size, torch.device("cpu"))
+
+
+def with_world_size(size: int, **keys) -> TrainConfig:
+    """The same global batch on `size` GPUs."""
+    return dataclasses.replace(CONFIG, gradient_accumulation_steps=4 // size, **keys)
+
+
+def indices_at(batches: IterationBatches, position: int) -> np.ndarray:
+    """(A, B) window indices of the iteration that starts at `position`."""
+    numbers = batches.numbers_at(position)
+    return batches.windows.places(numbers, batches.seed)[0]
+
+
+def global_order(windows, size: int, position: int = 0, iterations: int = 1) -> list[int]:
+    """Window indices in the order of their global sample numbers: micro-step by micro-step, rank by rank."""
+    config = with_world_size(size)
+    order = []
+    for i in range(iterations):
+        ranks = [
+            indices_at(IterationBatches(windows, config, world(rank, size)), position + i * GLOBAL_BATCH)
+            for rank in range(size)
+        ]
+        order += np.stack(ranks, axis=1).ravel().tolist()  # (A, W, B)
+    return order
+
+
+# --- the permutation ---
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4095, 4096, 4097, 65_537, 100_003])
+def test_permutation_sends_every_index_to_its_own_place(n):
+    permuted = permute(np.arange(n), n, seed=n)
+    assert permuted.dtype == np.int64
+    assert np.array_equal(np.sort(permuted), np.arange(n))
+
+
+def test_permutation_of_a_part_is_that_part_of_the_permutation():
+    whole = permute(np.arange(1000), 1000, seed=3)
+    assert np.array_equal(permute(np.array([17, 999, 0]), 1000, seed=3), whole[[17, 999, 0]])
+
+
+def test_permutation_looks_random():
+    n = 10_000
+    permuted = permute(np.arange(n), n, seed=1)
+    assert (permuted == np.arange(n)).sum() < 10  # one fixed point is expected
+    assert abs(np.corrcoef(np.arange(n), permuted)[0, 1]) < 0.05
+    neighbours = np.abs(np.diff(permuted)) == 1  # two in n are expected
+    assert neighbours.sum() < 20
+
+
+def test_seeds_give_unrelated_permutations():
+    one, two = (permute(np.arange(1000), 1000, seed=seed) for seed in (0, 1))
+    assert (one == two).sum() < 10
+
+
+def test_huge_permutation_needs_no_memory():
+    n = 10**12
+    assert 0 <= permute(np.array([n - 1]), n, seed=0)[0] < n
+
+
+# --- windows ---
+
+
+def test_windows_do_not_overlap_but_for_the_last_target(windows):
+    assert windows.count == 100
+    rows = windows.read(np.arange(windows.count))
+    assert rows.shape == (100, T + 1) and rows.dtype == np.int64
+    tokens = windows.tokens.read(0, 100 * T + 1)
+    assert np.array_equal(rows[:, :-1].ravel(), tokens[:-1])
+    assert np.array_equal(rows[:, -1], tokens[T::T])
+
+
+# --- who gets which ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.data_order
+def test_every_window_comes_exactly_once_an_epoch(windows, size):
+    epochs = global_order(windows, size, iterations=25)  # 25 iterations of 8 samples are two epochs of 100
+    for epoch in (epochs[:100], epochs[100:]):
+        assert sorted(epoch) == list(range(100))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.reshard
+def test_world_size_changes_neither_the_samples_nor_their_order(windows, size):
+    assert global_order(windows, size, iterations=30) == global_order(windows, 1, iterations=30)
+
+
+def test_epochs_and_seeds_have_their_own_orders(windows):
+    epochs = global_order(windows, 1, iterations=25)
+    assert epochs[:100] != epochs[100:]
+    other = dataclasses.replace(CONFIG, seed=CONFIG.seed + 1)
+    first, second = (indices_at(IterationBatches(windows, c, world()), 0) for c in (CONFIG, other))
+    assert first.ravel().tolist() != second.ravel().tolist()
+
+
+def test_order_is_that_of_checkpoints_that_exist(windows):
+    assert windows.places(np.arange(8), 1337)[0].tolist() == [77, 36, 14, 72, 53, 87, 4, 59]
+    assert windows.places(np.arange(100, 108), 1337)[0].tolist() == [90, 26, 1, 18, 62, 80, 21, 60]
+
+
+def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows):
+    config = dataclasses.replace(CONFIG, batch_size=300, gradient_accumulation_steps=1)
+    indices = indices_at(IterationBatches(windows, config, world()), 0)
+    assert np.bincount(indices.ravel(), minlength=100).tolist() == [3] * 100
+
+
+# --- the loader ---
+
+
+def test_y_is_x_one_token_later(windows):
+    loader = Loader(windows, CONFIG, world())
+    x, y = loader.next()
+    assert x.shape == y.shape == (4, 2, T) and x.dtype == y.dtype == torch.int64
+    assert torch.equal(x[..., 1:], y[..., :-1])
+    indices = indices_at(loader.batches, 0)
+    rows = windows.read(indices.ravel()).reshape(4, 2, T + 1)
+    assert np.array_equal(x, rows[..., :-1]) and np.array_equal(y, rows[..., 1:])
+
+
+def test_position_counts_the_samples_of_all_ranks(windows):
+    loader = Loader(windows, with_world_size(2), world(1, 2))
+    loader.next()
+    assert loader.position == GLOBAL_BATCH
+    loader.next()
+    assert loader.position == 2 * GLOBAL_BATCH
+
+
+def batches(windows, config, count, world=world(), position=0):  # noqa: B008 - World is frozen
+    loader = Loader(windows, config, world, position)
+    taken = [loader.next() for _ in range(count)]
+    loader.close()
+    return taken
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    for (x, y), (other_x, other_y) in zip(one, other, strict=True):
+        assert torch.equal(x, other_x) and torch.equal(y, other_y)
+
+
+def test_resume_continues_exactly_where_the_run_stopped(windows):
+    whole = batches(windows, CONFIG, 16)
+    for stopped in (1, 5, 12, 13):  # the epoch ends inside iteration 12
+        rest = batches(windows, CONFIG, 16 - stopped, position=stopped * GLOBAL_BATCH)
+        assert_same(rest, whole[stopped:])
+
+
+@pytest.mark.parametrize("stopped", [3, 12, 13])
+@pytest.mark.reshard
+def test_resume_at_another_world_size_sees_the_samples_that_were_left(windows, stopped):
+    whole = global_order(windows, 1, iterations=16)
+    before = global_order(windows, 4, iterations=stopped)
+    after = global_order(windows, 2, position=stopped * GLOBAL_BATCH, iterations=16 - stopped)
+    assert before + after == whole
+
+
+def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
+    before = global_order(windows, 1, iterations=5)  # 40 samples
+    config = dataclasses.replace(CONFIG, batch_size=3, gradient_accumulation_steps=1)
+    dataset = IterationBatches(windows, config, world())
+    after = [i for step in range(20) for i in indices_at(dataset, 40 + 3 * step).ravel().tolist()]
+    assert sorted(before + after) == list(range(100))
+
+
+@pytest.mark.parametrize("rank, size, position", [(0, 1, 0), (1, 2, 96)])
+def test_workers_hand_out_the_same_batches(windows, rank, size, position):
+    inline = with_world_size(size)
+    workers = with_world_size(size, use_dataloader=True, dataloader_num_workers=2)
+    here = world(rank, size)
+    assert_same(batches(windows, workers, 14, here, position), batches(windows, inline, 14, here, position))
+
+
+def test_no_workers_at_all_hand_out_the_same_batches(windows):
+    none = dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=0)
+    assert_same(batches(windows, none, 3), batches(windows, CONFIG, 3))
+
+
+def test_loader_leaves_the_random_numbers_of_the_model_alone(windows):
+    state = torch.get_rng_state()
+    batches(windows, dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=1), 1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_workers_end_with_the_loader(windows):
+    before = set(multiprocessing.active_children())
+    loader = Loader(windows, dataclasses.replace(CONFIG, use_dataloader=True), world())
+    loader.next()
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    loader.close()
+    assert set(multiprocessing.active_children()) <= before
+
+
+# --- evaluation ---
+
+
+def test_evaluation_repeats_no_window_and_is_the_same_every_time(windows):
+    config = dataclasses.replace(CONFIG, batch_size=8, eval_iters=12)
+    order = eval_batches(windows, config)
+    assert order.shape == (12, 8) and len(np.unique(order)) == 96
+    assert np.array_equal(order, eval_batches(windows, config))
+
+
+def test_evaluation_takes_what_a_small_split_has(windows):
+    assert eval_batches(windows, dataclasses.replace(CONFIG, batch_size=8, eval_iters=1000)).shape == (12, 8)
+    filled = eval_batches(windows, dataclasses.replace(CONFIG, batch_size=150, eval_iters=3))
+    assert filled.shape == (1, 150) and np.bincount(filled.ravel(), minlength=100).tolist().count(1) == 50
+
+
+class CountingModel(torch.nn.Module):
+    """Its loss is a number that belongs to the batch; remembers how many batches it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, y):
+        self.calls += 1
+        return (x.double() * torch.arange(1, T + 1)).mean() + y.double().std()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_evaluation_loss_is_the_same_at_every_world_size(windows, monkeypatch, size):
+    config = dataclasses.replace(CONFIG, eval_iters=7)  # no world size divides it
+    alone = evaluate(CountingModel(), {"val": windows}, config, world())["val"]
+    monkeypatch.setattr(evaluate_module, "sum_over_ranks", lambda total, world: total)
+    models = [CountingModel() for _ in range(size)]
+    parts = [evaluate(m, {"val": windows}, config, world(r, size))["val"] for r, m in enumerate(models)]
+    assert sum(parts) == pytest.approx(alone, rel=1e-12)
+    assert len({model.calls for model in models}) == 1  # with FSDP a missing forward pass would hang
+
+
+def test_evaluation_leaves_the_model_in_training_mode(windows):
+    model = CountingModel()
+    evaluate(model, {"val": windows}, CONFIG, world())
+    assert model.training and all(p.grad is None for p in model.parameters())
+
+
+def test_each_epoch_cuts_the_tokens_elsewhere_and_still_covers_them(windows):
+    count, total = windows.count, windows.tokens.total
+    tokens = np.asarray(windows.tokens.read(0, total))
+    firsts = []
+    for epoch in (0, 1, 2):
+        rows = windows.read(np.arange(count), np.full(count, epoch))
+        offset = int(epoch_offset(np.int64(epoch), T))
+        assert np.array_equal(rows[:, :-1].ravel(), np.roll(tokens, -offset)[: count * T])
+        assert np.array_equal(rows[:-1, -1], rows[1:, 0])  # the last target is the next window's first input
+        firsts.append(offset)
+    assert firsts[0] == 0
+    assert len(set(firsts)) == 3
+
+
+# --- every token, by its id ---
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """As `windows`, in 7 shards, and every token is its own id."""
+    folder = tmp_path_factory.mktemp("numbered")
+    ids = np.arange(100 * T + 5, dtype="<u4")
+    for i, shard in enumerate(np.split(ids, [900, 901, 1000, 1800, 2500, 3111])):
+        shard.tofile(folder / f"train_{i}.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": len(ids)}))
+    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, vocab_size=len(ids))
+    return StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
+
+
+def assert_two_epochs(x, windows):
+    """x (200, T): each epoch has each token once, but for the 5 that no window has room for."""
+    total = windows.tokens.total
+    for epoch, rows in enumerate(np.split(np.asarray(x), [windows.count])):
+        left_out = (int(epoch_offset(np.int64(epoch), T)) + windows.count * T + np.arange(5)) % total
+        expected = np.ones(total, dtype=int)
+        expected[left_out] = 0
+        assert rows.shape == (100, T)
+        assert np.array_equal(np.bincount(rows.ravel(), minlength=total), expected)
+
+
+@pytest.mark.parametrize(
+    "plan", [[(1, 25)], [(2, 25)], [(4, 25)], [(4, 9), (1, 4), (2, 12)], [(1, 12), (4, 1), (2, 1), (4, 11)]]
+)
+@pytest.mark.data_order
+def test_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(numbered, plan):
+    """plan: [(ranks, iterations)], resumed after each."""
+    samples, position = [], 0
+    for size, iterations in plan:
+        config = with_world_size(size)
+        for _ in range(iterations):
+            ranks = [IterationBatches(numbered, config, world(rank, size))[position] for rank in range(size)]
+            samples.append(torch.stack(ranks, dim=1).reshape(GLOBAL_BATCH, T + 1))  # (A, W, B, T + 1)
+            position += GLOBAL_BATCH
+    rows = torch.cat(samples)
+    following = (rows[:, :-1] + 1) % numbered.tokens.total  # also where an epoch wraps around
+    assert torch.equal(rows[:, 1:], following)
+    assert_two_epochs(rows[:, :-1], numbered)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3, 4])
+@pytest.mark.data_order
+def test_two_epochs_through_workers_have_every_token_once_each(numbered, workers):
+    keys = {"use_dataloader": True, "dataloader_num_workers": workers}
+    rows, position = [], 0
+    for size, iterations in ((1, 11), (2, 14)):  # stopped, and resumed on two ranks
+        config = with_world_size(size, **keys)
+        ranks = [batches(numbered, config, iterations, world(r, size), position) for r in range(size)]
+        for one in zip(*ranks, strict=True):
+            rows.append(torch.stack([x for x, _ in one], dim=1).reshape(GLOBAL_BATCH, T))
+        position += iterations * GLOBAL_BATCH
+    assert_two_epochs(torch.cat(rows), numbered)
+
+
+# --- memory ---
+
+
+def anonymous_kib() -> int:
+    """This process's memory without the pages of mapped files, which the system takes back when it likes."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def test_memory_stays_flat_over_10000_batches(tmp_path):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(400):  # more than are open at a time
+        np.zeros(800, "<u2").tofile(folder / f"train_{i:03d}.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 64}))
+    one = {"batch_size": 1, "gradient_accumulation_steps": 1}
+    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, **one)
+    windows = StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
+    loader = Loader(windows, config, world())
+    for _ in range(1000):
+        loader.next()
+    before = anonymous_kib()
+    for _ in range(10_000):
+        loader.next()
+    assert anonymous_kib() - before < 1024
+    assert loader.position > windows.count  # more than an epoch
+
+
+@pytest.mark.parametrize("where", ["check", "forward", "read"])
+def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(windows, monkeypatch, where):
+    """By a stop, by an error of the model, or by a token file that has changed."""
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    model = CountingModel()
+    check = stop if where == "check" else lambda: None
+    if where == "forward":
+        monkeypatch.setattr(model, "forward", stop)
+    if where == "read":
+        monkeypatch.setattr(StreamWindows, "read", stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, {"val": windows}, CONFIG, world(), check)
+    assert model.training

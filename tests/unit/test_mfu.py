@@ -1,0 +1,541 @@
+"""The numbers that MFU is made of: three formulas, their audit, and quotients over the same GPUs."""
+
+import ast
+import dataclasses
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from mfu_versions import model_builder_v1 as v1
+from mfu_versions import model_builder_v2 as v2
+from mfu_versions import model_builder_v3 as v3
+from model_config import model_config
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.hardware.peaks import Peak, table_peak
+from training.optimization.compile import compile_and_checkpoint
+from training.process.world import World
+from training.records.clock import Clock
+from training.records.console_lines import console_lines
+from training.records.percentiles import spread
+from training.records.rows import Logger, Reading
+from training.records.utilization import FORMULAS as ALL_FORMULAS
+from training.records.utilization import audit_flops, recomputed_flops, summarize, utilization
+
+FORMULAS = {"v1": v1, "v2": v2, "v3": v3}
+S = 2048
+
+# per token at S = 2048: v1, v3 (= v2), v3 with the causal half, v1/v3, ratio of v3, ratio of v2
+GOLDEN = {
+    "full_gpt2_1.36b.py": (8_594_836_992, 8_594_325_504, 8_084_717_568, 1.0001, 0.7222, 2.5000),
+    "full_llama_1.36b.py": (8_784_170_496, 8_341_291_008, 7_831_683_072, 1.0531, 0.7222, 2.5000),
+    "full_llama3_1.5b_optimal.py": (10_173_739_008, 8_597_274_624, 8_144_289_792, 1.1834, 0.4762, 1.8095),
+    "full_llama3_2.2b_chinchilla.py": (
+        14_854_877_184,
+        13_278_117_888,
+        12_523_143_168,
+        1.1187,
+        0.4762,
+        1.8095,
+    ),
+    "full_qwen3_1.8b_optimal.py": (12_190_334_976, 10_322_706_432, 9_718_726_656, 1.1809, 0.5556, 2.1111),
+}
+
+
+def full_model(name):
+    return load_config([str(ROOT / "config" / name)]).model_config()
+
+
+def small(preset="llama", **overrides):
+    sizes = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32)
+    return model_config(preset, **{**sizes, **overrides})
+
+
+def per_token(formula, config, seq_len=32):
+    return formula.count_flops(config, seq_len)["flops_per_token"]
+
+
+# --- golden numbers ---
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_v1_counts_the_published_flops(name):
+    total, exact, exact_causal, quotient, *_ = GOLDEN[name]
+    flops = v1.count_flops(full_model(name), S)
+    assert flops["flops_per_token"] == total
+    assert flops["flops_per_token_causal"] == total - (exact - exact_causal)  # the same scores are halved
+    assert flops["attention_to_ffn_ratio"] is None  # one N for all parameters: no split to report
+    assert round(total / exact, 4) == quotient
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_v2_counts_the_published_flops_and_keeps_its_published_ratio(name):
+    _, exact, exact_causal, _, _, ratio = GOLDEN[name]
+    flops = v2.count_flops(full_model(name), S)
+    assert flops["flops_per_token"] == exact
+    assert flops["flops_per_token_causal"] == exact_causal
+    assert round(flops["attention_to_ffn_ratio"], 4) == ratio
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_v3_counts_the_published_flops_and_the_true_ratio(name):
+    _, exact, exact_causal, _, ratio, _ = GOLDEN[name]
+    flops = v3.count_flops(full_model(name), S)
+    assert flops["flops_per_token"] == exact
+    assert flops["flops_per_token_causal"] == exact_causal
+    assert round(flops["attention_to_ffn_ratio"], 4) == ratio
+    quotient = flops["attention_flops_per_layer"] / flops["ffn_flops_per_layer"]
+    assert flops["attention_to_ffn_ratio"] == quotient
+
+
+def test_methods_have_the_names_that_logs_are_searched_for():
+    assert {name: formula.CALCULATION_METHOD for name, formula in FORMULAS.items()} == {
+        "v1": "nanogpt_legacy_v1",
+        "v2": "combined_formula_v2",
+        "v3": "component_summation_v2025",
+    }
+
+
+# --- the parts and the whole ---
+
+SHAPES = {
+    f"{preset} {'GQA' if kv else 'MHA'} {'tied' if tied else 'untied'} S={seq_len}": (
+        small(preset, n_kv_head=kv, weight_tying=tied),
+        seq_len,
+    )
+    for preset in ("gpt2", "llama", "qwen3")
+    for kv in (None, 2)
+    for tied in (True, False)
+    for seq_len in (32, 13)
+}
+SHAPES["gpt2 with biases"] = (small("gpt2", bias=True), 32)
+SHAPES["llama one KV head, odd sizes"] = (small("llama", n_head=6, n_kv_head=1, n_embd=60, d_ff=77), 31)
+
+
+@pytest.mark.parametrize("version", FORMULAS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_components_sum_to_the_total(version, shape):
+    config, seq_len = SHAPES[shape]
+    flops = FORMULAS[version].count_flops(config, seq_len)
+    assert 3 * sum(flops["components"].values()) == flops["flops_per_token"] * seq_len
+    assert all(type(n) is int and n > 0 for n in flops["components"].values())
+
+
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_layers_and_logits_sum_to_the_total(version):
+    for config, seq_len in SHAPES.values():
+        flops = FORMULAS[version].count_flops(config, seq_len)
+        layer = flops["attention_flops_per_layer"] + flops["ffn_flops_per_layer"]
+        forward = config.n_layer * layer + flops["logit_flops"]
+        assert 3 * forward == flops["flops_per_token"] * seq_len
+
+
+def test_v2_and_v3_are_one_total():
+    for config, seq_len in SHAPES.values():
+        combined, summed = (formula.count_flops(config, seq_len) for formula in (v2, v3))
+        for key in ("flops_per_token", "flops_per_token_causal", "attention_flops_per_layer", "logit_flops"):
+            assert combined[key] == summed[key], key
+
+
+def test_v3_has_a_line_for_every_matmul():
+    attention = ["q_proj", "k_proj", "v_proj", "attention_scores", "attention_context", "out_proj"]
+    swiglu = [*attention, "ffn_gate", "ffn_up", "ffn_down", "logits"]
+    assert list(v3.count_flops(small("llama"), 32)["components"]) == swiglu
+    assert list(v3.count_flops(small("gpt2"), 32)["components"]) == [
+        *attention,
+        "ffn_up",
+        "ffn_down",
+        "logits",
+    ]
+
+
+# --- the audit ---
+
+
+@pytest.mark.parametrize("version", ["v2", "v3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_formulas_equal_torchs_flop_counter(version, shape):
+    config, seq_len = SHAPES[shape]
+    formula = FORMULAS[version]
+    audit = audit_flops(formula.build_model(config), formula.count_flops(config, seq_len), seq_len, True)
+    assert formula.EXACT and audit["exact"]
+    assert audit["counted_flops_per_sequence"] == audit["formula_flops_per_sequence"] > 0
+    assert audit["formula_over_counted"] == 1
+
+
+@pytest.mark.parametrize("name", ["full_gpt2_1.36b.py", "full_qwen3_1.8b_optimal.py"])
+def test_v3_equals_torchs_flop_counter_on_a_full_model(name):
+    config = full_model(name)
+    assert audit_flops(v3.build_model(config), v3.count_flops(config, S), S, exact=True)["exact"]
+
+
+def test_v1_is_audited_and_its_deviation_reported():
+    config = small("llama", n_kv_head=2)
+    audit = audit_flops(v1.build_model(config), v1.count_flops(config, 32), 32, v1.EXACT)
+    assert not v1.EXACT and not audit["exact"]
+    assert audit["formula_over_counted"] == per_token(v1, config) / per_token(v3, config) > 1
+
+
+def test_a_formula_that_claims_to_be_exact_and_is_not_stops_the_run():
+    config = small("llama")
+    flops = v3.count_flops(config, 32)
+    dropped_logits = {**flops, "flops_per_token": flops["flops_per_token"] - 3 * flops["logit_flops"] // 32}
+    with pytest.raises(RuntimeError, match="model_builder.py"):
+        audit_flops(v3.build_model(config), dropped_logits, 32, exact=True)
+    with pytest.raises(RuntimeError, match=f"{v1.count_flops(config, 32)['flops_per_token'] * 32:,}"):
+        audit_flops(v1.build_model(config), v1.count_flops(config, 32), 32, exact=True)
+
+
+# --- relations ---
+
+
+@pytest.mark.parametrize("version", FORMULAS)
+def test_more_layers_width_context_or_vocabulary_are_more_flops(version):
+    formula, base = FORMULAS[version], small("llama", block_size=64)
+    for bigger in (dict(n_layer=3), dict(n_embd=128), dict(d_ff=128), dict(vocab_size=128)):
+        assert per_token(formula, dataclasses.replace(base, **bigger)) > per_token(formula, base), bigger
+    assert per_token(formula, base, seq_len=64) > per_token(formula, base, seq_len=32)
+
+
+@pytest.mark.parametrize("version", FORMULAS)
+def test_grouped_key_value_heads_are_fewer_flops(version):
+    counts = [per_token(FORMULAS[version], small("llama", n_kv_head=kv)) for kv in (4, 2, 1)]
+    assert counts[0] > counts[1] > counts[2]
+
+
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_tying_the_embeddings_saves_no_flops(version):
+    tied, untied = (small("llama", weight_tying=tying) for tying in (True, False))
+    assert per_token(FORMULAS[version], tied) == per_token(FORMULAS[version], untied)
+
+
+def test_only_v1_counts_the_input_embedding():
+    tied, untied = (small("llama", weight_tying=tying) for tying in (True, False))
+    embedding = untied.vocab_size * untied.n_embd
+    assert per_token(v1, untied) - per_token(v1, tied) == 6 * embedding
+
+
+@pytest.mark.parametrize("version", FORMULAS)
+def test_the_causal_count_leaves_out_half_of_the_scores_and_nothing_else(version):
+    config = small("qwen3", n_kv_head=2)
+    flops = FORMULAS[version].count_flops(config, 32)
+    scores = 12 * config.n_layer * config.n_embd * 32
+    assert flops["flops_per_token"] - flops["flops_per_token_causal"] == scores / 2
+
+
+# --- the drop-in files ---
+
+
+def test_model_builder_is_v3_byte_for_byte():
+    active, shipped = ROOT / "model_builder.py", ROOT / "mfu_versions" / "model_builder_v3.py"
+    assert active.read_bytes() == shipped.read_bytes()
+
+
+@pytest.mark.parametrize("version", FORMULAS)
+def test_a_drop_in_imports_the_model_and_no_other_formula(version):
+    source = (ROOT / "mfu_versions" / f"model_builder_{version}.py").read_text(encoding="utf-8")
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert all(getattr(node, "level", 0) == 0 for node in imports)  # relative ones break at the root
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert modules == {"__future__", "torch", "model", "model_config"}
+
+
+def test_drop_ins_share_one_interface():
+    keys = [set(formula.count_flops(small(), 32)) for formula in FORMULAS.values()]
+    assert keys[0] == keys[1] == keys[2]
+    for name in ("CALCULATION_METHOD", "EXACT", "build_model", "count_flops"):
+        assert all(hasattr(formula, name) for formula in FORMULAS.values())
+
+
+def copy_repository(folder):
+    """The repository's Python files, as a user's clone without data."""
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for name in ("training", "common", "ops", "mfu_versions", "config", "data/pipeline", "data/tokenizers"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (ROOT / "data").glob("*.py"):
+        shutil.copy(path, folder / "data")
+    return folder
+
+
+def activate(repository, version):
+    shutil.copy(repository / "mfu_versions" / f"model_builder_{version}.py", repository / "model_builder.py")
+
+
+def start(repository, *flags):
+    return subprocess.Popen(
+        [sys.executable, "train.py", "config.py", *flags],
+        cwd=repository,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},  # one order of summation
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, repository):
+    """The run's record."""
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return last_run(repository / "out")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Records of the same training: 5 iterations under v3; 3 under v1, resumed to 5 under v3."""
+    folder = tmp_path_factory.mktemp("drop_in")
+    dataset = make_dataset(folder / "tokens", vocab_size=TINY["vocab_size"])
+    repositories = {version: copy_repository(folder / version) for version in ("v1", "v3")}
+    for version, repository in repositories.items():
+        activate(repository, version)
+        write_config(
+            repository / "config.py",
+            **{**TINY, "dataset": str(dataset), "out_dir": "out", "max_iters": 5, "peak_tflops": 1000.0},
+        )
+    try:
+        processes = {
+            "v3": start(repositories["v3"]),
+            "v1": start(repositories["v1"], "--max_iters=3"),
+        }
+        records = {version: finish(process, repositories[version]) for version, process in processes.items()}
+        activate(repositories["v1"], "v3")
+        resumed = start(repositories["v1"], "--init_from=resume")
+        processes["resumed"] = resumed
+        return {**records, "resumed": finish(resumed, repositories["v1"])}
+    finally:
+        for process in processes.values():
+            process.kill()
+
+
+def losses(record):
+    return [(row["iter"], row["loss"]) for row in record["training_iterations"]]
+
+
+def test_the_formula_changes_no_loss_by_one_bit(runs):
+    assert [iteration for iteration, _ in losses(runs["v3"])] == [0, 1, 2, 3, 4]
+    assert losses(runs["v1"]) == losses(runs["v3"])[:3]
+    assert len({loss for _, loss in losses(runs["v3"])}) == 5
+
+
+def test_the_record_says_which_formula_counted_and_what(runs):
+    config = model_config(
+        "qwen3",
+        **{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "d_ff", "vocab_size", "block_size")},
+        n_kv_head=TINY["num_key_value_heads"],
+    )
+    for version in ("v1", "v3"):
+        formula, record = FORMULAS[version], runs[version]
+        expected = (formula.CALCULATION_METHOD, per_token(formula, config, TINY["block_size"]))
+        rows = [row["mfu"] for row in record["training_iterations"] if row["mfu"]]
+        assert {(mfu["calculation_method"], mfu["flops_per_token"]) for mfu in rows} == {expected}
+        flops = record["startup_info"]["flops"]
+        assert (flops["calculation_method"], flops["flops_per_token"]) == expected
+        assert flops["audit"]["exact"] == formula.EXACT
+        assert flops["totals"] == {
+            f.CALCULATION_METHOD: per_token(f, config, TINY["block_size"]) for f in FORMULAS.values()
+        }
+
+
+def test_a_checkpoint_saved_under_one_formula_resumes_under_another(runs):
+    assert runs["v1"]["checkpoints"][-1]["iter"] == 3
+    assert runs["resumed"]["startup_info"]["flops"]["calculation_method"] == v3.CALCULATION_METHOD
+    assert losses(runs["resumed"]) == losses(runs["v3"])  # its record begins with the first part's rows
+
+
+# --- utilization: the two field reports, made impossible ---
+
+B200 = table_peak("NVIDIA B200", "bfloat16")
+
+
+def logged_row(num_gpus, seconds, config, flops, peak=B200):
+    """The row that a run on num_gpus logs for an iteration of `seconds`."""
+    world = World(rank=0, local_rank=0, size=num_gpus, device=torch.device("cpu"))
+    names = ("gpu_name", "precision")
+    architecture = {"arch": "llama", "n_head": 1, "n_kv_head": 1}
+    info = {
+        "flops": {"calculation_method": "v3", **flops},
+        "hardware": dict.fromkeys(names),
+        "model": {"architecture": architecture, "total_params": 1},
+    }
+    logger = Logger(config, world, None, Clock(world.device), peak, info, start=0)
+    reading = Reading(10, 10, 2.0, 1.0, None, attended=S, seconds=seconds, verdicts=[])
+    return logger._row(reading, 1e-4)
+
+
+def test_the_same_speed_per_gpu_is_the_same_mfu_on_any_number_of_gpus():
+    flops = v1.count_flops(full_model("full_llama_1.36b.py"), S)
+    rows = [utilization(n * 107_000, n, flops, B200, {}) for n in (1, 2, 8, 64)]
+    for row, n in zip(rows, (1, 2, 8, 64), strict=True):
+        assert row["mfu_percent"] == pytest.approx(41.77, abs=0.01)  # the report said 2.61 % and 10.44 %
+        assert row["tokens_per_sec_per_gpu"] == 107_000
+        assert row["achieved_tflops_per_gpu"] == pytest.approx(940, abs=1)
+        assert row["tokens_per_sec"] == n * row["tokens_per_sec_per_gpu"]
+        assert row["achieved_tflops"] == pytest.approx(n * row["achieved_tflops_per_gpu"])
+        assert row["hardware_peak_tflops"] == 2250 * n  # dense
+        assert not row["sparse_mode"]
+
+
+def test_a_logged_row_counts_the_tokens_of_all_gpus():
+    config = TrainConfig(batch_size=8, gradient_accumulation_steps=4, block_size=S)
+    flops = v1.count_flops(full_model("full_llama_1.36b.py"), S)
+    seconds = 8 * 4 * S / 107_000  # one GPU's share, so the same time on every number of GPUs
+    two, eight = (logged_row(n, seconds, config, flops) for n in (2, 8))
+    assert (two["mfu"]["tokens_per_iter"], eight["mfu"]["tokens_per_iter"]) == (2 * 32 * S, 8 * 32 * S)
+    assert eight["tokens_per_sec"] == pytest.approx(4 * two["tokens_per_sec"])
+    assert eight["tokens_per_sec_per_gpu"] == pytest.approx(two["tokens_per_sec_per_gpu"])
+    for row in (two, eight):
+        assert row["mfu"]["mfu_percent"] == pytest.approx(41.77, abs=0.01)
+
+
+def test_a_slower_run_cannot_have_the_higher_mfu_by_tying_or_untying():
+    tied, untied = (
+        v3.count_flops(dataclasses.replace(full_model("full_llama_1.36b.py"), weight_tying=tying), S)
+        for tying in (True, False)
+    )
+    for before, after in ((tied, untied), (untied, tied)):
+        fast, slow = utilization(95_388, 8, before, B200, {}), utilization(90_138, 8, after, B200, {})
+        assert slow["mfu"] / fast["mfu"] == pytest.approx(90_138 / 95_388)
+
+
+def test_more_than_100_percent_is_an_error_that_names_the_peak():
+    flops = v3.count_flops(full_model("full_qwen3_1.8b_optimal.py"), S)
+    limit = 8 * B200.flops / flops["flops_per_token"]  # tokens/s
+    assert utilization(0.999 * limit, 8, flops, B200, {})["mfu_percent"] == pytest.approx(99.9)
+    with pytest.raises(ValueError, match=r"100\.1 %.*impossible.*B200.*peak_tflops"):
+        utilization(1.001 * limit, 8, flops, B200, {})
+
+
+def test_a_row_above_100_percent_has_no_mfu_and_says_why():
+    config = TrainConfig(batch_size=8, block_size=S)
+    flops = v3.count_flops(full_model("full_qwen3_1.8b_optimal.py"), S)
+    row = logged_row(8, 1e-4, config, flops)
+    assert row["mfu"] is None
+    assert "impossible" in row["mfu_reason"]
+
+
+def test_a_sparse_peak_halves_the_mfu_and_marks_the_row():
+    flops = v3.count_flops(full_model("full_llama_1.36b.py"), S)
+    dense = utilization(800_000, 8, flops, B200, {})
+    sparse = utilization(800_000, 8, flops, table_peak("NVIDIA B200", "bfloat16", sparse=True), {})
+    assert sparse["mfu"] == pytest.approx(dense["mfu"] / 2)
+    assert (dense["sparse_mode"], sparse["sparse_mode"]) == (False, True)
+
+
+# --- recomputation: in HFU, never in MFU ---
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("selective", 2), ("full", 3)])
+def test_recomputed_flops_are_what_torch_counts_beyond_the_formula(mode, blocks):
+    """One more forward of each recomputed block. Early stop is off: it skips a block's last matmul in eager
+    mode, where nothing needs its result; a compiled block runs to its end."""
+    shape = dict(n_layer=3, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32)
+    config = TrainConfig(arch_preset="llama", compile=False, activation_checkpointing=mode, **shape)
+    flops = v3.count_flops(config.model_config(), 32)
+    model = v3.build_model(config.model_config())
+    compile_and_checkpoint(model, config)
+    with set_checkpoint_early_stop(False):
+        counted = audit_flops(model, flops, 32, exact=False)["counted_flops_per_sequence"]
+    per_block = (flops["attention_flops_per_layer"] + flops["ffn_flops_per_layer"]) / 32
+    assert recomputed_flops(flops, config) == blocks * per_block == counted / 32 - flops["flops_per_token"]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_hfu_counts_the_recomputed_forwards_and_mfu_does_not(mode):
+    name = "full_qwen3_1.8b_optimal.py"
+    flops, plain = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name)])
+    config = dataclasses.replace(plain, activation_checkpointing=mode)
+    mfu, without = (logged_row(1, 1.0, c, flops)["mfu"] for c in (config, plain))
+    assert without["hfu_percent"] == without["mfu_percent"] == mfu["mfu_percent"]
+    logits = 3 * flops["logit_flops"] / S
+    blocks = (flops["flops_per_token"] - logits) / 3  # one forward of all of them
+    share = {"none": 0, "selective": 0.5, "full": 1}[mode] * blocks / flops["flops_per_token"]
+    assert mfu["hfu_percent"] == pytest.approx(mfu["mfu_percent"] * (1 + share))
+
+
+def test_hfu_is_null_where_the_formula_does_not_split_layers():
+    config = TrainConfig(batch_size=8, block_size=S, activation_checkpointing="full")
+    row = logged_row(8, 1.0, config, v1.count_flops(full_model("full_qwen3_1.8b_optimal.py"), S))
+    assert row["mfu"]["hfu_percent"] is None
+
+
+def test_the_console_shows_hfu_beside_mfu_only_when_something_is_recomputed():
+    name = "full_qwen3_1.8b_optimal.py"
+    flops, config = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name)])
+    rows = [
+        logged_row(1, 4.0, dataclasses.replace(config, activation_checkpointing=mode), flops)
+        for mode in ("none", "full")
+    ]
+    plain, recomputed = (console_lines(row, "v3", 1)[1] for row in rows)
+    assert plain.endswith("Peak: 2250.0 TF")
+    assert recomputed == f"{plain} │ HFU: {rows[1]['mfu']['hfu_percent']:.2f}%"
+
+
+def test_mfu_is_null_with_the_reason_where_no_peak_is_known():
+    config = TrainConfig(batch_size=8, block_size=S)
+    flops = v3.count_flops(full_model("full_qwen3_1.8b_optimal.py"), S)
+    row = logged_row(8, 1.0, config, flops, peak=Peak(None, "none", "no peak is known for this GPU"))
+    assert row["mfu"] is None
+    assert row["mfu_reason"] == "no peak is known for this GPU"
+    assert row["tokens_per_sec"] == pytest.approx(64 * S)
+
+
+def test_the_record_carries_every_field_that_the_plots_and_scripts_read(runs):
+    fields = """mfu mfu_percent hfu_percent mfu_causal_percent flops_per_token tokens_per_sec
+        tokens_per_sec_per_gpu tokens_per_iter achieved_tflops achieved_tflops_per_gpu flops_achieved
+        hardware_peak_flops hardware_peak_tflops gpu_name precision num_gpus sparse_mode gqa_group_size
+        attention_flops_per_layer ffn_flops_per_layer logit_flops attention_to_ffn_ratio architecture
+        calculation_method""".split()
+    for row in runs["v3"]["training_iterations"][1:]:
+        assert set(fields) <= row["mfu"].keys()
+        mfu = row["mfu"]
+        assert mfu["mfu"] == pytest.approx(mfu["tokens_per_sec"] * mfu["flops_per_token"] / 1000e12)
+        assert mfu["mfu_causal_percent"] < mfu["mfu_percent"] == 100 * mfu["mfu"]
+    json.dumps(runs["v3"], allow_nan=False)
+
+
+def test_medians_leave_the_warm_up_out():
+    rows = [
+        {
+            "warmup": i < 3,
+            "time_ms": 1000.0 if i < 3 else 10.0 + i,
+            "tokens_per_sec": 1.0,
+            "tokens_per_sec_per_gpu": 1.0,
+            "mfu": None if i < 4 else {"mfu_percent": 40.0},
+        }
+        for i in range(8)
+    ]
+    summary = summarize(rows)
+    assert summary["rows_after_warmup"] == 5
+    assert summary["time_ms"] == {"median": 15.0, "p10": 13.0, "p90": 17.0}
+    assert summary["mfu_percent"]["median"] == 40.0
+    assert summarize(rows[:3])["time_ms"] is None
+
+
+def test_percentiles_of_a_summary_are_measured_values_of_the_nearest_rank():
+    noise = random.Random(0)
+    for number in range(1, 501):
+        values = [noise.random() for _ in range(number)]
+        ranked = sorted(values)
+        nearest = {name: ranked[round(q * (number - 1))] for name, q in (("p10", 0.1), ("p90", 0.9))}
+        assert spread(values) == {"median": statistics.median(values), **nearest}
+    assert json.loads(json.dumps(spread([1, 2, 3]))) == {"median": 2, "p10": 1, "p90": 3}
+    assert spread([]) is None
+
+
+def test_the_totals_are_those_of_every_formula_of_mfu_versions():
+    shipped = sorted(path.stem for path in (ROOT / "mfu_versions").glob("model_builder_*.py"))
+    assert [formula.__name__ for formula in ALL_FORMULAS] == [f"mfu_versions.{name}" for name in shipped]

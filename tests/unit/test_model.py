@@ -1,0 +1,403 @@
+"""The model computes what Hugging Face's GPT-2, LLaMA and Qwen3 compute, and starts the same everywhere."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from support.helpers import ROOT
+
+from model_builder import build_model
+from model_config import PRESETS, ModelConfig, model_config
+from training.configuration.files_and_flags import load_config
+
+VOCAB, T, BATCH = 97, 32, 2
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=VOCAB, block_size=T)
+
+
+def make(preset="llama", seed=0, dtype=torch.float32, **overrides):
+    config = model_config(preset, **{**SMALL, **overrides})
+    return build_model(config, dtype=dtype).init_weights("cpu", seed)
+
+
+def randomize(model, seed=1):
+    """Every parameter away from its trivial value: norms not 1, biases not 0, logits of order 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            norm = p.ndim == 1 and name.endswith("weight")
+            p.copy_(float(norm) + (0.3 if p.ndim == 1 else 0.15) * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def batch(seed=2):
+    """ids (B, T), and the targets of next-token prediction, of which the last is left out (-100)."""
+    ids = torch.randint(VOCAB, (BATCH, T), generator=torch.Generator().manual_seed(seed))
+    targets = torch.full_like(ids, -100)
+    targets[:, :-1] = ids[:, 1:]
+    return ids, targets
+
+
+def relative_error(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+# --- against Hugging Face transformers ---
+
+
+def from_gpt2(theirs, config):
+    """{our parameter: tensor} from Hugging Face's GPT-2 tensors: weights, or their gradients."""
+    ours = {
+        "embed.weight": theirs["transformer.wte.weight"],
+        "positions.weight": theirs["transformer.wpe.weight"],
+        "head.norm.weight": theirs["transformer.ln_f.weight"],
+        "head.norm.bias": theirs["transformer.ln_f.bias"],
+    }
+    for i in range(config.n_layer):
+        there, here = f"transformer.h.{i}", f"blocks.{i}"
+        for their_norm, our_norm in (("ln_1", "attn_norm"), ("ln_2", "ffn_norm")):
+            for part in ("weight", "bias"):
+                ours[f"{here}.{our_norm}.{part}"] = theirs[f"{there}.{their_norm}.{part}"]
+        for their_linear, our_linear in (
+            ("attn.c_attn", "attn.qkv"),
+            ("attn.c_proj", "attn.out"),
+            ("mlp.c_fc", "ffn.up"),
+            ("mlp.c_proj", "ffn.down"),
+        ):
+            ours[f"{here}.{our_linear}.weight"] = theirs[f"{there}.{their_linear}.weight"].t()  # Conv1D
+            ours[f"{here}.{our_linear}.bias"] = theirs[f"{there}.{their_linear}.bias"]
+    return _fit(ours, theirs, config)
+
+
+def from_llama(theirs, config):
+    """The same for LLaMA and Qwen3, whose names agree."""
+    ours = {
+        "embed.weight": theirs["model.embed_tokens.weight"],
+        "head.norm.weight": theirs["model.norm.weight"],
+    }
+    for i in range(config.n_layer):
+        there, here = f"model.layers.{i}", f"blocks.{i}"
+        ours[f"{here}.attn_norm.weight"] = theirs[f"{there}.input_layernorm.weight"]
+        ours[f"{here}.ffn_norm.weight"] = theirs[f"{there}.post_attention_layernorm.weight"]
+        if config.qk_norm:
+            ours[f"{here}.attn.q_norm.weight"] = theirs[f"{there}.self_attn.q_norm.weight"]
+            ours[f"{here}.attn.k_norm.weight"] = theirs[f"{there}.self_attn.k_norm.weight"]
+        for part in ("weight", "bias") if config.bias else ("weight",):
+            for our_linear, their_linears in (
+                ("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                ("attn.out", ("self_attn.o_proj",)),
+                ("ffn.up", ("mlp.gate_proj", "mlp.up_proj")),
+                ("ffn.down", ("mlp.down_proj",)),
+            ):
+                rows = [theirs[f"{there}.{name}.{part}"] for name in their_linears]
+                ours[f"{here}.{our_linear}.{part}"] = torch.cat(rows)
+    return _fit(ours, theirs, config)
+
+
+def _fit(ours, theirs, config):
+    if not config.weight_tying:
+        ours["head.lm_head.weight"] = theirs["lm_head.weight"]
+    return {name: t for name, t in ours.items() if config.bias or not name.endswith("bias")}
+
+
+def hf_model(config):
+    """Hugging Face's model of the same shape with random weights: fp32, eager attention, no dropout."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
+    common = dict(
+        vocab_size=config.vocab_size,
+        tie_word_embeddings=config.weight_tying,
+        attn_implementation="eager",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    if config.arch == "gpt2":
+        theirs = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=config.n_layer,
+                n_head=config.n_head,
+                n_embd=config.n_embd,
+                n_inner=config.d_ff,
+                n_positions=config.block_size,
+                activation_function="gelu_new",
+                layer_norm_epsilon=config.norm_eps,
+                **common,
+            )
+        )
+    else:
+        sizes = dict(
+            num_hidden_layers=config.n_layer,
+            num_attention_heads=config.n_head,
+            num_key_value_heads=config.n_kv_head,
+            hidden_size=config.n_embd,
+            intermediate_size=config.d_ff,
+            max_position_embeddings=config.block_size,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            attention_bias=config.bias,
+        )
+        if config.arch == "qwen3":
+            theirs = transformers.Qwen3ForCausalLM(
+                transformers.Qwen3Config(head_dim=config.head_dim, **sizes, **common)
+            )
+        else:
+            theirs = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(mlp_bias=config.bias, **sizes, **common)
+            )
+    randomize(theirs)
+    if not config.bias:  # GPT-2's biases are always there
+        with torch.no_grad():
+            for name, p in theirs.named_parameters():
+                if name.endswith("bias"):
+                    p.zero_()
+    return theirs.eval()
+
+
+PARITY = {
+    f"{preset} {'GQA' if kv else 'MHA'} {'tied' if tied else 'untied'} {'bias' if bias else 'no-bias'}": (
+        preset,
+        dict(n_kv_head=kv, weight_tying=tied, bias=bias),
+    )
+    for preset, kv_heads, biases in (
+        ("gpt2", (None,), (True, False)),
+        ("llama", (None, 2), (True, False)),
+        ("llama3", (2, 1), (False,)),
+        ("qwen3", (None, 2), (False,)),  # Qwen3 has no bias in its MLP, so ours cannot be mapped to it
+    )
+    for kv in kv_heads
+    for tied in (True, False)
+    for bias in biases
+}
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_logits_loss_and_every_gradient_equal_hugging_face(case):
+    preset, options = PARITY[case]
+    ours = make(preset, norm_eps=1e-2, **options)  # large enough to be seen
+    theirs = hf_model(ours.config)
+    mapping = from_gpt2 if preset == "gpt2" else from_llama
+    weights = mapping(dict(theirs.named_parameters()), ours.config)
+    assert weights.keys() == dict(ours.named_parameters()).keys()
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            assert p.shape == weights[name].shape, name
+            p.copy_(weights[name])
+
+    ids, targets = batch()
+    expected = theirs(input_ids=ids, labels=ids)  # shifts the labels itself
+    logits, loss = ours(ids), ours(ids, targets)
+    assert expected.logits.std() > 0.5  # the comparison is not one of zeros
+    assert (logits - expected.logits).abs().max() <= 1e-4
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-4)
+
+    loss.backward()
+    expected.loss.backward()
+    gradients = mapping({name: p.grad for name, p in theirs.named_parameters()}, ours.config)
+    for name, p in ours.named_parameters():
+        assert relative_error(p.grad, gradients[name]) <= 1e-4, name
+
+
+# --- sizes ---
+
+PARAMETERS = {  # README.md
+    "full_gpt2_1.36b.py": 1_267_322_112,
+    "full_llama_1.36b.py": 1_294_159_104,
+    "full_llama2_1.36b_b200_optimal.py": 1_294_159_104,
+    "full_llama3_1.5b_optimal.py": 1_544_628_224,
+    "full_llama3_2.2b_chinchilla.py": 2_224_154_624,
+    "full_qwen3_1.8b_optimal.py": 1_830_395_904,
+    "full_qwen3_1.8b_b200_optimal.py": 1_830_395_904,
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "config").glob("full_*.py")))
+def test_every_full_config_has_the_published_parameter_count(name):
+    config = load_config([str(ROOT / "config" / name)]).model_config()
+    model = build_model(config)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert model.count_parameters()["total"] == PARAMETERS[name]
+
+
+def test_presets_have_the_published_constants():
+    presets = {name: model_config(name) for name in PRESETS}
+    assert {name: c.rope_theta for name, c in presets.items() if c.position_encoding == "rope"} == {
+        "llama": 1e4,
+        "llama3": 5e5,
+        "qwen3": 1e6,
+    }
+    assert {name: c.norm_eps for name, c in presets.items()} == {
+        "gpt2": 1e-5,
+        "llama": 1e-5,
+        "llama3": 1e-5,
+        "qwen3": 1e-6,
+    }
+    assert [name for name, c in presets.items() if c.qk_norm] == ["qwen3"]
+
+
+def test_learned_positions_alone_are_left_out_of_the_palm_formulas_n():
+    counts = make("gpt2").count_parameters()
+    assert counts["total"] - counts["non_embedding"] == T * SMALL["n_embd"]
+    assert counts["trainable"] == counts["total"]
+    rotary = make("llama").count_parameters()
+    assert rotary["total"] == rotary["non_embedding"]
+
+
+# --- initial weights ---
+
+
+def weights(**kwargs):
+    return {name: p.detach() for name, p in make(**kwargs).named_parameters()}
+
+
+def differing(a, b):
+    return sorted(name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name]))
+
+
+def test_initial_weights_are_a_function_of_the_seed_and_the_name_alone():
+    torch.manual_seed(0)
+    first = weights(seed=7)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert differing(first, weights(seed=7)) == []
+    torch.manual_seed(0)
+    assert torch.equal(torch.get_rng_state(), state)  # building drew nothing from the global generator
+    matrices = sorted(name for name, p in first.items() if p.ndim == 2)
+    assert differing(first, weights(seed=8)) == matrices
+    same_shape = [first[f"blocks.{i}.attn.qkv.weight"] for i in (0, 1)]
+    assert not torch.equal(*same_shape)  # names differ
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_tying_changes_no_other_tensor(preset):
+    tied, untied = weights(preset=preset, weight_tying=True), weights(preset=preset, weight_tying=False)
+    assert untied.keys() - tied.keys() == {"head.lm_head.weight"}
+    assert tied.keys() <= untied.keys()
+    assert differing(tied, untied) == []
+
+
+def test_a_tied_model_has_one_tensor_for_embedding_and_head():
+    model = make("gpt2")
+    assert model.head.lm_head.weight is model.embed.weight
+    ids, targets = batch()
+    model(ids, targets).backward()
+    assert model.embed.weight.grad.abs().sum(dim=1).count_nonzero() == VOCAB  # the head reaches every row
+
+
+def test_a_deeper_model_starts_with_the_same_first_layers_but_for_the_residual_scale():
+    shallow, deep = weights(n_layer=2), weights(n_layer=8)
+    residual = [f"blocks.{i}.{part}.weight" for i in (0, 1) for part in ("attn.out", "ffn.down")]
+    assert differing(shallow, deep) == residual
+    for name in residual:
+        torch.testing.assert_close(deep[name], shallow[name] * math.sqrt(2 / 8))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_initial_standard_deviations_norms_and_biases(preset):
+    model = make(preset, n_layer=3, n_embd=128, d_ff=352, vocab_size=500, bias=True)
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            assert torch.all(p == (0.0 if name.endswith("bias") else 1.0)), name
+            continue
+        residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+        expected = 0.02 / math.sqrt(2 * 3) if residual else 0.02
+        assert p.std().item() == pytest.approx(expected, rel=0.05), name  # 4096 draws at least: 1.1 % sigma
+        assert abs(p.mean().item()) < 4 * expected / math.sqrt(p.numel()), name
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess():
+    for preset in PRESETS:
+        assert make(preset)(*batch()).item() == pytest.approx(math.log(VOCAB), rel=0.02)
+
+
+# --- errors that a user can make ---
+
+
+def test_a_sequence_longer_than_block_size_is_an_error():
+    for preset in ("gpt2", "llama"):
+        model = make(preset)
+        with pytest.raises(ValueError, match=f"{T + 1} tokens.*block_size={T}"):
+            model(torch.zeros(1, T + 1, dtype=torch.long))
+        assert model(torch.zeros(1, T - 5, dtype=torch.long)).shape == (1, T - 5, VOCAB)
+
+
+def test_a_width_that_the_heads_cannot_share_names_both_settings():
+    with pytest.raises(ValueError, match=r"n_embd=64.*n_head=6"):
+        ModelConfig(n_embd=64, n_head=6)
+
+
+def test_heads_that_cannot_be_grouped_name_both_settings():
+    with pytest.raises(ValueError, match=r"n_head=8.*num_key_value_heads=3"):
+        ModelConfig(n_embd=64, n_head=8, n_kv_head=3)
+    with pytest.raises(ValueError, match=r"num_key_value_heads=0"):
+        ModelConfig(n_embd=64, n_head=8, n_kv_head=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed"),
+    [
+        ("normalization", ("layernorm", "rmsnorm")),
+        ("activation", ("gelu", "silu")),
+        ("position_encoding", ("learned", "rope")),
+        ("ffn_type", ("mlp", "swiglu")),
+    ],
+)
+def test_an_unknown_choice_names_the_setting_the_value_and_the_choices(field, allowed):
+    with pytest.raises(ValueError) as error:
+        ModelConfig(**{field: "nonsense"})
+    for part in (field, "nonsense", *allowed):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("qwen", "qwen3"), ("gpt-2", "gpt2"), ("lama", "llama")])
+def test_an_unknown_preset_gets_a_hint(typo, meant):
+    with pytest.raises(ValueError, match=f"arch_preset='{typo}'.*did you mean '{meant}'"):
+        model_config(typo)
+
+
+def test_rope_needs_an_even_head_width():
+    with pytest.raises(ValueError, match="rope.*5"):
+        ModelConfig(n_embd=20, n_head=4, position_encoding="rope")
+
+
+def test_the_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelConfig().n_layer = 3
+
+
+# --- behaviour ---
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_later_token_does_not_change_earlier_logits(preset):
+    model = randomize(make(preset, n_kv_head=None if preset == "gpt2" else 2))
+    ids, _ = batch()
+    for position in (1, T // 2, T - 1):
+        other = ids.clone()
+        other[:, position] = (other[:, position] + 1) % VOCAB
+        difference = (model(ids) - model(other)).abs().amax(dim=(0, 2))  # (T,)
+        assert difference[:position].max() <= 1e-5
+        assert difference[position:].min() > 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
+def test_half_precision_computes_close_to_fp32_and_keeps_fp32_weights_and_gradients(preset, dtype, tolerance):
+    bias = preset == "gpt2"
+    full, half = (randomize(make(preset, bias=bias, dtype=d)) for d in (torch.float32, dtype))
+    ids, targets = batch()
+    assert half(ids).dtype == dtype
+    losses = [model(ids, targets) for model in (full, half)]
+    assert losses[1].dtype == torch.float32
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=tolerance)
+    assert losses[1].item() != losses[0].item()  # it did compute in another precision
+    for loss in losses:
+        loss.backward()
+    for (name, p), q in zip(half.named_parameters(), full.parameters(), strict=True):
+        assert p.dtype == p.grad.dtype == torch.float32, name
+        assert relative_error(p.grad, q.grad) < 5 * tolerance, name
+
+
+def test_dropout_acts_in_training_and_not_in_evaluation():
+    model = randomize(make("llama", dropout=0.5))
+    ids, _ = batch()
+    assert not torch.equal(model.train()(ids), model(ids))
+    assert torch.equal(model.eval()(ids), model(ids))

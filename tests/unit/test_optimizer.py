@@ -1,0 +1,197 @@
+"""The optimizer: torch's own where everything is fp32, its arithmetic where weights or moments are bf16."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.helpers import TINY, write_config
+
+from common.errors import UserError
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.optimization import optimizer as optimizer_module
+from training.optimization.optimizer import MixedAdamW, build_optimizer
+from training.strategies.strategy import Shard
+
+SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row
+STEPS = 20
+
+
+def shards(dtype=torch.float32, seed=0) -> list[Shard]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for name, shape in SHAPES.items():
+        local = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        made.append(Shard(name, local, local))
+    return made
+
+
+def config(**keys) -> TrainConfig:
+    return TrainConfig(**{"learning_rate": 1e-2, "weight_decay": 0.1, **keys})
+
+
+def give_gradients(made: list[Shard], step: int) -> None:
+    """Gradients of several magnitudes, the same for every list of shards."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for shard in made:
+        gradient = torch.randn(shard.local.shape, generator=generator) * 10.0 ** (step % 3 - 1)
+        shard.local.grad = gradient.to(shard.local.dtype)
+
+
+def update(optimizer, rate=1e-2, scale=4.0, overflow=0.0) -> None:
+    """As training/optimization/step.py calls it."""
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(overflow)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
+def train(made: list[Shard], optimizer, steps=range(STEPS)) -> None:
+    for step in steps:
+        give_gradients(made, step)
+        update(optimizer, rate=1e-2 / (1 + step))
+
+
+def torch_adamw(made: list[Shard]) -> torch.optim.AdamW:
+    groups = [
+        {"params": [s.local for s in made if s.is_matrix], "weight_decay": 0.1},
+        {"params": [s.local for s in made if not s.is_matrix], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+
+def tensors(made: list[Shard], optimizer) -> dict[str, torch.Tensor]:
+    """Copies of all weights and of all that the optimizer keeps."""
+    state = {f"{s.name}.{k}": t.clone() for s in made for k, t in optimizer.state[s.local].items()}
+    return state | {s.name: s.local.detach().clone() for s in made}
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours.float() - theirs).norm() / theirs.norm()).item()
+
+
+def test_fp32_is_torch_s_fused_adamw_bit_for_bit():
+    ours, theirs = shards(), shards()
+    optimizer, reference = build_optimizer(ours, config()), torch_adamw(theirs)
+    assert type(optimizer) is torch.optim.AdamW
+    train(ours, optimizer)
+    train(theirs, reference)
+    expected = tensors(theirs, reference)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(ours, optimizer).items())
+
+
+@pytest.mark.parametrize("part", [1, 5, 2**22])
+def test_mixed_adamw_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch, part):
+    """Also in parts, of which the last may be shorter."""
+    monkeypatch.setattr(optimizer_module, "CHUNK", part)
+    ours, theirs = shards(), shards()
+    plain, reference = build_optimizer(ours, config()), torch_adamw(theirs)
+    mixed = MixedAdamW(plain.param_groups, betas=(0.9, 0.95), fused=True)
+    mixed.state = plain.state
+    train(ours, mixed)
+    train(theirs, reference)
+    expected = tensors(theirs, reference)
+    for name, tensor in tensors(ours, mixed).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "tolerance"),
+    [
+        ({"adam_dtype": "bfloat16"}, {"weights": 2e-4, "moments": 1e-2}),
+        ({"param_dtype": "bfloat16"}, {"weights": 1e-2, "moments": 5e-3}),
+        ({"adam_dtype": "bfloat16", "param_dtype": "bfloat16"}, {"weights": 1e-2, "moments": 1e-2}),
+    ],
+)
+def test_bf16_storage_follows_fp32_within_its_rounding(dtypes, tolerance):
+    """bf16 has 8 significant bits: rounding to nearest is at most 2^-9 = 0.2 % off, at every update."""
+    settings = config(**dtypes)
+    ours, theirs = shards(torch.bfloat16 if "param_dtype" in dtypes else torch.float32), shards()
+    optimizer, reference = build_optimizer(ours, settings), torch_adamw(theirs)
+    train(ours, optimizer)
+    train(theirs, reference)
+    expected = tensors(theirs, reference)
+    for shard in ours:
+        if not shard.local.numel():
+            continue
+        state = optimizer.state[shard.local]
+        assert str(shard.local.dtype) == f"torch.{settings.param_dtype}"
+        assert error(shard.local.detach(), expected[shard.name]) < tolerance["weights"]
+        assert state["step"] == STEPS
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert str(state[moment].dtype) == f"torch.{settings.adam_dtype}"
+            assert error(state[moment], expected[f"{shard.name}.{moment}"]) < tolerance["moments"]
+
+
+@pytest.mark.parametrize("dtypes", [{"adam_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}, {}])
+def test_found_inf_leaves_every_bit_and_the_next_update_is_the_one_that_was_due(dtypes):
+    dtype = torch.bfloat16 if "param_dtype" in dtypes else torch.float32
+    made, undisturbed = shards(dtype), shards(dtype)
+    optimizer, reference = (build_optimizer(s, config(**dtypes)) for s in (made, undisturbed))
+    train(made, optimizer, range(3))
+    before = tensors(made, optimizer)
+    give_gradients(made, 3)
+    for shard in made:
+        shard.local.grad.fill_(float("inf"))
+    update(optimizer, overflow=1.0)
+    after = tensors(made, optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    train(made, optimizer, range(3, 5))
+    train(undisturbed, reference, range(5))
+    ours, theirs = tensors(made, optimizer), tensors(undisturbed, reference)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_rate_may_be_a_tensor():
+    """CUDA graphs need it: a number would be captured once."""
+    made, other = shards(), shards()
+    first, second = (build_optimizer(s, config(adam_dtype="bfloat16")) for s in (made, other))
+    for step in range(3):
+        for shard_list, optimizer, rate in ((made, first, 1e-3), (other, second, torch.tensor(1e-3))):
+            give_gradients(shard_list, step)
+            update(optimizer, rate)
+    for ours, theirs in zip(made, other, strict=True):
+        torch.testing.assert_close(ours.local, theirs.local, rtol=1e-6, atol=1e-9)
+
+
+def test_a_second_moment_in_bf16_forgets_at_every_beta_that_is_allowed():
+    """And would not at 0.999: the reason why that is refused."""
+
+    def forgotten(beta2: float) -> float:
+        made = shards()
+        optimizer = build_optimizer(made, config(adam_dtype="bfloat16", beta2=beta2))
+        train(made, optimizer, range(1))
+        square = optimizer.state[made[0].local]["exp_avg_sq"]
+        before = square.float().clone()
+        for _ in range(300):
+            for shard in made:
+                shard.local.grad = torch.zeros_like(shard.local)
+            update(optimizer)
+        return (square.float() / before).max().item()
+
+    assert forgotten(0.95) < 1e-6
+    assert forgotten(0.99) < 0.1  # fp32: 0.05
+    assert forgotten(0.999) == 1.0  # fp32: 0.74
+
+
+@pytest.mark.parametrize("flag", ["--beta2=0.999", "--beta1=0.995"])
+def test_betas_that_bf16_moments_cannot_follow_are_refused(tmp_path, flag):
+    path = write_config(tmp_path / "run.py", **TINY)
+    load_config([str(path), flag])
+    with pytest.raises(UserError, match="adam_dtype='bfloat16'.*beta1.*beta2.*0.99"):
+        load_config([str(path), flag, "--adam_dtype=bfloat16"])
+    load_config([str(path), "--adam_dtype=bfloat16"])
+
+
+def test_the_step_is_all_tensor_work(monkeypatch):
+    """No value is read: a GPU would be waited for, and a graph could not be captured."""
+    made = shards()
+    optimizer = build_optimizer(made, dataclasses.replace(config(), adam_dtype="bfloat16"))
+    give_gradients(made, 0)
+
+    def refuse(*_):
+        raise AssertionError("a tensor's value was read")
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    update(optimizer)

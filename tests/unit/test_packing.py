@@ -1,0 +1,137 @@
+"""packing='truncate': each document is in one window, from its beginning; nothing of it is lost unless it is
+longer than the window, and what is lost or padded is counted."""
+
+import json
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+from support.helpers import TINY, last_run, run_train, write_config
+from support.packed_tokens import EOT, VOCAB, T, files_of
+
+from training.batches.packing import PackedWindows, best_fit_decreasing, pack_documents
+from training.batches.windows import inputs_and_targets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """600 documents of 1 to 80 tokens in three shards; apart from the ends, no id is there twice."""
+    folder = tmp_path_factory.mktemp("packing") / "data"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 80, 600)
+    ids = np.arange(1, lengths.sum() + 1)
+    ids[np.cumsum(lengths) - 1] = EOT
+    for shard, part in enumerate(np.array_split(ids, 3)):
+        part.astype("<u2").tofile(folder / f"train_{shard:03d}.bin")
+    ids[:500].astype("<u2").tofile(folder / "val_000.bin")
+    meta = {"dtype": "uint16", "vocab_size": VOCAB, "eot_id": EOT, "tokenizer": {"name": "synthetic"}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+def windows_of(folder):
+    tokens = files_of(folder)
+    return PackedWindows(tokens, T, EOT, *pack_documents(tokens, folder, "train", T, EOT))
+
+
+def documents_of(folder) -> list[np.ndarray]:
+    ids = files_of(folder).read(0, files_of(folder).total)
+    parts = np.split(ids, np.flatnonzero(ids == EOT) + 1)
+    return [part for part in parts if len(part) > 1]
+
+
+def test_every_document_is_in_one_window_whole_or_cut_at_its_end(folder):
+    windows = windows_of(folder)
+    found = {}
+    for row in windows.read(np.arange(windows.count)):
+        row = row[row >= 0]
+        for piece in np.split(row, np.flatnonzero(row == EOT) + 1):
+            if len(piece):
+                assert piece[0] not in found
+                found[piece[0]] = piece
+    documents = documents_of(folder)
+    assert len(found) == len(documents) > 500
+    assert any(len(document) > T + 1 for document in documents)
+    for document in documents:
+        assert np.array_equal(found[document[0]], document[: T + 1])
+
+
+def test_a_window_is_text_and_then_padding(folder):
+    rows = windows_of(folder).read(np.arange(windows_of(folder).count))
+    assert rows.shape[1] == T + 1
+    for row in rows:
+        room = int((row < 0).sum())
+        assert room == 0 or (row[-room:] == ~EOT).all() and row[0] >= 0
+
+
+def test_padding_is_end_of_text_to_the_model_and_nothing_to_the_loss():
+    x, y = inputs_and_targets(torch.tensor([[5, 6, EOT, ~EOT, ~EOT]]))
+    assert x.tolist() == [[5, 6, EOT, EOT]]
+    assert y.tolist() == [[6, EOT, ~EOT, ~EOT]] and (y[0, 2:] < 0).all()
+
+
+def test_what_is_cut_off_and_padded_is_counted(folder):
+    windows = windows_of(folder)
+    kept = sum(min(len(document), T + 1) for document in documents_of(folder))
+    rows = windows.read(np.arange(windows.count))
+    assert windows.description["tokens_kept"] == kept == (rows >= 0).sum()
+    assert windows.description["tokens_cut_off"] == files_of(folder).total - kept
+    assert windows.description["share_padded"] == pytest.approx((rows < 0).mean())
+
+
+def test_documents_of_real_lengths_leave_hardly_any_room():
+    lengths = np.random.default_rng(1).lognormal(6, 1.2, 20_000).astype(int) + 2
+    lengths = np.minimum(lengths, 2049)
+    window, count = best_fit_decreasing(lengths, 2049)
+    filled = np.bincount(window, weights=lengths, minlength=count)
+    assert filled.max() <= 2049
+    assert lengths.sum() / (count * 2049) > 0.995
+
+
+def test_packing_is_made_once_and_again_when_the_tokens_change(folder):
+    tokens = files_of(folder)
+    made, _ = pack_documents(tokens, folder, "train", T, EOT)
+    before = (made / "index.json").stat().st_mtime_ns
+    assert pack_documents(tokens, folder, "train", T, EOT)[0] == made
+    assert (made / "index.json").stat().st_mtime_ns == before
+    os.utime(folder / "train_001.bin", ns=(time.time_ns(), time.time_ns()))
+    assert (pack_documents(tokens, folder, "train", T, EOT)[0] / "index.json").stat().st_mtime_ns > before
+    assert not list(folder.glob(".packed-*.tmp-*"))
+
+
+def test_a_packing_that_was_killed_is_made_again(folder):
+    tokens = files_of(folder)
+    made, _ = pack_documents(tokens, folder, "train", T, EOT)
+    whole = (made / "pieces.bin").read_bytes()
+    (made / "index.json").unlink()
+    (made / "pieces.bin").write_bytes(whole[:100])
+    assert (pack_documents(tokens, folder, "train", T, EOT)[0] / "pieces.bin").read_bytes() == whole
+
+
+def test_a_worker_process_opens_its_own_files(folder):
+    windows = windows_of(folder)
+    again = pickle.loads(pickle.dumps(windows))
+    assert np.array_equal(again.read(np.arange(5)), windows.read(np.arange(5)))
+
+
+def train(folder, out: str, *flags: str, processes: int = 1) -> dict:
+    keys = {**TINY, "dataset": folder, "vocab_size": VOCAB, "packing": "truncate", "eval_interval": 4}
+    config = write_config(folder.parent / "run.py", **keys)
+    done = run_train(config, f"--out_dir={folder.parent / out}", *flags, processes=processes)
+    assert done.returncode == 0, done.stderr
+    return last_run(folder.parent / out)
+
+
+def test_runs_agree_whatever_reads_the_windows_and_on_how_many_processes(folder):
+    one = train(folder, "one", "--gradient_accumulation_steps=2", "--doc_masking=True")
+    more = ["--use_dataloader=True", "--doc_masking=True"]
+    two = train(folder, "two", *more, processes=2)
+    for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert one["eval_steps"][-1]["val_loss"] == pytest.approx(two["eval_steps"][-1]["val_loss"], rel=1e-5)
+    packing = one["startup_info"]["data"]["sources"][0]["packing"]
+    assert packing["tokens_cut_off"] == windows_of(folder).description["tokens_cut_off"]

@@ -1,0 +1,423 @@
+"""What plots/ promises: any run record, however short, broken or old, gives a PNG or one clear error."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from common.errors import UserError  # noqa: E402
+from plots import compare_runs, plot_single_run  # noqa: E402
+from plots.run_record import load_run, recounted, spread  # noqa: E402
+from training.records import percentiles  # noqa: E402
+
+PLOTS = Path(__file__).resolve().parents[2] / "plots"
+
+V1, V2, V3 = "nanogpt_legacy_v1", "combined_formula_v2", "component_summation_v2025"
+QWEN3 = {V1: 12_190_334_976, V2: 10_322_706_432, V3: 10_322_706_432}  # training FLOPs per token
+CAUSAL_SHARE = 9_718_726_656 / 10_322_706_432
+PEAK = 8 * 2250e12  # 8 dense B200
+TOKENS_PER_ITER = 22 * 2 * 8 * 2048
+
+
+# --- fabricated records ---
+
+
+def new_record(iters=2000, method=V3, every=10, warmup=20, tokens_per_sec=727_000, sparse=False):
+    """A Qwen3 1.8B run on 8 B200s as train.py logs it now, with slow warm-up steps and a few stragglers."""
+    noise = random.Random(iters)
+    peak = PEAK * (2 if sparse else 1)
+    rows = []
+    for step in range(0, iters, every):
+        slow = 60.0 if step == 0 else 1.3 if step < warmup else 1.5 if noise.random() < 0.01 else 1.0
+        speed = tokens_per_sec / slow * noise.gauss(1, 0.003)
+        mfu = mfu_facts(speed, method, peak, sparse)
+        rows.append(training_row(step, speed, mfu, noise) | {"warmup": step < warmup})
+    evaluations = [step for step in range(0, iters, 250) if step]
+    return {
+        "run_name": "qwen3-1.8b-b200",
+        "start_time": "2025-11-21T07:06:00",
+        "end_time": "2025-11-21T07:56:00",
+        "status": "completed",
+        "config": {"arch_preset": "qwen3", "dtype": "bfloat16", "device": "cuda"},
+        "startup_info": {
+            "model": {"total_params": 1_830_395_904, "architecture": "qwen3"},
+            "hardware": {"gpu_name": "NVIDIA B200", "num_gpus": 8, "precision": "bf16"},
+            "flops": {"totals": dict(QWEN3)},
+        },
+        "training_iterations": rows,
+        "training_progress": [{"iter": row["iter"], "tokens_per_sec": row["tokens_per_sec"]} for row in rows],
+        "eval_steps": [
+            {"iter": step, "train_loss": loss_at(step), "val_loss": loss_at(step) + 0.06, "lr": 3e-4}
+            for step in evaluations
+        ],
+        "checkpoints": [],
+        "summary": {
+            "final_iter": iters - 1,
+            "best_val_loss": loss_at(evaluations[-1]) + 0.06 if evaluations else None,
+        },
+    }
+
+
+def loss_at(step):
+    return 2.9 + 9.0 * math.exp(-step / 120) + 1.2 * math.exp(-step / 900)
+
+
+def mfu_facts(tokens_per_sec, method, peak, sparse=False):
+    mfu = tokens_per_sec * QWEN3[method] / peak
+    return {
+        "mfu": mfu,
+        "mfu_percent": 100 * mfu,
+        "mfu_causal_percent": 100 * mfu * CAUSAL_SHARE,
+        "flops_per_token": QWEN3[method],
+        "tokens_per_sec": tokens_per_sec,
+        "hardware_peak_flops": peak,
+        "gpu_name": "NVIDIA B200",
+        "precision": "bf16",
+        "num_gpus": 8,
+        "sparse_mode": sparse,
+        "calculation_method": method,
+    }
+
+
+def training_row(step, tokens_per_sec, mfu, noise):
+    row = {
+        "iter": step,
+        "loss": loss_at(step) + noise.gauss(0, 0.04),
+        "time_ms": 1000 * TOKENS_PER_ITER / tokens_per_sec,
+        "lr": 3e-4 * min(1, (step + 1) / 200),
+        "tokens_per_sec": tokens_per_sec,
+        "mfu": mfu,
+        "memory": {"allocated_gb": 13.53, "reserved_gb": 111.2, "max_allocated_gb": 103.26 if step else 60.0},
+    }
+    if step % 50 == 0:
+        row["gradients"] = {"global_norm": 0.4 + 6 * math.exp(-step / 60) + abs(noise.gauss(0, 0.05))}
+    return row
+
+
+def crashed_record(iters=300):
+    """Killed between two log lines: the file is whole, the ending is missing."""
+    record = new_record(iters)
+    del record["summary"], record["end_time"]
+    return record | {"status": "running"}
+
+
+def resumed_record(iters=1000, stop=600):
+    """Killed at 640, gone on from the checkpoint of 600 at half of the speed: the second attempt's record."""
+    first, second = new_record(stop + 40), new_record(iters, tokens_per_sec=363_500)
+    kept = [row | {"attempt": 1} for row in first["training_iterations"] if row["iter"] < stop]
+    lost = [row | {"attempt": 1} for row in first["training_iterations"] if row["iter"] >= stop]
+    made = [row | {"attempt": 2} for row in second["training_iterations"] if row["iter"] >= stop]
+    made = [row | {"warmup": row["iter"] < stop + 20} for row in made]
+    return second | {
+        "attempt": 2,
+        "attempts": [{"attempt": 1, "start_iter": 0}, {"attempt": 2, "start_iter": stop}],
+        "training_iterations": kept + made,
+        "superseded": {"training_iterations": lost},
+    }
+
+
+def cpu_record(iters=60):
+    record = new_record(iters, every=1, warmup=3, tokens_per_sec=4000)
+    for row in record["training_iterations"]:
+        row |= {
+            "mfu": None,
+            "mfu_reason": "a CPU has no published peak; set peak_tflops to state one",
+            "memory": {},
+        }
+    record["startup_info"]["hardware"] = {"gpu_name": None, "num_gpus": 0, "precision": "float32"}
+    return record | {"config": {"device": "cpu", "arch_preset": "gpt2"}}
+
+
+def old_record(iters=200, method=V1):
+    """A field log: -100.0 for the first MFU, evaluation inside time_ms, 1e9 for no validation loss."""
+    record = new_record(iters, method, every=1, warmup=5)
+    for row in record["training_iterations"]:
+        del row["warmup"], row["tokens_per_sec"]
+        if row["iter"] % 50 == 0:
+            row["time_ms"] *= 20
+            row["mfu"] = mfu_facts(row["mfu"]["tokens_per_sec"] / 20, method, PEAK)
+    record["training_iterations"][0]["mfu"] = -100.0
+    losses = [
+        {"iter": step, "train_loss": loss_at(step), "val_loss": loss_at(step) + 0.1}
+        for step in range(0, iters, 50)
+    ]
+    kept = {key: record[key] for key in ("run_name", "start_time", "config", "training_iterations")}
+    return kept | {"eval_steps": losses, "best_val_loss": 1e9}
+
+
+def write(folder, record, name="run_20251121_070600"):
+    path = folder / f"{name}.json"
+    path.write_text(record if isinstance(record, str) else json.dumps(record))
+    return path
+
+
+# --- one run ---
+
+
+SHAPES = {
+    "complete": new_record(),
+    "one iteration": new_record(1),
+    "no iteration": new_record(0),
+    "killed": crashed_record(),
+    "failed": crashed_record() | {"status": "failed"},
+    "cpu": cpu_record(),
+    "resumed": resumed_record(),
+    "old": old_record(),
+    "old, one iteration": old_record(1),
+    "bare": {"training_iterations": [{}, {"iter": 1, "loss": None, "mfu": -100.0}, {"loss": 3.0, "mfu": {}}]},
+    "wrong types": {
+        "training_iterations": [],
+        "eval_steps": None,
+        "startup_info": 3,
+        "config": [],
+        "summary": "",
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_run_gives_a_png_beside_its_record(shape, tmp_path, capsys):
+    path = write(tmp_path, SHAPES[shape])
+    assert plot_single_run.main([str(path)]) == 0
+    png = path.with_suffix(".png")
+    assert png.read_bytes().startswith(b"\x89PNG") and str(png) in capsys.readouterr().out
+
+
+def test_the_mfu_panel_names_its_formula_and_its_peak(tmp_path):
+    assert panel_text(load_run(write(tmp_path, new_record(100))), "MFU") == [
+        f"MFU by {V3} of 2,250 TF per GPU"
+    ]
+    sparse = load_run(write(tmp_path, new_record(100, sparse=True)))
+    assert panel_text(sparse, "MFU") == [f"MFU by {V3} of 4,500 TF per GPU, 2:4 sparse"]
+
+
+def test_an_mfu_above_100_percent_is_called_an_error(tmp_path):
+    run = load_run(write(tmp_path, new_record(100, tokens_per_sec=2_000_000)))
+    assert "above 100 %" in panel_text(run, "MFU")[0]
+
+
+def test_a_cpu_run_says_why_it_has_no_mfu(tmp_path):
+    run = load_run(write(tmp_path, cpu_record()))
+    assert "a CPU has no published peak" in plot_single_run.plot(run).get_supxlabel()
+    assert spread(run, "tokens_per_sec")[0] == pytest.approx(4000, rel=0.01)
+
+
+def panel_text(run, title):
+    figure = plot_single_run.plot(run)
+    axis = next(axis for axis in figure.axes if axis.get_title(loc="left").startswith(title))
+    return [
+        axis.get_title(loc="left"),
+        *(text.get_text() for text in axis.texts if "scale" not in text.get_text()),
+    ]
+
+
+def test_the_first_step_does_not_flatten_the_step_times(tmp_path):
+    figure = plot_single_run.plot(load_run(write(tmp_path, new_record())))
+    axis = next(axis for axis in figure.axes if axis.get_title(loc="left") == "Step time")
+    assert axis.get_ylim()[1] < 2000  # steps of 1 s; the first takes 60 s
+    assert any("off the scale" in text.get_text() for text in axis.texts)
+
+
+def test_dollars_in_a_run_name_are_not_a_formula(tmp_path):
+    path = write(tmp_path, new_record(20) | {"run_name": r"$\oops$ at $5"})
+    assert plot_single_run.main([str(path)]) == 0
+    assert compare_runs.main([str(path)]) == 0
+
+
+def test_output_is_for_one_run(tmp_path, capsys):
+    first, second = write(tmp_path, new_record(20), "a"), write(tmp_path, new_record(20), "b")
+    target = tmp_path / "new" / "x.png"
+    assert plot_single_run.main([str(first), "--output", str(target)]) == 0 and target.exists()
+    assert plot_single_run.main([str(first), str(second), "--output", str(target)]) == 2
+    assert plot_single_run.main([str(first), "--output", str(tmp_path / "x.pdf")]) == 2
+    assert "must end in .png" in capsys.readouterr().err
+
+
+# --- what counts as a measurement ---
+
+
+def test_warmup_rows_are_left_out_of_medians(tmp_path):
+    record = {"training_iterations": [{"iter": i, "time_ms": 9e4, "warmup": True} for i in range(9)]}
+    record["training_iterations"] += [{"iter": 9, "time_ms": 100.0, "warmup": False}]
+    assert spread(load_run(write(tmp_path, record)), "time_ms")[0] == 100.0
+    record["training_iterations"].pop()
+    assert spread(load_run(write(tmp_path, record)), "time_ms") is None
+
+
+@pytest.mark.parametrize("iters", [30, 90, 100, 1000])
+def test_spread_of_a_plot_is_that_of_the_records_summary(iters, tmp_path):
+    run = load_run(write(tmp_path, new_record(iters)))
+    for name in ("time_ms", "tokens_per_sec", "mfu_percent"):
+        found = percentiles.spread(run.columns[name][run.timed].tolist())
+        assert spread(run, name) == pytest.approx((found["median"], found["p10"], found["p90"]), rel=1e-15)
+
+
+def test_iteration_that_was_made_twice_is_drawn_once_and_medians_are_the_last_attempts(tmp_path):
+    run = load_run(write(tmp_path, resumed_record()))
+    assert run.columns["iter"].tolist() == list(range(0, 1000, 10))
+    assert spread(run, "tokens_per_sec")[0] == pytest.approx(363_500, rel=0.01)
+    assert run.columns["iter"][run.timed].tolist() == list(range(620, 1000, 10))
+
+
+def test_each_start_of_a_run_has_a_warm_up_of_its_own_and_the_second_is_marked(tmp_path):
+    run = load_run(write(tmp_path, resumed_record()))
+    assert run.warmup_spans == [(0, 10), (600, 610)] and run.attempt_starts == [600]
+    axis = plot_single_run.plot(run).axes[0]
+    assert [line.get_xdata()[0] for line in axis.lines if line.get_label() == "resumed"] == [599.5]
+
+
+def test_old_logs_lose_five_iterations_and_their_evaluations(tmp_path):
+    run = load_run(write(tmp_path, old_record()))
+    assert run.columns["iter"][~run.timed].tolist() == [0, 1, 2, 3, 4, 50, 100, 150]
+    assert math.isnan(run.columns["mfu_percent"][0])  # -100.0 was no measurement
+    assert run.columns["mfu_percent"][1] > 0
+
+
+def test_a_short_old_log_keeps_what_it_has(tmp_path):
+    rows = [{"iter": 0, "time_ms": 700.0}, {"iter": 1, "time_ms": 100.0}]
+    record = {"training_iterations": rows, "eval_steps": [{"iter": 0, "val_loss": 3.0}]}
+    assert spread(load_run(write(tmp_path, record)), "time_ms")[0] == 100.0
+    assert spread(load_run(write(tmp_path, {"training_iterations": rows[:1]})), "time_ms")[0] == 700.0
+
+
+def test_a_billion_is_not_a_validation_loss(tmp_path):
+    record = new_record(20) | {"eval_steps": [], "summary": {"best_val_loss": 1e9}}
+    assert load_run(write(tmp_path, record)).best_val_loss is None
+    assert load_run(write(tmp_path, record | {"summary": {"best_val_loss": 2.5}})).best_val_loss == 2.5
+
+
+def test_tokens_per_sec_is_found_wherever_it_was_logged(tmp_path):
+    mfu = {"mfu": 0.4, "tokens_per_sec": 20.0}
+    rows = [
+        {"iter": 0, "tokens_per_sec": 10.0, "mfu": mfu},
+        {"iter": 1, "mfu": mfu},
+        {"iter": 2, "mfu": None},
+    ]
+    record = {"training_iterations": rows, "training_progress": [{"iter": 2, "tokens_per_sec": 30.0}]}
+    run = load_run(write(tmp_path, record))
+    assert run.columns["tokens_per_sec"].tolist() == [10, 20, 30]
+    assert run.columns["mfu_percent"][:2].tolist() == [40, 40]
+
+
+# --- several runs ---
+
+
+def test_compare_refuses_mixed_methods(tmp_path, capsys):
+    paths = [str(write(tmp_path, new_record(100, V1), "a")), str(write(tmp_path, new_record(100, V3), "b"))]
+    assert compare_runs.main(paths) == 2
+    message = capsys.readouterr().err
+    assert (
+        V1 in message and V3 in message and "--method v1|v2|v3" in message and len(message.splitlines()) == 1
+    )
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("asked", ["v3", V3])
+def test_method_recounts_every_run_by_one_formula(asked, tmp_path, capsys):
+    paths = [str(write(tmp_path, new_record(100, V1), "a")), str(write(tmp_path, new_record(100, V3), "b"))]
+    assert compare_runs.main([*paths, "--method", asked]) == 0
+    out = capsys.readouterr().out
+    assert V1 not in out and out.count(V3) == 2 and (tmp_path / "compare_runs.png").exists()
+
+
+def test_a_recount_is_tokens_times_flops_over_peak(tmp_path):
+    run = load_run(write(tmp_path, new_record(100, V1)))
+    recount = recounted(run, V3)
+    assert spread(run, "mfu_percent")[0] / spread(recount, "mfu_percent")[0] == pytest.approx(
+        1.1809, abs=1e-4
+    )
+    again = recounted(recount, V1)
+    assert again.columns["mfu_percent"].tolist() == pytest.approx(run.columns["mfu_percent"].tolist())
+
+
+def test_an_old_log_cannot_be_recounted_but_keeps_its_own_method(tmp_path, capsys):
+    paths = [str(write(tmp_path, old_record(), "old")), str(write(tmp_path, new_record(100), "new"))]
+    assert compare_runs.main([*paths, "--method", "v3"]) == 2
+    message = capsys.readouterr().err
+    assert "old.json" in message and "startup_info.flops" in message
+    assert compare_runs.main([*paths, "--method", "v1"]) == 0
+
+
+def test_a_run_without_mfu_joins_any_comparison(tmp_path, capsys):
+    paths = [str(write(tmp_path, cpu_record(), "cpu")), str(write(tmp_path, new_record(100, V1), "gpu"))]
+    assert compare_runs.main([*paths, "--method", "v3"]) == 0
+    assert compare_runs.main(paths) == 0
+    assert compare_runs.main([str(write(tmp_path, new_record(0), "empty")), paths[0]]) == 0
+
+
+def test_the_table_holds_what_was_measured(tmp_path, capsys):
+    path = write(tmp_path, crashed_record() | {"run_name": "probe"})
+    assert compare_runs.main([str(path)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "/probe" in line)
+    median, low, high = spread(load_run(path), "mfu_percent")
+    assert f"{median:.2f} ({low:.2f} to {high:.2f})" in row and median == pytest.approx(41.69, abs=0.1)
+    for cell in ("running, or killed", "  8  ", "bf16", "103.26", "2,250", V3, f"{loss_at(250) + 0.06:.4f}"):
+        assert cell in row, (cell, row)
+
+
+def test_a_sparse_peak_beside_a_dense_one_is_a_loud_warning(tmp_path, capsys):
+    sparse = str(write(tmp_path, new_record(100, sparse=True) | {"run_name": "fast"}, "sparse"))
+    dense = str(write(tmp_path, new_record(100), "dense"))
+    assert compare_runs.main([sparse, dense]) == 0
+    printed = capsys.readouterr()
+    assert "WARNING" in printed.err and "/fast" in printed.err and "4,500 2:4 sparse" in printed.out
+    runs = [load_run(Path(path)) for path in (sparse, dense)]
+    labels = [text.get_text() for text in compare_runs.plot(runs, ["fast", "plain"]).legends[0].get_texts()]
+    assert [label.endswith("(2:4 sparse peak)") for label in labels] == [True, False]
+    assert compare_runs.main([sparse]) == 0 and "WARNING" not in capsys.readouterr().err
+
+
+def test_different_peaks_are_mentioned(tmp_path, capsys):
+    other = new_record(100)
+    for row in other["training_iterations"]:
+        row["mfu"]["hardware_peak_flops"] = 8 * 989.4e12
+    paths = [str(write(tmp_path, other, "h200")), str(write(tmp_path, new_record(100), "b200"))]
+    assert compare_runs.main(paths) == 0
+    assert "different peaks: 2,250 and 989.4 TFLOPS per GPU" in capsys.readouterr().err
+
+
+# --- bad input, and the scripts as a user starts them ---
+
+
+@pytest.mark.parametrize("script", [plot_single_run, compare_runs])
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": 1}', '{"training_iterations": [3]}'])
+def test_a_file_that_is_no_run_record_is_named(script, text, tmp_path, capsys):
+    path = write(tmp_path, text)
+    assert script.main([str(path)]) == 2
+    message = capsys.readouterr().err
+    assert str(path) in message and len(message.splitlines()) == 1
+
+
+def test_a_glob_that_matches_nothing_is_an_error(tmp_path, capsys):
+    assert compare_runs.main([str(tmp_path / "run_*.json")]) == 2
+    assert "nothing matches" in capsys.readouterr().err
+    assert plot_single_run.main([str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+
+
+def test_missing_matplotlib_comes_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        plot_single_run.plot(load_run(write(tmp_path, new_record(20))))
+
+
+def test_the_scripts_run_from_any_folder_with_a_quoted_glob(tmp_path):
+    write(tmp_path, new_record(100), "run_1")
+    write(tmp_path, new_record(100, V1), "run_2")
+    single = user_runs(tmp_path, "plot_single_run.py", "run_*.json")
+    assert single.returncode == 0 and single.stdout.split() == ["wrote", "run_1.png", "wrote", "run_2.png"]
+    refused = user_runs(tmp_path, "compare_runs.py", "run_*.json")
+    assert (
+        refused.returncode == 2 and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+    )
+
+
+def user_runs(folder, script, *arguments):
+    command = [sys.executable, str(PLOTS / script), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

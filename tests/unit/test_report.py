@@ -1,0 +1,136 @@
+"""The start-up report: the memory estimate moves as the settings say, and its lines name what will run."""
+
+import pytest
+from support.helpers import ROOT, TINY, write_config
+
+import model_builder
+from training.configuration.files_and_flags import load_config
+from training.hardware.peaks import Peak
+from training.records.memory_estimate import estimate_memory
+from training.records.report import report_lines
+from training.records.startup_info import startup_info
+
+FULL = sorted(ROOT.glob("config/full_*.py"))
+NO_PEAK = Peak(None, "none", "no peak")
+QWEN = "full_qwen3_1.8b_optimal.py"
+
+
+def estimate(*flags: str, processes: int = 1, config: str = QWEN) -> dict[str, float]:
+    loaded = load_config([str(ROOT / "config" / config), *flags], processes)
+    model = loaded.model_config()
+    parameters = model_builder.build_model(model).count_parameters()["total"]
+    return estimate_memory(model, parameters, loaded, processes)
+
+
+def total(*flags: str, processes: int = 1, config: str = QWEN) -> float:
+    return sum(estimate(*flags, processes=processes, config=config).values())
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("config", [path.name for path in FULL])
+def test_every_setting_that_saves_memory_is_estimated_to_save_some(config):
+    plain = total(config=config)
+    for less in (
+        "--batch_size=4",
+        "--loss_chunks=4",
+        "--activation_checkpointing=selective",
+        "--adam_dtype=bfloat16",
+        "--param_dtype=bfloat16",
+    ):
+        assert total(less, config=config) < plain, less
+    selective, full = (f"--activation_checkpointing={mode}" for mode in ("selective", "full"))
+    assert total(full, config=config) < total(selective, config=config)
+    assert total("--loss_chunks=8", config=config) < total("--loss_chunks=4", config=config)
+
+
+def test_sharding_saves_what_it_shards():
+    plain = total(processes=8)
+    zero1, fsdp, fsdp_2 = (
+        total(*flags, processes=processes)
+        for flags, processes in (
+            (["--use_zero1=True"], 8),
+            (["--use_fsdp=True", "--gradient_accumulation_steps=1"], 8),
+            (["--use_fsdp=True", "--gradient_accumulation_steps=1"], 2),
+        )
+    )
+    assert fsdp < zero1 < plain == total()
+    assert fsdp < fsdp_2
+    assert total("--use_zero1=True", processes=2) > zero1
+    resharded = total("--use_fsdp=True", "--reshard_after_forward=True", processes=8)
+    assert resharded < total("--use_fsdp=True", processes=8)
+
+
+def test_hybrid_sharding_divides_by_the_processes_of_one_machine(monkeypatch):
+    fsdp = "--use_fsdp=True"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    hybrid = estimate(fsdp, "--fsdp_sharding=hybrid", processes=16)
+    assert hybrid == estimate(fsdp, processes=8)
+    assert sum(hybrid.values()) > total(fsdp, processes=16)
+
+
+def test_the_estimate_holds_what_is_known_by_counting():
+    """Qwen3 1.8B on one GPU: 4 + 2 + 4 + 8 bytes for each of 1,830,395,904 parameters."""
+    parts, gib = estimate(), 1_830_395_904 / 2**30
+    assert parts["weights (float32)"] == pytest.approx(4 * gib)
+    assert parts["working weights (bfloat16)"] == pytest.approx(2 * gib)
+    assert parts["gradient sums (float32)"] == pytest.approx(4 * gib)
+    assert parts["Adam moments (float32)"] == pytest.approx(8 * gib)
+    assert parts["logits"] == pytest.approx(2 * 16 * 2048 * 151_936 / 2**30)
+    halves = estimate("--param_dtype=bfloat16", "--adam_dtype=bfloat16")
+    assert halves["weights (bfloat16)"] == pytest.approx(2 * gib)
+    assert halves["Adam moments (bfloat16)"] == pytest.approx(4 * gib)
+    assert not any(name.startswith("working") for name in halves)  # the optimizer's own are used
+
+
+def test_recomputing_everything_keeps_both_inputs_of_each_block():
+    """Until the backward, where one block at a time has all its activations, and the gradients of both inputs
+    and of the product in SwiGLU (three times as wide) are there."""
+    none, flag = estimate(), "--activation_checkpointing=full"
+    one_block, stream = none["activations"] / 24, 2 * 16 * 2048 * 2048 / 2**30
+    after_forward = estimate(flag)  # its logits in one part are larger than a block's activations
+    assert after_forward["activations"] == pytest.approx(24 * 2 * stream)
+    in_backward = estimate(flag, "--loss_chunks=8")
+    assert in_backward["activations"] == pytest.approx((24 * 2 + 2 + 3) * stream + one_block)
+    assert "logits" in after_forward and "logits" not in in_backward
+
+
+# --- text ---
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """lines(*flags): 'name' -> text of the report of a tiny run."""
+
+    def lines(*flags: str, processes: int = 1) -> dict[str, str]:
+        path = write_config(tmp_path / "run.py", **{**TINY, "dtype": "bfloat16", "compile": True})
+        config = load_config([str(path), *flags], processes)
+        flops = model_builder.count_flops(config.model_config(), config.block_size)
+        audit = {"exact": True, "counted_flops_per_sequence": 1}
+        flops |= {"calculation_method": "", "totals": {}, "audit": audit}
+        machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "gpu_name"))
+        info = startup_info(config, flops, NO_PEAK, machine, {"line": ""}, processes)
+        rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
+        return {name.strip(): text.strip() for name, text in rows}
+
+    return lines
+
+
+def test_the_report_names_the_dtypes_that_are_stored(lines):
+    assert lines()["Precision"] == "bfloat16 compute, float32 weights and optimizer state"
+    mixed = lines("--adam_dtype=bfloat16")["Precision"]
+    assert mixed == "bfloat16 compute, float32 weights, bfloat16 optimizer state"
+    fp8 = lines("--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head")["Precision"]
+    assert fp8.endswith("optimizer state; fp8_tensorwise matmuls in layers_and_head")
+
+
+def test_the_report_names_what_is_compiled_recomputed_and_sharded(lines):
+    assert lines()["torch.compile"] == "True (regional)"
+    assert lines("--compile=False")["torch.compile"] == "False"
+    recomputed = lines("--compile_scope=whole", "--activation_checkpointing=full")["torch.compile"]
+    assert recomputed == "True (whole), activation checkpointing full"
+    assert lines()["Parallelism"] == "single"
+    flags = ["--use_fsdp=True", "--fsdp_sharding=hybrid", "--reshard_after_forward=True"]
+    sharded = lines(*flags, "--reduce_dtype=bfloat16", processes=2)["Parallelism"]
+    assert sharded == "fsdp, hybrid sharding, reshard after forward, gradients travel in bfloat16"

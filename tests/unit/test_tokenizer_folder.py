@@ -1,0 +1,198 @@
+"""Tokenizer folders in the forms that users have: the ids are those of the reference encoder, or the folder
+is refused with the commands that help."""
+
+import functools
+import json
+import shutil
+import unicodedata
+from pathlib import Path
+
+import pytest
+from support.preparation import shared, small_bpe
+
+from common.errors import UserError
+from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.merges import QWEN_PATTERN
+from data.tokenizers.model_file import byte_letters
+from data.tokenizers.tokenizer import find_eot, open_tokenizer
+
+TEXTS = [
+    "hello world",
+    "Hello, 2024!",
+    "naïve 👩‍👩‍👧 日本語 ok\r\nnext\r\n\r\n\tend",
+    "e\u0301cole caf\u00e9 \u1e9b\u0323 A\u030a 12345678 3.14159 1,000",
+    "  leading   and trailing   \n\n\n  ",
+    " one space first",
+    "<|endoftext|> </s> <|im_end|> <think>",
+    "don't WE'LL it's\u00a0x\u3000y",
+]
+QWEN_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+
+
+def write_json(path: Path, content: dict):
+    path.write_text(json.dumps(content))
+
+
+def gpt2_folder(folder: Path) -> Path:
+    """As GPT2Tokenizer saved itself: the end-of-text token is in vocab.json, special by its name alone."""
+    folder.mkdir()
+    shutil.copyfile(shared("tokenizers/gpt2/encoder.json"), folder / "vocab.json")
+    shutil.copyfile(shared("tokenizers/gpt2/vocab.bpe"), folder / "merges.txt")
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    write_json(
+        folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    )
+    write_json(folder / "special_tokens_map.json", names)
+    return folder
+
+
+def qwen_folder(folder: Path, newer: bool) -> Path:
+    """As Qwen2Tokenizer saved itself: with the added tokens in tokenizer_config.json, or in two files."""
+    folder.mkdir()
+    merges = shared("tokenizers/qwen/merges.txt").read_bytes()
+    shutil.copyfile(shared("tokenizers/qwen/vocab.json"), folder / "vocab.json")
+    if newer:
+        (folder / "merges.txt").write_bytes(merges)
+        shutil.copyfile(
+            shared("tokenizers/qwen/tokenizer_config.qwen3.json"), folder / "tokenizer_config.json"
+        )
+        return folder
+    (folder / "merges.txt").write_bytes(merges.replace(b"\n", b"\r\n"))  # a copy made on StreamWindows
+    special = {"content": "<|im_end|>", "lstrip": False}
+    config = {"tokenizer_class": "Qwen2TokenizerFast", "eos_token": special, "pad_token": "<|endoftext|>"}
+    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "added_tokens.json", QWEN_SPECIAL)
+    write_json(
+        folder / "special_tokens_map.json", {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    )
+    return folder
+
+
+def gpt2_reference(text: str) -> list[int]:
+    return pytest.importorskip("tiktoken").get_encoding("gpt2").encode_ordinary(text)
+
+
+@functools.cache
+def published(name: str):
+    return open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
+
+
+def published_ids(name: str, *texts: str) -> list[list[int]]:
+    return [published(name).encode(text) for text in texts]
+
+
+def qwen_reference():
+    """tiktoken on vocab.json, whose ids are the ranks of the merges; and NFC of Python's own tables."""
+    tiktoken = pytest.importorskip("tiktoken")
+    byte_of = {letter: byte for byte, letter in byte_letters().items()}
+    vocab = json.loads(shared("tokenizers/qwen/vocab.json").read_text())
+    ranks = {bytes(byte_of[letter] for letter in piece): number for piece, number in vocab.items()}
+    encoding = tiktoken.Encoding("qwen", pat_str=QWEN_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return lambda text: encoding.encode_ordinary(unicodedata.normalize("NFC", text))
+
+
+def test_gpt2_without_a_tokenizer_json_gives_the_ids_of_the_reference(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    ours = open_tokenizer(str(gpt2_folder(tmp_path / "gpt2")))
+    assert [ours.encode(text) for text in TEXTS] == [gpt2_reference(text) for text in TEXTS]
+    assert (ours.vocab_size, find_eot(ours, None)) == (50257, 50256)
+
+
+def test_qwen_without_a_tokenizer_json_gives_the_ids_of_the_reference(tmp_path):
+    ours = open_family(FAMILIES["qwen3"], str(qwen_folder(tmp_path / "qwen", newer=True)))
+    assert [ours.encode(text) for text in TEXTS] == published_ids("qwen3", *TEXTS)
+    reference = qwen_reference()
+    plain = [text for text in TEXTS if "<think>" not in text]  # an added token, and not special
+    assert [ours.encode(text) for text in plain] == [reference(text) for text in plain]
+    assert (ours.vocab_size, find_eot(ours, None)) == (151669, 151643)
+
+
+def test_qwen_as_older_versions_saved_it_gives_the_same_ids(tmp_path):
+    ours = open_family(FAMILIES["qwen3"], str(qwen_folder(tmp_path / "qwen", newer=False)))
+    plain = [text for text in TEXTS if "<think>" not in text]
+    assert [ours.encode(text) for text in plain] == published_ids("qwen3", *plain)
+    assert (ours.vocab_size, find_eot(ours, None)) == (151646, 151643)
+
+
+def small_folder(folder: Path, **config) -> Path:
+    """vocab.json and merges.txt of 256 bytes and one merge."""
+    folder.mkdir()
+    vocab = {letter: i for i, letter in enumerate(sorted(byte_letters().values()))} | {"ab": 256}
+    write_json(folder / "vocab.json", vocab)
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", **config}
+    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "added_tokens.json", {"<eos>": 257})
+    return folder
+
+
+def test_the_folder_says_whether_a_text_begins_with_a_space(tmp_path):
+    plain = open_tokenizer(str(small_folder(tmp_path / "plain")))
+    spaced = open_tokenizer(str(small_folder(tmp_path / "spaced", add_prefix_space=True)))
+    assert plain.encode("ab<eos>")[0] == 256 and 257 not in plain.encode("ab<eos>")
+    assert spaced.encode("ab") == plain.encode(" ab")
+
+
+DAMAGE = {
+    "tokenizer_config.json": lambda folder: (folder / "tokenizer_config.json").unlink(),
+    "merges.txt": lambda folder: (folder / "merges.txt").unlink(),
+    "RobertaTokenizer": lambda folder: write_json(
+        folder / "tokenizer_config.json", {"tokenizer_class": "RobertaTokenizer"}
+    ),
+    "add_prefix_space": lambda folder: write_json(
+        folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": True}
+    ),
+    "'a c'": lambda folder: (folder / "merges.txt").write_text("a b\na c\n"),
+    "are not 0 to 1": lambda folder: write_json(folder / "vocab.json", {"a": 0, "b": 2}),
+    "of the 256 bytes": lambda folder: write_json(folder / "vocab.json", {"a": 0, "b": 1}),
+    "do not follow": lambda folder: write_json(folder / "added_tokens.json", {"<eos>": 300}),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+def test_a_folder_whose_ids_are_not_certain_is_refused_with_the_commands_that_help(tmp_path, reason):
+    folder = small_folder(tmp_path / "small")
+    DAMAGE[reason](folder)
+    with pytest.raises(UserError) as caught:
+        open_tokenizer(str(folder))
+    message = str(caught.value)
+    assert reason in message and "pip install transformers" in message
+    assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')" in message
+
+
+def as_transformers_5_saves(source: Path, folder: Path) -> Path:
+    content = json.loads(source.read_text())
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    folder.mkdir()
+    write_json(folder / "tokenizer.json", content | {"normalizer": None, "pre_tokenizer": metaspace})
+    return folder
+
+
+def test_llama2_as_transformers_5_saves_it_keeps_sentencepieces_space_before_a_text(tmp_path):
+    source = shared("tokenizers/hf/llama2/tokenizer.json")
+    folder = as_transformers_5_saves(source, tmp_path / "llama2")
+    ours = open_family(FAMILIES["llama"], str(folder))
+    assert [ours.encode(text) for text in TEXTS] == published_ids("llama2", *TEXTS)
+    other = as_transformers_5_saves(small_bpe(tmp_path / "bpe"), tmp_path / "other")
+    from tokenizers import Tokenizer
+
+    asked = Tokenizer.from_file(str(other / "tokenizer.json"))
+    assert open_tokenizer(str(other)).encode(" a b") == asked.encode(" a b").ids  # not LLaMA 2: as it says
+
+
+@pytest.mark.parametrize(
+    "family, before, after",
+    [
+        ("qwen3", '"normalizer": {"type": "NFC"}', '"normalizer": null'),
+        ("llama3", r"\\p{N}{1,3}", r"\\p{N}"),
+        ("llama3", r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+", r" ?\\p{L}+"),
+        ("qwen3", r"[^\\s\\p{L}\\p{N}]+[\\r\\n]*", r"[^\\s\\p{L}\\p{N}]+"),
+    ],
+)
+def test_a_tokenizer_with_the_right_vocabulary_and_another_rule_is_refused(tmp_path, family, before, after):
+    content = json.loads(shared(f"tokenizers/hf/{family}/tokenizer.json").read_text())
+    text = json.dumps(content, ensure_ascii=False)
+    assert before in text
+    (tmp_path / "tokenizer.json").write_text(text.replace(before, after))
+    with pytest.raises(UserError, match="is not the tokenizer of this dataset"):
+        open_family(FAMILIES[family], str(tmp_path))
