@@ -36,10 +36,9 @@ def run_entry(
     ids = gpu_ids(entry.processes, os.environ.get("CUDA_VISIBLE_DEVICES")) if entry.device == "cuda" else []
     with GpuMonitor(ids) as monitor:
         outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
-    run.update(
-        command=shlex.join(command), folder=str(out_dir), gpu=monitor.summary(), gpu_reason=monitor.reason
-    )
+    run.update(command=shlex.join(command), folder=str(out_dir))
     run.update(reason=outcome.reason, seconds=outcome.seconds)
+    run.update(gpu=monitor.summary(), gpu_reason=monitor.reason)
     if outcome.reason is None:
         try:
             read_output(entry, run, out_dir, arguments.warmup)

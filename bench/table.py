@@ -1,4 +1,4 @@
-"""The table of results, in Markdown: for the console, and to be pasted into LOG.md; and the folder it is in."""
+"""The table of results, in Markdown: for the console and to be pasted into LOG.md; and its folder."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from common.json_file import read_regular  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
+from data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

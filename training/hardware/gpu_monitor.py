@@ -65,7 +65,7 @@ class GpuMonitor:
         try:
             import pynvml
         except ImportError:
-            self.reason = "the nvidia-ml-py library is missing (pip install nvidia-ml-py)"
+            self.reason = "the nvidia-ml-py library is missing (pip install -r requirements.txt)"
             return
         try:
             pynvml.nvmlInit()
