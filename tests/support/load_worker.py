@@ -11,7 +11,7 @@ and these are loaded, too. In one process, ZeRO-1 and FSDP shard over one rank, 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
 import torch
 import torch.distributed as dist

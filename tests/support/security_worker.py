@@ -25,7 +25,7 @@ def is_local(address) -> bool:
 
 
 sys.addaudithook(count)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
 import sample  # noqa: E402
 import train  # noqa: E402
