@@ -4,6 +4,7 @@ by itself. What only a GPU can show is its speed."""
 import argparse
 import ast
 import io
+import itertools
 import json
 import os
 import re
@@ -478,7 +479,32 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
         assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
     timed = operations.time_matmul(32, 64, 16, "fp8", CPU)
     assert set(timed["seconds"]) == {"forward", "dgrad", "wgrad"}
-    assert all(rate > 0 for rate in timed["tflops"].values())
+
+
+def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
+    def half_a_second(call, device):
+        call()
+        return 0.5
+
+    monkeypatch.setattr(operations, "seconds_per_call", half_a_second)
+    matmul = operations.time_matmul(32, 64, 16, "float32", CPU)
+    assert set(matmul["tflops"].values()) == {2 * 32 * 64 * 16 / 0.5 / 1e12}
+    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
+    attention = operations.time_attention(config, config.model_config(), torch.float32, CPU)
+    forward = 4 * 4 * 48 * 2 * (128 * 128 / 2) / 0.5 / 1e12  # 4 heads of 48, half of the scores, 2 sequences
+    assert attention["causal_tflops"] == pytest.approx({"forward": forward, "backward": 2 * forward})
+    assert operations.copy_bandwidth(CPU) == 2 * operations.TIMING["cpu"][3] / 0.5 / 1e9
+
+
+def test_a_call_is_timed_by_its_median_sample(monkeypatch):
+    clock = types.SimpleNamespace(now=0.0)
+    lasts = itertools.chain([100.0], itertools.cycle([1.0, 1.0, 7.0]))
+
+    def call():
+        clock.now += next(lasts)
+
+    monkeypatch.setattr(operations.time, "perf_counter", lambda: clock.now)
+    assert operations.seconds_per_call(call, CPU) == 1.0
 
 
 def test_products_are_those_of_a_linear_layer():
