@@ -106,7 +106,7 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     expected = F.cross_entropy(F.linear(*wide), targets)
     dx, dweight = torch.autograd.grad(expected, wide)
     assert loss.item() == pytest.approx(expected.item(), rel=0.01)
-    assert [error(x.grad, dx), error(total, dweight)] == pytest.approx([0.0359, 0.0354], abs=0.002)
+    assert [error(x.grad, dx), error(total, dweight)] == pytest.approx([0.0359, 0.0354], abs=3e-4)
 
 
 def test_torchao_quantizes_and_multiplies_alike():
