@@ -1,12 +1,13 @@
-# make train   set up, train a small model on the CPU, leave a record, a log, a checkpoint and a plot
-# make test    set up, run the linter and the tests
-# make chaos   set up, run the tests that take minutes: hundreds of kills, faults of every kind
+# make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint and a plot
+# make test      set up, run the linter and the tests
+# make test-all  the same and the slow tests, with every process started anew
+# make chaos     set up, run the tests that take minutes: hundreds of kills, faults of every kind
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out-quickstart
 BIN := $(VENV)/bin
 
-.PHONY: train test chaos lint clean
+.PHONY: train test test-all chaos lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
@@ -16,6 +17,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+
+test-all: $(VENV)/.installed-dev lint
+	NANOMFU_COLD_PROCESSES=1 $(BIN)/python -m pytest -m "not chaos" --numprocesses=2 --dist=loadfile
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos

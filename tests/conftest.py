@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from support.helpers import TINY, make_dataset, write_config
+from support.helpers import TINY, WITHOUT_DATA, make_dataset, write_config
 
 
 def pytest_collection_modifyitems(items):
@@ -16,6 +16,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_report_teststatus(report):
+    """The closing line counts the tests that found no test data apart from the other skips."""
+    if report.skipped and WITHOUT_DATA in str(report.longrepr):
+        return "skipped without test data", "s", "SKIPPED"
 
 
 @pytest.fixture

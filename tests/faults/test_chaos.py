@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import warm_python
 from support.faults import Ended, prepare, processes_of, wait_for_end
 from support.helpers import ROOT
 
@@ -41,7 +42,7 @@ def start(config: Path, out: Path, name: str, *more: str) -> subprocess.Popen:
     processes, flags = STRATEGIES[name]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with open(out.with_name(f"{out.name}.console"), "a") as console:
-        return subprocess.Popen(
+        return warm_python.Popen(
             [*([sys.executable, *torchrun] if processes > 1 else [sys.executable]), "train.py", config]
             + [f"--out_dir={out}", "--init_from=auto", *flags, *more],
             cwd=ROOT,

@@ -3,11 +3,11 @@ replicas that drift apart are found."""
 
 import json
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
+from support import warm_python
 from support.graphed_runs import Fake, build, graphed, rate, same, train, weights
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
@@ -418,7 +418,7 @@ def two(dataset, tmp_path_factory):
     keys = {**TINY, "vocab_size": 65, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
     config = write_config(folder / "run.py", **keys, dataset=str(dataset), out_dir=str(folder / "out"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
+    done = warm_python.run(
         [*launcher, "tests/support/health_worker.py", str(config), str(folder / "results.json")],
         cwd=ROOT,
         capture_output=True,

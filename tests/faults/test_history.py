@@ -9,12 +9,12 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from training.process.console import start_logging
@@ -65,7 +65,7 @@ def add_rows(content: RunRecord, start: int, end: int) -> None:
 
 def test_100_kills_while_logging_lose_no_row_and_leave_none_twice(tmp_path):
     command = [sys.executable, "tests/support/record_worker.py", tmp_path, str(KILLS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr  # also: each JSON parsed right after its kill
     attempts = json.loads(done.stdout)
     last = attempts[-1]
@@ -344,7 +344,7 @@ def test_disk_that_is_full_all_along_ends_with_status_0_and_a_warning(tmp_path):
     dataset = make_dataset(tmp_path / "tokens")
     keys = {**TINY, "max_iters": 12, "always_save_checkpoint": False}
     config = write_config(tmp_path / "run.py", **keys, dataset=dataset, out_dir=tmp_path / "out")
-    done = subprocess.run(
+    done = warm_python.run(
         [sys.executable, "train.py", config],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

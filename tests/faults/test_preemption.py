@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from support import warm_python
 from support.faults import ITERATIONS, prepare, run_with_fault
 from support.helpers import ROOT
 
@@ -171,7 +172,7 @@ def test_a_run_that_saves_nothing_ends_all_the_same(run, config, tmp_path, monke
 
 def test_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
     out = folder / "impatient"
-    process = subprocess.Popen(
+    process = warm_python.Popen(
         [sys.executable, "tests/support/fault_worker.py", str(config), f"--out_dir={out}"],
         cwd=ROOT,
         env={**os.environ, "FAULT": "hang 0 3", "PYTHONUNBUFFERED": "1"},

@@ -13,12 +13,12 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
 
 from common.errors import UserError
@@ -118,7 +118,7 @@ def test_the_search_would_find_them():
 import pickle
 from pickle import load
 pickle.load(f); eval(x); tarfile.open(p); torch.load(p); np.load(p, allow_pickle=True)
-torch.load(p, weights_only=True); model.eval(); subprocess.run(c, shell=True)
+torch.load(p, weights_only=True); model.eval(); warm_python.run(c, shell=True)
 """
     assert sorted(name for name, _ in dangers(source)) == sorted(
         [
@@ -364,7 +364,7 @@ def without_network() -> list[str] | None:
     if not shutil.which("unshare") or not shutil.which("ip"):
         return None
     prefix = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    return prefix if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0 else None
+    return prefix if warm_python.run([*prefix, "true"], capture_output=True).returncode == 0 else None
 
 
 @pytest.mark.security
@@ -383,7 +383,7 @@ def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
     ]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     worker = [sys.executable, "tests/support/security_worker.py", str(tmp_path / "commands.json")]
-    done = subprocess.run(
+    done = warm_python.run(
         [*(without_network() or []), *worker],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from common.errors import RunError, UserError
@@ -90,7 +91,7 @@ BROKEN = pytest.mark.parametrize("broken", [OnFullDisk, Unread], indirect=True)
 
 
 def start(config, out, *flags, **streams):
-    return subprocess.Popen(
+    return warm_python.Popen(
         [sys.executable, "train.py", str(config), f"--out_dir={out}", *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -152,7 +153,7 @@ def test_two_ranks_one_of_them_stopped_end(config, tmp_path, broken):
         if broken == "TMPDIR full":  # the launcher keeps its error files there
             disk = stack.enter_context(small_disk(tmp_path / "disk"))
             faults["TMPDIR"] = str(disk)
-        process = subprocess.Popen(
+        process = warm_python.Popen(
             command, cwd=ROOT, env=os.environ | faults, stdout=subprocess.DEVNULL, stderr=stderr
         )
         if disk:
@@ -166,12 +167,12 @@ def test_two_ranks_one_of_them_stopped_end(config, tmp_path, broken):
 def small_disk(folder):
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+    if shutil.which("mount") is None or warm_python.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        warm_python.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(disk):
@@ -342,7 +343,7 @@ def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
 def test_a_run_needs_no_console(config, tmp_path, closed):
     command = f"exec {sys.executable} train.py {config} --out_dir={tmp_path} {closed}"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = warm_python.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert last_run(tmp_path)["status"] == "completed"
 
@@ -354,7 +355,7 @@ def test_a_closed_stderr_is_not_the_number_of_another_file():
         "sys.exit(open('/dev/zero').fileno() < 3 or os.readlink('/proc/self/fd/2') != os.devnull)"
     )
     command = f'exec {sys.executable} -c "{program}" 2>&- >&- <&-'
-    assert subprocess.run(command, shell=True, cwd=ROOT, timeout=30).returncode == 0
+    assert warm_python.run(command, shell=True, cwd=ROOT, timeout=30).returncode == 0
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -14,6 +14,7 @@ import warnings
 from datetime import datetime
 
 import pytest
+from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 import sample
@@ -213,7 +214,7 @@ def test_every_option_that_is_a_path_takes_a_tilde():
 
 
 def product_files():
-    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = warm_python.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for path in done.stdout.split() if not path.startswith(("tests/", "config/"))]
 
 
@@ -360,7 +361,7 @@ def closed_pipe(command, **streams):
     """(exit status, what is on stderr) of a command whose reader has ended: command | true."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
+    done = warm_python.run(
         command, cwd=ROOT, stdout=writer, timeout=60, **{"stderr": subprocess.PIPE, **streams}
     )
     os.close(writer)
@@ -375,11 +376,11 @@ def test_plots_and_data_commands_end_quietly_with_their_reader(record, config, t
     assert closed_pipe([sys.executable, "-m", "data.inspect", str(config.parent / "tokens")])[0] in (2, 141)
     assert closed_pipe([sys.executable, "data/text/prepare.py", "--help"]) == (0, "")
     with open("/dev/full", "w") as full:
-        done = subprocess.run(compare, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = warm_python.run(compare, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2
     assert_one_message(done.stderr)
     closed = f"exec {shlex.join(compare)} >&- 2>&-"
-    assert subprocess.run(closed, shell=True, cwd=ROOT, timeout=60).returncode == 0
+    assert warm_python.run(closed, shell=True, cwd=ROOT, timeout=60).returncode == 0
 
 
 @pytest.mark.chaos
@@ -410,7 +411,7 @@ def test_a_missing_compiler_is_one_message(capfd):
 def test_a_run_without_a_compiler_says_what_to_do(config, tmp_path, variables):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "train.py", str(config), f"--out_dir={tmp_path / 'out'}", "--compile=True"]
-    done = subprocess.run(
+    done = warm_python.run(
         command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2, done.stderr

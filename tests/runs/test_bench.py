@@ -10,13 +10,13 @@ import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as functional
+from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
@@ -58,7 +58,7 @@ def quick(tmp_path_factory, tokens):
     """(finished process, its table.json, its table.md) of the quick suite, as a user starts it."""
     folder = tmp_path_factory.mktemp("quick") / "output"
     command = [sys.executable, "-m", "bench.throughput", *SHORT, "--dataset", tokens, "--output", folder]
-    done = subprocess.run(
+    done = warm_python.run(
         [*map(str, command), "--peer", "transformers", "--roofline", *SIZES],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm_python
 from support.helpers import ROOT
 from support.preparation import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
 
@@ -27,7 +28,7 @@ if all((home / f"status{other}").read_text() == "0" for other in waits):
     for task in range(last + 1):
         env = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "SLURM_NODELIST": "here", "RUN_OFFSET": "0"}
         log = open(home / f"log{job}", "a")
-        status |= subprocess.run(["bash", sys.argv[-1]], env=env, stdout=log, stderr=log).returncode
+        status |= warm_python.run(["bash", sys.argv[-1]], env=env, stdout=log, stderr=log).returncode
 (home / f"status{job}").write_text(str(status))
 print("Submitted batch job", job)
 """
@@ -59,7 +60,7 @@ def corpus(tmp_path) -> list:
 def submit(*arguments, path: Path | None = None) -> subprocess.CompletedProcess:
     env = ENVIRONMENT if path is None else {**ENVIRONMENT, "PATH": f"{path}:{os.environ['PATH']}"}
     command = [sys.executable, "-m", "data.cluster", "text", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return warm_python.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

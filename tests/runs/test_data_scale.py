@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import warm_python
 from support.corpora import HARD, make, tokens_and_meta, write_corpus
 from support.helpers import ROOT, TINY, last_run, run_train, write_config
 from support.preparation import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
@@ -185,7 +186,7 @@ def corpus(tmp_path_factory) -> dict:
 
 def start_prepare(options: list, out: Path) -> subprocess.Popen:
     command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *options, "--output", out]
-    return subprocess.Popen(
+    return warm_python.Popen(
         list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
 
@@ -358,7 +359,7 @@ def test_readers_refuse_a_changed_a_missing_and_an_extra_file(tmp_path, bpe):
 
 def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "data.inspect", str(folder), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_inspect_prints_counts_and_text(tmp_path, bpe):
@@ -378,7 +379,7 @@ def test_inspect_says_how_it_is_called():
 
 def test_inside_data_the_inspect_of_the_standard_library_is_imported():
     command = [sys.executable, "-c", "import inspect; print(inspect.signature(print), inspect.__file__)"]
-    result = subprocess.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=60)
+    result = warm_python.run(command, cwd=ROOT / "data", capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert str(ROOT) not in result.stdout and "inspect.py" in result.stdout
 

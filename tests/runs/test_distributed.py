@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import warm_python
 from support.helpers import (
     ROOT,
     TINY,
@@ -117,7 +117,7 @@ def load_all(folder: Path, saved: list[Path], processes: int, *flags: str) -> in
         f"--nproc_per_node={processes}",
     ]
     worker = [ROOT / "tests/support/load_worker.py", folder / "run.py", *flags, *saved]
-    done = subprocess.run(
+    done = warm_python.run(
         [*(launcher if processes > 1 else [sys.executable]), *map(str, worker)],
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support import warm_python
 from support.helpers import ROOT
 from support.preparation import ENVIRONMENT, run_prepare, shared, small_bpe, write_jsonl
 
@@ -148,7 +149,7 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
     arguments = ["--text", text, "--output", out, "--workers", "2"]
     command = [sys.executable, "data/slimpajama_6b_gpt2/prepare.py", *map(str, arguments)]
     hub.troubles = ["cut", "stall"]
-    process = subprocess.Popen(
+    process = warm_python.Popen(
         command, cwd=ROOT, env=hub.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60

@@ -1,11 +1,11 @@
 """sample.py as a user runs it: on the checkpoint of a tiny run."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support import warm_python
 from support.helpers import ROOT
 
 import sample
@@ -46,7 +46,7 @@ def test_bad_options_are_named_without_a_traceback(trained, capsys, flag):
 
 def test_no_checkpoint_is_one_line_and_status_1(tmp_path):
     command = [sys.executable, "sample.py", f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "holds no complete checkpoint" in done.stderr
 

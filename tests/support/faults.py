@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from support import warm_python
 from support.helpers import ROOT, TINY, checkpoint_tensors, make_dataset, write_config
 
 ITERATIONS, INTERVAL = 24, 8  # of a run; between its evaluations and checkpoints
@@ -81,7 +82,7 @@ def run_command(command: list[str], out: Path, timeout: float, **env: str) -> En
     log = out.with_name(f"{out.name}.console")
     began = time.time()
     with open(log, "w") as file:
-        process = subprocess.Popen(
+        process = warm_python.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
+from support import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_DATA = "no test data"  # begins the reason of a skip; conftest.py counts them
 
 # A Qwen3 that makes an iteration in about 10 ms on one CPU core; `dataset` and `out_dir` are the caller's.
 TINY = {
@@ -108,7 +110,7 @@ def start_train(*args: object, processes: int = 1, **env: str) -> subprocess.Pop
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.Popen(
+    return warm_python.Popen(
         [*launcher, "train.py", *map(str, args)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
@@ -131,7 +133,7 @@ def run_in_one_launch(folder: Path, commands: list[list], processes: int = 1, ti
 def launch(commands: list[list], timeout: float = 240) -> list[str]:
     """Python with each argument list, side by side; what they printed. Kills all if one takes too long."""
     processes = [
-        subprocess.Popen(
+        warm_python.Popen(
             [sys.executable, *map(str, command)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

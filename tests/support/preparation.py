@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.helpers import ROOT
+from support import warm_python
+from support.helpers import ROOT, WITHOUT_DATA
 
 from data.pipeline.small_dataset import write_dataset
 from data.pipeline.units import tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 
-SHARED_DATA = ROOT.parent / "shared" / "data"
+# real tokenizers and texts, which are too large for the repository: docs/testing.md
+SHARED_DATA = Path(os.environ.get("NANOMFU_TEST_DATA") or ROOT.parent / "shared" / "data")
 
 
 CHAR = CharTokenizer("ab")
@@ -26,13 +28,13 @@ ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_c
 def shared(name: str) -> Path:
     path = SHARED_DATA / name
     if not path.exists():
-        pytest.skip(f"needs {name} of the shared test data, which is not beside this checkout")
+        pytest.skip(f"{WITHOUT_DATA}: {path} is not there")
     return path
 
 
 def run_prepare(name: str, *arguments, env=ENVIRONMENT, cwd=ROOT, script=None) -> subprocess.CompletedProcess:
     command = [sys.executable, script or f"data/{name}/prepare.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return warm_python.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def prepare_text(*arguments, env=ENVIRONMENT) -> str:

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -273,7 +274,7 @@ def activate(repository, version):
 
 
 def start(repository, *flags):
-    return subprocess.Popen(
+    return warm_python.Popen(
         [sys.executable, "train.py", "config.py", *flags],
         cwd=repository,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},  # one order of summation

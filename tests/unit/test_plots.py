@@ -3,11 +3,11 @@
 import json
 import math
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import warm_python
 
 pytest.importorskip("matplotlib")
 
@@ -432,4 +432,4 @@ def test_the_scripts_run_from_any_folder_with_a_quoted_glob(tmp_path):
 
 def user_runs(folder, script, *arguments):
     command = [sys.executable, str(PLOTS / script), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return warm_python.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
