@@ -16,10 +16,10 @@ train: $(VENV)/.installed
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
 
 test-all: $(VENV)/.installed-dev lint
-	NANOMFU_COLD_PROCESSES=1 $(BIN)/python -m pytest -m "not chaos" --numprocesses=2 --dist=loadfile
+	NANOMFU_COLD_PROCESSES=1 $(BIN)/python -m pytest -m "not chaos" --numprocesses=3 --dist=loadfile
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos

@@ -8,7 +8,9 @@ Run it after a change to a key, an import or a module's docstring; tests/docs co
 from __future__ import annotations
 
 import re
+import sys
 
+from common.command import run_command
 from docs.house import ROOT, module_map, picture
 from docs.reference import reference
 
@@ -36,6 +38,10 @@ def pages() -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     for path, text in pages().items():
         (ROOT / path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

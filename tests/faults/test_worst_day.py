@@ -410,7 +410,8 @@ def test_a_start_timeout_of_0_is_none(config, run, tmp_path, monkeypatch):
     assert world._timeout(limits) == world.START_TIMEOUT, "the watchdog comes before a collective's timeout"
 
 
-def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(config, tmp_path):
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMFU_COLD_PROCESSES", "1")
     process = start(config, tmp_path, *FOR_EVER, stderr=subprocess.PIPE)
     wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
     process.send_signal(signal.SIGINT)

@@ -144,6 +144,7 @@ def test_table_has_the_promised_columns_and_a_row_for_each(quick):
 # --- variants that fail, and repeats ---
 
 
+@pytest.mark.slow
 def test_failing_variants_are_rows_and_the_others_still_run(tmp_path, tokens, monkeypatch, capsys):
     config = str(write_config(tmp_path / "run.py", **TINY, peak_tflops=1.0))
     variants = (

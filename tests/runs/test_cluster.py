@@ -28,7 +28,7 @@ if all((home / f"status{other}").read_text() == "0" for other in waits):
     for task in range(last + 1):
         env = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "SLURM_NODELIST": "here", "RUN_OFFSET": "0"}
         log = open(home / f"log{job}", "a")
-        status |= warm_python.run(["bash", sys.argv[-1]], env=env, stdout=log, stderr=log).returncode
+        status |= subprocess.run(["bash", sys.argv[-1]], env=env, stdout=log, stderr=log).returncode
 (home / f"status{job}").write_text(str(status))
 print("Submitted batch job", job)
 """

@@ -165,6 +165,7 @@ def test_two_processes_train_as_one(documents_run):
         assert one["eval_steps"][-1]["val_loss"] == pytest.approx(two["eval_steps"][-1]["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses(documents_run):
     flags = [documents_run / "run.py", "--doc_masking=True", "--max_iters=3"]
     outs = [f"--out_dir={documents_run / name}" for name in ("plain", "compiled")]

@@ -311,6 +311,7 @@ def test_hybrid_sharding_on_one_machine_is_full_sharding(runs):
 HYBRID = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_over_two_machines_gives_the_losses_of_one_process(runs, folder, tmp_path):
     plain = runs["single", "plain"]
     flags = [*HYBRID, "--gradient_accumulation_steps=1"]

@@ -30,6 +30,7 @@ RESULT = {
 }
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_saves_what_it_prints(tmp_path, monkeypatch, capsys):
     pytest.importorskip("zstandard")
     monkeypatch.setattr(fast_encoder, "CHARACTERS", range(0x2200))

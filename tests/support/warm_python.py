@@ -9,6 +9,7 @@ files that are on disk now are tested. A command gets a fresh interpreter instea
 
 - if it is neither `python [-u] SCRIPT ...` nor `python [-u] -m MODULE ...`,
 - if the environment has variables that Python or a library reads when it starts (_READ_AT_START),
+- if the limits of this process (RLIMIT_FSIZE and others) are not those that the server has,
 - with NANOMFU_COLD_PROCESSES=1, as `make test-all` sets it.
 
 The ranks of torchrun must be its own children. So a fork that becomes torchrun first forks children that
@@ -16,6 +17,7 @@ wait, before it has any thread, and each becomes a rank when torchrun starts one
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import io
@@ -23,6 +25,7 @@ import json
 import os
 import random
 import re
+import resource
 import runpy
 import select
 import signal
@@ -35,8 +38,10 @@ import time
 from pathlib import Path
 
 PRELOADED = (
+    "matplotlib.pyplot",
     "numpy",
     "safetensors.torch",
+    "tokenizers",
     "torch",
     "torch._dynamo",  # the first step of an optimizer imports it
     "torch.distributed.checkpoint",
@@ -53,7 +58,7 @@ TORCHRUN = "torch.distributed.run"
 RANKS = 8  # that wait in a torchrun; if it starts more, the others are fresh interpreters
 MESSAGE_BYTES = 1 << 18
 COMMAND_BYTES = 16_384  # room for the command line, as /proc shows it
-_READ_AT_START = re.compile(r"(?!PYTHONUNBUFFERED$|PYTHONPATH$)PYTHON|LC_|LANG|LD_|TORCH|MKL_|CUDA_")
+_READ_AT_START = re.compile(r"(?!PYTHONUNBUFFERED$|PYTHONPATH$)PYTHON|LC_|LANG|LD_|TORCH|MKL_|CUDA_|MPL")
 
 
 # --- for tests ---
@@ -130,7 +135,21 @@ def _is_warm(argv: list[str], environment: dict[str, str]) -> bool:
     small = len(json.dumps([argv, environment])) < MESSAGE_BYTES and sum(map(len, argv)) < COMMAND_BYTES // 2
     special = {name for name in environment if _READ_AT_START.match(name)}
     special = {name for name in special if environment[name] != os.environ.get(name)}
-    return plain and small and not special and not environment.get("NANOMFU_COLD_PROCESSES")
+    return (
+        plain
+        and small
+        and not special
+        and _limits() == _LIMITS
+        and not environment.get("NANOMFU_COLD_PROCESSES")
+    )
+
+
+def _limits() -> list[tuple[int, int]]:
+    names = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
+    return [resource.getrlimit(getattr(resource, name)) for name in names]
+
+
+_LIMITS = _limits()  # of this process when it began, and so of the server
 
 
 def _request(argv: list[str], cwd: str, environment: dict[str, str], session: bool) -> bytes:
@@ -324,7 +343,8 @@ def arguments_of(argv: list[str]) -> list[str]:
 
 def main() -> None:
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # not everybody installs all of them
+            importlib.import_module(name)
     sys.path.pop(0)  # tests/support
     words = arguments_of(serve(socket.socket(fileno=int(sys.argv[1])))["argv"])
     if words[:2] == ["-m", TORCHRUN]:

@@ -362,6 +362,7 @@ def anonymous_kib() -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_10000_batches(tmp_path):
     folder = tmp_path / "many"
     folder.mkdir()

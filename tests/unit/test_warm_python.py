@@ -119,6 +119,7 @@ def test_what_is_written_to_it_and_by_it_goes_through_its_streams(script):
     assert process.communicate("in\n", timeout=20) == ("in\n\nout\n", None)
 
 
+@pytest.mark.slow
 def test_ranks_are_children_of_torchrun_with_its_variables(script):
     probe = """
 import os, sys
