@@ -183,12 +183,12 @@ class Broken:
 
 
 BREAKERS = {
-    "item": "the step waits for the GPU at tests/unit/test_graphs.py:",
-    "pageable_copy": "the step waits for the GPU at tests/unit/test_graphs.py:",
+    "item": "the step waits for the GPU at gpu/test_captures.py:",
+    "pageable_copy": "the step waits for the GPU at gpu/test_captures.py:",
     "synchronize": "",
     "counter": "its replay differs from the eager step",
     "replaced_tensor": "its replay differs from the eager step",
-    "float_rate": "the step waits for the GPU at tests/unit/test_graphs.py:",
+    "float_rate": "the step waits for the GPU at gpu/test_captures.py:",
     "host_optimizer": "capturable is False",
     "raises": "ValueError: not while capturing",
 }

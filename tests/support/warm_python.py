@@ -19,6 +19,7 @@ wait, before it has any thread, and each becomes a rank when torchrun starts one
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import json
@@ -345,6 +346,8 @@ def main() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # not everybody installs all of them
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a fork's collector need not look at what was imported here
     sys.path.pop(0)  # tests/support
     words = arguments_of(serve(socket.socket(fileno=int(sys.argv[1])))["argv"])
     if words[:2] == ["-m", TORCHRUN]:
