@@ -125,7 +125,7 @@ class TrainConfig:
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
     decay_lr: bool = key(True, "False: a constant learning rate after warm-up", guarded=True)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
-        "cosine", "the decay after a linear warm-up; wsd: stable, then linear", guarded=True
+        "cosine", "the decay after a linear warm-up; wsd: stable, then wsd_decay_shape", guarded=True
     )
     warmup_iters: int | None = key(
         None,
@@ -140,6 +140,7 @@ class TrainConfig:
         guarded=True,
     )
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
+    wsd_decay_shape: Literal["linear", "cosine", "1-sqrt"] = key("linear", "how wsd decays", guarded=True)
     weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
     beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient, in [0, 1)", guarded=True)

@@ -91,10 +91,19 @@ def _linear(progress: float, config: TrainConfig) -> float:
 
 
 def _wsd(progress: float, config: TrainConfig) -> float:
-    """Warm-up, stable, linear decay over the last wsd_decay_fraction. Hu et al. 2024, sec. 4."""
+    """Warm-up, stable, decay over the last wsd_decay_fraction in wsd_decay_shape. Hu et al. 2024, sec. 4."""
     warmup, end = warmup_and_decay_iters(config)
     decay = min(1.0, config.wsd_decay_fraction * end / max(1, end - warmup))
-    return min(1.0, (1.0 - progress) / decay)
+    return WSD_DECAYS[config.wsd_decay_shape](min(1.0, (1.0 - progress) / decay))
+
+
+# wsd_decay_shape -> share of (learning_rate - min_lr), of the share of the decay's iterations that are left:
+# 1 where the decay begins, 0 at lr_decay_iters. '1-sqrt': Haegele et al. 2024 (arXiv 2405.18392), sec. 3.
+WSD_DECAYS = {
+    "linear": lambda left: left,
+    "cosine": lambda left: 0.5 * (1.0 - math.cos(math.pi * left)),
+    "1-sqrt": lambda left: 1.0 - math.sqrt(1.0 - left),
+}
 
 
 def _constant(progress: float, config: TrainConfig) -> float:
