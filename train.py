@@ -35,7 +35,6 @@ from common.text import plain
 from model import Transformer, manual_attention
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
-from training.batches.packing import end_of_text_id
 from training.batches.sources import Source, make_windows, open_sources
 from training.checkpoints.folder import check_root, find_checkpoint
 from training.checkpoints.resume import choose_start, find_resume, load_resume
@@ -292,7 +291,7 @@ def build(
         config.attention_backend, model_config, dtype, device, manual_attention, config.doc_masking
     )
     model = model_builder.build_model(model_config, attention.attend, dtype)
-    model.documents = attention.documents(end_of_text_id(config, sources[0].meta))
+    model.documents = attention.documents()
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.loss_chunks
     use_low_precision(model, config)

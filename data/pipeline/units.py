@@ -41,10 +41,13 @@ BAD_LISTED = 20  # bad records that a unit's manifest describes; all are counted
 class Settings:
     """All that the bytes of a dataset depend on, apart from the input and the tokenizer."""
 
-    eot_id: int
+    eot_id: int | None  # None: the input is token ids, whose document lengths are stored beside them
     bos_id: int | None
     val_fraction: float
     shard_tokens: int
+    tokens: str | None = None  # the column of token ids of .mds files
+    lengths: str | None = None  # the column of document lengths; None: documents end at split_at
+    split_at: int | None = None  # an id that ends a document, and is part of it
 
 
 @dataclass(frozen=True)
