@@ -1,5 +1,5 @@
-"""Where documents begin in token files that hold no end-of-text ids: beside X.bin is X.bin.lengths, the number
-of tokens of each document, in order, as little-endian uint32 and nothing else.
+"""Where documents begin in token files without end-of-text ids: beside X.bin is X.bin.lengths, the number of
+tokens of each document, in order, as little-endian uint32 and nothing else.
 
 The lengths of a file add up to its tokens, so the end of a file ends a document. The trap is a reader that
 does not know of lengths and takes all of the text for one document: a meta.json that names lengths has a
@@ -71,7 +71,7 @@ def split_lengths(lengths: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndar
     ends = np.cumsum(lengths, dtype=np.int64)
     whole = int(np.searchsorted(ends, tokens, side="right"))
     inside = tokens - (int(ends[whole - 1]) if whole else 0)
-    if not inside:
+    if not inside or whole == len(lengths):
         return lengths[:whole], lengths[whole:]
     rest = lengths[whole:].copy()
     rest[0] -= inside
