@@ -137,8 +137,9 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 3) choose where to start
     config = choose_start(config, world)
     data = agree_on_data(sources, world)
-    resume = find_resume(config, world, data)
-    config = resume.config  # as stated, and the schedule of the first attempt
+    windows = make_windows(sources, config)
+    resume = find_resume(config, world, data, windows["train"].count)
+    config = resume.config  # as stated, with its last iteration and the schedule of the first attempt
     peak = agree_on_peak(config, world)
 
     # 4) build
@@ -160,7 +161,6 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     resume, progress = load_resume(resume, state, config, data)
     start = progress.iteration
-    windows = make_windows(sources, config)
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
     # 7) open the record

@@ -45,7 +45,10 @@ class PackedWindows(Windows):
         self.mark = START if marked else 0
         self.padding = ~(documents.padding_id | self.mark)  # see inputs_and_targets
         self.description = {name: value for name, value in index.items() if name != "files"}
-        self.count = self.description["windows"]
+
+    @property
+    def count(self) -> int:
+        return self.description["windows"]
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
         """The windows (len(indices), T + 1) as int64, negative for padding; the same in all epochs."""

@@ -160,6 +160,7 @@ def describe_sources(
                 "tokens": {split: files.total for split, files in source.splits.items()},
                 "files": sum(len(files.paths) for files in source.splits.values()),
                 "epochs": float(weight) * samples / split.count,
+                "samples_per_epoch": split.count,
                 **({"packing": split.description} if isinstance(split, PackedWindows) else {}),
                 "meta": {key: value for key, value in source.meta.items() if key != "files"},
             }

@@ -47,6 +47,11 @@ class Split(ABC):
 
     @property
     @abstractmethod
+    def count(self) -> int:
+        """How many there are in an epoch; in a mixture, in one epoch of each source."""
+
+    @property
+    @abstractmethod
     def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
         """{source: (weight, its windows)}; only a Mixture has several sources."""
 
@@ -57,8 +62,6 @@ class Split(ABC):
 
 class Windows(Split):
     """A split of one dataset: `count` token windows per epoch, in a permuted order, each once."""
-
-    count: int
 
     @abstractmethod
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
@@ -88,7 +91,10 @@ class StreamWindows(Windows):
 
     def __init__(self, tokens: TokenFiles, block_size: int, documents: DocumentStarts | None = None):
         self.tokens, self.block_size, self.documents = tokens, block_size, documents
-        self.count = (tokens.total - 1) // block_size
+
+    @property
+    def count(self) -> int:
+        return (self.tokens.total - 1) // self.block_size
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
         starts = indices * self.block_size + epoch_offset(

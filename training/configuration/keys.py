@@ -50,6 +50,9 @@ class TrainConfig:
     # --- run ---
     out_dir: str = key("out", "folder of run records, logs and checkpoints")
     max_iters: int = key(25000, "optimizer updates in total, also after a resume", minimum=0)
+    max_epochs: float | None = key(
+        None, "also end after so many times through the train windows, if max_iters comes later", minimum=0
+    )
     eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
     eval_iters: int = key(100, "batches of batch_size sequences per split, over all GPUs together", minimum=1)
     eval_only: bool = key(False, "evaluate once, write eval_*.json, and stop; accepts changed settings")
@@ -135,7 +138,7 @@ class TrainConfig:
     )
     lr_decay_iters: int | None = key(
         None,
-        "iteration at which min_lr is reached; None: max_iters of the first attempt, also after a resume",
+        "iteration at which min_lr is reached; None: the last one of the first attempt, also after a resume",
         minimum=1,
         guarded=True,
     )

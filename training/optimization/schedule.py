@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from training.configuration.keys import KEYS, TrainConfig
@@ -18,6 +19,21 @@ MAX_WARMUP = 2000  # iterations of warm-up, unless warmup_iters is stated
 
 
 # --- how long ---
+
+
+def end_after_epochs(
+    config: TrainConfig, epoch: int, per_iteration: int, iteration: int = 0, samples_seen: int = 0
+) -> TrainConfig:
+    """The configuration with max_iters lowered to where max_epochs ends the run. epoch, per_iteration:
+    numbers of samples; iteration, samples_seen: where this attempt begins.
+
+    No sample of the last epoch is left out, so the last iteration may begin another epoch.
+    """
+    if config.max_epochs is None or config.eval_only:
+        return config
+    samples = math.ceil(Fraction(repr(config.max_epochs)) * epoch) - samples_seen
+    left = max(0, -(-samples // per_iteration))
+    return replace(config, max_iters=min(config.max_iters, iteration + left))
 
 
 def warmup_and_decay_iters(config: TrainConfig) -> tuple[int, int]:
