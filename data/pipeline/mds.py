@@ -163,7 +163,7 @@ def find_shards(folders: list[str], columns: dict[str, Callable[[str], str | Non
 def _say_unchecked_hashes(shards: list[Shard]) -> None:
     names = sorted({name for shard in shards for name in shard.raw.hashes if _is_xxhash(name)})
     if names and importlib.util.find_spec("xxhash") is None:
-        print(f"hashes of the kind {', '.join(names)} are not compared; pip install xxhash to compare them")
+        print(f"hashes of the kind {', '.join(names)} are not compared: the xxhash library is not installed")
 
 
 def _is_xxhash(name: str) -> bool:
