@@ -13,7 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -98,7 +98,7 @@ def _read_shard(entry: Any) -> Shard:
     compression, samples = entry.get("compression"), entry.get("samples")
     if compression is not None and not isinstance(compression, str):
         raise ValueError(f"the compression is {compression!r:.80}")
-    if not is_count(samples, MOST_BYTES // 4):
+    if not isinstance(samples, int) or not is_count(samples, MOST_BYTES // 4):
         raise ValueError(f"a shard has {samples!r:.80} samples")
     compressed = _read_file(entry["zip_data"]) if entry.get("zip_data") is not None else None
     return Shard(columns, compression, _read_file(entry.get("raw_data")), compressed, samples)
@@ -110,7 +110,7 @@ def _read_file(info: Any) -> FileInfo:
     name, size, hashes = info.get("basename"), info.get("bytes"), info.get("hashes") or {}
     if not isinstance(name, str) or not _stays_inside(name):
         raise ValueError(f"the file name {name!r:.80} leads out of the folder")
-    if not is_count(size, MOST_BYTES):
+    if not isinstance(size, int) or not is_count(size, MOST_BYTES):
         raise ValueError(f"{name} has {size!r:.80} bytes")
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
         raise ValueError(f"{name} has the hashes {hashes!r:.80}")
@@ -126,7 +126,7 @@ def _stays_inside(name: str) -> bool:
 # --- the shards of a folder ---
 
 
-def find_shards(folders: list[str], columns: dict[str, Callable[[str], str | None]]) -> list[Path]:
+def find_shards(folders: list[str], columns: Mapping[str, Callable[[str], str | None]]) -> list[Path]:
     """The files of all shards, in their order. columns: {name: what is wrong with an encoding, or None}.
     Raises UserError for a missing shard, one of another size, and a column that is missing or unreadable."""
     files = []
@@ -232,11 +232,9 @@ def _compare(path: Path, content: bytes, info: FileInfo) -> None:
 def _hash(path: Path, name: str, content: bytes) -> str | None:
     """None for xxhash's, if that library is not installed: sha1 and others are in Python itself."""
     if _is_xxhash(name):
-        try:
-            import xxhash
-        except ImportError:
+        if importlib.util.find_spec("xxhash") is None:
             return None
-        return getattr(xxhash, name)(content).hexdigest()
+        return getattr(importlib.import_module("xxhash"), name)(content).hexdigest()
     if name not in hashlib.algorithms_guaranteed or name.startswith("shake"):
         raise UserError(f"{path}: {INDEX} names the hash {shown(name)}, which is not known")
     return hashlib.new(name, content, usedforsecurity=False).hexdigest()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.durable_file import write_bytes, write_json
@@ -233,7 +233,7 @@ def prepare(
     of_test = [path for path in files if os.path.abspath(path) not in read]
     say_left_out("", of_test, "the test split: there are files for training and for validation")
     plan = {
-        **asdict(settings),
+        **settings.to_dict(),
         "input": listing,
         "tokenizer": hash_tokenizer(tokenizer),
         "max_tokens": max_tokens,

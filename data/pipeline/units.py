@@ -10,9 +10,10 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,11 @@ class Settings:
     lengths: str | None = None
     split_at: int | None = None
     bytes_dtype: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For plan.json. What is only of token ids is left out for text."""
+        of_text = ("eot_id", "bos_id", "val_fraction", "shard_tokens")
+        return {key: value for key, value in asdict(self).items() if self.tokens or key in of_text}
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,20 @@ def test_a_lost_file_of_lengths_is_made_again(prepare):
     assert (prepare(SHARDS / "ndarray_zstd", *IDS) / "train.bin.lengths").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (IDS[:2], "lengths, split_at"),
+        (("--tokens", "attention_mask", "--lengths", "input_ids"), "tokens, lengths"),
+        ((*IDS, "--bytes_dtype", "int32"), "bytes_dtype"),
+    ],
+)
+def test_other_columns_are_another_dataset(prepare, flags, named):
+    prepare(SHARDS / "ndarray_zstd", *IDS)
+    with pytest.raises(UserError, match=f"was begun with another {named}; pass what it was begun with"):
+        prepare(SHARDS / "ndarray_zstd", *flags)
+
+
 def test_several_files_of_a_unit_cut_documents_where_a_file_ends(prepare):
     folder = prepare(SHARDS / "ndarray_shape", *IDS, "--shard_tokens", "50")
     meta = read_meta(folder)
