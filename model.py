@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         if self.documents is None:
             positions, mask = torch.arange(T, device=ids.device), None
         else:
-            positions, mask = self.documents(ids)
+            ids, positions, mask = self.documents(ids)
         x = self.embed(ids)  # (B, T, C)
         rotary = None
         if self.positions is not None:

@@ -35,7 +35,6 @@ from common.text import plain
 from model import Transformer, manual_attention
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
-from training.batches.packing import end_of_text_id
 from training.batches.sources import Source, make_windows, open_sources
 from training.checkpoints.folder import check_root, find_checkpoint
 from training.checkpoints.resume import choose_start, find_resume, load_resume
@@ -138,8 +137,9 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 3) choose where to start
     config = choose_start(config, world)
     data = agree_on_data(sources, world)
-    resume = find_resume(config, world, data)
-    config = resume.config  # as stated, and the schedule of the first attempt
+    windows = make_windows(sources, config)
+    resume = find_resume(config, world, data, windows["train"].count)
+    config = resume.config  # as stated, with its last iteration and the schedule of the first attempt
     peak = agree_on_peak(config, world)
 
     # 4) build
@@ -161,7 +161,6 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     resume, progress = load_resume(resume, state, config, data)
     start = progress.iteration
-    windows = make_windows(sources, config)
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
     # 7) open the record
@@ -292,7 +291,7 @@ def build(
         config.attention_backend, model_config, dtype, device, manual_attention, config.doc_masking
     )
     model = model_builder.build_model(model_config, attention.attend, dtype)
-    model.documents = attention.documents(end_of_text_id(config, sources[0].meta))
+    model.documents = attention.documents()
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.loss_chunks
     use_low_precision(model, config)

@@ -22,6 +22,7 @@ MIN_ROWS = 4  # that a run should have, so that its figures have a spread
 # Keys that the benchmark sets itself. The iterations follow from --iters and --warmup.
 FIXED = {
     "init_from": "scratch",
+    "max_epochs": None,
     "dry_run": False,
     "eval_interval": 0,
     "eval_only": False,

@@ -3,7 +3,8 @@
     python -m data.adopt FOLDER --tokenizer=gpt2
 
 Reads both files whole, and refuses ids that the tokenizer does not have. meta.json then records hashes, token
-counts and the end-of-text id. A meta.pkl is never unpickled, and no token file is changed.
+counts and the end-of-text id. If each X.bin has an X.bin.lengths beside it, these say where documents end:
+the tokens of each document as uint32. A meta.pkl is never unpickled, and no token file is changed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
+from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, keep_tokenizer, read_meta, report
 from data.pipeline.token_files import (
@@ -103,6 +105,28 @@ def describe_files(paths: list[Path], dtype: np.dtype, tokenizer: SubwordTokeniz
     return {path.name: files[path.name] for path in paths}
 
 
+def add_lengths(folder: Path, files: dict[str, dict]) -> None:
+    """Adds what meta.json says of the files of document lengths, if there are any. Raises UserError."""
+    paths = {name: folder / lengths_name(name) for name in files}
+    missing = [path for path in paths.values() if not path.exists()]
+    if missing and len(missing) < len(paths):
+        raise UserError(f"there is no {missing[0]}, but other token files have document lengths beside them")
+    if missing:
+        return
+    for path, sha256, longest in read_whole(list(paths.values()), stored_dtype(LENGTH_DTYPE)):
+        tokens = files[path.name.removesuffix(SUFFIX)]["tokens"]
+        with open_regular(path) as file:
+            lengths = np.fromfile(file, "<u4")
+        total = int(lengths.sum(dtype=np.int64))
+        if path.stat().st_size % LENGTH_BYTES or not lengths.all() or total != tokens:
+            raise UserError(
+                f"{path} has lengths that add up to {total:,} and its token file {tokens:,} tokens; each is "
+                "the number of tokens of a document, above 0, as uint32"
+            )
+        known = {"documents": len(lengths), "longest": longest, "sha256": sha256}
+        files[path.name.removesuffix(SUFFIX)]["lengths"] = known
+
+
 def holds(path: Path, dtype: np.dtype, token_id: int) -> bool:
     with open_regular(path) as file:
         while len(ids := np.fromfile(file, dtype, CHUNK)):
@@ -137,8 +161,10 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
     with only_preparation(folder):
         entries = {path: entry(path, name, {}) for path in paths}  # before they are read: see entry()
         files = describe_files(paths, dtype, tokenizer)
+        add_lengths(folder, files)
         eot_id = find_eot(tokenizer, eot)
-        marked = any(holds(path, dtype, eot_id) for path in paths)
+        listed = any("lengths" in file for file in files.values())
+        marked = not listed and any(holds(path, dtype, eot_id) for path in paths)
         meta = describe(tokenizer.vocab_size, {}, eot_id if marked else None, SOURCE, files)
         meta["dtype"] = name
         if (folder / "meta.json").exists():
@@ -159,7 +185,7 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
         for path, known in entries.items():
             known["max_id"], known["stamp"][-1] = files[path.name]["max_id"], files[path.name]["sha256"]
         remember(folder, {path.name: known for path, known in entries.items()})
-    if not marked:
+    if not marked and not listed:
         print(f"id {eot_id}, the end of a text, is not in the files: doc_masking and packing need it")
     return meta
 

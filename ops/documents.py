@@ -1,6 +1,7 @@
-"""Documents inside a window: where each begins, which tokens may see each other, and where positions begin
-again. All of it follows from the ids, on their device: a document ends with its end-of-text id, which belongs
-to it, and a window begins a document even in the middle of one.
+"""Documents inside a window: which tokens may see each other, and where positions begin again.
+
+The ids say where a document begins: its first token has the bit START. The loader sets it, and nothing else
+has to carry boundaries to the model. No id of a vocabulary is as large.
 
     B batch · T sequence
 """
@@ -13,32 +14,39 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+START = 1 << 32  # ids have at most 32 bits, and tensors of ids 64
+
 
 @dataclass(frozen=True)
 class Documents:
     """What Transformer.documents is in a run with doc_masking=True."""
 
-    eot_id: int
     # documents' numbers (B, T) -> what the kernel takes, of training/hardware/attention_kernels.py
     mask: Callable[[torch.Tensor], object]
 
-    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, object]:
-        """ids (B, T) -> positions (B, T), each counted from its document's first token, and the mask."""
-        starts = document_starts(ids, self.eot_id)
-        return positions(starts), self.mask(starts.cumsum(-1, dtype=torch.int32))
+    def __call__(self, marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, object]:
+        """Marked ids (B, T) -> ids (B, T), positions (B, T), each counted from its document's first token,
+        and the mask."""
+        starts = document_starts(marked)
+        return plain_ids(marked), positions(starts), self.mask(starts.cumsum(-1, dtype=torch.int32))
 
-    def length_per_token(self, ids: torch.Tensor) -> torch.Tensor:
+    def length_per_token(self, marked: torch.Tensor) -> torch.Tensor:
         """The length of the document that a token of ids (..., T) is in, as far as it is in the window, on
         average over tokens: sum of squared lengths / sum of lengths. A scalar in fp32 on the device.
 
         The sum of 2p + 1 over the positions p of a document of length L is L^2.
         """
-        return 2 * positions(document_starts(ids, self.eot_id)).float().mean() + 1
+        return 2 * positions(document_starts(marked)).float().mean() + 1
 
 
-def document_starts(ids: torch.Tensor, eot_id: int) -> torch.Tensor:
+def document_starts(marked: torch.Tensor) -> torch.Tensor:
     """(..., T) bool: the first token of each document, and of each window."""
-    return F.pad(ids[..., :-1] == eot_id, (1, 0), value=True)
+    return F.pad(marked[..., 1:] >= START, (1, 0), value=True)
+
+
+def plain_ids(marked: torch.Tensor) -> torch.Tensor:
+    """The ids without the bit."""
+    return marked & (START - 1)
 
 
 def positions(starts: torch.Tensor) -> torch.Tensor:

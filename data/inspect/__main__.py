@@ -22,9 +22,10 @@ from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
-from data.pipeline.meta_file import count_tokens, load_tokenizer, names_tokenizer, read_meta
+from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_files
+from data.pipeline.meta_file import count_tokens, document_ends, load_tokenizer, names_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
-from data.pipeline.verified import entry, forget, read_whole, remember
+from data.pipeline.verified import damaged_files, entry, forget, read_whole, remember
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
@@ -38,8 +39,19 @@ def check_files(folder: Path, meta: dict, hashes: bool) -> None:
             raise UserError(f"{path} is missing or not a regular file; {how_to_make(folder)}")
         if path.stat().st_size != size:
             raise UserError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
+    lengths = lengths_files(meta["files"])
+    for name in lengths:
+        size = meta["files"][name.removesuffix(SUFFIX)]["lengths"]["documents"] * LENGTH_BYTES
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise UserError(f"{folder / name} is missing, or has not the {size:,} bytes that it had")
     if not hashes:
         return
+    forget(folder, set(lengths))
+    if damaged := damaged_files(folder, LENGTH_DTYPE, lengths):
+        forget(folder, damaged)
+        raise UserError(
+            f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
+        )
     entries = {name: entry(folder / name, meta["dtype"], written) for name, written in meta["files"].items()}
     for path, sha256, max_id in read_whole([folder / name for name in meta["files"]], dtype):
         written = meta["files"][path.name]
@@ -98,11 +110,11 @@ def main() -> None:
     folder = dataset_folder(args.dataset)
     meta = read_meta(folder)
     check_files(folder, meta, args.hash)
-    recorded, eot_id = meta["tokenizer"], meta["eot_id"]
+    recorded = meta["tokenizer"]
     tokenizer = load_tokenizer(folder) if names_tokenizer(recorded) else None
     name = recorded.get("name", recorded["kind"]) if tokenizer else "not in meta.json, so samples are ids"
     print(f"dataset    {folder}, from {printable(meta['source'])}")
-    print(f"tokenizer  {printable(name)}, {meta['vocab_size']:,} ids, end-of-text {eot_id}")
+    print(f"tokenizer  {printable(name)}, {meta['vocab_size']:,} ids, {document_ends(meta)}")
     for key in ("documents", "empty", "bad"):
         if key in meta:
             print(f"{key:9s}  {meta[key]:,}")

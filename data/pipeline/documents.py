@@ -1,6 +1,7 @@
 """Reads documents from files on disk: .txt, .jsonl, .jsonl.gz, .jsonl.zst and .parquet, one file at a time.
 
-A .txt file is one document, read in chunks; each line of .jsonl or row of .parquet is one, {"text": ...}.
+A .txt file is one document, read in chunks; each line of .jsonl or row of .parquet is one, {"text": ...}, and
+so is each sample of an MDS shard (data/pipeline/mds.py).
 What cannot be read becomes a BadRecord and is never left out in silence. The trap: zstandard's own reader
 takes the middle of a frame for its end, so an archive that was cut off reads like a shorter one; ZstdFile
 below knows the difference.
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.text import plain
+from data.pipeline.mds import is_shard
+from data.pipeline.mds_samples import read_texts
 from data.pipeline.parquet import read_values
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -172,6 +175,13 @@ def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int
         yield number + 1, BadRecord(reason)
 
 
+def read_mds(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
+    """A damaged shard is a UserError and no BadRecord: not one of its samples is used."""
+    for number, text in read_texts(path):
+        yield number, BadRecord(f"{path}, sample {number} is not UTF-8 text") if text is None else text
+    progress(path.stat().st_size)
+
+
 def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
     """The chunks of a .txt file, with \\n for \\r\\n."""
     position = 0
@@ -202,7 +212,11 @@ def read_records(
     if not path.stat().st_size:
         yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")
         return
-    for number, text in (
-        read_rows(path, progress) if path.suffix == ".parquet" else read_lines(path, progress)
-    ):
+    for number, text in _reader(path)(path, progress):
         yield number, text if isinstance(text, BadRecord) else [text]
+
+
+def _reader(path: Path) -> Callable:
+    if is_shard(path):
+        return read_mds
+    return read_rows if path.suffix == ".parquet" else read_lines

@@ -5,6 +5,13 @@ import re
 from pathlib import Path
 
 from common.json_file import read_json
+from data.pipeline.document_lengths import (
+    LENGTH_BYTES,
+    LENGTH_DTYPE,
+    SUFFIX,
+    lengths_files,
+    lengths_name,
+)
 from data.pipeline.meta_file import wrong_token_file
 from data.pipeline.token_files import is_count, stored_dtype
 from data.pipeline.units import Unit
@@ -24,6 +31,9 @@ def read_checked(patterns: dict[Path, str], folder: Path, dtype: str) -> list[di
     manifests = [_read(path, pattern, folder, dtype) for path, pattern in patterns.items()]
     files = {name: file for manifest in manifests if manifest for name, file in manifest["files"].items()}
     damaged = damaged_files(folder, dtype, files)
+    damaged |= {
+        name.removesuffix(SUFFIX) for name in damaged_files(folder, LENGTH_DTYPE, lengths_files(files))
+    }
     for name in sorted(damaged):
         print(f"{folder / name} is damaged; it is made again")
     return [
@@ -42,6 +52,10 @@ def _read(path: Path, pattern: str, folder: Path, dtype: str) -> dict | None:
             there = folder / name
             if not there.is_file() or there.stat().st_size != file["tokens"] * itemsize:
                 return None
+            if "lengths" in file:
+                there, size = folder / lengths_name(name), file["lengths"]["documents"] * LENGTH_BYTES
+                if not there.is_file() or there.stat().st_size != size:
+                    return None
         return manifest
     except (OSError, ValueError):
         return None

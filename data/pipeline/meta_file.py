@@ -18,6 +18,7 @@ from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import read_json
 from data.folders import DATA_DIR, dataset_argument, how_to_make, is_plain_name
+from data.pipeline.document_lengths import MOST_LENGTH
 from data.pipeline.token_files import (
     DTYPES,
     SPLITS,
@@ -38,6 +39,7 @@ from data.tokenizers.tokenizer import (
 )
 
 FORMAT = 1  # of meta.json; a reader refuses the formats that it does not know
+LENGTHS_FORMAT = 2  # the same, and each token file has a file of document lengths beside it
 MOST_BYTES = 1 << 28  # of a meta.json: it has about 150 bytes for each token file
 MOST_IDS = 1 << 32  # of a vocabulary: ids have at most four bytes
 
@@ -45,7 +47,7 @@ MOST_IDS = 1 << 32  # of a vocabulary: ids have at most four bytes
 def describe(vocab_size: int, tokenizer: dict, eot_id: int | None, source: str, files: dict) -> dict:
     """What meta.json holds. tokenizer is the .meta of one; files is {name: what its TokenWriter counted}."""
     return {
-        "format": FORMAT,
+        "format": LENGTHS_FORMAT if any("lengths" in file for file in files.values()) else FORMAT,
         "dtype": smallest_dtype(vocab_size),
         "vocab_size": vocab_size,
         "eot_id": eot_id,
@@ -79,9 +81,11 @@ def read_meta(folder: str | Path) -> dict:
         raise UserError(f"{path} is damaged ({error}); {how_to_make(folder)}") from None
     if re.fullmatch("[0-9]{1,10}", str(meta.get("vocab_size"))):
         meta["vocab_size"] = int(meta["vocab_size"])  # people who write it by hand put it in quotes
-    if type(meta.get("format", FORMAT)) is not int or meta.get("format", FORMAT) != FORMAT:
+    version = meta.get("format", FORMAT)
+    if type(version) is not int or version not in (FORMAT, LENGTHS_FORMAT):
         raise UserError(
-            f"{path} has format {meta['format']!r:.80}, this code reads {FORMAT}; run its prepare.py again"
+            f"{path} has format {version!r:.80}, this code reads {FORMAT} and {LENGTHS_FORMAT}; run its "
+            "prepare.py again"
         )
     if meta.get("dtype") not in DTYPES:  # in a tuple: a value of any type may be looked for
         raise UserError(f"{path}: dtype {meta.get('dtype')!r:.80} is not one of {', '.join(DTYPES)}")
@@ -134,6 +138,8 @@ def _wrong_field(meta: dict) -> str | None:
     for name, file in files.items():
         if wrong := wrong_token_file(name, file):
             return wrong
+        if ("lengths" in file) != (meta.get("format") == LENGTHS_FORMAT):
+            return f"format {meta.get('format')}, in which {name} has no such entry for document lengths"
     return _wrong_tokenizer(meta.get("tokenizer"))
 
 
@@ -150,6 +156,17 @@ def wrong_token_file(name: str, file: object) -> str | None:
         return f"the largest id {max_id!r:.80} in {name}"
     if file.get("sha256") is not None and not is_hash(file["sha256"]):
         return f"a sha256 of {name} that is {file['sha256']!r:.80}"
+    return _wrong_lengths(name, file["lengths"], tokens) if "lengths" in file else None
+
+
+def _wrong_lengths(name: str, lengths: object, tokens: int | None) -> str | None:
+    if not isinstance(lengths, dict) or not is_hash(lengths.get("sha256")) or tokens is None:
+        return f"the document lengths {lengths!r:.80} of {name}, with {tokens!r:.80} tokens"
+    documents, longest = lengths.get("documents"), lengths.get("longest")
+    if not is_count(documents, tokens) or not is_count(longest, min(tokens, MOST_LENGTH)):
+        return (
+            f"{documents!r:.80} documents of at most {longest!r:.80} tokens in {name}, which has {tokens:,}"
+        )
     return None
 
 
@@ -245,10 +262,17 @@ def _this_python(root: Path) -> str:
     return str(this.relative_to(root) if this.is_relative_to(root) else this)
 
 
+def document_ends(meta: dict) -> str:
+    """How the end of a document is known."""
+    if meta.get("format") == LENGTHS_FORMAT:
+        return f"{sum(file['lengths']['documents'] for file in meta['files'].values()):,} documents by length"
+    return f"end-of-text id {meta['eot_id']}"
+
+
 def report(meta: dict, folder: str | Path, config: str | None = None) -> None:
     """Print where the dataset is, what it holds, and the command that trains on it."""
     tokens = ", ".join(f"{split} {count:,}" for split, count in count_tokens(meta).items())
     print(f"in     {Path(folder).resolve()}")
     print(f"tokens {tokens}, as {meta['dtype']}")
-    print(f"vocab  {meta['vocab_size']:,}, end-of-text id {meta['eot_id']}")
+    print(f"vocab  {meta['vocab_size']:,}, {document_ends(meta)}")
     print(f"next   {training_command(meta, folder, config)}")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.durable_file import write_bytes, write_json
@@ -135,7 +135,7 @@ def assemble(
     folder: Path,
     manifests: list[dict],
     tokenizer: SubwordTokenizer,
-    eot_id: int,
+    eot_id: int | None,
     source: str,
 ) -> dict:
     """Write tokenizer.json, meta.pkl and, last, meta.json."""
@@ -193,7 +193,8 @@ def finish(
             f"command with a larger one to leave them out:\n    {shown}"
         )
     if not joined:
-        manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
+        if not settings.tokens:
+            manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
         _check_no_overlap(folder, manifests)
         joined = join(manifests, folder, settings.shard_tokens, tokenizer.vocab_size)
         manifests = [joined] if joined else manifests
@@ -232,7 +233,7 @@ def prepare(
     of_test = [path for path in files if os.path.abspath(path) not in read]
     say_left_out("", of_test, "the test split: there are files for training and for validation")
     plan = {
-        **asdict(settings),
+        **settings.to_dict(),
         "input": listing,
         "tokenizer": hash_tokenizer(tokenizer),
         "max_tokens": max_tokens,
@@ -249,10 +250,11 @@ def prepare(
             if missing:
                 (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
         if missing and job.workers:
-            check_disk_space(missing, folder, tokenizer, stored_dtype(dtype).itemsize, store.size)
+            if not settings.tokens:  # how many ids a shard of them holds is not known before it is read
+                check_disk_space(missing, folder, tokenizer, stored_dtype(dtype).itemsize, store.size)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
-            fast = needed > FAST_BYTES and tokenizer.use_fast_encoder()
+            fast = not settings.tokens and needed > FAST_BYTES and tokenizer.use_fast_encoder()
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
             run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)

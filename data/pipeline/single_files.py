@@ -13,10 +13,11 @@ import numpy as np
 
 from common.durable_file import sync, sync_folder, write_json
 from common.errors import UserError
+from data.pipeline.document_lengths import LengthsWriter, lengths_name, with_lengths
 from data.pipeline.manifests import COUNTS, read_checked
 from data.pipeline.token_files import SPLITS, TokenWriter, is_of_split, smallest_dtype, stored_dtype
 from data.pipeline.units import BAD_LISTED
-from data.pipeline.verified import entry, remember
+from data.pipeline.verified import remember_files
 
 CHUNK = 1 << 24  # tokens that are read at once
 
@@ -44,18 +45,22 @@ def join(manifests: list[dict], folder: Path, shard_tokens: int, vocab_size: int
     if not 0 < min(totals) <= max(totals) <= shard_tokens:
         return None
     temporary = {split: folder / f"{split}.bin.tmp" for split in SPLITS}
-    joined = {}
+    lengths = {split: folder / f"{lengths_name(f'{split}.bin')}.tmp" for split in SPLITS}
+    joined: dict[str, dict] = {}
     try:
         for split, files in written.items():
-            joined[f"{split}.bin"] = _copy(folder, [name for name, _ in files], temporary[split], vocab_size)
+            names = [name for name, _ in files]
+            joined[f"{split}.bin"] = _copy(folder, names, temporary[split], vocab_size)
+            if all("lengths" in file for _, file in files):
+                joined[f"{split}.bin"]["lengths"] = _copy_lengths(folder, names, lengths[split])
         if [file["tokens"] for file in joined.values()] != totals:
             raise UserError(f"the token files in {folder} were changed meanwhile; run the same command again")
-        for split in SPLITS:
-            sync(temporary[split])
-        for split in SPLITS:
-            os.replace(temporary[split], folder / f"{split}.bin")
+        for name in with_lengths(joined):
+            sync(folder / f"{name}.tmp")
+        for name in with_lengths(joined):
+            os.replace(folder / f"{name}.tmp", folder / name)
     finally:
-        for path in temporary.values():
+        for path in (*temporary.values(), *lengths.values()):
             path.unlink(missing_ok=True)
     sync_folder(folder)
     counts = {name: sum(manifest[name] for manifest in manifests) for name in COUNTS}
@@ -63,7 +68,7 @@ def join(manifests: list[dict], folder: Path, shard_tokens: int, vocab_size: int
     manifest = {**counts, "bad_records": bad_records[:BAD_LISTED], "files": joined}
     write_json(_manifest_path(folder), manifest)
     dtype = smallest_dtype(vocab_size)
-    remember(folder, {name: entry(folder / name, dtype, file) for name, file in joined.items()})
+    remember_files(folder, dtype, joined)
     _delete_units(folder)
     return manifest
 
@@ -89,6 +94,18 @@ def _copy(folder: Path, names: list[str], path: Path, vocab_size: int) -> dict:
             with open(folder / name, "rb") as file:
                 while len(ids := np.fromfile(file, stored_dtype(dtype), CHUNK)):
                     writer.write(ids)
+        return writer.finish()
+    finally:
+        writer.file.close()
+
+
+def _copy_lengths(folder: Path, names: list[str], path: Path) -> dict:
+    writer = LengthsWriter(path)
+    try:
+        for name in names:
+            with open(folder / lengths_name(name), "rb") as file:
+                while len(lengths := np.fromfile(file, "<u4", CHUNK)):
+                    writer.write(lengths)
         return writer.finish()
     finally:
         writer.file.close()

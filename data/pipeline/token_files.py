@@ -14,6 +14,7 @@ import numpy as np
 from common.durable_file import create
 from common.errors import UserError
 from common.json_file import open_regular
+from data.pipeline.document_lengths import LengthsWriter, lengths_name, split_lengths
 
 SPLITS = ("train", "val")
 DTYPES = ("uint16", "uint32")
@@ -119,29 +120,42 @@ class ShardWriter:
         self.vocab_size = vocab_size
         self.name = ""  # of the file that is open
         self.writer: TokenWriter | None = None
+        self.lengths_writer: LengthsWriter | None = None
         self.files: dict[str, dict] = {}
 
-    def write(self, ids: np.ndarray) -> None:
+    def write(self, ids: np.ndarray, lengths: np.ndarray | None = None) -> None:
+        """lengths: of the documents that these ids are, if files of lengths are written beside the tokens."""
         while len(ids):
-            if self.writer is None:
-                if len(self.files) == MOST_SHARDS:
-                    raise UserError(
-                        f"--shard_tokens={self.shard_tokens} makes more than {MOST_SHARDS:,} files of one "
-                        "unit; use a larger one"
-                    )
-                self.name = f"{self.stem}_{len(self.files):03d}.bin"
-                path = self.folder / f"{self.name}.tmp"
-                self.writer = TokenWriter(path, smallest_dtype(self.vocab_size), self.vocab_size)
-            missing = self.shard_tokens - self.writer.tokens
-            self.writer.write(ids[:missing])
-            ids = ids[missing:]
-            if self.writer.tokens == self.shard_tokens:
+            writer = self.writer or self.open_file(lengths is not None)
+            part = ids[: self.shard_tokens - writer.tokens]
+            writer.write(part)
+            if lengths is not None and self.lengths_writer is not None:
+                here, lengths = split_lengths(lengths, len(part))
+                self.lengths_writer.write(here)
+            ids = ids[len(part) :]
+            if writer.tokens == self.shard_tokens:
                 self.close_file()
+
+    def open_file(self, with_lengths: bool) -> TokenWriter:
+        if len(self.files) == MOST_SHARDS:
+            raise UserError(
+                f"--shard_tokens={self.shard_tokens} makes more than {MOST_SHARDS:,} files of one "
+                "unit; use a larger one"
+            )
+        self.name = f"{self.stem}_{len(self.files):03d}.bin"
+        path = self.folder / f"{self.name}.tmp"
+        self.writer = TokenWriter(path, smallest_dtype(self.vocab_size), self.vocab_size)
+        if with_lengths:
+            self.lengths_writer = LengthsWriter(self.folder / f"{lengths_name(self.name)}.tmp")
+        return self.writer
 
     def close_file(self) -> None:
         if self.writer is not None:
             self.files[self.name] = self.writer.finish()
             self.writer = None
+        if self.lengths_writer is not None:
+            self.files[self.name]["lengths"] = self.lengths_writer.finish()
+            self.lengths_writer = None
 
     def finish(self) -> dict[str, dict]:
         """{name: what meta.json says of the file}"""
@@ -149,6 +163,7 @@ class ShardWriter:
         return self.files
 
     def abandon(self) -> None:
-        if self.writer is not None:
-            with contextlib.suppress(OSError):  # closing writes, and a full disk fails again
-                self.writer.file.close()
+        for writer in (self.writer, self.lengths_writer):
+            if writer is not None:
+                with contextlib.suppress(OSError):  # closing writes, and a full disk fails again
+                    writer.file.close()

@@ -10,17 +10,20 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.durable_file import sync, sync_folder, write_json
 from common.errors import UserError
+from data.pipeline.document_lengths import split_lengths, with_lengths
 from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.mds_samples import read_tokens
 from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
-from data.pipeline.verified import entry, remember
+from data.pipeline.verified import remember_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
 
@@ -41,10 +44,20 @@ BAD_LISTED = 20  # bad records that a unit's manifest describes; all are counted
 class Settings:
     """All that the bytes of a dataset depend on, apart from the input and the tokenizer."""
 
-    eot_id: int
+    eot_id: int | None  # that ends each document; None: document lengths are stored beside the tokens
     bos_id: int | None
     val_fraction: float
     shard_tokens: int
+    # of MDS shards that hold token ids (data/pipeline/mds_samples.py)
+    tokens: str | None = None
+    lengths: str | None = None
+    split_at: int | None = None
+    bytes_dtype: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For plan.json. What is only of token ids is left out for text."""
+        of_text = ("eot_id", "bos_id", "val_fraction", "shard_tokens")
+        return {key: value for key, value in asdict(self).items() if self.tokens or key in of_text}
 
 
 @dataclass(frozen=True)
@@ -189,6 +202,19 @@ def encode_unit(
     yield from encode_batch(batch, tokenizer, reject)
 
 
+def token_unit(
+    unit: Unit, settings: Settings, reject: Callable[[str], None], progress: Callable[[int], None]
+) -> Iterator[tuple[str, list[np.ndarray], np.ndarray]]:
+    """(split, [ids], lengths of the documents in them) of every sample of token ids, in order."""
+    assert settings.tokens and settings.bytes_dtype, settings
+    columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype)
+    for path, name in unit.files:
+        for number, ids, lengths in read_tokens(Path(path), *columns, reject):
+            val = unit.split is None and is_validation(name, number, settings.val_fraction)
+            yield "val" if val else unit.split or "train", [ids], lengths
+        progress(os.path.getsize(path))
+
+
 class Output:
     """The token files of one unit. It is full when it holds the unit's max_tokens."""
 
@@ -198,20 +224,25 @@ class Output:
             for split in SPLITS
         }
         self.start = [] if settings.bos_id is None else [np.array([settings.bos_id], dtype=np.uint32)]
-        self.end = np.array([settings.eot_id], dtype=np.uint32)
+        self.end = np.array([] if settings.eot_id is None else [settings.eot_id], dtype=np.uint32)
         self.max_tokens, self.tokens = unit.max_tokens, 0
         self.waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self.lengths: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}  # of what is waiting
         self.waiting_tokens = 0
 
     @property
     def full(self) -> bool:
         return self.max_tokens is not None and self.tokens >= self.max_tokens
 
-    def add(self, split: str, pieces: Iterable[np.ndarray]) -> None:
-        """Add a document. If it does not fit it is cut, and the unit's last token is its end-of-text id."""
+    def add(self, split: str, pieces: Iterable[np.ndarray], lengths: np.ndarray | None = None) -> None:
+        """Add a document. If it does not fit it is cut, and the unit's last token is its end-of-text id.
+        lengths: of the documents that the ids are, where these are stored."""
+        if lengths is not None:
+            fitting = sum(lengths.tolist()) if self.max_tokens is None else self.max_tokens - self.tokens
+            self.lengths[split].append(split_lengths(lengths, fitting)[0])
         for ids in chain(self.start, pieces, [self.end]):
             if self.max_tokens is not None and self.tokens + len(ids) >= self.max_tokens:
-                ids = np.append(ids[: self.max_tokens - self.tokens - 1], self.end)
+                ids = np.append(ids[: self.max_tokens - self.tokens - len(self.end)], self.end)
             self.waiting[split].append(ids)
             self.tokens += len(ids)
             self.waiting_tokens += len(ids)
@@ -223,8 +254,12 @@ class Output:
     def write(self) -> None:
         for split, waiting in self.waiting.items():
             if waiting:
-                self.writers[split].write(np.concatenate(waiting))
+                lengths = self.lengths[split]
+                self.writers[split].write(
+                    np.concatenate(waiting), np.concatenate(lengths) if lengths else None
+                )
                 waiting.clear()
+                lengths.clear()
         self.waiting_tokens = 0
 
     def finish(self) -> dict:
@@ -268,23 +303,27 @@ def tokenize(
         progress(size, 0, 0)
 
     try:
-        documents = encode_unit(unit, tokenizer, settings, reject, advance)
+        documents: Iterator = encode_unit(unit, tokenizer, settings, reject, advance)
+        if settings.tokens:
+            documents = token_unit(unit, settings, reject, advance)
         while not output.full and (document := next(documents, None)) is not None:
-            split, pieces = document
+            split, pieces, *lengths = document
             pieces = iter(pieces)
             first = next(pieces)
             if len(first) == 0:
                 counts["empty"] += 1
                 continue
             before = output.tokens
-            output.add(split, chain([first], pieces))
+            output.add(split, chain([first], pieces), *lengths)
             counts["documents"] += 1
             progress(0, 1, output.tokens - before)
         progress(unread, 0, 0)  # bytes that were not needed, as max_tokens was reached
         files = output.finish()
-        for name in files:
+        if settings.tokens:  # what was counted is samples
+            counts["documents"] = sum(file["lengths"]["documents"] for file in files.values())
+        for name in with_lengths(files):
             sync(folder / f"{name}.tmp")
-        for name in files:
+        for name in with_lengths(files):
             os.replace(folder / f"{name}.tmp", folder / name)
         sync_folder(folder)
     except BaseException:
@@ -294,5 +333,5 @@ def tokenize(
     manifest = {**counts, "bad_records": bad_records, "files": files}
     write_json(unit.manifest_path(folder), manifest)
     dtype = smallest_dtype(tokenizer.vocab_size)
-    remember(folder, {name: entry(folder / name, dtype, file) for name, file in files.items()})
+    remember_files(folder, dtype, files)
     return manifest

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
+from data.pipeline.document_lengths import LENGTH_DTYPE, lengths_files
 from data.pipeline.token_files import stored_dtype
 
 MEMORY = ".verified.json"
@@ -60,6 +61,13 @@ def remember(folder: Path, entries: dict[str, dict]) -> None:
     """Add entries to .verified.json. In a folder that cannot be written, files are read again each time."""
     with contextlib.suppress(OSError), _one_at_a_time(folder):
         write_bytes(folder / MEMORY, json.dumps({**recall(folder), **entries}).encode())
+
+
+def remember_files(folder: Path, dtype: str, files: dict[str, dict]) -> None:
+    """Remembers token files that were just written, and their files of lengths."""
+    entries = {name: entry(folder / name, dtype, file) for name, file in files.items()}
+    lengths = lengths_files(files).items()
+    remember(folder, entries | {name: entry(folder / name, LENGTH_DTYPE, file) for name, file in lengths})
 
 
 def forget(folder: Path, names: Set[str]) -> None:

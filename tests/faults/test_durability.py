@@ -24,6 +24,7 @@ from data.adopt import adopt
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
+from training.batches.document_starts import EndOfText
 from training.batches.packing import pack_documents
 from training.checkpoints.tensor_files import Part, write_parts
 from training.configuration.keys import TrainConfig
@@ -273,7 +274,7 @@ def test_a_packing_is_on_disk_before_it_has_its_name(disk):
     ids = np.arange(1, 400)
     ids[::13] = EOT
     ids.astype("<u2").tofile(disk.root / "train_000.bin")
-    pack_documents(files_of(disk.root), disk.root, "train", T, EOT)
+    pack_documents(EndOfText(files_of(disk.root), EOT), disk.root, "train", T)
     disk.end()
     (name,) = {path for path in disk.order() if "/" not in path}
     assert name == f".packed-train-{T}"

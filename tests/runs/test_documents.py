@@ -10,6 +10,7 @@ from model import manual_attention
 from model_builder import build_model, count_flops
 from model_config import model_config
 from ops.documents import Documents, dense_mask, document_starts, positions
+from training.batches.document_starts import EndOfText
 from training.batches.windows import epoch_offset
 from training.hardware.attention_kernels import choose_attention
 from training.records.utilization import document_flops
@@ -25,10 +26,18 @@ def documents_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     ]
 
 
+def marked(ids: torch.Tensor) -> torch.Tensor:
+    """Rows of ids as the loader marks them."""
+    rows = ids.numpy().copy()
+    for row in rows:
+        EndOfText(None, EOT).mark(row, 0)
+    return torch.from_numpy(rows)
+
+
 def masked_model(config, asked: str = "sdpa", device=CPU, dtype=torch.float32):
     choice = choose_attention(asked, config, dtype, device, manual_attention, documents=True)
     model = build_model(config, choice.attend, dtype).init_weights(device, seed=1)
-    model.documents = Documents(EOT, choice.mask)
+    model.documents = Documents(choice.mask)
     return model
 
 
@@ -37,7 +46,7 @@ def masked_model(config, asked: str = "sdpa", device=CPU, dtype=torch.float32):
 
 def test_an_end_of_text_belongs_to_the_document_that_it_ends():
     ids = torch.tensor([[5, EOT, 6, 7, EOT, EOT, 8], [EOT, 5, 5, 5, 5, 5, EOT]])
-    starts = document_starts(ids, EOT)
+    starts = document_starts(marked(ids))
     assert starts.int().tolist() == [[1, 0, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0, 0]]
     assert positions(starts).tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
 
@@ -50,7 +59,7 @@ def test_logits_of_a_packed_window_equal_those_of_each_document_alone(preset, as
     alone = build_model(config).init_weights("cpu", seed=1)
     first = documents_of(20, 1, 7, 20)
     second = documents_of(48, seed=1)
-    logits = model(torch.stack([torch.cat(first), torch.cat(second)]))
+    logits = model(marked(torch.stack([torch.cat(first), torch.cat(second)])))
     for row, parts in zip(logits, (first, second), strict=True):
         for ids, part in zip(parts, row.split([len(p) for p in parts]), strict=True):
             assert torch.allclose(part, alone(ids[None])[0], atol=1e-4)
@@ -60,7 +69,7 @@ def test_gradients_of_a_packed_window_are_the_sum_of_those_of_each_document():
     config, parts = small("qwen3"), documents_of(20, 28)
     packed, alone = masked_model(config), build_model(config).init_weights("cpu", seed=1)
     ids = torch.cat(parts)[None]
-    packed(ids, ids.roll(-1)).backward()
+    packed(marked(ids), ids.roll(-1)).backward()
     for part, targets in zip(parts, ids.roll(-1)[0].split([20, 28]), strict=True):
         (alone(part[None], targets[None]) * len(part) / T).backward()
     for mine, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
@@ -99,7 +108,7 @@ def test_a_kernel_without_a_mask_cannot_be_given_one():
     config = small("qwen3")
     plain = choose_attention("sdpa", config, torch.float32, CPU, manual_attention)
     model = build_model(config, plain.attend).init_weights("cpu", seed=1)
-    model.documents = Documents(EOT, dense_mask)
+    model.documents = Documents(dense_mask)
     with pytest.raises(TypeError):
         model(torch.cat(documents_of(20, 28))[None])
 

@@ -31,6 +31,7 @@ CHANGED = {  # guarded key -> another value than the default
     "warmup_iters": 100,
     "lr_decay_iters": 30_000,
     "wsd_decay_fraction": 0.5,
+    "wsd_decay_shape": "cosine",
     "weight_decay": 0.0,
     "beta1": 0.8,
     "beta2": 0.99,

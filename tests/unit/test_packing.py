@@ -12,6 +12,7 @@ import torch
 from support.helpers import TINY, last_run, run_train, write_config
 from support.packed_tokens import EOT, VOCAB, T, files_of
 
+from training.batches.document_starts import EndOfText
 from training.batches.packing import PackedWindows, best_fit_decreasing, pack_documents
 from training.batches.windows import inputs_and_targets
 
@@ -35,7 +36,8 @@ def folder(tmp_path_factory):
 
 def windows_of(folder):
     tokens = files_of(folder)
-    return PackedWindows(tokens, T, EOT, *pack_documents(tokens, folder, "train", T, EOT))
+    documents = EndOfText(tokens, EOT)
+    return PackedWindows(documents, T, *pack_documents(documents, folder, "train", T))
 
 
 def documents_of(folder) -> list[np.ndarray]:
@@ -94,22 +96,26 @@ def test_documents_of_real_lengths_leave_hardly_any_room():
 
 def test_packing_is_made_once_and_again_when_the_tokens_change(folder):
     tokens = files_of(folder)
-    made, _ = pack_documents(tokens, folder, "train", T, EOT)
+    made, _ = pack_documents(EndOfText(tokens, EOT), folder, "train", T)
     before = (made / "index.json").stat().st_mtime_ns
-    assert pack_documents(tokens, folder, "train", T, EOT)[0] == made
+    assert pack_documents(EndOfText(tokens, EOT), folder, "train", T)[0] == made
     assert (made / "index.json").stat().st_mtime_ns == before
     os.utime(folder / "train_001.bin", ns=(time.time_ns(), time.time_ns()))
-    assert (pack_documents(tokens, folder, "train", T, EOT)[0] / "index.json").stat().st_mtime_ns > before
+    assert (
+        pack_documents(EndOfText(tokens, EOT), folder, "train", T)[0] / "index.json"
+    ).stat().st_mtime_ns > before
     assert not list(folder.glob(".packed-*.tmp-*"))
 
 
 def test_a_packing_that_was_killed_is_made_again(folder):
     tokens = files_of(folder)
-    made, _ = pack_documents(tokens, folder, "train", T, EOT)
+    made, _ = pack_documents(EndOfText(tokens, EOT), folder, "train", T)
     whole = (made / "pieces.bin").read_bytes()
     (made / "index.json").unlink()
     (made / "pieces.bin").write_bytes(whole[:100])
-    assert (pack_documents(tokens, folder, "train", T, EOT)[0] / "pieces.bin").read_bytes() == whole
+    assert (
+        pack_documents(EndOfText(tokens, EOT), folder, "train", T)[0] / "pieces.bin"
+    ).read_bytes() == whole
 
 
 def test_a_worker_process_opens_its_own_files(folder):

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+import torch
 
-from training.configuration.keys import TrainConfig
-from training.optimization.schedule import SCHEDULES, learning_rate
+from training.configuration.keys import KEYS, TrainConfig
+from training.optimization.schedule import SCHEDULES, WSD_DECAYS, learning_rate
 
 PEAK, FLOOR, WARMUP, END = 1e-2, 1e-3, 10, 110
 DECAYS = ("cosine", "linear", "wsd")
@@ -86,3 +87,50 @@ def test_rate_depends_on_the_iteration_alone():
     backwards = [learning_rate(i, config()) for i in reversed(range(END + 10))]
     assert forwards == backwards[::-1]
     assert rates(57, 58) == forwards[57:58]  # as a resumed run asks for it
+
+
+# --- wsd_decay_shape ---
+
+# learning_rate 1, min_lr 0: the decay of 40 iterations begins at iteration 60 of 100
+GOLDEN = {
+    "linear": {59: 1.0, 60: 1.0, 70: 0.75, 80: 0.5, 90: 0.25, 99: 0.025, 100: 0.0, 200: 0.0},
+    "cosine": {60: 1.0, 70: 0.8535533905932737, 80: 0.5, 90: 0.14644660940672624, 99: 0.0015413331334360181},
+    "1-sqrt": {60: 1.0, 70: 0.5, 80: 0.2928932188134524, 90: 0.1339745962155614, 99: 0.01257911709342502},
+}
+
+
+def tail(shape: str, i: int) -> float:
+    keys = {"learning_rate": 1.0, "min_lr": 0.0, "lr_decay_iters": 100, "wsd_decay_fraction": 0.4}
+    return learning_rate(i, config(lr_schedule="wsd", wsd_decay_shape=shape, **keys))
+
+
+@pytest.mark.parametrize("shape", GOLDEN)
+def test_each_shape_of_the_wsd_decay_has_the_values_of_its_formula(shape):
+    for i, share in GOLDEN[shape].items():
+        assert tail(shape, i) == pytest.approx(share, rel=1e-7, abs=1e-12), i
+    assert tail(shape, 100) == tail(shape, 1000) == 0.0
+
+
+def test_the_shape_of_the_wsd_decay_is_linear_unless_stated_and_guarded_at_a_resume():
+    assert KEYS["wsd_decay_shape"].default == "linear" and KEYS["wsd_decay_shape"].guarded
+    assert set(KEYS["wsd_decay_shape"].choices) == WSD_DECAYS.keys() == GOLDEN.keys()
+    assert rates(0, END, lr_schedule="wsd") == rates(0, END, lr_schedule="wsd", wsd_decay_shape="linear")
+
+
+@pytest.mark.parametrize("shape", GOLDEN)
+def test_after_warm_up_wsd_equals_the_schedule_of_transformers(shape):
+    """Its warm-up begins at a rate of 0, ours above it."""
+    from torch.optim import SGD
+    from transformers import get_wsd_schedule
+
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    scheduler = get_wsd_schedule(
+        optimizer, WARMUP, 44, num_training_steps=END, decay_type=shape, min_lr_ratio=FLOOR / PEAK
+    )
+    keys = {"lr_schedule": "wsd", "wsd_decay_shape": shape, "wsd_decay_fraction": 0.4}
+    for i in range(END + 20):
+        if i >= WARMUP:
+            theirs = optimizer.param_groups[0]["lr"]
+            assert learning_rate(i, config(**keys)) == pytest.approx(theirs, rel=1e-6), i
+        optimizer.step()
+        scheduler.step()

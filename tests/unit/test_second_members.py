@@ -13,7 +13,7 @@ from test_mixture import config, mixed
 from common.errors import UserError
 from data.pipeline import single_files, verified
 from data.pipeline.token_files import TokenWriter
-from training.batches import fingerprint, packed_index, packing
+from training.batches import document_starts, fingerprint, packed_index, packing
 from training.batches.sources import describe_sources, make_windows, open_sources
 from training.batches.token_files import TokenFiles
 from training.checkpoints import tensor_files, verification
@@ -204,10 +204,11 @@ def test_documents_of_every_group_and_chunk_are_packed_once(
 ):
     """Groups of 16 documents, tokens read 50 at a time: nothing is lost or twice at their borders."""
     monkeypatch.setattr(packing, "PACKED_TOGETHER", together)
-    monkeypatch.setattr(packing, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(document_starts, "CHUNK_TOKENS", chunk)
     tokens, wanted = documents
-    folder, index = packing.pack_documents(tokens, tmp_path, "train", 31, 0)
-    windows = packing.PackedWindows(tokens, 31, 0, folder, index)
+    starts = document_starts.EndOfText(tokens, 0)
+    folder, index = packing.pack_documents(starts, tmp_path, "train", 31)
+    windows = packing.PackedWindows(starts, 31, folder, index)
     found = []
     for row in windows.read(np.arange(windows.count)):
         kept = row[row >= 0]

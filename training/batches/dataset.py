@@ -17,9 +17,10 @@ from pathlib import Path
 
 from common.errors import UserError
 from data.folders import how_to_make
+from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_files, lengths_name
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import check_is_tokens, stored_dtype, token_file_names
-from data.pipeline.verified import LARGE, read_whole, recall, remember, stamp
+from data.pipeline.verified import LARGE, damaged_files, read_whole, recall, remember, stamp
 from data.tokenizers.tokenizer import file_hash
 from training.batches.token_files import TokenFiles
 from training.configuration.dataset_name import dataset_folder
@@ -61,6 +62,7 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         _check_names(paths, split, meta, folder)
         stats |= {path: _stat(path) for path in paths}
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
+        _check_lengths(folder, {p.name: meta["files"].get(p.name, {}) for p in paths}, config, scan)
     _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
     _check_vocabulary(meta, config)
@@ -149,6 +151,24 @@ def _check_size(stats: dict[Path, os.stat_result], split: str, meta: dict, confi
             f"of block_size + 1 = {config.block_size + 1:,}; use a smaller --block_size or more text"
         )
     return files
+
+
+def _check_lengths(folder: Path, files: dict[str, dict], config: TrainConfig, scan: bool) -> None:
+    """The files of document lengths, if there are any: sizes, and hashes where the data is scanned. That they
+    add up to the tokens is seen where they are used (training/batches/document_starts.py)."""
+    for name, file in files.items():
+        if lengths := file.get("lengths"):
+            path, documents = folder / lengths_name(name), lengths["documents"]
+            if not path.exists() or _stat(path).st_size != documents * LENGTH_BYTES:
+                raise UserError(
+                    f"{path} is missing or does not hold the {documents:,} lengths that meta.json records; "
+                    f"{how_to_make(folder)}"
+                )
+    if scan and config.verify_data == "hash":
+        if damaged := damaged_files(folder, LENGTH_DTYPE, lengths_files(files)):
+            raise UserError(
+                f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
+            )
 
 
 def _check_vocabulary(meta: dict, config: TrainConfig) -> None:

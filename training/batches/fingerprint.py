@@ -103,7 +103,10 @@ def _file_differences(saved: dict, now: dict) -> list[str]:
     changed = [
         name
         for name in saved.keys() & now.keys()
-        if any(_differ(saved[name][key], now[name][key]) for key in ("tokens", "sha256", "probe"))
+        if any(
+            _differ(saved[name].get(key), now[name].get(key))
+            for key in ("tokens", "sha256", "probe", "lengths")
+        )
     ]
     found = {
         "no": saved.keys() - now.keys(),
@@ -127,7 +130,11 @@ def _file(path: Path, number: int, files: TokenFiles, meta: dict) -> dict:
     tokens = int(files.starts[number + 1] - files.starts[number])
     sha256 = meta["files"].get(path.name, {}).get("sha256")
     probe = None if sha256 else _probe(path, tokens * files.dtype.itemsize)
-    return {"tokens": tokens, "sha256": sha256, "probe": probe}
+    lengths = meta["files"].get(path.name, {}).get("lengths")  # where documents end, without an id for it
+    return {
+        **{"tokens": tokens, "sha256": sha256, "probe": probe},
+        **({"lengths": lengths["sha256"]} if lengths else {}),
+    }
 
 
 def _probe(path: Path, size: int) -> str:

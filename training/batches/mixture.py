@@ -34,6 +34,10 @@ class Mixture(Split):
     def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
         return self.sources
 
+    @property
+    def count(self) -> int:
+        return sum(split.count for split in self.splits)
+
     def counts(self, samples: int) -> np.ndarray:
         """How many of the first `samples` each source has, at the end of a block: its weight times `samples`,
         up to the effect of rounding each share down."""

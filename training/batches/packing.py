@@ -21,41 +21,34 @@ import numpy as np
 
 from common.durable_file import create, sync_folder
 from common.errors import RunError, UserError
+from ops.documents import START
+from training.batches.document_starts import DocumentStarts
 from training.batches.packed_index import DamagedIndex, read_index, write_index
 from training.batches.random_access import read_bytes
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Windows
-from training.configuration.keys import TrainConfig
 
 PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any space is left over
-CHUNK_TOKENS = 1 << 24  # tokens read at a time, to find documents
 
 log = logging.getLogger("nanomfu")
-
-
-def end_of_text_id(config: TrainConfig, meta: dict) -> int | None:
-    """The id that ends a document, None if the run does not need it. Raises UserError."""
-    if not config.doc_masking and config.packing == "stream":
-        return None
-    eot_id = meta.get("eot_id")
-    if eot_id is None:
-        asked = "doc_masking=True" if config.doc_masking else f"packing={config.packing!r}"
-        raise UserError(
-            f"{asked} needs to know where documents end, but the meta.json of dataset={config.dataset!r} "
-            "names no eot_id; prepare it with end-of-text tokens, or leave the key out"
-        )
-    return int(eot_id)
 
 
 class PackedWindows(Windows):
     """A split as token windows of whole documents."""
 
-    def __init__(self, tokens: TokenFiles, block_size: int, eot_id: int, folder: Path, index: dict):
-        """folder, index: what pack_documents() returned for these tokens."""
-        self.tokens, self.block_size, self.folder = tokens, block_size, folder
-        self.padding = ~eot_id  # see inputs_and_targets
+    def __init__(
+        self, documents: DocumentStarts, block_size: int, folder: Path, index: dict, marked: bool = False
+    ):
+        """folder, index: what pack_documents() returned for these documents. marked: marks their first
+        tokens, for doc_masking."""
+        self.tokens, self.block_size, self.folder = documents.tokens, block_size, folder
+        self.mark = START if marked else 0
+        self.padding = ~(documents.padding_id | self.mark)  # see inputs_and_targets
         self.description = {name: value for name, value in index.items() if name != "files"}
-        self.count = self.description["windows"]
+
+    @property
+    def count(self) -> int:
+        return self.description["windows"]
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
         """The windows (len(indices), T + 1) as int64, negative for padding; the same in all epochs."""
@@ -67,6 +60,7 @@ class PackedWindows(Windows):
             at = 0
             for start, length in window_pieces:
                 row[at : at + length] = self.tokens.read(start, length)
+                row[at] |= self.mark
                 at += length
         return rows
 
@@ -98,13 +92,14 @@ def _read_numbers(path: Path, total: int, first: int, count: int) -> np.ndarray:
 
 
 def pack_documents(
-    tokens: TokenFiles, folder: Path, split: str, block_size: int, eot_id: int, hashes: bool = True
+    documents: DocumentStarts, folder: Path, split: str, block_size: int, hashes: bool = True
 ) -> tuple[Path, dict]:
     """(the folder that says which documents share a window, its index); made here if there is none, or a
     damaged one. hashes: compares the hashes of its files, too. Raises UserError."""
+    tokens = documents.tokens
     final = folder / f".packed-{split}-{block_size}"
     stamp = [
-        eot_id,
+        documents.identity,
         PACKED_TOGETHER,
         *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in tokens.paths),
     ]
@@ -118,7 +113,7 @@ def pack_documents(
     temporary, old = (final.with_name(f"{final.name}.{kind}-{unique}") for kind in ("tmp", "old"))
     try:
         temporary.mkdir()
-        write_index(temporary, stamp, _write_windows(tokens, temporary, block_size + 1, eot_id))
+        write_index(temporary, stamp, _write_windows(documents, temporary, block_size + 1))
         if not _is_made(final, tokens, block_size, stamp):  # else another machine has made it meanwhile
             if os.path.lexists(final):  # made of other tokens, incomplete or damaged
                 os.rename(final, old)
@@ -146,11 +141,11 @@ def _is_made(folder: Path, tokens: TokenFiles, block_size: int, stamp: list) -> 
         return False
 
 
-def _write_windows(tokens: TokenFiles, folder: Path, capacity: int, eot_id: int) -> dict:
+def _write_windows(documents: DocumentStarts, folder: Path, capacity: int) -> dict:
     windows = pieces = kept = 0
     with create(folder / "windows.bin") as window_file, create(folder / "pieces.bin") as piece_file:
         window_file.write(np.zeros(1, np.int64).tobytes())
-        for starts, lengths in _groups(tokens, eot_id):
+        for starts, lengths in _groups(documents):
             lengths = np.minimum(lengths, capacity)
             window, count = best_fit_decreasing(lengths, capacity)
             order = np.argsort(window, kind="stable")
@@ -162,28 +157,23 @@ def _write_windows(tokens: TokenFiles, folder: Path, capacity: int, eot_id: int)
         "windows": windows,
         "documents": pieces,
         "tokens_kept": kept,
-        "tokens_cut_off": tokens.total - kept,
+        "tokens_cut_off": documents.tokens.total - kept,
         "share_padded": 1 - kept / (windows * capacity),
     }
 
 
-def _groups(tokens: TokenFiles, eot_id: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _groups(documents: DocumentStarts) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(starts, lengths) of PACKED_TOGETHER documents at a time. Empty documents, which are an end-of-text
     alone, are left out."""
-    ends, begin = np.empty(0, np.int64), 0
-    for first in range(0, tokens.total, CHUNK_TOKENS):
-        count = min(CHUNK_TOKENS, tokens.total - first)
-        tokens.prefetch([first], count)  # files are mapped for random access, without reading ahead
-        chunk = tokens.read(first, count)
-        ends = np.concatenate([ends, np.flatnonzero(chunk == eot_id) + first + 1])
-        last = first + len(chunk) == tokens.total
-        if last and (not len(ends) or ends[-1] != tokens.total):
-            ends = np.append(ends, tokens.total)  # the last document has no end-of-text
+    ends, begin, total = np.empty(0, np.int64), 0, documents.tokens.total
+    for found in documents.ends():
+        ends = np.concatenate([ends, found])
+        last = len(ends) and ends[-1] == total
         while len(ends) >= PACKED_TOGETHER or (last and len(ends)):
             group, ends = ends[:PACKED_TOGETHER], ends[PACKED_TOGETHER:]
             starts = np.concatenate([[begin], group[:-1]])
             begin = int(group[-1])
-            filled = group - starts > 1
+            filled = group - starts >= documents.shortest
             if filled.any():
                 yield starts[filled], (group - starts)[filled]
 

@@ -13,10 +13,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from common.errors import UserError
+from data.pipeline.meta_file import LENGTHS_FORMAT
 from training.batches.dataset import open_dataset, overlap_error
+from training.batches.document_starts import DocumentStarts, find_documents
 from training.batches.mixture import Mixture
 from training.batches.packed_index import index_hash
-from training.batches.packing import PackedWindows, end_of_text_id, pack_documents
+from training.batches.packing import PackedWindows, pack_documents
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
 from training.configuration.dataset_name import dataset_folder, parse_dataset
@@ -30,6 +32,7 @@ class Source:
     folder: Path
     splits: dict[str, TokenFiles]
     meta: dict
+    documents: dict[str, DocumentStarts | None]  # by split; None if the run does not need them
     # hashes of its packings by split and length, such as 'train-1024'; known where the data was scanned
     packings: dict[str, str] = field(default_factory=dict)
 
@@ -41,7 +44,8 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     for name, weight in parse_dataset(config.dataset).items():
         alone = dataclasses.replace(config, dataset=name)
         splits, meta = open_dataset(alone, scan)
-        sources.append(Source(name, weight, dataset_folder(alone), splits, meta))
+        documents = {split: find_documents(alone, meta, tokens) for split, tokens in splits.items()}
+        sources.append(Source(name, weight, dataset_folder(alone), splits, meta, documents))
         if scan and config.packing == "truncate":
             hashes = config.verify_data == "hash"
             for split in splits:
@@ -50,7 +54,6 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     for source in sources[1:]:
         _check_same_tokenizer(sources[0], source)
     _check_no_overlap(sources)
-    end_of_text_id(config, sources[0].meta)  # raises UserError if the run needs one and there is none
     return sources
 
 
@@ -64,23 +67,22 @@ def make_windows(sources: list[Source], config: TrainConfig) -> dict[str, Split]
 
 
 def _windows(source: Source, split: str, config: TrainConfig) -> Windows:
-    tokens = source.splits[split]
     if config.packing == "stream":
-        return StreamWindows(tokens, config.block_size)
+        documents = source.documents[split] if config.doc_masking else None
+        return StreamWindows(source.splits[split], config.block_size, documents)
     packing = packing_of(source, split, config, hashes=False)  # open_sources() has compared them
-    return PackedWindows(tokens, config.block_size, _eot_id(source, config), *packing)
+    return PackedWindows(_documents(source, split), config.block_size, *packing, marked=config.doc_masking)
 
 
 def packing_of(source: Source, split: str, config: TrainConfig, hashes: bool) -> tuple[Path, dict]:
     """The folder that says which documents share a window, and its index; made here if there is none."""
-    eot_id = _eot_id(source, config)
-    return pack_documents(source.splits[split], source.folder, split, config.block_size, eot_id, hashes)
+    return pack_documents(_documents(source, split), source.folder, split, config.block_size, hashes)
 
 
-def _eot_id(source: Source, config: TrainConfig) -> int:
-    eot_id = end_of_text_id(config, source.meta)
-    assert eot_id is not None, config.packing
-    return eot_id
+def _documents(source: Source, split: str) -> DocumentStarts:
+    documents = source.documents[split]
+    assert documents is not None, "packing needs them"
+    return documents
 
 
 # --- checks between sources ---
@@ -100,16 +102,19 @@ def _check_same_tokenizer(one: Source, other: Source) -> None:
 
 
 def _tokenizer(source: Source) -> dict:
-    """What meta.json records to distinguish tokenizers. A name is only a folder name; a hash says more."""
+    """What meta.json records to distinguish tokenizers. A name is only a folder name; a hash says more.
+    Tokens with document lengths beside them name no end-of-text id."""
     recorded = source.meta["tokenizer"] or {}
     facts = {field: recorded[field] for field in ("sha256", "chars", "name") if recorded.get(field)}
-    return {**facts, "vocab_size": source.meta["vocab_size"], "eot_id": source.meta["eot_id"]}
+    if source.meta.get("format") != LENGTHS_FORMAT:
+        facts["eot_id"] = source.meta["eot_id"]
+    return {**facts, "vocab_size": source.meta["vocab_size"]}
 
 
 def _show(tokenizer: dict) -> str:
     name = tokenizer.get("name", "no tokenizer in its meta.json")
     sha256 = f", sha256 {tokenizer['sha256'][:12]}..." if "sha256" in tokenizer else ""
-    return f"{name} ({tokenizer['vocab_size']:,} ids, end-of-text {tokenizer['eot_id']}{sha256})"
+    return f"{name} ({tokenizer['vocab_size']:,} ids, end-of-text {tokenizer.get('eot_id')}{sha256})"
 
 
 def _check_no_overlap(sources: list[Source]) -> None:
@@ -155,6 +160,7 @@ def describe_sources(
                 "tokens": {split: files.total for split, files in source.splits.items()},
                 "files": sum(len(files.paths) for files in source.splits.values()),
                 "epochs": float(weight) * samples / split.count,
+                "samples_per_epoch": split.count,
                 **({"packing": split.description} if isinstance(split, PackedWindows) else {}),
                 "meta": {key: value for key, value in source.meta.items() if key != "files"},
             }

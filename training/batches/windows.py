@@ -10,6 +10,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from ops.documents import plain_ids
+from training.batches.document_starts import DocumentStarts
 from training.batches.token_files import TokenFiles
 from training.configuration.seeds import EPOCH, stream_seed
 
@@ -45,6 +47,11 @@ class Split(ABC):
 
     @property
     @abstractmethod
+    def count(self) -> int:
+        """How many there are in an epoch; in a mixture, in one epoch of each source."""
+
+    @property
+    @abstractmethod
     def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
         """{source: (weight, its windows)}; only a Mixture has several sources."""
 
@@ -56,11 +63,10 @@ class Split(ABC):
 class Windows(Split):
     """A split of one dataset: `count` token windows per epoch, in a permuted order, each once."""
 
-    count: int
-
     @abstractmethod
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
-        """The windows (len(indices), T + 1) as int64, cut as in these epochs. A negative id is padding."""
+        """The windows (len(indices), T + 1) as int64, cut as in these epochs; ids as in
+        inputs_and_targets."""
 
     @property
     def by_source(self) -> dict[str, tuple[Fraction, Windows]]:
@@ -81,18 +87,25 @@ class Windows(Split):
 
 class StreamWindows(Windows):
     """packing='stream': the tokens are cut anywhere into windows. A window is block_size inputs and the one
-    token after them."""
+    token after them. documents: marks their first tokens, for doc_masking."""
 
-    def __init__(self, tokens: TokenFiles, block_size: int):
-        self.tokens, self.block_size = tokens, block_size
-        self.count = (tokens.total - 1) // block_size
+    def __init__(self, tokens: TokenFiles, block_size: int, documents: DocumentStarts | None = None):
+        self.tokens, self.block_size, self.documents = tokens, block_size, documents
+
+    @property
+    def count(self) -> int:
+        return (self.tokens.total - 1) // self.block_size
 
     def read(self, indices: np.ndarray, epochs: np.ndarray | int = 0) -> np.ndarray:
         starts = indices * self.block_size + epoch_offset(
             np.broadcast_to(epochs, indices.shape), self.block_size
         )
         self.tokens.prefetch(starts, self.block_size + 1)
-        return np.stack([self.tokens.read(int(s), self.block_size + 1) for s in starts]).astype(np.int64)
+        rows = np.stack([self.tokens.read(int(s), self.block_size + 1) for s in starts]).astype(np.int64)
+        if self.documents is not None:
+            for row, start in zip(rows, starts, strict=True):
+                self.documents.mark(row, int(start))
+        return rows
 
 
 def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
@@ -107,6 +120,7 @@ def epoch_offset(epoch: np.ndarray, block_size: int) -> np.ndarray:
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding, the bitwise
     complement of the end-of-text id (training/batches/packing.py): as a target, no loss counts it; as an
-    input, it becomes the end-of-text id."""
+    input, it becomes the end-of-text id. With doc_masking, the first token of each document is marked in x
+    (ops/documents.py). As a target it is not: it is predicted from the last token of the document before."""
     x, y = tokens[..., :-1], tokens[..., 1:]
-    return torch.where(x < 0, ~x, x), y.contiguous()
+    return torch.where(x < 0, ~x, x), torch.where(y < 0, y, plain_ids(y))

@@ -34,7 +34,7 @@ from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damage_here, damaged
 from training.configuration.keys import GUARDED, TrainConfig
-from training.optimization.schedule import fix_schedule
+from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
 
@@ -113,18 +113,23 @@ class Resume:
     start: int = 0  # the first iteration
 
 
-def find_resume(config: TrainConfig, world: World, data: dict) -> Resume:
-    """The verified checkpoint that the configuration asks for. All ranks. Raises UserError."""
-    resume = Resume(fix_schedule(config, {}))
+def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -> Resume:
+    """The verified checkpoint that the configuration asks for. epoch: number of its samples, for max_epochs.
+    All ranks. Raises UserError."""
+    per_iteration = config.samples_per_iter(world.size)
+    resume = Resume(fix_schedule(end_after_epochs(config, epoch, per_iteration), {}))
     if config.init_from == "resume":
         checkpoint, saved, renamed = _choose_checkpoint(config, world)
         check_architecture(checkpoint, saved.model_config, config.model_config())
+        config = end_after_epochs(config, epoch, per_iteration, saved.iteration, saved.samples_seen)
         config = fix_schedule(config, saved.config)
         if not config.eval_only:
             refuse_changes(checkpoint, saved, config, world.size, data)
         changed = changed_settings(saved, config)
         resume = Resume(config, checkpoint, changed, renamed, saved.run, saved.iteration)
-    if problem := gather_objects(_aside_problem(config, resume.start) if world.is_main else None, world)[0]:
+    if problem := gather_objects(
+        _aside_problem(resume.config, resume.start) if world.is_main else None, world
+    )[0]:
         raise problem
     return resume
 

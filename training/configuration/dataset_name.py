@@ -37,6 +37,15 @@ def parse_dataset(text: str) -> dict[str, Fraction]:
     return {name: weight / total for name, weight in weights.items()}
 
 
+def check_dataset(config: TrainConfig) -> None:
+    """Raises UserError. In a mixture there is no number of samples after which all text was seen."""
+    if len(parse_dataset(config.dataset)) > 1 and config.max_epochs is not None:
+        raise UserError(
+            f"max_epochs={config.max_epochs:g} with a mixture: each of its datasets has epochs of its own, "
+            "which the start-up report shows; set --max_iters and leave max_epochs out"
+        )
+
+
 def _weight(text: str) -> Fraction | None:
     """The number; None if it is none, or has more digits than a weight needs: '1e999999999' would be computed
     for hours."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, shorten, shown
-from training.configuration.dataset_name import parse_dataset
+from training.configuration.dataset_name import check_dataset
 from training.configuration.keys import ALIASES, FLOAT_MAX, KEYS, ROOT, TrainConfig
 from training.configuration.rules import PATHS, check, did_you_mean
 
@@ -40,7 +40,7 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
     values |= {name: _home(values[name]) for name in PATHS if name in values}
     config = TrainConfig(**values)
     check(config, world_size)
-    parse_dataset(config.dataset)
+    check_dataset(config)
     return config
 
 

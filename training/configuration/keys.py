@@ -50,6 +50,9 @@ class TrainConfig:
     # --- run ---
     out_dir: str = key("out", "folder of run records, logs and checkpoints")
     max_iters: int = key(25000, "optimizer updates in total, also after a resume", minimum=0)
+    max_epochs: float | None = key(
+        None, "also end after so many times through the train windows, if max_iters comes later", minimum=0
+    )
     eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
     eval_iters: int = key(100, "batches of batch_size sequences per split, over all GPUs together", minimum=1)
     eval_only: bool = key(False, "evaluate once, write eval_*.json, and stop; accepts changed settings")
@@ -134,7 +137,7 @@ class TrainConfig:
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
     decay_lr: bool = key(True, "False: a constant learning rate after warm-up", guarded=True)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
-        "cosine", "the decay after a linear warm-up; wsd: stable, then linear", guarded=True
+        "cosine", "the decay after a linear warm-up; wsd: stable, then wsd_decay_shape", guarded=True
     )
     warmup_iters: int | None = key(
         None,
@@ -144,11 +147,12 @@ class TrainConfig:
     )
     lr_decay_iters: int | None = key(
         None,
-        "iteration at which min_lr is reached; None: max_iters of the first attempt, also after a resume",
+        "iteration at which min_lr is reached; None: the last one of the first attempt, also after a resume",
         minimum=1,
         guarded=True,
     )
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
+    wsd_decay_shape: Literal["linear", "cosine", "1-sqrt"] = key("linear", "how wsd decays", guarded=True)
     weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
     beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient, in [0, 1)", guarded=True)

@@ -43,12 +43,9 @@ class AttentionChoice:
     attend: Callable
     mask: Callable | None = None  # documents' numbers (B, T) -> what attend takes as its mask
 
-    def documents(self, eot_id: int | None) -> Documents | None:
+    def documents(self) -> Documents | None:
         """What keeps the documents of a window apart, where the kernel was chosen to."""
-        if self.mask is None:
-            return None
-        assert eot_id is not None, "doc_masking needs it"
-        return Documents(eot_id, self.mask)
+        return None if self.mask is None else Documents(self.mask)
 
     def to_dict(self) -> dict:
         """For the record; 'line' is the one line that the log shows after 'Attention backend:'."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from training.configuration.keys import KEYS, TrainConfig
@@ -18,6 +19,21 @@ MAX_WARMUP = 2000  # iterations of warm-up, unless warmup_iters is stated
 
 
 # --- how long ---
+
+
+def end_after_epochs(
+    config: TrainConfig, epoch: int, per_iteration: int, iteration: int = 0, samples_seen: int = 0
+) -> TrainConfig:
+    """The configuration with max_iters lowered to where max_epochs ends the run. epoch, per_iteration:
+    numbers of samples; iteration, samples_seen: where this attempt begins.
+
+    No sample of the last epoch is left out, so the last iteration may begin another epoch.
+    """
+    if config.max_epochs is None or config.eval_only:
+        return config
+    samples = math.ceil(Fraction(repr(config.max_epochs)) * epoch) - samples_seen
+    left = max(0, -(-samples // per_iteration))
+    return replace(config, max_iters=min(config.max_iters, iteration + left))
 
 
 def warmup_and_decay_iters(config: TrainConfig) -> tuple[int, int]:
@@ -91,10 +107,19 @@ def _linear(progress: float, config: TrainConfig) -> float:
 
 
 def _wsd(progress: float, config: TrainConfig) -> float:
-    """Warm-up, stable, linear decay over the last wsd_decay_fraction. Hu et al. 2024, sec. 4."""
+    """Warm-up, stable, decay over the last wsd_decay_fraction in wsd_decay_shape. Hu et al. 2024, sec. 4."""
     warmup, end = warmup_and_decay_iters(config)
     decay = min(1.0, config.wsd_decay_fraction * end / max(1, end - warmup))
-    return min(1.0, (1.0 - progress) / decay)
+    return WSD_DECAYS[config.wsd_decay_shape](min(1.0, (1.0 - progress) / decay))
+
+
+# wsd_decay_shape -> share of (learning_rate - min_lr), of the share of the decay's iterations that are left:
+# 1 where the decay begins, 0 at lr_decay_iters. '1-sqrt': Haegele et al. 2024 (arXiv 2405.18392), sec. 3.
+WSD_DECAYS = {
+    "linear": lambda left: left,
+    "cosine": lambda left: 0.5 * (1.0 - math.cos(math.pi * left)),
+    "1-sqrt": lambda left: 1.0 - math.sqrt(1.0 - left),
+}
 
 
 def _constant(progress: float, config: TrainConfig) -> float:

@@ -152,10 +152,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Micro-batch per GPU", f"{config.batch_size} x {config.block_size} tokens"),
         ("Accumulation steps", f"{per_gpu} per GPU ({everywhere} over {gpus} GPU{'s' * (gpus > 1)})"),
         ("Tokens per iteration", f"{info['tokens_per_iter']:,}"),
-        (
-            "Iterations",
-            f"{config.max_iters:,} ({units.tokens(config.max_iters * info['tokens_per_iter'])})",
-        ),
+        ("Iterations", _iterations(config, info)),
         ("Learning rate", schedule),
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
@@ -167,6 +164,16 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
     ]
+
+
+def _iterations(config: TrainConfig, info: dict) -> str:
+    text = f"{config.max_iters:,} ({units.tokens(config.max_iters * info['tokens_per_iter'])})"
+    if config.max_epochs is None:
+        return text
+    if "data" not in info:
+        return f"at most {text}; max_epochs={config.max_epochs:g} is counted in the data"
+    samples = info["data"]["sources"][0]["samples_per_epoch"]
+    return f"{text}; max_epochs={config.max_epochs:g} of {samples:,} samples"
 
 
 def _checkpoints(config: TrainConfig, info: dict, start: int) -> Section:

@@ -1,0 +1,279 @@
+"""Documents whose lengths are stored beside the tokens are kept apart as those with end-of-text ids are."""
+
+import hashlib
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
+
+from common.errors import UserError
+from ops.documents import START, document_starts, plain_ids
+from training.batches.document_starts import BLOCK, EndOfText, ListedDocuments
+from training.batches.loader import Loader
+from training.batches.sources import make_windows, open_sources
+from training.batches.windows import inputs_and_targets
+from training.configuration.keys import TrainConfig
+from training.process.world import World
+
+T, EOT = 32, 0
+
+
+def write_lengths(folder, lengths: dict[str, np.ndarray]) -> None:
+    """Replaces the eot_id in meta.json by files of lengths."""
+    meta = json.loads((folder / "meta.json").read_text())
+    meta |= {"format": 2, "eot_id": None}
+    for name, each in lengths.items():
+        path = folder / f"{name}.lengths"
+        each.astype("<u4").tofile(path)
+        said = {"documents": len(each), "longest": int(each.max())}
+        meta["files"][name]["lengths"] = {**said, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def lengths_by_eot(path) -> np.ndarray:
+    ids = np.fromfile(path, "<u2")
+    return np.diff(np.unique([0, *(np.flatnonzero(ids == EOT) + 1), len(ids)]))
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """The same documents in two folders: one names the end-of-text id, the other has lengths."""
+    root = tmp_path_factory.mktemp("lengths")
+    for name in ("eot", "listed"):
+        folder = make_dataset(root / name, train_tokens=40_000, eot_id=EOT)
+        meta = json.loads((folder / "meta.json").read_text())
+        for split in ("train", "val"):
+            path = folder / f"{split}.bin"
+            ids = np.fromfile(path, "<u2")
+            ids[ids == EOT] = 1
+            rng = np.random.default_rng(0)
+            ends = np.cumsum(rng.integers(2, 31, len(ids)))
+            ids[ends[ends < len(ids)] - 1] = EOT
+            ids.astype("<u2").tofile(path)
+            meta["files"][path.name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (folder / "meta.json").write_text(json.dumps(meta))
+    folder = root / "listed"
+    write_lengths(
+        folder, {f"{split}.bin": lengths_by_eot(folder / f"{split}.bin") for split in ("train", "val")}
+    )
+    write_config(root / "run.py", **{**TINY, "dataset": root / "listed", "eval_interval": 2, "max_iters": 4})
+    return root
+
+
+def settings(folder, **keys) -> TrainConfig:
+    shape = {name: value for name, value in TINY.items() if name not in ("compile",)}
+    return TrainConfig(**{**shape, "dataset": str(folder), "doc_masking": True, "eval_interval": 2, **keys})
+
+
+def windows_of(config):
+    return make_windows(open_sources(config, scan=True), config)
+
+
+# --- marks ---
+
+
+def test_marks_follow_the_lengths_across_blocks_files_and_the_end_of_the_tokens(twins):
+    config = settings(twins / "listed")
+    listed = open_sources(config, scan=True)[0].documents["train"]
+    assert isinstance(listed, ListedDocuments) and len(listed.starts) > 2 and listed.counts[0] > 2 * BLOCK
+    tokens = listed.tokens
+    ids = tokens.read(0, tokens.total).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths_by_eot(twins / "listed" / "train.bin"))[:-1]])
+    expected = ids.copy()
+    expected[starts] |= START
+    marked = ids.copy()
+    listed.mark(marked, 0)
+    assert np.array_equal(marked, expected)
+    for begin in (
+        1,
+        777,
+        tokens.total - 50,
+        int(listed.starts[1]),
+        int(listed.starts[2]) - 1,
+        5 * tokens.total + 3,
+    ):
+        row = tokens.read(begin, 100).astype(np.int64)
+        listed.mark(row, begin)
+        assert np.array_equal(row, np.take(expected, np.arange(begin, begin + 100), mode="wrap")), begin
+
+
+def test_targets_are_not_marked_and_the_first_token_of_a_document_is_a_target():
+    x, y = inputs_and_targets(torch.tensor([[5, 6 | START, 7, ~(EOT | START), ~(EOT | START)]]))
+    assert x.tolist() == [[5, 6 | START, 7, EOT | START]]
+    assert y[0, :2].tolist() == [6, 7] and (y[0, 2:] < 0).all()
+    assert document_starts(x).tolist() == [[True, True, False, True]]
+    assert plain_ids(x).tolist() == [[5, 6, 7, EOT]]
+
+
+def test_without_doc_masking_nothing_is_marked(twins):
+    windows = windows_of(settings(twins / "listed", doc_masking=False))["train"]
+    assert windows.samples(np.arange(50), 1).max() < TINY["vocab_size"]
+
+
+@pytest.mark.parametrize("packing", ["stream", "truncate"])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_batches_are_those_of_the_same_documents_with_end_of_text_ids(twins, packing, workers):
+    keys = {"packing": packing, "use_dataloader": workers is not None, "dataloader_num_workers": workers or 0}
+    batches = []
+    for name in ("eot", "listed"):
+        config = settings(twins / name, **keys)
+        loader = Loader(windows_of(config)["train"], config, World(0, 0, 1, torch.device("cpu")))
+        batches.append([loader.next() for _ in range(4)])
+        loader.close()
+    for (x, y), (other_x, other_y) in zip(*batches, strict=True):
+        assert torch.equal(plain_ids(x), plain_ids(other_x))
+        assert torch.equal(document_starts(x), document_starts(other_x))
+        assert torch.equal(y, other_y)
+    assert sum(int((x >= START).sum()) for x, _ in batches[0]) > 20
+
+
+def test_documents_of_one_token_and_ids_of_the_end_inside_are_packed_as_they_are_listed(tmp_path):
+    folder = make_dataset(tmp_path / "data", train_tokens=5000)
+    lengths = {"train.bin": np.array([1, 1, 3] * 1000), "val.bin": np.array([4000])}
+    write_lengths(folder, lengths)
+    windows = windows_of(settings(folder, packing="truncate"))["train"]
+    assert windows.description["documents"] == 3000
+    assert (windows.description["tokens_kept"], windows.description["tokens_cut_off"]) == (5000, 0)
+    rows = windows.samples(np.arange(windows.count), 1)
+    assert (rows >= START).sum() == 3000
+
+
+# --- runs ---
+
+
+def test_a_run_trains_and_evaluates_as_one_by_end_of_text_ids(run, twins):
+    for name in ("eot", "listed"):
+        out = f"--out_dir={twins / ('out-' + name)}"
+        assert run(twins / "run.py", out, f"--dataset={twins / name}", "--doc_masking=True") == 0
+    one, two = (last_run(twins / f"out-{name}") for name in ("eot", "listed"))
+    assert [row["loss"] for row in one["training_iterations"]] == [
+        row["loss"] for row in two["training_iterations"]
+    ]
+    assert one["eval_steps"] == two["eval_steps"]
+    plain = f"--out_dir={twins / 'out-plain'}"
+    assert run(twins / "run.py", plain) == 0
+    losses = [row["loss"] for row in last_run(twins / "out-plain")["training_iterations"]]
+    assert losses != [row["loss"] for row in two["training_iterations"]]
+
+
+def test_every_strategy_keeps_the_documents_apart(twins):
+    usual = [twins / "run.py", "--doc_masking=True", "--use_dataloader=True"]
+    whole = ["--gradient_accumulation_steps=2", f"--out_dir={twins / 'single'}"]
+    run_in_one_launch(twins, [[*usual, *whole]])
+    ways = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
+    run_in_one_launch(
+        twins, [[*usual, f"--out_dir={twins / name}", *flags] for name, flags in ways.items()], processes=2
+    )
+    one = last_run(twins / "single")
+    for two in (last_run(twins / name) for name in ways):
+        for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert one["eval_steps"][-1]["val_loss"] == pytest.approx(two["eval_steps"][-1]["val_loss"], rel=1e-5)
+
+
+def test_a_mixture_may_have_both_kinds(twins):
+    config = settings(f"{twins / 'eot'}:0.5,{twins / 'listed'}:0.5")
+    sources = open_sources(config, scan=False)
+    kinds = [type(source.documents["train"]) for source in sources]
+    assert kinds == [EndOfText, ListedDocuments]
+    assert (make_windows(sources, config)["train"].samples(np.arange(64), 1) >= START).any(axis=1).all()
+
+
+# --- what is refused ---
+
+
+@pytest.fixture
+def listed(tmp_path):
+    folder = make_dataset(tmp_path / "data", train_tokens=5000)
+    write_lengths(folder, {"train.bin": np.array([2000, 3000]), "val.bin": np.array([1500, 2500])})
+    return folder
+
+
+def change_meta(folder, change):
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def lengths_entry(meta):
+    return meta["files"]["train.bin"]["lengths"]
+
+
+WRONG = {
+    "missing": (lambda f: (f / "train.bin.lengths").unlink(), "is missing or does not hold the 2 lengths"),
+    "longer": (lambda f: np.ones(3, "<u4").tofile(f / "train.bin.lengths"), "does not hold the 2 lengths"),
+    "changed": (
+        lambda f: np.array([2500, 2500], "<u4").tofile(f / "train.bin.lengths"),
+        "not the file that meta",
+    ),
+    "hash": (
+        lambda f: change_meta(f, lambda m: lengths_entry(m).update(sha256="0" * 64)),
+        "not the file that",
+    ),
+    "count": (lambda f: change_meta(f, lambda m: lengths_entry(m).update(documents=-1)), "-1 documents"),
+    "text": (lambda f: change_meta(f, lambda m: m["files"]["train.bin"].update(lengths="x")), "lengths 'x'"),
+    "format 1": (lambda f: change_meta(f, lambda m: m.update(format=1)), "format 1, in which train.bin has"),
+    "one file": (
+        lambda f: change_meta(f, lambda m: m["files"]["val.bin"].pop("lengths")),
+        "in which val.bin has",
+    ),
+    "format 3": (
+        lambda f: change_meta(f, lambda m: m.update(format=3)),
+        "has format 3, this code reads 1 and 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_lengths_are_found_at_the_start(listed, damage, message):
+    damage(listed)
+    with pytest.raises(UserError, match=message):
+        open_sources(settings(listed), scan=True)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([2000, 2999], "documents of 4,999 tokens in all, and its tokens are 5,000"),
+        ([0, 5000], "document of 0"),
+    ],
+)
+def test_lengths_that_do_not_add_up_are_found_although_their_hash_is_right(listed, lengths, message):
+    write_lengths(listed, {"train.bin": np.array(lengths), "val.bin": np.array([4000])})
+    with pytest.raises(UserError, match=message):
+        open_sources(settings(listed), scan=True)
+
+
+def test_other_lengths_are_other_data_to_a_resume(run, listed, capsys):
+    config = write_config(listed.parent / "run.py", **{**TINY, "dataset": listed, "doc_masking": True})
+    out = f"--out_dir={listed.parent / 'out'}"
+    assert run(config, out, "--max_iters=2") == 0
+    write_lengths(listed, {"train.bin": np.array([2500, 2500]), "val.bin": np.array([4000])})
+    logging.getLogger("nanomfu").handlers.clear()
+    assert run(config, out, "--max_iters=4", "--init_from=resume") == 2
+    assert "other tokens in train.bin" in capsys.readouterr().err
+
+
+def test_adopt_takes_lengths_that_lie_beside_the_tokens(tmp_path, capsys):
+    from support.preparation import small_bpe
+
+    from data.adopt import adopt
+    from data.tokenizers.file_tokenizer import FileTokenizer
+
+    folder = make_dataset(tmp_path / "data", train_tokens=5000)
+    (folder / "meta.json").unlink()
+    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
+    np.array([2000, 3000], "<u4").tofile(folder / "train.bin.lengths")
+    with pytest.raises(UserError, match="val.bin.lengths, but other token files have document lengths"):
+        adopt(folder, tokenizer, None, None)
+    np.array([1, 3998], "<u4").tofile(folder / "val.bin.lengths")
+    with pytest.raises(UserError, match="add up to 3,999 and its token file 4,000 tokens"):
+        adopt(folder, tokenizer, None, None)
+    np.array([1, 3999], "<u4").tofile(folder / "val.bin.lengths")
+    meta = adopt(folder, tokenizer, None, None)
+    assert meta["format"] == 2 and meta["files"]["val.bin"]["lengths"]["documents"] == 2
+    assert adopt(folder, tokenizer, None, None)["files"] == meta["files"]
+    assert open_sources(settings(folder, vocab_size=257), scan=True)[0].documents["train"].counts == [2]

@@ -1,0 +1,67 @@
+"""config/cpt_qwen3_1.7b_4096.py is the published run of continued pretraining, as far as its header says."""
+
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from support.helpers import ROOT
+
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import KEYS, TrainConfig
+from training.optimization.schedule import end_after_epochs, fix_schedule, learning_rate
+
+PATH = ROOT / "config" / "cpt_qwen3_1.7b_4096.py"
+SEQUENCES = 22_206
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch) -> TrainConfig:
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    lines = PATH.read_text().splitlines()
+    kept = [line for line in lines if "init_weights" in KEYS or not line.startswith("init_weights")]
+    (tmp_path / PATH.name).write_text("\n".join(kept))
+    return load_config([str(tmp_path / PATH.name)])
+
+
+def test_it_states_no_key_of_the_model(config):
+    given = set(PATH.read_text().split())
+    model = {"arch_preset", "n_layer", "n_head", "n_embd", "num_key_value_heads", "d_ff", "vocab_size"}
+    assert not model & given
+    assert 'init_weights = "hf:Qwen/Qwen3-1.7B-Base"' in PATH.read_text()
+
+
+def test_an_iteration_has_the_tokens_of_the_published_one(config):
+    assert config.samples_per_iter(1) * config.block_size == 131_072
+    assert config.doc_masking and config.packing == "stream"
+
+
+def test_four_epochs_are_the_2776_iterations_of_the_published_run(config):
+    windows = (SEQUENCES * 4096 - 1) // 4096  # the last token of all has no target
+    assert end_after_epochs(config, windows, 32).max_iters == 2776
+
+
+def test_after_warm_up_the_rates_are_the_published_ones(config):
+    from transformers import get_wsd_schedule
+
+    config = fix_schedule(end_after_epochs(config, SEQUENCES - 1, 32), {})
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-5)
+    decay = int(0.2 * 2776)  # 555; ours decays over 555.2
+    scheduler = get_wsd_schedule(optimizer, 100, decay, num_training_steps=2776)
+    for i in range(2776):
+        theirs = optimizer.param_groups[0]["lr"]
+        if i >= 100:
+            assert learning_rate(i, config) == pytest.approx(theirs, abs=2e-5 * 1e-3), i
+        optimizer.step()
+        scheduler.step()
+    assert learning_rate(0, config) == 2e-5 / 101
+
+
+def test_the_optimizer_is_the_published_one(config):
+    assert (config.beta1, config.beta2, config.weight_decay, config.grad_clip) == (0.9, 0.999, 0.01, 1.0)
+    assert (config.param_dtype, config.adam_dtype, config.dtype) == ("float32", "float32", "bfloat16")
+    assert config.wandb_log
