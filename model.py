@@ -1,8 +1,8 @@
-"""One decoder that is GPT-2, LLaMA or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no FLOP
-formula. Activations have the compute dtype and weights are cast to it where they are not stored in it, so no
-autocast runs in the step. In which form an operation runs (Triton kernel, fp8) is decided in ops/.
+"""One decoder that is GPT-2, LLaMA, Qwen2 or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no
+FLOP formula. Activations have the compute dtype, and weights are cast to it where they are not stored in it,
+so no autocast runs in the step. In which form an operation runs (Triton kernel, fp8) is decided in ops/.
 
-    B batch · T sequence · C model width · H query heads · K key/value heads · D head width
+    B batch · T sequence · C model width · H query heads · K key/value heads · D head width · A = H D
     F feed-forward width · V vocabulary
     amax: the largest magnitude of an activation, for fp8 matmuls; None if nobody knows it (ops/float8.py)
 """
@@ -25,6 +25,7 @@ from ops.heads import Rotary, project_heads
 from ops.linear import Linear
 from ops.rms_norm import add_rms_norm, rms_norm
 from ops.swiglu import swiglu_feed_forward
+from rope_scaling import RopeScaling
 
 # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
 INIT_STD = 0.02
@@ -95,11 +96,18 @@ class LayerNorm(nn.Module):
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
-def rotary_angles(length: int, head_dim: int, theta: float, device: Device = None) -> Rotary:
-    """Angles of positions 0 to length - 1. Su et al. 2021, sec. 3.2.2."""
+def rotary_angles(
+    length: int, head_dim: int, theta: float, device: Device = None, scaling: RopeScaling | None = None
+) -> Rotary:
+    """Angles of positions 0 to length - 1 (Su et al. 2021, sec. 3.2.2), scaled as rope_scaling.py says."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    if scaling is not None:
+        multipliers = scaling.multipliers(head_dim, theta)
+        frequencies *= torch.tensor(multipliers, dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-    return Rotary(angles.cos(), angles.sin())
+    if scaling is None:
+        return Rotary(angles.cos(), angles.sin())
+    return Rotary(angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale)
 
 
 class Attention(nn.Module):
@@ -110,8 +118,9 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.dropout, self.attend = config.dropout, attend
         qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias)  # one matmul: q, then k, then v
-        self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        # one matmul: q, then k, then v
+        self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias or config.qkv_bias)
+        self.out = Linear(config.attention_width, config.n_embd, bias=config.bias)
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
@@ -123,7 +132,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
         y = self.attend(q, k, v, dropout) if mask is None else self.attend(q, k, v, dropout, mask)
-        return self.out(y.reshape(x.shape))  # (B, T, H, D) -> (B, T, C)
+        return self.out(y.flatten(2))  # (B, T, H, D) -> (B, T, A) -> (B, T, C)
 
 
 ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
@@ -271,7 +280,9 @@ class Transformer(nn.Module):
 
     def _set_rotary(self, device):
         config = self.config
-        rotary = rotary_angles(config.block_size, config.head_dim, config.rope_theta, device)
+        rotary = rotary_angles(
+            config.block_size, config.head_dim, config.rope_theta, device, config.rope_scaling
+        )
         self.register_buffer("rotary_cos", rotary.cos, persistent=False)
         self.register_buffer("rotary_sin", rotary.sin, persistent=False)
 

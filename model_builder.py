@@ -5,7 +5,8 @@
 makes it the active formula; the model, its weights and its loss stay the same. The count equals what torch's
 FlopCounterMode sees on the real model; train.py checks that at every start.
 
-    S sequence · H width · G query heads per key/value head · F feed-forward width · V vocabulary · L layers
+    S sequence · H width · A attention width, n_head head_dim, mostly equal to H · L layers
+    G query heads per key/value head · F feed-forward width · V vocabulary
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def build_model(config: ModelConfig, attend: Attend = manual_attention, dtype=to
 def count_flops(config: ModelConfig, seq_len: int) -> dict:
     """FLOPs of one model. A multiply-add is 2 FLOPs; no recomputation is counted.
 
+    Per layer, q and out are 2 S H A each, k and v 2 S H A / G each, scores and context 2 S^2 A each. Biases
+    are no matmuls.
+
     Returns
         components              forward FLOPs of one sequence of seq_len tokens, whole model, by matmul
         flops_per_token         training (3 x forward) FLOPs per token, the full S x S score matrix
@@ -36,15 +40,15 @@ def count_flops(config: ModelConfig, seq_len: int) -> dict:
         attention_flops_per_layer, ffn_flops_per_layer, logit_flops   forward FLOPs of one sequence
         attention_to_ffn_ratio  the quotient of those two
     """
-    S, H, G = seq_len, config.n_embd, config.gqa_group_size
+    S, H, A, G = seq_len, config.n_embd, config.attention_width, config.gqa_group_size
     F, V, L = config.d_ff, config.vocab_size, config.n_layer
     attention = {
-        "q_proj": 2 * S * H * H,
-        "k_proj": 2 * S * H * H // G,
-        "v_proj": 2 * S * H * H // G,
-        "attention_scores": 2 * S * S * H,
-        "attention_context": 2 * S * S * H,
-        "out_proj": 2 * S * H * H,
+        "q_proj": 2 * S * H * A,
+        "k_proj": 2 * S * H * A // G,
+        "v_proj": 2 * S * H * A // G,
+        "attention_scores": 2 * S * S * A,
+        "attention_context": 2 * S * S * A,
+        "out_proj": 2 * S * A * H,
     }
     if config.ffn_type == "swiglu":
         ffn = {"ffn_gate": 2 * S * H * F, "ffn_up": 2 * S * H * F, "ffn_down": 2 * S * F * H}

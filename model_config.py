@@ -1,5 +1,5 @@
-"""The shape of a model: one frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3 and Qwen3 alike, and
-a preset per family supplies whatever a run does not state. Imports nothing of ours."""
+"""The shape of a model: one frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3, Qwen2 and Qwen3
+alike, and a preset per family supplies whatever a run does not state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import dataclasses
 import difflib
 from dataclasses import dataclass
 from typing import Any
+
+import rope_scaling
+from rope_scaling import RopeScaling
 
 CHOICES = {
     "normalization": ("layernorm", "rmsnorm"),
@@ -22,6 +25,7 @@ MOST = {
     "n_head": 2**12,
     "n_embd": 2**20,
     "n_kv_head": 2**12,
+    "head_dim": 2**20,  # and n_head x head_dim
     "d_ff": 2**22,
     "vocab_size": 2**24,
     "block_size": 2**24,  # n_head x block_size^2 scores in float32 are counted
@@ -43,6 +47,7 @@ class ModelConfig:
     n_embd: int = 768  # model width
     # None is replaced as soon as the other fields are there, so nobody else sees it.
     n_kv_head: int = None  # type: ignore[assignment]  # key/value heads; None means n_head (no grouping)
+    head_dim: int = None  # type: ignore[assignment]  # width of a head; None: n_embd / n_head
     d_ff: int = None  # type: ignore[assignment]  # feed-forward width; None: default_ffn_width()
     vocab_size: int = 50304  # GPT-2's 50,257 padded to a multiple of 64
     block_size: int = 1024  # longest sequence, tokens
@@ -51,8 +56,10 @@ class ModelConfig:
     activation: str = "gelu"
     position_encoding: str = "learned"
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None  # for longer sequences; also given as a dict
     ffn_type: str = "mlp"
     bias: bool = False  # on every Linear but the output head, and on LayerNorm
+    qkv_bias: bool = False  # on the projections to q, k and v alone, as in Qwen2
     dropout: float = 0.0
     weight_tying: bool = True  # the output head shares the token embedding
     qk_norm: bool = False  # RMSNorm on each query and key head, as in Qwen3
@@ -62,7 +69,22 @@ class ModelConfig:
             object.__setattr__(self, "n_kv_head", self.n_head)
         if self.d_ff is None:
             object.__setattr__(self, "d_ff", default_ffn_width(self.n_embd, self.ffn_type))
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self._equal_share())
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", rope_scaling.parse(self.rope_scaling))
         self._check()
+
+    def _equal_share(self) -> int:
+        """The head width at which the heads together are as wide as the model."""
+        if self.n_head < 1:
+            return 1  # _check refuses n_head
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
+                "the width is shared equally by the heads, so change one of them, or state head_dim"
+            )
+        return max(self.n_embd // self.n_head, 1)
 
     def _check(self):
         for name, most in MOST.items():
@@ -73,27 +95,48 @@ class ModelConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}"
                 )
-        if self.n_embd % self.n_head:
+        if self.attention_width > MOST["head_dim"]:
             raise ValueError(
-                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
-                "the width is shared equally by the heads, so change one of them"
+                f"n_head={self.n_head} heads of head_dim={self.head_dim} are {self.attention_width:,} wide "
+                f"together; at most {MOST['head_dim']:,} is allowed"
             )
         if self.n_head % self.n_kv_head:
             raise ValueError(
                 f"n_head={self.n_head} is not divisible by num_key_value_heads={self.n_kv_head}; "
                 "each key/value head serves the same number of query heads"
             )
-        if self.position_encoding == "rope" and self.head_dim % 2:
-            raise ValueError(f"rope needs an even head width, got n_embd / n_head = {self.head_dim}")
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        self._check_rope()
+        if self.bias and self.qkv_bias:
+            raise ValueError(
+                "bias=True and qkv_bias=True: bias has one on every Linear, q, k and v included; "
+                "set one of them to False"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} is not in [0, 1)")
 
+    def _check_rope(self):
+        if self.position_encoding != "rope":
+            if self.rope_scaling is not None:
+                raise ValueError(
+                    f"rope_scaling needs rotary positions, got position_encoding={self.position_encoding!r}; "
+                    "set position_encoding='rope', or rope_scaling=None"
+                )
+            return
+        if self.head_dim % 2:
+            raise ValueError(f"rope needs an even head width, got head_dim={self.head_dim}")
+        if self.rope_scaling is None:
+            return
+        if not self.rope_theta > 1:
+            raise ValueError(f"rope_scaling needs a rope_theta above 1, got {self.rope_theta:g}")
+        self.rope_scaling.multipliers(self.head_dim, self.rope_theta)  # raises where it cannot be
+
     @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def attention_width(self) -> int:
+        """Columns of all query heads together: A in the FLOP formulas."""
+        return self.n_head * self.head_dim
 
     @property
     def gqa_group_size(self) -> int:
@@ -101,7 +144,9 @@ class ModelConfig:
         return self.n_head // self.n_kv_head
 
     def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        """Plain values; ModelConfig(**them) is equal to this one."""
+        scaling = None if self.rope_scaling is None else self.rope_scaling.to_dict()
+        return {**dataclasses.asdict(self), "rope_scaling": scaling}
 
 
 def default_ffn_width(n_embd: int, ffn_type: str) -> int:
@@ -124,6 +169,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": dict(vocab_size=50304),
     "llama": dict(_LLAMA, vocab_size=32000, rope_theta=1e4),
     "llama3": dict(_LLAMA, vocab_size=128256, rope_theta=5e5),
+    "qwen2": dict(_LLAMA, vocab_size=151936, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
     "qwen3": dict(_LLAMA, vocab_size=151936, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
 }
 

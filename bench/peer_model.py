@@ -1,4 +1,5 @@
-"""Our model's shape as one of Hugging Face transformers: GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM.
+"""Our model's shape as one of Hugging Face transformers: GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM,
+Qwen3ForCausalLM.
 
 transformers is one of the development packages, so it is imported where it is used. The trap: a comparison
 with a model that is almost the same says nothing. check_parameters refuses such a model.
@@ -39,8 +40,10 @@ def build(transformers, config: ModelConfig) -> torch.nn.Module:
         return _build_gpt2(transformers, config, common)
     if style != ("rope", "rmsnorm", "swiglu", "silu"):
         raise UserError(
-            f"transformers has no model with {', '.join(style)}; bench.peer knows GPT-2, LLaMA, Qwen3"
+            f"transformers has no model with {', '.join(style)}; bench.peer knows GPT-2, LLaMA, Qwen2, Qwen3"
         )
+    scaling = {} if config.rope_scaling is None else config.rope_scaling.to_dict()
+    rope = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
     sizes = dict(
         num_hidden_layers=config.n_layer,
         num_attention_heads=config.n_head,
@@ -51,10 +54,13 @@ def build(transformers, config: ModelConfig) -> torch.nn.Module:
         max_position_embeddings=config.block_size,
         rms_norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,  # read by transformers 4
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},  # read from 5 on
+        rope_scaling=scaling or None,  # the same
+        rope_parameters=rope,  # read from 5 on
         attention_bias=config.bias,
         attention_dropout=config.dropout,
     )
+    if config.qkv_bias and not config.qk_norm:
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **common))
     if config.qk_norm:
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **common))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(mlp_bias=config.bias, **sizes, **common))

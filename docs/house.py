@@ -33,6 +33,7 @@ ORDER = (
     "ops/*",
     "ops/triton_kernels/*",
     "model_config.py",
+    "rope_scaling.py",
     "data/*",
     "data/pipeline/*",
     "data/tokenizers/*",

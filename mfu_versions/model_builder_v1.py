@@ -1,4 +1,4 @@
-"""Builds the model and counts its FLOPs, formula v1: 6N + 12 L H S, as in nanoGPT and PaLM.
+"""Builds the model and counts its FLOPs, formula v1: 6N + 12 L A S, as in nanoGPT and PaLM.
 
     cp mfu_versions/model_builder_v1.py model_builder.py
 
@@ -6,7 +6,7 @@ makes it the active formula; the model, its weights and its loss stay the same. 
 embedding is a lookup, yet its parameters are in N, so a model with a large vocabulary looks up to 18 % busier
 than it is (LLaMA 3, Qwen3). It exists to compare with logs that were counted this way.
 
-    S sequence · H width · L layers · N parameters less learned positions
+    S sequence · A attention width, n_head head_dim · L layers · N parameters less learned positions
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def build_model(config: ModelConfig, attend: Attend = manual_attention, dtype=to
 
 
 def count_flops(config: ModelConfig, seq_len: int) -> dict:
-    """FLOPs of one model: 6N + 12 L n_head head_dim S a token (Chowdhery et al. 2022, appendix B).
+    """FLOPs of one model: 6N + 12 L n_head head_dim S a token (Chowdhery et al. 2022, appendix B). N has all
+    parameters but learned positions, so norms and biases are counted as if they were matrices.
 
     Returns
         components              forward FLOPs of one sequence of seq_len tokens, whole model, by term
@@ -36,9 +37,9 @@ def count_flops(config: ModelConfig, seq_len: int) -> dict:
         attention_flops_per_layer   forward FLOPs of one sequence: the score term, all that v1 calls attention
         ffn_flops_per_layer, logit_flops, attention_to_ffn_ratio   None: v1 has one N for all parameters
     """
-    S, H, L = seq_len, config.n_head * config.head_dim, config.n_layer
+    S, A, L = seq_len, config.attention_width, config.n_layer
     N = build_model(config).count_parameters()["non_embedding"]
-    scores = 12 * L * H * S  # per token, forward and backward
+    scores = 12 * L * A * S  # per token, forward and backward
     return {
         "components": {"parameters": 2 * N * S, "attention_scores": scores * S // 3},
         "flops_per_token": 6 * N + scores,

@@ -141,6 +141,37 @@ def test_resume_is_bit_exact_on_gpus(folder, name, processes):
     assert resumed["eval_steps"][-1] == whole["eval_steps"][-1]
 
 
+SCALING = "--rope_scaling={'rope_type': 'yarn', 'factor': 4, 'original_max_position_embeddings': 64}"
+PUBLISHED_SHAPES = {  # on a width of 256: heads together wider, and of a width that no Triton kernel takes
+    "wide": ["--head_dim=128", "--qkv_bias=True", SCALING],
+    "not a power of two": ["--head_dim=80", "--qkv_bias=True", SCALING],
+}
+
+
+@pytest.mark.parametrize("shape", PUBLISHED_SHAPES)
+def test_head_width_biases_and_scaled_positions_are_the_same_compiled_captured_and_on_a_cpu(folder, shape):
+    """In fp8 also without biases, where the projection to heads is one operation."""
+    flags = [*PUBLISHED_SHAPES[shape], "--max_iters=16", "--learning_rate=1e-3"]
+    name = shape.replace(" ", "_")
+    compiled = train(folder, f"{name}-compiled", *flags)
+    eager = train(folder, f"{name}-eager", *flags, "--compile=False")
+    captured = train(folder, f"{name}-captured", *flags, "--use_cuda_graphs=True")
+    assert captured["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
+    fp32 = train(folder, f"{name}-fp32", *flags, "--dtype=float32", "--compile=False")
+    cpu = ["--device=cpu", "--dtype=float32", "--compile=False"]
+    on_cpu = train(folder, f"{name}-cpu", *flags, *cpu)
+    fp8 = train(folder, f"{name}-fp8", *flags, "--low_precision=fp8_tensorwise")
+    unbiased = [*flags, "--qkv_bias=False"]
+    plain = train(folder, f"{name}-unbiased", *unbiased)
+    fused = train(folder, f"{name}-fused", *unbiased, "--low_precision=fp8_tensorwise")
+    assert losses(captured) == pytest.approx(losses(compiled), rel=1e-3)
+    assert losses(eager) == pytest.approx(losses(compiled), rel=5e-3)
+    assert losses(fp32) == pytest.approx(losses(on_cpu), rel=1e-3)
+    assert losses(compiled) == pytest.approx(losses(fp32), rel=1e-2)
+    assert losses(fp8) == pytest.approx(losses(compiled), rel=2e-2)
+    assert losses(fused) == pytest.approx(losses(plain), rel=2e-2)
+
+
 @TWO_GPUS
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_gpus_give_the_losses_of_one(folder, name):

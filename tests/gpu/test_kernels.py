@@ -30,7 +30,7 @@ def test_the_swiglu_kernel_equals_its_plain_form(shape):
 
 
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (18, 18, 128), (3, 1, 32)])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (18, 18, 128), (3, 1, 32), (5, 1, 80)])
 def test_the_heads_kernel_equals_its_plain_form(heads, norm):
     H, K, D = heads
     B, T = 3, 67

@@ -225,6 +225,12 @@ def test_resume_of_a_whole_checkpoint_runs(run, config, checkpoints, capfd):
         ("--qk_norm=False", "qk_norm: checkpoint True, configuration False"),
         ("--weight_tying=True", "weight_tying: checkpoint False, configuration True"),
         ("--rope_theta=5e5", "rope_theta: checkpoint 1000000.0, configuration 500000.0"),
+        ("--head_dim=16", "head_dim: checkpoint 8, configuration 16"),
+        ("--qkv_bias=True", "qkv_bias: checkpoint False, configuration True"),
+        (
+            "--rope_scaling={'rope_type': 'linear', 'factor': 2}",
+            "rope_scaling: checkpoint None, configuration {'rope_type': 'linear', 'factor': 2.0}",
+        ),
     ],
 )
 def test_resume_into_another_architecture_names_the_field(refusal, checkpoints, flag, field):

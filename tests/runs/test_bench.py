@@ -26,6 +26,8 @@ from bench.suites import SUITES, Variant
 from bench.table import COLUMNS
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
+from model import rotary_angles
+from model_config import model_config as make_model_config
 from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
 from training.batches.windows import inputs_and_targets
@@ -336,15 +338,33 @@ def test_peer_has_our_number_of_parameters(name, flags):
     pytest.importorskip("transformers")
     from bench.peer_model import build, check_parameters, import_transformers
 
+    model_config = load_config([str(ROOT / "config" / name)]).model_config()
+    if flags and (model_config.qk_norm or model_config.qkv_bias):
+        pytest.skip("Qwen2 and Qwen3 have no bias in their feed-forward part")
     model_config = load_config([str(ROOT / "config" / name), *flags]).model_config()
-    if flags and model_config.qk_norm:
-        pytest.skip("Qwen3 has no bias in its feed-forward part")
     with torch.device("meta"):
         theirs = build(import_transformers(), model_config)
     ours = model_builder.build_model(model_config).count_parameters()["total"]
     assert check_parameters(theirs, model_config) == ours
     assert {parameter.dtype for parameter in theirs.parameters()} == {torch.float32}
     assert theirs.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("factor", [None, 4.0])
+def test_peer_has_our_head_width_biases_and_positions(preset, factor):
+    pytest.importorskip("transformers")
+    from bench.peer_model import build, check_parameters, import_transformers
+
+    scaling = factor and {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 16}
+    sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, d_ff=96, vocab_size=97, block_size=64)
+    config = make_model_config(preset, **sizes, head_dim=24, rope_scaling=scaling)
+    theirs = build(import_transformers(), config)
+    assert check_parameters(theirs, config)
+    expected = rotary_angles(64, 24, config.rope_theta, scaling=config.rope_scaling)
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(64)[None])
+    torch.testing.assert_close(cos[0, :, :12], expected.cos, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin[0, :, :12], expected.sin, rtol=0, atol=1e-5)
 
 
 def test_peer_that_would_be_another_model_is_refused():

@@ -14,7 +14,7 @@ from training.batches.windows import epoch_offset
 from training.hardware.attention_kernels import choose_attention
 from training.records.utilization import document_flops
 
-PRESETS = ("gpt2", "llama", "llama3", "qwen3")
+PRESETS = ("gpt2", "llama", "llama3", "qwen2", "qwen3")
 
 
 def documents_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:

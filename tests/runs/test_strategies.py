@@ -58,6 +58,10 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "full, compiled": ["--activation_checkpointing=full", "--compile=True"],
     "bf16 weights": [*BF16, "--param_dtype=bfloat16"],
     "bf16 weights, part 1": [*BF16, "--param_dtype=bfloat16", "--max_iters=5"],
+    "published shapes": [
+        *("--head_dim=6", "--qkv_bias=True"),  # 8 heads of 6 on a width of 16; 96 biases
+        "--rope_scaling={'rope_type': 'yarn', 'factor': 4, 'original_max_position_embeddings': 8}",
+    ],
     "bf16 moments": ["--adam_dtype=bfloat16"],
     "bf16 moments, part 1": ["--adam_dtype=bfloat16", "--max_iters=5"],
 }
@@ -68,6 +72,7 @@ ONE_STRATEGY = {
     ("single", "bf16"): BF16,
     ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
     ("single", "regional"): ["--compile=True"],
+    ("single", "published shapes, compiled"): [*VARIANTS["published shapes"], "--compile=True"],
 }
 RESUMED = {  # name -> (folder it goes on in, flags)
     "bf16 weights, part 2": ("bf16 weights, part 1", VARIANTS["bf16 weights"]),
@@ -133,6 +138,39 @@ def norms(record: dict) -> list[float]:
 
 def evaluations(record: dict) -> list[float]:
     return [step["val_loss"] for step in record["eval_steps"]]
+
+
+# --- shapes of published models ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_head_width_biases_and_scaled_positions_are_trained_alike_by_every_strategy(runs, folder, strategy):
+    single, many = (runs[name, "published shapes"] for name in ("single", strategy))
+    assert losses(many) == pytest.approx(losses(single), rel=1e-5)
+    assert norms(many) == pytest.approx(norms(single), rel=1e-4)
+    assert evaluations(many) == pytest.approx(evaluations(single), rel=1e-5)
+    assert losses(many)[0] != pytest.approx(losses(runs[strategy, "plain"])[0], rel=1e-6)
+    model = many["startup_info"]["model"]["architecture"]
+    assert (model["head_dim"], model["qkv_bias"], model["rope_scaling"]["factor"]) == (6, True, 4.0)
+    assert many["startup_info"]["flops"]["audit"]["exact"]
+
+
+def test_compiled_blocks_of_these_shapes_compute_the_same(runs):
+    eager, compiled = (runs["single", f"published shapes{more}"] for more in ("", ", compiled"))
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-5)
+    assert norms(compiled) == pytest.approx(norms(eager), rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_checkpoint_of_these_shapes_is_read_as_the_model_that_was_trained(runs, folder, strategy):
+    checkpoint = find_checkpoint(out_dir(folder, strategy, "published shapes"))
+    saved, model = load_weights(checkpoint, torch.device("cpu"))
+    assert saved.model_config.rope_scaling.rope_type == "yarn"
+    tensors = checkpoint_tensors(checkpoint)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.detach(), tensors[f"model.{name}"]), name
+    assert all(block.attn.qkv.bias.any() for block in model.blocks), "biases were trained"
+    assert model(torch.arange(32)[None]).isfinite().all()
 
 
 # --- the loss ---

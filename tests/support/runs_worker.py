@@ -4,7 +4,6 @@ after another in one process group, because starting processes takes longer than
     runs_worker.py COMMANDS.json    a list of argument lists
 """
 
-import functools
 import gc
 import json
 import sys
@@ -21,13 +20,25 @@ from training.process.exit_status import end_process
 from training.process.world import init_world, launch_info
 
 
+def once_a_model(count_flops):
+    """What every run would do again, and takes longer than its iterations."""
+    counts = {}
+
+    def count(config):
+        model = config.model_config()  # it has the block_size, too
+        if model not in counts:
+            counts[model] = count_flops(config)
+        return counts[model]
+
+    return count
+
+
 def main(path: str) -> None:
     commands = json.loads(Path(path).read_text())
     world = init_world(load_config(commands[0], launch_info()[2]))
     train.init_world = lambda config: world
     train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
-    # what every run would do again, and takes longer than its iterations
-    train.count_flops = functools.cache(train.count_flops)
+    train.count_flops = once_a_model(train.count_flops)
     train.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
     for n, command in enumerate(commands):
         train.main(command)

@@ -279,6 +279,29 @@ def test_a_backend_whose_gradients_are_not_finite_falls_through(hopper, monkeypa
     assert "gradients are not finite" in choice.reason
 
 
+@pytest.mark.parametrize("backend", ["flash_attn_2", "flash_attn_3"])
+@pytest.mark.parametrize("head_dim", [256, 264])
+def test_heads_that_are_too_wide_for_flash_attention_fall_through_with_the_reason(
+    hopper, monkeypatch, backend, head_dim
+):
+    for module in ("flash_attn", "flash_attn_interface"):
+        install(monkeypatch, module, lambda q, k, v, **_: manual_attention(q, k, v))
+    choice = choose(backend, shape(head_dim=head_dim))
+    assert choice.used == (backend if head_dim == 256 else "sdpa")
+    name = {"flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3"}[backend]
+    assert (f"{name} has heads of at most 256, head_dim is 264" in choice.reason) == (head_dim > 256)
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "manual"])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("head_dim", [6, 40])
+def test_every_kernel_here_takes_a_head_width_that_is_no_share_of_the_model_s(asked, documents, head_dim):
+    config = shape(2, n_embd=64)
+    config = dataclasses.replace(config, head_dim=head_dim)
+    choice = choose_attention(asked, config, torch.float32, CPU, manual_attention, documents)
+    assert choice.used == asked and choice.reason == ""
+
+
 def test_manual_is_the_end_of_the_chain(hopper, monkeypatch):
     def raises(*_, **__):
         raise RuntimeError("not on this machine")

@@ -163,8 +163,19 @@ def test_an_fp8_run_resumes_bit_equal(folder, keys, processes):
     assert resumed == whole  # its record begins with the first part's rows
 
 
-def test_a_width_that_fp8_cannot_have_is_an_error_that_names_the_matrix(folder):
-    config = write_config(folder / "odd.py", **{**FP8, "dataset": folder / "data", "d_ff": 72})
-    done = run_train(config, f"--out_dir={folder / 'odd'}")
+@pytest.mark.parametrize(
+    ("flag", "matrix"),
+    [("--d_ff=72", "blocks.0.ffn.down is (32, 72)"), ("--head_dim=6", "blocks.0.attn.out is (32, 24)")],
+)
+def test_a_width_that_fp8_cannot_have_is_an_error_that_names_the_matrix(folder, flag, matrix):
+    config = write_config(folder / "odd.py", **{**FP8, "dataset": folder / "data"})
+    done = run_train(config, f"--out_dir={folder / 'odd'}", flag)
     assert done.returncode == 2
-    assert "multiples of 16" in done.stderr and "blocks.0.ffn.down" in done.stderr
+    assert "multiples of 16" in done.stderr and matrix in done.stderr and "head_dim" in done.stderr
+
+
+def test_wide_heads_with_biases_train_in_fp8_as_in_bf16(folder):
+    keys = {"max_iters": 40, "log_interval": 20, "head_dim": 16, "qkv_bias": True}
+    fp8, bf16 = losses(folder, {"wide": keys, "wide-bf16": keys | {"low_precision": "none"}})
+    assert fp8[0] != bf16[0] and bf16[-1] < 0.9 * bf16[0]
+    assert fp8[-1] == pytest.approx(bf16[-1], rel=0.03)

@@ -73,7 +73,7 @@ def test_a_changed_key_that_is_not_guarded_is_noted_and_not_refused(tmp_path):
         if name in GUARDED:
             continue
         was = KEYS[name].default
-        other = {bool: not was, int: 3, float: 0.25, str: "other"}[key.types[0]]
+        other = {bool: not was, int: 3, float: 0.25, str: "other", dict: {"factor": 2.0}}[key.types[0]]
         now = dataclasses.replace(TrainConfig(), **{name: other})
         refuse_changes(tmp_path, saved(TrainConfig()), now, 1, saved(TrainConfig()).data)
         expected = {} if name in silent else {name: [was, other]}
@@ -96,6 +96,7 @@ SHAPE = {  # field of the model -> another value
     **{"n_layer": 3, "n_head": 8, "n_embd": 8, "n_kv_head": 2, "d_ff": 12, "vocab_size": 9, "block_size": 5},
     **{"normalization": "rmsnorm", "norm_eps": 1e-3, "activation": "silu", "position_encoding": "rope"},
     **{"rope_theta": 5.0, "ffn_type": "swiglu", "bias": True, "weight_tying": False, "qk_norm": True},
+    **{"head_dim": 6, "qkv_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
 }
 FREE = {"arch": "llama", "dropout": 0.5}
 
@@ -104,6 +105,7 @@ def test_another_architecture_is_refused_field_by_field(tmp_path):
     was = ModelConfig(n_layer=2, n_head=4, n_kv_head=4, n_embd=16, d_ff=32, vocab_size=16, block_size=16)
     assert {field.name for field in dataclasses.fields(ModelConfig)} == SHAPE.keys() | FREE.keys()
     for name, value in SHAPE.items():
+        was = replace(was, position_encoding="rope") if name == "rope_scaling" else was
         with pytest.raises(UserError, match=f"another architecture: {name}: checkpoint"):
             check_architecture(tmp_path, was, replace(was, **{name: value}))
     for name, value in FREE.items():

@@ -119,6 +119,10 @@ SHAPES = {
     for seq_len in (32, 13)
 }
 SHAPES["gpt2 with biases"] = (small("gpt2", bias=True), 32)
+SHAPES["qwen2 with biases"] = (small("qwen2", n_kv_head=2), 32)
+SHAPES["attention wider than the model"] = (small("qwen3", n_kv_head=2, head_dim=24), 32)
+SHAPES["attention narrower than the model"] = (small("llama", n_kv_head=2, head_dim=6, qkv_bias=True), 13)
+SHAPES["heads that share no width"] = (small("llama", n_head=6, n_kv_head=3, n_embd=64, head_dim=10), 32)
 SHAPES["llama one KV head, odd sizes"] = (small("llama", n_head=6, n_kv_head=1, n_embd=60, d_ff=77), 31)
 
 
@@ -227,10 +231,43 @@ def test_only_v1_counts_the_input_embedding():
 
 @pytest.mark.parametrize("version", FORMULAS)
 def test_the_causal_count_leaves_out_half_of_the_scores_and_nothing_else(version):
-    config = small("qwen3", n_kv_head=2)
-    flops = FORMULAS[version].count_flops(config, 32)
-    scores = 12 * config.n_layer * config.n_embd * 32
-    assert flops["flops_per_token"] - flops["flops_per_token_causal"] == scores / 2
+    for head_dim in (None, 24):
+        config = small("qwen3", n_kv_head=2, head_dim=head_dim)
+        flops = FORMULAS[version].count_flops(config, 32)
+        scores = 12 * config.n_layer * config.n_head * config.head_dim * 32
+        assert flops["flops_per_token"] - flops["flops_per_token_causal"] == scores / 2
+
+
+@pytest.mark.parametrize("version", FORMULAS)
+def test_a_stated_head_width_that_is_the_usual_one_changes_no_count(version):
+    usual, stated = small("qwen3", n_kv_head=2), small("qwen3", n_kv_head=2, head_dim=16)
+    assert FORMULAS[version].count_flops(stated, 32) == FORMULAS[version].count_flops(usual, 32)
+
+
+def test_wider_heads_are_counted_where_they_are_multiplied():
+    usual, wide = (
+        v3.count_flops(small("qwen3", n_kv_head=2, head_dim=d), 32)["components"] for d in (16, 32)
+    )
+    for name, count in usual.items():
+        assert wide[name] == count * (1 if name.startswith(("ffn", "logits")) else 2), name
+
+
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_biases_and_scaled_positions_are_no_matmuls(version):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    counts = [
+        per_token(FORMULAS[version], small("llama", **more))
+        for more in ({}, {"qkv_bias": True}, {"rope_scaling": scaling})
+    ]
+    assert len(set(counts)) == 1
+
+
+def test_v1_counts_the_attention_width_and_the_biases_as_parameters():
+    plain, wide, biased = (small("llama", **more) for more in ({}, {"head_dim": 32}, {"qkv_bias": True}))
+    difference = per_token(v1, wide) - per_token(v1, plain)
+    weights = 2 * 4 * (64 * 64)  # layers x (q, k, v, out), each 64 columns or rows more
+    assert difference == 6 * weights + 12 * 2 * 64 * 32
+    assert per_token(v1, biased) - per_token(v1, plain) == 6 * 2 * 3 * 64
 
 
 # --- the drop-in files ---

@@ -1,4 +1,5 @@
-"""The model computes what Hugging Face's GPT-2, LLaMA and Qwen3 compute, and starts the same everywhere."""
+"""The model computes what Hugging Face's GPT-2, LLaMA, Qwen2 and Qwen3 compute, and starts the same
+everywhere."""
 
 import dataclasses
 import math
@@ -70,7 +71,7 @@ def from_gpt2(theirs, config):
 
 
 def from_llama(theirs, config):
-    """The same for LLaMA and Qwen3, whose names agree."""
+    """The same for LLaMA, Qwen2 and Qwen3, whose names agree."""
     ours = {
         "embed.weight": theirs["model.embed_tokens.weight"],
         "head.norm.weight": theirs["model.norm.weight"],
@@ -82,22 +83,28 @@ def from_llama(theirs, config):
         if config.qk_norm:
             ours[f"{here}.attn.q_norm.weight"] = theirs[f"{there}.self_attn.q_norm.weight"]
             ours[f"{here}.attn.k_norm.weight"] = theirs[f"{there}.self_attn.k_norm.weight"]
-        for part in ("weight", "bias") if config.bias else ("weight",):
+        for part in ("weight", "bias"):
             for our_linear, their_linears in (
                 ("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 ("attn.out", ("self_attn.o_proj",)),
                 ("ffn.up", ("mlp.gate_proj", "mlp.up_proj")),
                 ("ffn.down", ("mlp.down_proj",)),
             ):
-                rows = [theirs[f"{there}.{name}.{part}"] for name in their_linears]
-                ours[f"{here}.{our_linear}.{part}"] = torch.cat(rows)
+                rows = [theirs.get(f"{there}.{name}.{part}") for name in their_linears]
+                if has_part(config, our_linear, part):
+                    ours[f"{here}.{our_linear}.{part}"] = torch.cat(rows)
     return _fit(ours, theirs, config)
+
+
+def has_part(config, linear, part):
+    return part == "weight" or config.bias or (config.qkv_bias and linear == "attn.qkv")
 
 
 def _fit(ours, theirs, config):
     if not config.weight_tying:
         ours["head.lm_head.weight"] = theirs["lm_head.weight"]
-    return {name: t for name, t in ours.items() if config.bias or not name.endswith("bias")}
+    kept = config.bias or config.qkv_bias  # GPT-2's biases are always there
+    return {name: t for name, t in ours.items() if kept or not name.endswith("bias")}
 
 
 def hf_model(config):
@@ -124,6 +131,7 @@ def hf_model(config):
             )
         )
     else:
+        scaling = config.rope_scaling.to_dict() if config.rope_scaling else {"rope_type": "default"}
         sizes = dict(
             num_hidden_layers=config.n_layer,
             num_attention_heads=config.n_head,
@@ -132,19 +140,20 @@ def hf_model(config):
             intermediate_size=config.d_ff,
             max_position_embeddings=config.block_size,
             rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            head_dim=config.head_dim,
+            rope_parameters={**scaling, "rope_theta": config.rope_theta},
             attention_bias=config.bias,
         )
-        if config.arch == "qwen3":
-            theirs = transformers.Qwen3ForCausalLM(
-                transformers.Qwen3Config(head_dim=config.head_dim, **sizes, **common)
-            )
+        if config.qk_norm:
+            theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **common))
+        elif config.qkv_bias:
+            theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **common))
         else:
             theirs = transformers.LlamaForCausalLM(
                 transformers.LlamaConfig(mlp_bias=config.bias, **sizes, **common)
             )
     randomize(theirs)
-    if not config.bias:  # GPT-2's biases are always there
+    if not (config.bias or config.qkv_bias):
         with torch.no_grad():
             for name, p in theirs.named_parameters():
                 if name.endswith("bias"):
@@ -161,12 +170,34 @@ PARITY = {
         ("gpt2", (None,), (True, False)),
         ("llama", (None, 2), (True, False)),
         ("llama3", (2, 1), (False,)),
+        ("qwen2", (None, 2), (False,)),
         ("qwen3", (None, 2), (False,)),  # Qwen3 has no bias in its MLP, so ours cannot be mapped to it
     )
     for kv in kv_heads
     for tied in (True, False)
     for bias in biases
 }
+LLAMA_3_1 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA_3_1["original_max_position_embeddings"] = 16
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+SCALINGS = {
+    "linear": dict(rope_type="linear", factor=2.0),
+    "llama3": LLAMA_3_1,
+    "yarn": YARN,
+    "yarn, attention_factor": {**YARN, "attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 0.5},
+    "yarn, mscale": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5},
+}
+for _tied in (True, False):
+    _label = "tied" if _tied else "untied"
+    for _name, _scaling in SCALINGS.items():
+        PARITY[f"llama3 {_name} {_label}"] = "llama3", dict(rope_scaling=_scaling, weight_tying=_tied)
+    for _width in (24, 8):
+        for _preset in ("llama", "qwen2", "qwen3"):
+            _options = dict(head_dim=_width, n_kv_head=2, weight_tying=_tied)
+            PARITY[f"{_preset} head_dim={_width} {_label}"] = _preset, _options
+    for _preset in ("qwen2", "qwen3"):
+        _options = dict(head_dim=24, n_kv_head=2, rope_scaling=YARN, weight_tying=_tied)
+        PARITY[f"{_preset} head_dim=24 yarn {_label}"] = _preset, _options
 
 
 @pytest.mark.parametrize("case", PARITY)
@@ -185,6 +216,10 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(case):
     ids, targets = batch()
     expected = theirs(input_ids=ids, labels=ids)  # shifts the labels itself
     logits, loss = ours(ids), ours(ids, targets)
+    if "rope_scaling" in options:  # the comparison is not one of short sequences that nothing changes
+        plain = make(preset, norm_eps=1e-2, **{**options, "rope_scaling": None})
+        plain.load_state_dict(ours.state_dict())
+        assert (plain(ids) - logits).abs().max() > 1e-2
     assert expected.logits.std() > 0.5  # the comparison is not one of zeros
     assert (logits - expected.logits).abs().max() <= 1e-4
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-4)
@@ -222,15 +257,18 @@ def test_presets_have_the_published_constants():
     assert {name: c.rope_theta for name, c in presets.items() if c.position_encoding == "rope"} == {
         "llama": 1e4,
         "llama3": 5e5,
+        "qwen2": 1e6,
         "qwen3": 1e6,
     }
     assert {name: c.norm_eps for name, c in presets.items()} == {
         "gpt2": 1e-5,
         "llama": 1e-5,
         "llama3": 1e-5,
+        "qwen2": 1e-6,
         "qwen3": 1e-6,
     }
     assert [name for name, c in presets.items() if c.qk_norm] == ["qwen3"]
+    assert [name for name, c in presets.items() if c.qkv_bias] == ["qwen2"]
 
 
 def test_learned_positions_alone_are_left_out_of_the_palm_formulas_n():
@@ -290,9 +328,12 @@ def test_a_deeper_model_starts_with_the_same_first_layers_but_for_the_residual_s
         torch.testing.assert_close(deep[name], shallow[name] * math.sqrt(2 / 8))
 
 
+@pytest.mark.parametrize("head_dim", [None, 48])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_initial_standard_deviations_norms_and_biases(preset):
-    model = make(preset, n_layer=3, n_embd=128, d_ff=352, vocab_size=500, bias=True)
+def test_initial_standard_deviations_norms_and_biases(preset, head_dim):
+    sizes = dict(n_layer=3, n_embd=128, d_ff=352, vocab_size=500, head_dim=head_dim)
+    model = make(preset, bias=preset != "qwen2", **sizes)
+    assert any(name.endswith("bias") for name, _ in model.named_parameters())
     for name, p in model.named_parameters():
         if p.ndim == 1:
             assert torch.all(p == (0.0 if name.endswith("bias") else 1.0)), name

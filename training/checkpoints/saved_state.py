@@ -37,7 +37,7 @@ class SavedState:
     best_val_loss: float | None
     val_loss: float | None
     world_size: int
-    config: dict[str, Any]  # settings: numbers, text, booleans and null
+    config: dict[str, Any]  # settings: numbers, text, booleans, null, and rope_scaling's object of them
     model_config: ModelConfig
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
@@ -130,12 +130,13 @@ def _finite(name: str, value: int | float) -> float:
 
 
 def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of plain values, which can be compared and shown."""
-    settings = content.get(name)
-    _check(name, settings, dict)
-    assert isinstance(settings, dict)
+    """An object of plain values, which can be compared and shown; rope_scaling is itself such an object."""
+    settings = _object(name, content.get(name))
     for key, value in settings.items():
-        _check(f"{name}.{key}", value, *PLAIN)
+        if key == "rope_scaling" and value is not None:
+            _settings(settings, key)
+        else:
+            _check(f"{name}.{key}", value, *PLAIN)
     return settings
 
 
@@ -145,6 +146,8 @@ def _model_config(saved: dict[str, Any]) -> ModelConfig:
     for name, value in saved.items():
         if name not in hints:
             raise ValueError(f"model_config.{name} is unknown")
+        if name == "rope_scaling":  # ModelConfig reads and checks it
+            continue
         types = {*(get_args(hints[name]) or (hints[name],)), type(getattr(ModelConfig, name))}
         _check(f"model_config.{name}", value, *types, *((int,) if float in types else ()))
         if type(value) in (int, float) and not -MAX_COUNT < value < MAX_COUNT:  # also catches NaN

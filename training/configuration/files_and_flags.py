@@ -139,6 +139,8 @@ def _typed(name: str, value: object, allowed: tuple[type, ...], where: str) -> o
     hint = ""
     if int in allowed and type(value) is float and value.is_integer():
         hint = f"; write {int(value)}"
+    if dict in allowed:
+        hint = "; write it as {'rope_type': 'linear', 'factor': 2.0}, on the command line in quotes"
     if float in allowed and type(value) is int:
         raise UserError(f"{name}={shown(value)} in {where} is beyond {FLOAT_MAX:g}, the limit")
     raise UserError(f"{name}={shown(value)} in {where} is {type(value).__name__}, expected {wanted}{hint}")

@@ -97,11 +97,14 @@ class TrainConfig:
     )
 
     # --- model; None: what arch_preset says (model_config.py) ---
-    arch_preset: str = key("gpt2", "'gpt2', 'llama', 'llama3' or 'qwen3': the style and the vocabulary")
+    arch_preset: str = key(
+        "gpt2", "'gpt2', 'llama', 'llama3', 'qwen2' or 'qwen3': the style and the vocabulary"
+    )
     n_layer: int = key(12, "blocks of attention and feed-forward")
     n_head: int = key(12, "query heads")
     n_embd: int = key(768, "model width")
     num_key_value_heads: int | None = key(None, "key/value heads; None: n_head")
+    head_dim: int | None = key(None, "width of a query, key or value head; None: n_embd / n_head")
     d_ff: int | None = key(None, "feed-forward width; None: 4 x n_embd, or about 8/3 x n_embd for swiglu")
     vocab_size: int | None = key(None, "number of token ids")
     normalization: str | None = key(None, "'layernorm' or 'rmsnorm'")
@@ -109,8 +112,14 @@ class TrainConfig:
     activation: str | None = key(None, "'gelu' (tanh approximation) or 'silu'")
     position_encoding: str | None = key(None, "'learned' or 'rope'")
     rope_theta: float | None = key(None, "base of the rope frequencies")
+    rope_scaling: dict | None = key(
+        None,
+        "for longer sequences: {'rope_type': 'linear', 'factor': 2.0}; 'llama3' and 'yarn' have more fields "
+        "(rope_scaling.py)",
+    )
     ffn_type: str | None = key(None, "'mlp' or 'swiglu'")
     bias: bool | None = key(None, "biases in LayerNorm and in all Linear layers but the output head")
+    qkv_bias: bool | None = key(None, "biases in the projections to q, k and v alone; not with bias=True")
     dropout: float = key(0.0, "probability, from 0 to below 1")
     weight_tying: bool | None = key(None, "the output head and the token embedding share their weights")
     qk_norm: bool | None = key(None, "RMSNorm on each query and key head")

@@ -26,6 +26,7 @@ from training.hardware.capability import CUDNN, TORCH, capability
 CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
 HALF = (torch.float16, torch.bfloat16)
 
+FLASH_MAX_HEAD_DIM = 256  # flash-attn 2 and 3
 CUDNN_MAX_HEAD_DIM = 128
 PROBE_TOKENS = 256  # enough for every kernel's tile
 PROBE_TOLERANCE = 0.03  # of outputs of unit size; bf16 has 8 bits, and a document too many changes them by 1
@@ -120,6 +121,7 @@ def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     """Dao-AILab's Hopper kernels; the module is flash_attn_interface, not flash_attn. Shah et al. 2024."""
     _need_cuda_and_half("flash-attn 3", dtype, device)
     _need_kernels("flash_attn_3", "Hopper GPUs (compute capability 9.0)", device)
+    _need_narrow_heads("flash-attn 3", config)
     if config.dropout > 0:
         raise Unavailable("it has no dropout")
     flash_attn_func = _import_function("flash_attn_interface")
@@ -135,6 +137,7 @@ def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     """The flash-attn package. Dao 2023."""
     _need_cuda_and_half("flash-attn 2", dtype, device)
     _need_kernels("flash_attn_2", "GPUs of compute capability 8.0 or above", device)
+    _need_narrow_heads("flash-attn 2", config)
     flash_attn_func = _import_function("flash_attn")
 
     def attend(q, k, v, dropout_p=0.0):
@@ -167,6 +170,11 @@ def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> 
 def _need_kernels(backend: str, gpus: str, device: torch.device) -> None:
     if backend not in capability(device).flash_attn:
         raise Unavailable(f"its kernels are for {gpus}")
+
+
+def _need_narrow_heads(name: str, config: ModelConfig) -> None:
+    if config.head_dim > FLASH_MAX_HEAD_DIM:
+        raise Unavailable(f"{name} has heads of at most {FLASH_MAX_HEAD_DIM}, head_dim is {config.head_dim}")
 
 
 def _sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:

@@ -58,7 +58,7 @@ def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
         if any(width % float8.ALIGNMENT for width in module.weight.shape):
             raise UserError(
                 f"low_precision={config.low_precision!r} needs matrices whose sides are multiples of "
-                f"{float8.ALIGNMENT}, but {name} is {tuple(module.weight.shape)}; change n_embd, d_ff or "
-                "vocab_size, or set low_precision='none'"
+                f"{float8.ALIGNMENT}, but {name} is {tuple(module.weight.shape)}; change n_embd, "
+                "head_dim, d_ff or vocab_size, or set low_precision='none'"
             )
         module.float8 = float8.empty_like(module.weight)

@@ -67,7 +67,7 @@ def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainCon
 
 def _block_weights(model: ModelConfig) -> int:
     """Elements of one block's matrices."""
-    attention = 2 * model.n_embd * (model.n_embd + model.n_kv_head * model.head_dim)
+    attention = 2 * model.n_embd * (model.attention_width + model.n_kv_head * model.head_dim)
     return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
 
 
@@ -75,16 +75,16 @@ def _activation_bytes(model: ModelConfig, config: TrainConfig) -> tuple[float, f
     """Bytes that the forward of all blocks keeps for the backward, and the most that are there during the
     backward. A recomputed block keeps only its two inputs, and has all its activations in its backward."""
     compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
-    C, F = model.n_embd, model.d_ff
-    qkv = C + 2 * model.n_kv_head * model.head_dim
+    C, A, F = model.n_embd, model.attention_width, model.d_ff
+    qkv = A + 2 * model.n_kv_head * model.head_dim
     heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as input of attention
     up = 2 * F if model.ffn_type == "swiglu" else F
     inputs = 2 * C + F  # inputs of qkv, up and down; the input of out is the context below
-    layer = 3 * C + heads + up  # two residuals and the context
+    layer = 2 * C + A + heads + up  # two residuals and the context
     if config.low_precision == "none":
         layer = compute * (layer + inputs)
     else:
-        layer = compute * layer + inputs + C  # inputs in fp8, and an fp8 copy of the context
+        layer = compute * layer + inputs + A  # inputs in fp8, and an fp8 copy of the context
     kept, backward = 0, 0
     for i in range(model.n_layer):
         if is_recomputed(i, config.activation_checkpointing):

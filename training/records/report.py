@@ -107,6 +107,7 @@ def _architecture(info: dict) -> Section:
             "Key/value heads",
             f"{model['n_kv_head']} (group of {group})" if group > 1 else str(model["n_kv_head"]),
         ),
+        ("Head width", _head_width(model)),
         ("Vocabulary", f"{model['vocab_size']:,}{' (tied)' if model['weight_tying'] else ''}"),
         ("Positions", _positions(model)),
         (
@@ -114,15 +115,27 @@ def _architecture(info: dict) -> Section:
             f"{model['normalization']}, eps {model['norm_eps']:g}{', QK-norm' * model['qk_norm']}",
         ),
         ("Feed-forward", f"{model['ffn_type']}, {model['activation']}"),
-        ("Bias, dropout", f"{model['bias']}, {model['dropout']:g}"),
+        (
+            "Bias, dropout",
+            f"{'q, k, v alone' if model['qkv_bias'] else model['bias']}, {model['dropout']:g}",
+        ),
         ("Parameters", f"{counts['total_params']:,}"),
         ("  trainable", f"{counts['trainable_params']:,}"),
     ]
 
 
+def _head_width(model: dict) -> str:
+    together = model["n_head"] * model["head_dim"]
+    if together == model["n_embd"]:
+        return str(model["head_dim"])
+    return f"{model['head_dim']}, together {together:,} of a width of {model['n_embd']:,}"
+
+
 def _positions(model: dict) -> str:
     theta = f", theta {model['rope_theta']:g}" if model["position_encoding"] == "rope" else ""
-    return f"{model['position_encoding']}{theta}, up to {model['block_size']:,} tokens"
+    scaling = model["rope_scaling"]
+    scaled = f", scaled ({scaling['rope_type']}, factor {scaling['factor']:g})" if scaling else ""
+    return f"{model['position_encoding']}{theta}{scaled}, up to {model['block_size']:,} tokens"
 
 
 def _training(config: TrainConfig, info: dict) -> Section:

@@ -1,0 +1,40 @@
+# Qwen3-4B: 4,022,468,096 parameters, the published number; 388,956,160 are the tied embedding.
+# Source: https://huggingface.co/Qwen/Qwen3-4B-Base/blob/main/config.json
+# GPU: one or eight with 140 GB, such as H200; 101.9 GiB estimated on one. Measured: unmeasured.
+out_dir = "out-qwen3-4b"
+dataset = "slimpajama_6b_qwen3"
+
+# model
+arch_preset = "qwen3"
+n_layer = 36
+n_head = 32
+num_key_value_heads = 8  # query heads share key/value heads in groups of 4
+n_embd = 2560
+head_dim = 128  # the query heads together are 4,096 wide
+d_ff = 9728
+vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
+weight_tying = True
+block_size = 4096  # the model is published for up to 32,768
+
+# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
+batch_size = 2
+gradient_accumulation_steps = 16  # 1,048,576 tokens per iteration on 8 GPUs
+dtype = "bfloat16"
+compile = True
+attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
+
+# training
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 2000
+lr_decay_iters = 25000
+max_iters = 25000
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+
+# evaluation and logging
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10

@@ -1,0 +1,269 @@
+"""head_dim, qkv_bias and rope_scaling: from a file, a flag or a checkpoint into the model, never ignored."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from support.helpers import ROOT, TINY, write_config
+
+from common.errors import UserError
+from model import rotary_angles
+from model_builder import build_model
+from model_config import ModelConfig, model_config
+from training.checkpoints.saved_state import _model_config, _settings
+from training.configuration.files_and_flags import load_config
+from training.configuration.help import help_text
+from training.configuration.keys import TrainConfig
+from training.records.memory_estimate import estimate_memory
+from training.records.report import dry_run
+
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32, n_kv_head=2)
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+SCALING_FLAG = '--rope_scaling={"rope_type": "linear", "factor": 2.0}'
+
+
+def shapes(**overrides):
+    model = build_model(model_config("llama", **{**SMALL, **overrides}))
+    return {name.removeprefix("blocks.0.attn."): tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(*flags, text=""):
+        path = write_config(tmp_path / "run.py", **TINY)
+        path.write_text(path.read_text() + text)
+        return load_config([str(path), *flags])
+
+    return load
+
+
+def refusal(load, *flags, text="") -> str:
+    with pytest.raises(UserError) as error:
+        load(*flags, text=text)
+    return str(error.value)
+
+
+# --- the model ---
+
+
+def test_a_stated_head_width_changes_the_projections_and_nothing_else():
+    usual, wide = shapes(), shapes(head_dim=24, qk_norm=True)
+    assert (usual["qkv.weight"], usual["out.weight"]) == ((4 * 16 + 2 * 2 * 16, 64), (64, 64))
+    assert (wide["qkv.weight"], wide["out.weight"]) == ((4 * 24 + 2 * 2 * 24, 64), (64, 4 * 24))
+    assert wide["q_norm.weight"] == wide["k_norm.weight"] == (24,)
+    changed = {name for name in usual if usual[name] != wide[name]}
+    assert changed == {f"{at}{part}.weight" for at in ("", "blocks.1.attn.") for part in ("qkv", "out")}
+    assert build_model(model_config("llama", **SMALL, head_dim=24)).rotary_cos.shape == (32, 12)
+
+
+def test_the_head_width_that_follows_from_the_model_width_is_the_default():
+    assert model_config("llama", **SMALL) == model_config("llama", **SMALL, head_dim=16)
+    assert shapes() == shapes(head_dim=16)
+
+
+def test_biases_of_q_k_and_v_are_the_only_ones():
+    plain, biased = shapes(), shapes(qkv_bias=True)
+    assert biased.keys() - plain.keys() == {"qkv.bias", "blocks.1.attn.qkv.bias"}
+    assert biased["qkv.bias"] == ((4 + 2 * 2) * 16,)
+    everywhere = shapes(bias=True)
+    assert {name for name in everywhere if name.endswith("bias")} > {"qkv.bias", "out.bias"}
+
+
+def test_biases_of_q_k_and_v_start_at_zero_and_reach_the_logits():
+    model = build_model(model_config("qwen2", **SMALL)).init_weights("cpu", seed=0)
+    biases = [block.attn.qkv.bias for block in model.blocks]
+    assert not any(bias.any() for bias in biases)
+    ids = torch.arange(32)[None]
+    before = model(ids)
+    model(ids, ids).backward()
+    assert all(bias.grad.abs().sum() > 0 for bias in biases)
+    with torch.no_grad():
+        biases[0].add_(1.0)
+    assert not torch.equal(model(ids), before)
+
+
+def test_scaled_positions_are_in_the_buffers_also_after_the_weights_are_drawn():
+    config = model_config("llama", **SMALL, rope_scaling=LINEAR)
+    model = build_model(config)
+    assert model.rotary_cos.is_meta
+    model.init_weights("cpu", seed=0)
+    expected = rotary_angles(32, 16, 1e4, scaling=config.rope_scaling)
+    assert torch.equal(model.rotary_cos, expected.cos) and torch.equal(model.rotary_sin, expected.sin)
+    assert not torch.equal(model.rotary_cos, rotary_angles(32, 16, 1e4).cos)
+
+
+# --- what the model does not have ---
+
+REFUSED = [
+    (dict(head_dim=15), "rope needs an even head width, got head_dim=15"),
+    (dict(head_dim=0), "head_dim=0 must be from 1 to"),
+    (dict(head_dim=-8), "head_dim=-8 must be from 1 to"),
+    (dict(head_dim=2**19), "n_head=4 heads of head_dim=524288 are 2,097,152 wide together"),
+    (dict(n_head=6, n_kv_head=2), "n_embd=64 is not divisible by n_head=6;.* or state head_dim"),
+    (dict(bias=True, qkv_bias=True), "bias=True and qkv_bias=True: .*; set one of them to False"),
+    (dict(position_encoding="learned", rope_scaling=LINEAR), "rope_scaling needs rotary positions"),
+    (dict(rope_scaling={"rope_type": "linear"}), "rope_scaling of type 'linear' needs factor"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(fields) for fields, _ in REFUSED])
+def test_what_the_model_does_not_have_is_refused_before_it_is_built(fields, message):
+    with pytest.raises(ValueError, match=message):
+        model_config("llama", **{**SMALL, **fields})
+
+
+def test_near_a_refusal_the_model_is_built_and_computes():
+    ids = torch.arange(32)[None]
+    for preset, fields in (
+        ("gpt2", dict(head_dim=15, n_kv_head=None)),  # learned positions rotate nothing
+        ("gpt2", dict(qkv_bias=True)),
+        ("llama", dict(n_head=6, head_dim=10)),
+        ("llama", dict(head_dim=2)),
+        ("qwen2", dict(bias=True, qkv_bias=False)),
+        ("qwen3", dict(qkv_bias=True)),
+    ):
+        model = build_model(model_config(preset, **{**SMALL, **fields})).init_weights("cpu", seed=0)
+        assert model(ids).shape == (1, 32, 97)
+
+
+# --- from a file, and from the command line ---
+
+
+def test_a_file_and_flags_say_the_same(load):
+    text = "\nhead_dim = 16\nqkv_bias = True\nrope_scaling = dict(rope_type='linear', factor=2)\n"
+    from_file = load(text=text)
+    from_flags = load("--head_dim=16", "--qkv_bias=True", SCALING_FLAG)
+    assert from_file.model_config() == from_flags.model_config()
+    assert from_file.model_config().attention_width == 64 and TINY["n_embd"] == 32
+    assert load("--rope_scaling=None", text=text).model_config().rope_scaling is None
+    assert load("--head_dim=None", text=text).model_config().head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (
+            "--rope_scaling=linear",
+            "is str, expected dict or None; write it as {'rope_type': 'linear', 'factor",
+        ),
+        ("--rope_scaling=2.0", "expected dict or None; write it as"),
+        ("--rope_scaling={'rope_type': 'linear'}", "'linear' needs factor"),
+        ("--rope_scaling={'rope_type': 'linear', 'factor': true}", "expected dict or None"),
+        ("--rope_scaling={'rope_type': 'liner', 'factor': 2}", "rope_type='liner'; it is one of"),
+        ("--rope_scaling={'rope_type': 'linear', 'factor': 2, 'beta': {}}", "has no field 'beta'"),
+        ("--head_dim=7", "rope needs an even head width, got head_dim=7"),
+        ("--head_dim=16.0", "expected int or None; write 16"),
+        ("--head_width=16", "unknown setting 'head_width'"),
+        ("--qkv_bias=1", "expected bool or None"),
+        ("--qkv_biases=True", "did you mean 'qkv_bias'?"),
+    ],
+)
+def test_a_key_that_cannot_be_is_one_message(load, flag, message):
+    assert message in refusal(load, flag)
+
+
+def test_keys_that_exclude_each_other_are_refused_with_the_configuration(load):
+    assert "bias=True and qkv_bias=True" in refusal(load, "--bias=True", "--qkv_bias=True")
+    assert "rope_scaling needs rotary positions" in refusal(load, "--position_encoding=learned", SCALING_FLAG)
+    with pytest.raises(UserError, match="bias=True and qkv_bias=True"):
+        load_config([str(ROOT / "config/qwen2.5_1.5b.py"), "--bias=True"])
+
+
+def test_help_names_the_keys_and_the_types_of_scaling():
+    for part in (
+        "--head_dim=None  (int | None)",
+        "--qkv_bias=None  (bool | None)",
+        "--rope_scaling=None  (dict",
+    ):
+        assert part in help_text()
+    for name in ("'linear'", "'llama3'", "'yarn'"):
+        assert name in help_text()
+
+
+# --- in a checkpoint ---
+
+
+def reread(config: ModelConfig) -> ModelConfig:
+    """The model that a checkpoint's state.json describes."""
+    return _model_config(
+        _settings({"model_config": json.loads(json.dumps(config.to_dict()))}, "model_config")
+    )
+
+
+def test_a_checkpoint_describes_the_same_model():
+    config = model_config("qwen2", **SMALL, head_dim=24, rope_scaling=LINEAR)
+    assert reread(config) == config
+
+
+def test_a_checkpoint_from_before_the_keys_describes_the_same_model():
+    config = model_config("qwen3", **SMALL)
+    old = config.to_dict()
+    for name in ("head_dim", "qkv_bias", "rope_scaling"):
+        del old[name]
+    assert _model_config(old) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_scaling", "linear"),
+        ("rope_scaling", 7),
+        ("rope_scaling", {"rope_type": "linear", "factor": {"a": 1}}),
+        ("rope_scaling", {"rope_type": "linear", "factor": [2.0]}),
+        ("rope_scaling", {"rope_type": "linear", "factor": "2"}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 1e300}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "rope_scaling": {}}),
+        ("rope_scaling", {"factor": 2.0}),
+        ("head_dim", "16"),
+        ("head_dim", 16.0),
+        ("head_dim", 10**12),
+        ("qkv_bias", 1),
+    ],
+)
+def test_a_checkpoint_with_another_value_than_a_run_writes_is_a_damaged_one(field, value):
+    content = {"model_config": {**model_config("qwen2", **SMALL).to_dict(), field: value}}
+    with pytest.raises(ValueError, match=field):
+        _model_config(_settings(content, "model_config"))
+
+
+def test_only_rope_scaling_is_an_object_among_the_settings():
+    settings = {"batch_size": 2, "rope_scaling": dict(LINEAR)}
+    assert _settings({"config": settings}, "config") == settings
+    for name, value in (("batch_size", {"a": 1}), ("rope_scaling", {"a": {"b": 1}}), ("rope_scaling", [1])):
+        with pytest.raises(ValueError, match=name):
+            _settings({"config": {**settings, name: value}}, "config")
+
+
+# --- what is said of them ---
+
+
+def memory(parameters=10**6, **overrides):
+    config = TrainConfig(arch_preset="llama", n_layer=2, n_head=4, n_embd=64, d_ff=96, batch_size=8)
+    config = replace(config, **overrides)
+    return estimate_memory(config.model_config(), parameters, config, 1)
+
+
+@pytest.mark.parametrize("low_precision", ["none", "fp8_tensorwise"])
+def test_wider_heads_are_estimated_to_need_more_memory(low_precision):
+    usual, stated, wide = (memory(head_dim=d, low_precision=low_precision) for d in (None, 16, 32))
+    assert stated == usual
+    more = (wide["activations"] - usual["activations"]) * 2**30
+    tokens = 8 * 1024
+    columns = 7 * 64  # q, k and v before and after rotation, and what attention gives
+    extra = 64 if low_precision != "none" else 0  # bytes: attention's output, once more in fp8
+    assert more == pytest.approx(2 * tokens * (2 * columns + extra))
+    if extra:
+        weights = "fp8 weights, both layouts"
+        assert (wide[weights] - usual[weights]) * 2**30 == pytest.approx(2 * 2 * 4 * 64 * 64)
+
+
+def test_the_report_shows_the_keys(load):
+    wide = load("--head_dim=16", "--qkv_bias=True", SCALING_FLAG)
+    lines = "\n".join(dry_run(wide, 1))
+    assert "Head width:                  16, together 64 of a width of 32" in lines
+    assert "Bias, dropout:               q, k, v alone, 0" in lines
+    assert "rope, theta 1e+06, scaled (linear, factor 2), up to 32 tokens" in lines
+    assert "Audit by FlopCounterMode:    exact" in lines
+    usual = "\n".join(dry_run(load(), 1))
+    assert "Head width:                  8\n" in usual and "scaled" not in usual
