@@ -103,14 +103,14 @@ def _open(folder: Path) -> tuple[SavedState, dcp.StorageReader] | UserError:
 
 def _load(folder: Path, reader: dcp.StorageReader, tensors: dict[str, torch.Tensor], no_dist: bool) -> None:
     try:
-        with _no_group_warning():
+        with no_group_warning():
             dcp.load(tensors, storage_reader=reader, no_dist=no_dist)
     except (dcp.api.CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error
 
 
 @contextlib.contextmanager
-def _no_group_warning():
+def no_group_warning():
     """Hides a warning of DCP: that no process group exists, even if no_dist=True has told it so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")

@@ -71,6 +71,7 @@ def run_info(
     windows: dict[str, Split],
     fingerprint: str,
     resume: Resume,
+    pretrained: dict[str, Any] | None,
     world_size: int,
 ) -> dict[str, Any]:
     """The rest of the record's startup_info: the data, who started the run, and where it continues."""
@@ -79,6 +80,7 @@ def run_info(
         "data": describe_sources(sources, windows, samples, fingerprint),
         "launch": launch_record(),
         "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,
+        "pretrained": pretrained,
         "changed_since_checkpoint": resume.changed,
         "checkpoints_set_aside": resume.renamed,
     }
