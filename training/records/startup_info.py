@@ -80,7 +80,9 @@ def run_info(
         "data": describe_sources(sources, windows, samples, fingerprint),
         "launch": launch_record(),
         "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,
-        "pretrained": pretrained,
+        "pretrained": {name: pretrained[name] for name in pretrained if name != "config"}
+        if pretrained
+        else None,
         "changed_since_checkpoint": resume.changed,
         "checkpoints_set_aside": resume.renamed,
     }
