@@ -87,9 +87,7 @@ def generate(model, ids, count: int, temperature: float, top_k: int, generator) 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Generate text from a checkpoint or from pretrained weights."
-    )
+    parser = argparse.ArgumentParser(description="Generate text from a run's checkpoint or other weights.")
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--out_dir", type=user_path, help="the run's out_dir")
     model.add_argument(

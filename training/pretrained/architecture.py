@@ -7,6 +7,7 @@ config.json: weights that fit would otherwise give wrong logits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import rope_scaling
 from common.errors import UserError
 from common.text import shown
 from model_config import ModelConfig
-from rope_scaling import YarnScaling
+from rope_scaling import RopeScaling, YarnScaling
 
 GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of the tanh approximation
 LARGEST = 2**53  # whole numbers of JSON beyond this are not exact
@@ -290,8 +291,14 @@ def _gpt2_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _stated(scaling: RopeScaling) -> dict[str, Any]:
+    """Its fields without those that have their default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(scaling) if field.init}
+    return {name: value for name, value in scaling.to_dict().items() if value != defaults.get(name)}
+
+
 def _decoder_fields(model: ModelConfig, family: str, origin: dict[str, Any]) -> dict[str, Any]:
-    scaling = model.rope_scaling.to_dict() if model.rope_scaling else None
+    scaling = _stated(model.rope_scaling) if model.rope_scaling else None
     longest = origin.get("max_position_embeddings")
     longest = max(model.block_size, longest if type(longest) is int and longest < LARGEST else 0)
     if isinstance(model.rope_scaling, YarnScaling):
