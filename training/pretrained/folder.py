@@ -161,7 +161,10 @@ def list_tensors(folder: Path) -> Tensors:
                 raise UserError(f"{folder}: {part.name[:100]} is in two files, {other} and {file}")
             found[part.name] = part, place
     if files != [SINGLE]:
-        for tensor, file in _read_index(folder).items():
+        listed = _read_index(folder)
+        if unlisted := found.keys() - listed.keys():
+            raise UserError(f"{folder / INDEX} does not list {_some(unlisted)}, which is in the files")
+        for tensor, file in listed.items():
             if tensor not in found or found[tensor][1].path.name != file:
                 raise UserError(f"{folder / INDEX} says that {tensor[:100]} is in {file}, which is not so")
     return found
