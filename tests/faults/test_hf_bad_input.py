@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format that are not what they should be: one message each, and nothing is written."""
+"""Weights in Hugging Face's format that are not what they should be: one message each, and nothing written."""
 
 import json
 import os
@@ -137,7 +137,7 @@ FOLDERS = [  # (which model, what is done to it, what the message says)
     ("shards", tensor_in_two_files, "model.norm.weight is in two files"),
     ("shards", wrong_file_in_the_index, "says that model.norm.weight is in model-00001-of-00007"),
     ("shards", file_outside, "it says that model.norm.weight is in '../x.safetensors'"),
-    ("shards", unlisted_tensor, "model.norm.weight"),
+    ("shards", unlisted_tensor, "does not list model.norm.weight, which is in the files"),
     ("qwen3", truncated, "is damaged or cut off"),
     ("qwen3", pointer, "is a pointer to the weights, not the weights; run: git lfs pull"),
     ("qwen3", wrong_shape, "model.norm.weight is float32 and (33,), but config.json asks for"),
@@ -171,7 +171,7 @@ REFUSED = [  # (which model, fields of config.json, what the message names)
     (
         "qwen3",
         {"model_type": "smollm3"},
-        "model_type='smollm3', which nanoMFU cannot read: it has layers wit",
+        "model_type='smollm3', which nanoMFU cannot read: it has",
     ),
     ("qwen3", {"model_type": "qwen3_moe"}, "it is a mixture of experts"),
     ("qwen3", {"model_type": "bert"}, "the families that can be read are gpt2, llama, qwen2, qwen3"),
@@ -280,7 +280,7 @@ def test_an_unreachable_hub_is_one_message(run, tmp_path, capsys, monkeypatch):
 
 
 def fake_hub(monkeypatch, cache: Path, model: Path, commit: str):
-    """The hub library with one model, which it downloads as the real one does: into a folder of its commit."""
+    """The hub library with one model, which it downloads into a folder of its commit, as the real one."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     asked = []
 
