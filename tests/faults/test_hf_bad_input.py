@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format that are not what they should be: one message each, and nothing written."""
+"""Weights in Hugging Face's format that are not what they should be: one message each, nothing written."""
 
 import json
 import os
