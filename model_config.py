@@ -1,5 +1,6 @@
 """The shape of a model: one frozen, self-checking ModelConfig describes GPT-2, LLaMA 2/3, Qwen2 and Qwen3
-alike, and a preset per family supplies whatever a run does not state."""
+alike, and a preset per family supplies whatever a run does not state. Imports no torch, so that a mistake in
+a config file is reported at once."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class ModelConfig:
             object.__setattr__(self, "d_ff", default_ffn_width(self.n_embd, self.ffn_type))
         if self.head_dim is None:
             object.__setattr__(self, "head_dim", self._equal_share())
-        if isinstance(self.rope_scaling, dict):
+        if not isinstance(self.rope_scaling, RopeScaling | None):
             object.__setattr__(self, "rope_scaling", rope_scaling.parse(self.rope_scaling))
         self._check()
 

@@ -176,8 +176,12 @@ TYPES: dict[str, type[RopeScaling]] = {
 }
 
 
-def parse(values: dict) -> RopeScaling:
+def parse(values: object) -> RopeScaling:
     """The scaling that a dict describes; a value None is one that is not stated. Raises ValueError."""
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"rope_scaling={shown(values)} is not a dict such as {{'rope_type': 'linear', 'factor': 2.0}}"
+        )
     given = {name: value for name, value in values.items() if value is not None}
     kind = given.pop("rope_type", None)
     if not isinstance(kind, str) or kind not in TYPES:

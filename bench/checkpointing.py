@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import shutil
 import statistics
@@ -21,10 +20,12 @@ from pathlib import Path
 
 from bench.plan import WARMUP_ITERS, check_overrides
 from bench.process import TIMEOUT_MAX_S, end_with_status, python_command, run_process
-from bench.throughput import dataset_chooser, new_folder
+from bench.table import new_folder, save_table
+from bench.throughput import dataset_chooser
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from common.json_file import read_json
+from common.text import aligned
 from training.checkpoints.folder import find_checkpoint
 from training.pretrained.settings import load_run_config
 from training.process.memory import GB
@@ -43,6 +44,7 @@ COLUMNS = (
     (f"ms/iter, next {MEASURED_ITERS}", "{after_ms:.1f}"),
     ("slower by", "{slower_percent:+.1f} %"),
     ("GPU memory peak", "{memory}"),
+    ("note", "{note}"),  # why a run failed
 )
 
 
@@ -57,9 +59,9 @@ def main(argv: list[str]) -> int:
         print(f"{mode}: {result.get('reason') or 'done'}", flush=True)
         results.append(result)
     content = {"command": shlex.join(["python", "-m", "bench.checkpointing", *argv]), "results": results}
-    (folder / "table.json").write_text(json.dumps(content, indent=1))
-    (folder / "table.md").write_text("\n".join(table(results)) + "\n")
-    print("\n" + "\n".join(table(results)) + f"\n\nSaved in {folder}", flush=True)
+    lines = table(results)
+    save_table(folder, content, lines)
+    print("\n" + "\n".join(lines) + f"\n\nSaved in {folder}", flush=True)
     return 1 if any("reason" in result for result in results) else 0
 
 
@@ -151,16 +153,15 @@ def figures(record: dict) -> dict:
 
 def table(results: list[dict]) -> list[str]:
     """The lines of a Markdown table."""
-    lines = ["| " + " | ".join(name for name, _ in COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    rows = []
     for result in results:
         if "reason" in result:
-            lines.append(f"| {result['mode']} | {result['reason']} |")
+            rows.append([result["mode"], *[""] * (len(COLUMNS) - 2), result["reason"].replace("|", "/")])
             continue
         before, peak = result["peak_before_gb"], result["peak_gb"]
         memory = f"{peak / before:.3f} x {before:.1f} GiB" if before else "n/a"
-        cells = [cell.format(**result, memory=memory) for _, cell in COLUMNS]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append([cell.format(**result, memory=memory, note="") for _, cell in COLUMNS])
+    return aligned([name for name, _ in COLUMNS], rows, ("checkpoints", "note"), "github")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 
-from bench.gpu_monitor import FIELDS
 from bench.plan import Entry
+from training.hardware.gpu_monitor import FIELDS
 from training.records import percentiles
 
 SERIES = ("mfu_percent", "mfu_causal_percent", "tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
@@ -57,6 +57,7 @@ def combine(runs: list[dict]) -> dict | None:
         "max_allocated_gb": _most([m["max_allocated_gb"] for m in measurements]),
         "max_reserved_gb": _most([m["max_reserved_gb"] for m in measurements]),
         **{name: _median([g[name] for g in gpu]) for name in FIELDS},
+        "gpu_reason": None if gpu else good[-1]["gpu_reason"],
         "mfu_reason": next((m["mfu_reason"] for m in measurements if m["mfu_reason"]), None),
     }
 

@@ -8,12 +8,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_monitor import GpuMonitor, gpu_ids
 from bench.plan import Entry
 from bench.process import REASON_LENGTH, python_command, run_process
 from bench.results import combine, measure
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.text import one_line
+from training.hardware.gpu_monitor import GpuMonitor, gpu_ids
 
 PROGRAMS = {"variant": ["train.py"], "peer": ["-m", "bench.peer"], "roofline": ["-m", "bench.roofline"]}
 LOG = "console.log"
@@ -24,7 +24,7 @@ def run_entry(
 ) -> None:
     """Adds a run to entry.runs and updates entry.facts and entry.result."""
     run: dict[str, Any] = {"repeat": repeat, "reason": entry.problem, "measurement": None}
-    run |= {"gpu": None, "seconds": 0.0}
+    run |= {"gpu": None, "gpu_reason": None, "seconds": 0.0}
     entry.runs.append(run)
     if entry.problem:
         return
@@ -36,8 +36,9 @@ def run_entry(
     ids = gpu_ids(entry.processes, os.environ.get("CUDA_VISIBLE_DEVICES")) if entry.device == "cuda" else []
     with GpuMonitor(ids) as monitor:
         outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
-    run.update(command=shlex.join(command), folder=str(out_dir), gpu=monitor.summary())
+    run.update(command=shlex.join(command), folder=str(out_dir))
     run.update(reason=outcome.reason, seconds=outcome.seconds)
+    run.update(gpu=monitor.summary(), gpu_reason=monitor.reason)
     if outcome.reason is None:
         try:
             read_output(entry, run, out_dir, arguments.warmup)

@@ -1,8 +1,14 @@
-"""The table of results, in Markdown with padded columns: for the console, and to be pasted into LOG.md."""
+"""The table of results, in Markdown: for the console and to be pasted into LOG.md; and its folder."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from bench.plan import Entry
+from common.durable_file import write_bytes
+from common.errors import UserError
+from common.text import aligned
 
 COLUMNS = (
     "variant",
@@ -31,22 +37,11 @@ LEGEND = (
 
 def table_lines(entries: list[Entry]) -> list[str]:
     """Rows for the variants, the peers and the ceilings that failed, then one line for each other ceiling."""
-    rows = [list(COLUMNS)]
-    rows += [cells(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_line(row, widths) for row in rows]
-    lines.insert(1, _line(["-" * width for width in widths], widths))
+    rows = [cells(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
+    lines = aligned(COLUMNS, rows, TEXT_COLUMNS, "github")
     measured = [(e.name, e.result) for e in entries if e.kind == "roofline" and e.result]
     ceilings = [_ceiling_line(name, result) for name, result in measured]
     return lines + [""] * bool(ceilings) + ceilings
-
-
-def _line(cells: list[str], widths: list[int]) -> str:
-    padded = [
-        cell.ljust(width) if name in TEXT_COLUMNS else cell.rjust(width)
-        for name, cell, width in zip(COLUMNS, cells, widths, strict=True)
-    ]
-    return f"| {' | '.join(padded)} |"
 
 
 def cells(entry: Entry) -> list[str]:
@@ -94,9 +89,9 @@ def note(entry: Entry) -> str:
     if failures:
         notes.append(f"{len(failures)} of {len(entry.runs)} runs failed: {failures[-1]}")
     notes += entry.facts.get("fallbacks", [])
-    if reason := (entry.result or {}).get("mfu_reason"):
-        notes.append(reason)
-    return "; ".join(notes)
+    result = entry.result or {}
+    reasons = [result.get("mfu_reason"), entry.device == "cuda" and result.get("gpu_reason")]
+    return "; ".join([*notes, *filter(None, reasons)])
 
 
 def _failures(entry: Entry) -> list[str]:
@@ -141,3 +136,24 @@ def document_lines(content: dict, entries: list[Entry]) -> list[str]:
     if peak.get("tflops_per_gpu"):
         lines.append(f"Peak per GPU: {peak['tflops_per_gpu']:.4g} TFLOPS, {peak['source']}.")
     return [*lines, "", *table_lines(entries), "", LEGEND]
+
+
+# --- the folder, of every benchmark that makes a table ---
+
+
+def new_folder(asked: str | None, name: str) -> Path:
+    folder = Path(asked or Path("out-bench") / name).resolve()
+    if (folder / "table.json").exists():
+        raise UserError(f"{folder} holds a table already; choose another --output")
+    try:
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be written: {error}") from None
+    return folder
+
+
+def save_table(folder: Path, content: dict, lines: list[str]) -> None:
+    """Writes table.json with everything and table.md to read; each file is complete at any moment."""
+    texts = {"table.json": json.dumps(content, indent=1), "table.md": "\n".join(lines) + "\n"}
+    for name, text in texts.items():
+        write_bytes(folder / name, text.encode("utf-8"))

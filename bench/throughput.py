@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import os
 import shlex
 import signal
@@ -25,13 +24,13 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.plan import WARMUP_ITERS, Entry, check_overrides, iteration_flags, make_plan
+from bench.plan import WARMUP_ITERS, check_overrides, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES
-from bench.table import document_lines, result_line, table_lines
+from bench.table import document_lines, new_folder, result_line, save_table, table_lines
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
@@ -75,7 +74,10 @@ def main(argv: list[str]) -> int:
         print(f"[{number}/{len(order)}] {entry.name}: started, repeat {repeat}", flush=True)
         run_entry(entry, repeat, folder, arguments, entries)
         print(f"[{number}/{len(order)}] {entry.name}: {result_line(entry)}", flush=True)
-        save(folder, content, entries)  # after each run, so that an interrupted benchmark leaves its results
+        relate(entries)
+        everything = {**content, "entries": [dataclasses.asdict(entry) for entry in entries]}
+        # after each run, so that an interrupted benchmark leaves its results
+        save_table(folder, everything, document_lines(content, entries))
     print("\n" + "\n".join(table_lines(entries)) + f"\n\nSaved in {folder}", flush=True)
     return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
 
@@ -111,17 +113,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def new_folder(asked: str | None, name: str) -> Path:
-    folder = Path(asked or Path("out-bench") / name).resolve()
-    if (folder / "table.json").exists():
-        raise UserError(f"{folder} holds a table already; choose another --output")
-    try:
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {folder} cannot be written: {error}") from None
-    return folder
-
-
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:
     """A function that returns the dataset for a variant's configuration; None: each keeps its own."""
     if asked is None:
@@ -131,20 +122,6 @@ def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], 
     # absolute, because the runs start in the repository's root
     named = str(Path(asked).resolve()) if os.sep in asked else asked
     return lambda config: named
-
-
-def save(folder: Path, content: dict, entries: list[Entry]) -> None:
-    """Writes table.json with everything and table.md to read. A reader never finds half a file."""
-    relate(entries)
-    everything = {**content, "entries": [dataclasses.asdict(entry) for entry in entries]}
-    texts = {
-        "table.json": json.dumps(everything, indent=1),
-        "table.md": "\n".join(document_lines(content, entries)) + "\n",
-    }
-    for name, text in texts.items():
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / name)
 
 
 if __name__ == "__main__":

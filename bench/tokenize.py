@@ -27,9 +27,11 @@ from importlib import metadata
 from pathlib import Path
 
 from bench.results import spread
+from bench.table import new_folder, save_table
 from bench.tokenization import Peers, Rate, measure_preparation, read_sample
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
+from common.text import aligned
 from data.pipeline.documents import find_files
 from data.tokenizers.tokenizer import open_tokenizer
 
@@ -62,8 +64,6 @@ LEGEND = (
 
 
 def main(argv: list[str]) -> int:
-    from bench.throughput import new_folder
-
     arguments = parse(argv)
     started = datetime.datetime.now().astimezone()
     folder = new_folder(arguments.output, f"tokenize_{started:%Y%m%d_%H%M%S}")
@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
                     result["rates"].setdefault(method, []).append(dataclasses.asdict(rate))
                     progress = f"[{repeat}/{arguments.repeats}] {name}, {method}"
                     print(f"{progress}: {rate.tokens_per_sec:,.0f} tokens/s", flush=True)
-                save(folder, content, results)
+                everything = {**content, "tokenizers": results}
+                save_table(folder, everything, document_lines(content, results))
     peers.close()
     print("\n" + "\n".join(document_lines(content, results)) + f"\n\nSaved in {folder}", flush=True)
     return 0
@@ -203,18 +204,6 @@ def _workers(count: int) -> str:
 # --- the table ---
 
 
-def save(folder: Path, content: dict, results: dict) -> None:
-    """Writes table.json with everything and table.md to read; each file is complete at any moment."""
-    texts = {
-        "table.json": json.dumps({**content, "tokenizers": results}, indent=1),
-        "table.md": "\n".join(document_lines(content, results)) + "\n",
-    }
-    for name, text in texts.items():
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / name)
-
-
 def document_lines(content: dict, results: dict) -> list[str]:
     software, git = content["software"], content["git"]
     versions = ", ".join(
@@ -226,18 +215,8 @@ def document_lines(content: dict, results: dict) -> list[str]:
         "",
     ]
     lines += [f"    {content['command']}", "", f"{versions}; {commit}.", ""]
-    rows = [COLUMNS, *(row for name, result in results.items() for row in table_rows(name, result))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines += [
-        "| "
-        + " | ".join(
-            cell.ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
-            for column, cell, width in zip(COLUMNS, row, widths, strict=True)
-        )
-        + " |"
-        for row in rows
-    ]
+    rows = [row for name, result in results.items() for row in table_rows(name, result)]
+    lines += aligned(COLUMNS, rows, TEXT_COLUMNS, "github")
     lines += ["", LEGEND.format(repeats=content["repeats"])]
     lines += [""] * bool(results) + [line for name, r in results.items() for line in extrapolation(name, r)]
     if content["peer_missing"]:

@@ -4,6 +4,9 @@ control characters."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from common.errors import UserError
 
 # escapes and other control characters, separators of lines, directions of writing, lone surrogates
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -38,3 +41,18 @@ def shown(value: object) -> str:
         return shorten(repr(value), SHOWN_CHARACTERS)
     except ValueError:  # Python refuses to write an int of more than 4,300 digits
         return "an int of more than 4,300 digits"
+
+
+def aligned(
+    head: Sequence[str], rows: list[list[str]], text_columns: Sequence[str], form: str = "simple"
+) -> list[str]:
+    """The lines of a table in one of tabulate's formats. Columns of numbers, which are all that are not named
+    in text_columns, are aligned on the right."""
+    try:
+        import tabulate
+    except ImportError:
+        raise UserError("tables need the tabulate library: pip install -r requirements.txt") from None
+    tabulate.MIN_PADDING = 0  # else a column is at least two characters wider than its name
+    sides = ["left" if name in text_columns else "right" for name in head]
+    table = tabulate.tabulate(rows, head, form, disable_numparse=True, colalign=sides)
+    return [line.rstrip() for line in table.splitlines()]

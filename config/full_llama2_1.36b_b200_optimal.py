@@ -1,5 +1,5 @@
 # LLaMA 2 architecture for a node of B200s: 1,294,159,104 parameters.
-# GPU: B200 (180 GB). Measured: unmeasured.
+# GPU: B200 (180 GB). Unmeasured.
 out_dir = "out-llama2-1.36b-b200"
 dataset = "slimpajama_6b_llama"
 

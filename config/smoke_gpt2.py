@@ -1,5 +1,6 @@
 # Smoke test of the gpt2 architecture on a CPU: the whole path of a run in well under a minute.
 # Needs the embedded corpus: python data/quickstart/prepare.py. Measured: unmeasured.
+# The other smoke_*.py are this one with another architecture.
 out_dir = "out-smoke-gpt2"
 dataset = "quickstart"
 device = "cpu"

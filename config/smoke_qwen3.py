@@ -1,27 +1,8 @@
-# Smoke test of the qwen3 architecture on a CPU: the whole path of a run in well under a minute.
+# Smoke test of the qwen3 architecture on a CPU: smoke_gpt2.py with another model.
 # Needs the embedded corpus: python data/quickstart/prepare.py. Measured: unmeasured.
+from config.smoke_gpt2 import *  # noqa: F403
+
 out_dir = "out-smoke-qwen3"
-dataset = "quickstart"
-device = "cpu"
-dtype = "float32"
-compile = False
-
 arch_preset = "qwen3"
-n_layer = 2
-n_head = 4
 num_key_value_heads = 2
-n_embd = 128
 d_ff = 352
-vocab_size = 4096
-block_size = 128
-
-batch_size = 8
-gradient_accumulation_steps = 2
-max_iters = 50
-learning_rate = 2e-3
-min_lr = 2e-4
-warmup_iters = 10
-lr_decay_iters = 50
-eval_interval = 25
-eval_iters = 4
-log_interval = 5

@@ -1,5 +1,5 @@
 # GPT-2 124M, nanoGPT's reproduction: about 0.5 M tokens per iteration on 8 GPUs.
-# GPU: eight with 40 GB or more. Measured: unmeasured.
+# GPU: eight with 40 GB or more. Unmeasured.
 #
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_124m.py
 out_dir = "out-gpt2-124m"

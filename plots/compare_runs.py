@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from common.text import one_line  # noqa: E402
+from common.text import aligned, one_line  # noqa: E402
 from plots import figure, run_record  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
@@ -81,19 +81,13 @@ def warn_about_peaks(runs: list[Run], labels: list[str]) -> None:
 def table(runs: list[Run], labels: list[str]) -> str:
     head = ["run", "status", "GPUs", "precision", "final loss", "best val loss"]
     head += ["MFU %, p10 to p90", "tokens/s, p10 to p90", "max GB", "peak TFLOPS/GPU", "MFU method"]
-    return aligned([head, *([label, *cells(run)] for run, label in zip(runs, labels, strict=True))])
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """Columns as wide as they need; the first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])
+    rows = [[label, *cells(run)] for run, label in zip(runs, labels, strict=True)]
+    return "\n".join(aligned(head, rows, ("run", "status", "precision", "MFU method")))
 
 
 def differences(runs: list[Run], labels: list[str]) -> str:
     """The settings that differ, a line each; '-' where a record does not have the key."""
-    rows = [["setting", *labels]]
+    rows = []
     for name in dict.fromkeys(name for run in runs for name in run.config):
         values = [setting(run.config[name]) if name in run.config else "-" for run in runs]
         known = {value for run, value in zip(runs, values, strict=True) if name in run.config}
@@ -101,7 +95,9 @@ def differences(runs: list[Run], labels: list[str]) -> str:
             rows.append([one_line(name), *values])
     if len(runs) < 2 or not any(run.config for run in runs):
         return ""
-    return aligned(rows) if len(rows) > 1 else "The settings of these runs are the same, but for out_dir."
+    if not rows:
+        return "The settings of these runs are the same, but for out_dir."
+    return "\n".join(aligned(["setting", *labels], rows, ["setting", *labels]))
 
 
 def setting(value: Any) -> str:

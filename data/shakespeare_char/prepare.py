@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -19,6 +20,7 @@ from common.json_file import read_regular  # noqa: E402
 from data.pipeline.meta_file import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
+from data.tokenizers.tokenizer import Tokenizer  # noqa: E402
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -48,8 +50,9 @@ def read_text(path: str | None) -> str:
     return content.decode("utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def prepare(description: str, folder: Path, make_tokenizer: Callable[[str], Tokenizer]) -> None:
+    """The command line of this dataset and of data/shakespeare. `make_tokenizer` is given the text."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--input",
         type=user_path,
@@ -57,19 +60,23 @@ def main() -> None:
         help="a text file; without it tinyshakespeare is downloaded",
     )
     parser.add_argument(
-        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+        "--output", type=user_path, metavar="DIR", default=folder, help="dataset folder (default: this one)"
     )
     args = parser.parse_args()
 
     text = read_text(args.input)
-    tokenizer = CharTokenizer("".join(sorted(set(text))))
+    tokenizer = make_tokenizer(text)
     cut = int(len(text) * TRAIN_FRACTION)
     splits = {"train": [tokenizer.encode(text[:cut])], "val": [tokenizer.encode(text[cut:])]}
-    source = args.input or URL
+    # eot_id is None: the play is one stream, and no end-of-text id is written into it.
     meta = write_dataset(
-        args.output, splits, tokenizer.vocab_size, tokenizer.meta, eot_id=None, source=source
+        args.output, splits, tokenizer.vocab_size, tokenizer.meta, eot_id=None, source=args.input or URL
     )
     report(meta, args.output)
+
+
+def main() -> None:
+    prepare(__doc__.splitlines()[0], HERE, lambda text: CharTokenizer("".join(sorted(set(text)))))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from support import warm_python
@@ -257,20 +258,22 @@ def test_resumed_training_has_the_whole_run_in_its_record(run, tmp_path):
 
 def test_rewriting_the_json_takes_one_percent_of_the_time_however_often_it_is_asked_for(attempt, monkeypatch):
     content, rewrites, replace = attempt(1), [], record_module._replace
+    clock = SimpleNamespace(now=0.0)
 
     def slowly(path, text):
-        rewrites.append(path)
-        time.sleep(0.02)
+        rewrites.append(clock.now)
+        clock.now += 1  # seconds
         replace(path, text)
 
     monkeypatch.setattr(record_module, "_replace", slowly)
+    monkeypatch.setattr(record_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     content.save_not_before = 0.0
-    until = time.monotonic() + 0.5
-    while time.monotonic() < until:
+    while clock.now < 250:
         content.save()
-    assert len(rewrites) == 1
+        clock.now += 0.5
+    assert rewrites == [0, 101, 202]
     content.finish("completed", {})
-    assert len(rewrites) == 2, "the end is always written"
+    assert len(rewrites) == 4, "the end is always written"
 
 
 # --- nowhere to write ---

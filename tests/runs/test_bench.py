@@ -2,6 +2,7 @@
 by itself. What only a GPU can show is its speed."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -16,14 +17,13 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import checkpointing, gpu_monitor, operations, roofline, throughput
-from bench.gpu_monitor import GpuMonitor, gpu_ids
-from bench.plan import iteration_flags, make_plan
+from bench import checkpointing, operations, roofline, throughput
+from bench.plan import Entry, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, run_process
 from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
 from bench.suites import SUITES, Variant
-from bench.table import COLUMNS
+from bench.table import COLUMNS, note
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from model import rotary_angles
@@ -125,7 +125,7 @@ def test_share_of_the_ceiling_is_mfu_over_the_ceilings_mfu(quick):
 def test_table_has_the_promised_columns_and_a_row_for_each(quick):
     done, content, document = quick
     assert document.startswith(f"## {content['date'][:10]}, ")
-    rows = [line.strip("|").split(" | ") for line in document.splitlines() if line.startswith("|")]
+    rows = [line.strip("|").split("|") for line in document.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in row] for row in rows]
     assert rows[0] == list(COLUMNS)
     assert {len(row) for row in rows} == {len(COLUMNS)}
@@ -236,14 +236,23 @@ def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
     for offset in (0.0, 100.0, 10.0):
         rows = [row(0, 1.0, None), *(row(i, 100.0 + offset + i, None) for i in range(1, 5))]
         gpu = {"sm_clock_mhz": 1500.0 + offset, "power_w": 700.0, "temperature_c": None}
-        runs.append({"measurement": measure(rows, 0), "gpu": gpu, "reason": None})
-    runs.append({"measurement": None, "gpu": None, "reason": "failed"})
+        runs.append({"measurement": measure(rows, 0), "gpu": gpu, "gpu_reason": None, "reason": None})
+    runs.append({"measurement": None, "gpu": None, "gpu_reason": None, "reason": "failed"})
     result = combine(runs)
     assert (result["runs"], result["rows"]) == (3, 12)
     assert result["time_ms"] == {"median": 112.5, "p10": 102.0, "p90": 203.0}
     assert (result["mfu_percent"], result["mfu_reason"]) == (None, "no peak")
-    assert (result["sm_clock_mhz"], result["temperature_c"]) == (1510.0, None)
+    assert (result["sm_clock_mhz"], result["temperature_c"], result["gpu_reason"]) == (1510.0, None, None)
     assert combine(runs[3:]) is None
+
+
+def test_a_gpu_run_without_clocks_says_why_in_its_row():
+    run = {"measurement": measure([row(0, 1.0), row(1, 100.0)], 0), "gpu": None, "reason": None}
+    run["gpu_reason"] = "no driver"
+    gpu, cpu = (
+        Entry("a", "variant", [], 1, device, runs=[run], result=combine([run])) for device in ("cuda", "cpu")
+    )
+    assert (note(gpu), note(cpu)) == ("no driver", "")
 
 
 @pytest.mark.parametrize("iters, warmup", [(20, 10), (8, 4), (1, 0), (7, 3), (200, 20), (5, 0)])
@@ -487,7 +496,32 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
         assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
     timed = operations.time_matmul(32, 64, 16, "fp8", CPU)
     assert set(timed["seconds"]) == {"forward", "dgrad", "wgrad"}
-    assert all(rate > 0 for rate in timed["tflops"].values())
+
+
+def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
+    def half_a_second(call, device):
+        call()
+        return 0.5
+
+    monkeypatch.setattr(operations, "seconds_per_call", half_a_second)
+    matmul = operations.time_matmul(32, 64, 16, "float32", CPU)
+    assert set(matmul["tflops"].values()) == {2 * 32 * 64 * 16 / 0.5 / 1e12}
+    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
+    attention = operations.time_attention(config, config.model_config(), torch.float32, CPU)
+    forward = 4 * 4 * 48 * 2 * (128 * 128 / 2) / 0.5 / 1e12  # 4 heads of 48, half of the scores, 2 sequences
+    assert attention["causal_tflops"] == pytest.approx({"forward": forward, "backward": 2 * forward})
+    assert operations.copy_bandwidth(CPU) == 2 * operations.TIMING["cpu"][3] / 0.5 / 1e9
+
+
+def test_a_call_is_timed_by_its_median_sample(monkeypatch):
+    clock = types.SimpleNamespace(now=0.0)
+    lasts = itertools.chain([100.0], itertools.cycle([1.0, 1.0, 7.0]))
+
+    def call():
+        clock.now += next(lasts)
+
+    monkeypatch.setattr(operations.time, "perf_counter", lambda: clock.now)
+    assert operations.seconds_per_call(call, CPU) == 1.0
 
 
 def test_products_are_those_of_a_linear_layer():
@@ -512,46 +546,6 @@ def test_ceiling_adds_up_what_would_run():
     assert found["mfu_percent"] == pytest.approx(100 * 500 * flops / 1e9)
 
 
-# --- clocks and power ---
-
-
-def test_monitor_gives_the_medians_of_the_second_half(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    count = tmp_path / "count"
-    program.write_text(
-        f"#!/bin/sh\necho x >> {count}\nn=$(wc -l < {count})\n"
-        'echo "$((1000 + n)), 700.5, 60"\necho "$((1000 + n)), [N/A], 62"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with GpuMonitor(["0", "1"], interval_s=0.01) as monitor:
-        while len(monitor.samples) < 6:
-            monitor.ended.wait(0.01)
-    found = monitor.summary()
-    samples = len(monitor.samples)
-    assert found["samples"] == samples >= 6 and found["gpus"] == 2
-    assert found["sm_clock_mhz"] == statistics.median(range(1001 + samples // 2, 1001 + samples))
-    assert (found["power_w"], found["temperature_c"]) == (700.5, 61.0)
-    assert monitor.command[-2:] == ["-i", "0,1"]
-
-
-def test_monitor_is_silent_without_gpus_or_nvidia_smi(monkeypatch):
-    with GpuMonitor([]) as monitor:
-        pass
-    assert monitor.summary() is None
-    monkeypatch.setattr(gpu_monitor.shutil, "which", lambda name: None)
-    with GpuMonitor(["0"]) as monitor:
-        pass
-    assert monitor.summary() is None
-
-
-@pytest.mark.parametrize(
-    "count, visible, ids", [(2, None, ["0", "1"]), (1, "3,5", ["3"]), (2, "GPU-a, GPU-b", ["GPU-a", "GPU-b"])]
-)
-def test_monitor_looks_at_the_gpus_that_the_run_sees(count, visible, ids):
-    assert gpu_ids(count, visible) == ids
-
-
 def test_cost_of_a_checkpoint_is_read_from_the_record():
     """20 iterations before the first of two saves take 100 ms, the 20 after each of them 110."""
     memory = {"max_allocated_gb": 10.0}
@@ -563,5 +557,6 @@ def test_cost_of_a_checkpoint_is_read_from_the_record():
     assert found["before_ms"] == 100 and found["after_ms"] == pytest.approx(110)
     assert found["waits_iterations"] == pytest.approx(2) and found["slower_percent"] == pytest.approx(10)
     lines = checkpointing.table([{"mode": "m", "gigabytes": 22.0, **found}, {"mode": "n", "reason": "why"}])
-    assert "| m | 22.00 | 100.0 | 0.200 | 2.00 | 3.00 | 110.0 | +10.0 % | 1.000 x 10.0 GiB |" in lines
-    assert lines[-1] == "| n | why |"
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[2] == ["m", *"22.00 100.0 0.200 2.00 3.00 110.0".split(), "+10.0 %", "1.000 x 10.0 GiB", ""]
+    assert cells[3] == ["n", *[""] * 8, "why"] and len(set(map(len, lines))) == 1

@@ -191,10 +191,13 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, folder, run):
 
 
 def test_dropout_differs_between_ranks_and_is_in_the_loss(resumed, folder):
-    """Guards the test above: with dropout off it would pass without restoring a generator."""
+    """Guards the test above: with dropout off it would pass without restoring a generator, and with the same
+    generator on both ranks with either's."""
     with_dropout = last_run(folder / "whole-single")
     without = train(folder, "no-dropout", "--gradient_accumulation_steps=4", "--max_iters=1")
     assert losses(with_dropout)[0] != losses(without)[0]
+    state = checkpoint_tensors(folder / "whole-ddp" / "checkpoints" / "step-00000020")
+    assert not torch.equal(state["rng.0.cpu"], state["rng.1.cpu"])
 
 
 def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):

@@ -282,7 +282,8 @@ def test_summary_is_the_median_of_the_rows_after_warm_up(whole):
     times = sorted(row["time_ms"] for row in rows[5:])
     assert summary["time_ms"]["median"] == times[3]
     assert summary["time_ms"]["p10"] <= summary["time_ms"]["median"] <= summary["time_ms"]["p90"]
-    assert summary["mfu_percent"]["median"] > 0
+    mfus = sorted(row["mfu"]["mfu_percent"] for row in rows[5:])
+    assert summary["mfu_percent"]["median"] == mfus[3]
 
 
 def test_model_learns(whole):
@@ -363,28 +364,37 @@ def test_two_runs_in_one_second_keep_their_own_records(run, config, tmp_path):
 # --- the clock ---
 
 
-def slow_by(seconds, function):
-    def slowly(*arguments):
-        time.sleep(seconds)
-        return function(*arguments)
+@pytest.fixture
+def slow_by(monkeypatch):
+    """slow_by(seconds, function): the function, which takes so much longer by the run's clock."""
+    passed, perf_counter = [0.0], time.perf_counter
+    monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: perf_counter() + sum(passed))
 
-    return slowly
+    def slow_by(seconds, function):
+        def slowly(*arguments):
+            passed.append(seconds)
+            return function(*arguments)
+
+        return slowly
+
+    return slow_by
 
 
-def test_time_of_an_iteration_leaves_out_evaluations_and_checkpoints(record, monkeypatch):
-    monkeypatch.setattr(evaluate_and_save, "evaluate", slow_by(0.25, evaluate_and_save.evaluate))
-    monkeypatch.setattr(Saver, "begin", slow_by(0.25, Saver.begin))
+def test_time_of_an_iteration_leaves_out_evaluations_and_checkpoints(record, monkeypatch, slow_by):
+    monkeypatch.setattr(evaluate_and_save, "evaluate", slow_by(1000, evaluate_and_save.evaluate))
+    monkeypatch.setattr(Saver, "begin", slow_by(1000, Saver.begin))
     content = record("--eval_interval=2", "--max_iters=8")
     assert len(content["eval_steps"]) == len(content["checkpoints"]) == 4
-    assert max(row["time_ms"] for row in content["training_iterations"][1:]) < 250
+    assert max(row["time_ms"] for row in content["training_iterations"][1:]) < 100_000
 
 
-def test_row_over_several_iterations_gives_the_time_of_one(record, monkeypatch):
+def test_row_over_several_iterations_gives_the_time_of_one(record, monkeypatch, slow_by):
     forward = model.Transformer.forward
-    monkeypatch.setattr(model.Transformer, "forward", slow_by(0.05, forward))
+    monkeypatch.setattr(model.Transformer, "forward", slow_by(1000, forward))
     content = record("--log_interval=4", "--max_iters=8")
     assert [row["iter"] for row in content["training_iterations"]] == [0, 4, 7]
-    assert all(50 <= row["time_ms"] < 150 for row in content["training_iterations"][1:])  # 200 for all four
+    times = [row["time_ms"] for row in content["training_iterations"][1:]]
+    assert times == pytest.approx([1e6, 1e6], rel=0.1)  # 4e6 and 3e6 for all
 
 
 # --- how a run ends ---

@@ -41,7 +41,10 @@ def test_the_benchmark_runs_and_saves_what_it_prints(tmp_path, monkeypatch, caps
     found = saved["tokenizers"]["small"]["rates"]
     peer = importlib.util.find_spec("datasets") is not None
     assert list(found) == ["library", "1 worker", "2 workers"] + ["datasets.map"] * peer
-    assert all(rate["tokens_per_sec"] > 0 and rate["cpu_tokens_per_sec"] > 0 for (rate,) in found.values())
+    for (rate,) in found.values():  # each encodes the same text, so a token has the same number of bytes
+        bytes_per_token = 1e6 * rate["mb_per_sec"] / rate["tokens_per_sec"]
+        assert bytes_per_token == pytest.approx(saved["bytes"] / found["library"][0]["tokens"], rel=0.01)
+        assert rate["cpu_tokens_per_sec"] > 0
     printed = capsys.readouterr().out
     assert (out / "table.md").read_text() in printed
     assert "small, 128 cores: 6 B tokens" in printed

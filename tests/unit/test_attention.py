@@ -58,12 +58,17 @@ def test_each_backend_agrees_with_manual_attention(backend, dtype, tolerance, he
 
 @pytest.mark.parametrize("backend", ["sdpa", "manual"])
 def test_dropout_drops_and_only_when_asked(backend):
-    config = shape(dropout=0.5)
+    """The first position sees itself alone, with weight 1: its value is dropped, or divided by 1 - p."""
+    config = shape(dropout=0.75)
     attend = choose(backend, config).attend
-    qkv, _ = inputs(config)
+    (q, k, v), _ = inputs(config, batch=16)
+    v = torch.ones_like(v)
     torch.manual_seed(0)
-    assert torch.equal(attend(*qkv, 0.0), attend(*qkv, 0.0))
-    assert not torch.equal(attend(*qkv, 0.5), attend(*qkv, 0.5))
+    assert torch.allclose(attend(q, k, v, 0.0), torch.ones(()))
+    first = attend(q, k, v, 0.75)[:, 0]
+    assert torch.all((first == 0) | ((first - 4).abs() < 1e-5))
+    kept = (first[..., 0] != 0).float().mean().item()
+    assert 0.1 < kept < 0.4, kept  # a quarter is expected; each head of each sample draws once
 
 
 def test_the_model_has_one_loss_on_every_backend():

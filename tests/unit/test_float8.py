@@ -53,9 +53,10 @@ def test_an_fp8_linear_is_close_to_bf16_in_result_and_gradients(into_sum):
     wide = x.detach().float().requires_grad_(), weight.float().requires_grad_()
     expected = F.linear(*wide)
     dx, dweight = torch.autograd.grad((expected * dy.float()).sum(), wide)
-    assert error(y, expected) < 0.05
-    assert error(x.grad, dx) < 0.08
-    assert error(total if into_sum else layer.weight.grad, dweight) < 0.08
+    # what the two dtypes round: 3 bits of mantissa in both factors; 3 in one and 2 in the other
+    assert error(y, expected) == pytest.approx(0.0377, abs=0.002)
+    assert error(x.grad, dx) == pytest.approx(0.0600, abs=0.003)
+    assert error(total if into_sum else layer.weight.grad, dweight) == pytest.approx(0.0600, abs=0.003)
 
 
 def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them():
@@ -89,7 +90,7 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     expected = F.cross_entropy(F.linear(*wide), targets)
     dx, dweight = torch.autograd.grad(expected, wide)
     assert loss.item() == pytest.approx(expected.item(), rel=0.01)
-    assert error(x.grad, dx) < 0.1 and error(total, dweight) < 0.1
+    assert [error(x.grad, dx), error(total, dweight)] == pytest.approx([0.0359, 0.0354], abs=3e-4)
 
 
 def test_torchao_quantizes_and_multiplies_alike():
@@ -140,9 +141,11 @@ def test_fp8_trains_on_a_cpu_and_follows_bf16(folder):
     runs = {"layers": keys, "head": keys | with_head, "bf16": keys | {"low_precision": "none"}}
     fp8, head, bf16 = losses(folder, runs)
     assert bf16[-1] < 0.8 * bf16[0]
-    assert fp8[0] != bf16[0]  # it did compute in another precision
-    assert fp8[-1] == pytest.approx(bf16[-1], rel=0.03)
-    assert head[-1] == pytest.approx(bf16[-1], rel=0.03)
+    assert len({fp8[0], head[0], bf16[0]}) == 3  # each did compute in another precision
+    for low in (fp8, head):  # rows 0, 20, 40 and 59
+        assert low[0] == pytest.approx(bf16[0], rel=2e-4)
+        assert low[1] == pytest.approx(bf16[1], rel=3e-3)
+        assert low[2:] == pytest.approx(bf16[2:], rel=0.015)
 
 
 def test_every_strategy_trains_in_fp8_like_one_process(folder):

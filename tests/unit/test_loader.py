@@ -243,14 +243,21 @@ def test_evaluation_takes_what_a_small_split_has(windows):
 
 
 class CountingModel(torch.nn.Module):
-    """Its loss is a number that belongs to the batch; remembers how many batches it saw."""
+    """Its loss is a number that belongs to the batch; remembers how many batches it saw, and whether any of
+    them was prepared for a backward."""
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.calls, self.with_graph = 0, False
 
     def forward(self, x, y):
         self.calls += 1
+        loss = self.scale * self.of_batch(x, y)
+        self.with_graph |= loss.requires_grad
+        return loss
+
+    def of_batch(self, x, y):
         return (x.double() * torch.arange(1, T + 1)).mean() + y.double().std()
 
 
@@ -265,10 +272,12 @@ def test_evaluation_loss_is_the_same_at_every_world_size(windows, monkeypatch, s
     assert len({model.calls for model in models}) == 1  # with FSDP a missing forward pass would hang
 
 
-def test_evaluation_leaves_the_model_in_training_mode(windows):
+def test_evaluation_keeps_no_graph_and_leaves_gradients_and_training_mode_alone(windows):
     model = CountingModel()
+    model.scale.grad = torch.tensor(3.0, dtype=torch.float64)
     evaluate(model, {"val": windows}, CONFIG, world())
-    assert model.training and all(p.grad is None for p in model.parameters())
+    assert model.calls and not model.with_graph
+    assert model.training and model.scale.grad == 3
 
 
 def test_each_epoch_cuts_the_tokens_elsewhere_and_still_covers_them(windows):

@@ -12,6 +12,7 @@ from support import warm_python
 pytest.importorskip("matplotlib")
 
 from common.errors import UserError  # noqa: E402
+from common.text import aligned  # noqa: E402
 from plots import compare_runs, plot_single_run  # noqa: E402
 from plots.run_record import load_run, recounted, spread  # noqa: E402
 from training.records import percentiles  # noqa: E402
@@ -273,10 +274,12 @@ def test_each_start_of_a_run_has_a_warm_up_of_its_own_and_the_second_is_marked(t
 
 
 def test_old_logs_lose_five_iterations_and_their_evaluations(tmp_path):
-    run = load_run(write(tmp_path, old_record()))
+    record = old_record()
+    run = load_run(write(tmp_path, record))
     assert run.columns["iter"][~run.timed].tolist() == [0, 1, 2, 3, 4, 50, 100, 150]
     assert math.isnan(run.columns["mfu_percent"][0])  # -100.0 was no measurement
-    assert run.columns["mfu_percent"][1] > 0
+    wanted = [row["mfu"]["mfu_percent"] for row in record["training_iterations"][1:]]
+    assert run.columns["mfu_percent"][1:].tolist() == pytest.approx(wanted)
 
 
 def test_a_short_old_log_keeps_what_it_has(tmp_path):
@@ -359,6 +362,17 @@ def test_the_table_holds_what_was_measured(tmp_path, capsys):
     assert f"{median:.2f} ({low:.2f} to {high:.2f})" in row and median == pytest.approx(41.69, abs=0.1)
     for cell in ("running, or killed", "  8  ", "bf16", "103.26", "2,250", V3, f"{loss_at(250) + 0.06:.4f}"):
         assert cell in row, (cell, row)
+
+
+def test_columns_are_aligned_also_beside_wide_characters():
+    lines = aligned(["run", "tokens/s"], [["日本語", "12"], ["plain", "1,234,567"]], ["run"])
+    assert lines == [
+        "run      tokens/s",
+        "------  ---------",
+        "日本語         12",  # as wide as six letters
+        "plain   1,234,567",
+    ]
+    assert aligned(["a"], [["1e5"]], [], "github") == ["|   a |", "|-----|", "| 1e5 |"]  # text stays as it is
 
 
 def test_a_sparse_peak_beside_a_dense_one_is_a_loud_warning(tmp_path, capsys):

@@ -116,6 +116,8 @@ def without(values: dict, name: str) -> dict:
 
 
 REFUSED = [
+    ("linear", "rope_scaling='linear' is not a dict such as {'rope_type': 'linear', 'factor': 2.0}"),
+    ([LINEAR], "is not a dict such as"),
     ({}, "has no rope_type; it is one of 'linear', 'llama3', 'yarn'"),
     ({"type": "linear", "factor": 2.0}, "has no rope_type"),
     ({"rope_type": "longrope", "factor": 2.0}, "rope_type='longrope'; it is one of"),

@@ -135,10 +135,9 @@ def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:
     """An object of plain values, which can be compared and shown; rope_scaling is itself such an object."""
     settings = _object(name, content.get(name))
     for key, value in settings.items():
-        if key == "rope_scaling" and value is not None:
-            _settings(settings, key)
-        else:
-            _check(f"{name}.{key}", value, *PLAIN)
+        fields = value if key == "rope_scaling" and isinstance(value, dict) else {key: value}
+        for field, plain in fields.items():
+            _check(f"{name}.{key}" if field == key else f"{name}.{key}.{field}", plain, *PLAIN)
     return settings
 
 
