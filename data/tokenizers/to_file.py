@@ -1,17 +1,22 @@
 """Writes any tokenizer as the files of a Hugging Face model: tokenizer.json and tokenizer_config.json."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from common.durable_file import write_bytes
+from common.errors import UserError
 from data.tokenizers.char_tokenizer import CharTokenizer
+from data.tokenizers.families import PROBE
 from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
 from data.tokenizers.model_file import added_token, all_merges, byte_letters
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from data.tokenizers.tokenizer import SubwordTokenizer
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+# x{1,3}+ takes as many as it can in tiktoken's regular expressions, and repeats x{1,3} in those of tokenizers
+COUNTED = re.compile(r"(\{\d+,?\d*\})\+")
 
 
 def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, eot_id: int | None) -> None:
@@ -23,6 +28,8 @@ def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, e
     else:
         content = json.dumps(_from_chars(tokenizer), ensure_ascii=False)
     write_bytes(folder / FILE, content.encode())
+    if FileTokenizer(folder / FILE).encode(probe := _probe(tokenizer)) != tokenizer.encode(probe):
+        raise UserError(f"the tokenizer {tokenizer.meta['name']!r} cannot be written as a {FILE}")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -30,6 +37,11 @@ def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, e
     if eot_id is not None and (token := _token(content, eot_id)) is not None:
         config["eos_token"] = token
     write_bytes(folder / CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _probe(tokenizer: CharTokenizer | SubwordTokenizer) -> str:
+    """A text whose ids change with each rule that a tokenizer may have."""
+    return tokenizer.chars if isinstance(tokenizer, CharTokenizer) else PROBE
 
 
 def _token(content: str, number: int) -> str | None:
@@ -50,7 +62,7 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer) -> dict:
             continue
         tokens["".join(letters[byte] for byte in token)] = number
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    pattern = {"Regex": encoding._pat_str}
+    pattern = {"Regex": COUNTED.sub(r"\1", encoding._pat_str)}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",

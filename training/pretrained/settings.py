@@ -64,7 +64,7 @@ def _keys_of(architecture: Architecture, where: str, settings: Settings) -> dict
     block_size = settings.values.get("block_size")
     if block_size is None and keys["position_encoding"] == "learned":
         return keys | {"block_size": architecture.longest}
-    block_size = block_size or KEYS["block_size"].default
+    block_size = block_size or TrainConfig.block_size
     if block_size > architecture.longest:
         place = settings.places.get("block_size", "its default")
         raise UserError(
