@@ -23,13 +23,9 @@ def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, e
     """eot_id: of the token that ends a document, if there is one."""
     if isinstance(tokenizer, FileTokenizer):
         content = tokenizer_json(tokenizer.meta["file"])
-    elif isinstance(tokenizer, TiktokenTokenizer):
-        content = json.dumps(_from_tiktoken(tokenizer), ensure_ascii=False)
     else:
-        content = json.dumps(_from_chars(tokenizer), ensure_ascii=False)
+        content = _make(tokenizer)
     write_bytes(folder / FILE, content.encode())
-    if FileTokenizer(folder / FILE).encode(probe := _probe(tokenizer)) != tokenizer.encode(probe):
-        raise UserError(f"the tokenizer {tokenizer.meta['name']!r} cannot be written as a {FILE}")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -39,15 +35,24 @@ def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, e
     write_bytes(folder / CONFIG, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _probe(tokenizer: CharTokenizer | SubwordTokenizer) -> str:
-    """A text whose ids change with each rule that a tokenizer may have."""
-    return tokenizer.chars if isinstance(tokenizer, CharTokenizer) else PROBE
-
-
 def _token(content: str, number: int) -> str | None:
     """The text of a special token."""
     added = json.loads(content).get("added_tokens") or []
     return next((token["content"] for token in added if token["id"] == number), None)
+
+
+def _make(tokenizer: CharTokenizer | TiktokenTokenizer) -> str:
+    """The content of a tokenizer.json that gives the same ids."""
+    from tokenizers import Tokenizer as Library
+
+    if isinstance(tokenizer, CharTokenizer):
+        made, probe = _from_chars(tokenizer), tokenizer.chars
+    else:
+        made, probe = _from_tiktoken(tokenizer), PROBE
+    content = json.dumps(made, ensure_ascii=False)
+    if Library.from_str(content).encode(probe, add_special_tokens=False).ids != tokenizer.encode(probe):
+        raise UserError(f"the tokenizer {tokenizer.meta['name']!r} cannot be written as a {FILE}")
+    return content
 
 
 def _from_tiktoken(tokenizer: TiktokenTokenizer) -> dict:
