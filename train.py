@@ -147,8 +147,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     model, attention = build(config, sources, world.device)
     compile_and_checkpoint(model, config)
 
-    # 5) parallelize: after compiling, because a strategy puts hooks on compiled blocks; before the optimizer,
-    # which updates the strategy's shards
+    # 5) parallelize: after compiling, as its hooks go on compiled blocks; before the optimizer of its shards
     timer = make_work_timer(config, world, watchdog)
     strategy = parallelize(model, config, world, timer)
     optimizer = build_optimizer(strategy.shards, config)
@@ -177,8 +176,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
-    facts = {"run": path.stem, "data": data, "pretrained": pretrained}
-    saver = Saver(config, state, facts, start)
+    saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.helpers import make_dataset
+from support.helpers import make_dataset, run_train
 from support.hf_models import change_config, copy, hf_run, save, save_four, tensors
 
 import sample
 from common.errors import UserError
 from tools import export_hf
 from training.pretrained import folder as folder_module
+from training.pretrained import reading
 from training.pretrained.settings import load_run_config
+from training.process.world import World
 
 INDEX = "model.safetensors.index.json"
 
@@ -144,7 +146,7 @@ FOLDERS = [  # (which model, what is done to it, what the message says)
     ("qwen3", whole_numbers, "model.norm.weight is int64 and (32,), but config.json asks for floating"),
     ("qwen3", missing_tensor, "lacks model.layers.1.mlp.up_proj.weight"),
     ("qwen3", left_over, "holds model.layers.2.input_layernorm.weight, for which a model of this"),
-    ("qwen3", not_finite, "blocks.1.ffn.up.weight has a value that is NaN or infinite"),
+    ("qwen3", not_finite, "blocks.1.ffn.up.weight of the weights has a value that is NaN or infinite"),
     ("qwen3", differing_ties, "lm_head.weight is not equal to model.embed_tokens.weight"),
 ]
 
@@ -163,6 +165,29 @@ def test_a_damaged_folder_is_one_message_and_leaves_nothing(
     assert message in error and error.startswith("error: ") and "Traceback" not in error
     assert len(error.strip().splitlines()) == 1
     assert not list(tmp_path.glob("out/run_*.json")) and not (tmp_path / "out/checkpoints").exists()
+
+
+@pytest.mark.dead_rank
+def test_what_one_rank_finds_ends_all_ranks_with_one_message(made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    stored = tensors(folder)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["lm_head.weight"][63, 0] = float("inf")  # a row that rank 1 alone reads
+    store(folder, stored)
+    change_config(folder, tie_word_embeddings=False)
+    config = hf_run(tmp_path, out_dir=tmp_path / "out")
+    done = run_train(config, f"--init_weights=hf:{folder}", "--use_fsdp=True", processes=2)
+    assert done.returncode == 1  # torchrun's
+    assert "head.lm_head.weight of the weights has a value that is NaN or infinite" in done.stderr
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+def test_ranks_that_read_different_files_are_told_so(monkeypatch):
+    mine = {"source": "hf:x", "files": {"a": {"sha256": "1"}}, "config": {}}
+    theirs = mine | {"files": {"a": {"sha256": "2"}}}
+    monkeypatch.setattr(reading, "gather_objects", lambda value, world: [value, theirs])
+    with pytest.raises(UserError, match="rank 1 reads another a of hf:x than other ranks; copy the same"):
+        reading._compare(mine, World(0, 0, 2, torch.device("cpu")))
 
 
 # --- config.json ---

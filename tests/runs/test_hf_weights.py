@@ -146,6 +146,17 @@ def test_a_resume_takes_the_architecture_from_the_checkpoint(run, tmp_path, caps
     assert "n_layer: checkpoint 2, configuration 3" in capsys.readouterr().err
 
 
+def test_the_same_command_resumes_with_no_setting_changed(run, tmp_path):
+    for name in ("gpt2", "llama3.2"):
+        folder = save(name, tmp_path / name)
+        command = [hf_run(tmp_path, max_iters=3), f"--init_weights=hf:{folder}", "--init_from=auto"]
+        command += [f"--out_dir={tmp_path / f'out-{name}'}", "--dropout=0.1"]
+        assert run(*command, "--max_iters=2") == 0
+        assert run(*command) == 0
+        info = last_run(tmp_path / f"out-{name}")["startup_info"]
+        assert info["changed_since_checkpoint"] == {"max_iters": [2, 3]}
+
+
 def test_auto_with_nothing_to_resume_reads_the_weights(run, tmp_path):
     folder = save("qwen3", tmp_path / "model")
     config = hf_run(tmp_path, max_iters=2)

@@ -46,6 +46,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OFFSETS = "DCP_SHARDING_INFO"  # torch's key in the header; {"version": 1.0} goes with it
 MAX_HEADER = 100 << 20  # bytes
+CHECKED_ROWS = 4096  # of a matrix at a time
 WRITE_CHUNK = 16 << 20  # bytes hashed and written at a time
 
 
@@ -206,6 +207,11 @@ class TensorFiles(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id) -> bool:
         return False
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are; some rows at a time, because isfinite needs memory of its own."""
+    return all(bool(torch.isfinite(rows).all()) for rows in tensor.split(CHECKED_ROWS))
 
 
 def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:

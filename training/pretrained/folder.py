@@ -4,6 +4,7 @@ whole and fit the model. Only safetensors are read: a pickle could run any code.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -81,6 +82,7 @@ def locate(source: str) -> Weights:
     return _locate_on_hub(source, match[1], match[2])
 
 
+@functools.cache  # a process asks once, so that all it reads is of one commit
 def _locate_on_hub(source: str, repository: str, revision: str | None) -> Weights:
     library = hub_library("write --init_weights=hf:FOLDER")
     try:

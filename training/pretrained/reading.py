@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from model_config import ModelConfig
 from training.checkpoints.folder import step_folders
 from training.checkpoints.loading import no_group_warning
 from training.checkpoints.resume import Resume
-from training.checkpoints.tensor_files import TensorFiles
+from training.checkpoints.tensor_files import TensorFiles, is_finite
 from training.checkpoints.train_state import TrainState
 from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
@@ -60,7 +61,7 @@ def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -
         return resume.pretrained
     began = time.monotonic()
     read = _agree(_read(config, state), state.world)
-    _agree(_not_finite(state), state.world)
+    _agree(_not_finite((shard.name, shard.local) for shard in state.strategy.shards), state.world)
     state.strategy.publish()
     facts = _compare(read, state.world)
     log.info(f"Weights of {config.init_weights} read in {time.monotonic() - began:.1f} s")
@@ -77,6 +78,8 @@ def load_pretrained(source: str, device: torch.device) -> tuple[Weights, Transfo
     check_tied(weights, config)
     model = model_builder.build_model(config).init_weights(device, seed=0)
     _load(weights, reader, {name: p.detach() for name, p in model.named_parameters()})
+    if problem := _not_finite(model.named_parameters()):
+        raise problem
     return weights, model
 
 
@@ -113,12 +116,12 @@ def _load(weights: Weights, reader: TensorFiles, tensors: dict[str, torch.Tensor
         raise UserError(f"the weights in {weights.folder} cannot be read: {error}") from error
 
 
-def _not_finite(state: TrainState) -> UserError | None:
-    for shard in state.strategy.shards:
-        if not torch.isfinite(shard.local).all():
+def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> UserError | None:
+    for name, tensor in tensors:
+        if not is_finite(tensor.detach()):
             return UserError(
-                f"init_weights: {shard.name} has a value that is NaN or infinite, or that "
-                f"{str(shard.local.dtype).removeprefix('torch.')} cannot hold; get the weights again"
+                f"{name} of the weights has a value that is NaN or infinite, or that "
+                f"{str(tensor.dtype).removeprefix('torch.')} cannot hold; get the weights again"
             )
     return None
 

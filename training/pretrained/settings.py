@@ -41,12 +41,14 @@ def _saved_keys(values: dict[str, Any]) -> dict[str, Any] | None:
         find_checkpoint(Path(out_dir), values.get("resume_from", "latest"))  # raises UserError
     for folder in reversed(complete_checkpoints(Path(out_dir) / "checkpoints")):
         try:
-            model = read_state(folder).model_config.to_dict()
+            saved = read_state(folder)
         except ValueError:  # damaged: the resume reports it
             continue
+        model = saved.model_config.to_dict()
         preset = model.pop("arch")
         model.pop("dropout")  # no part of the weights
-        return {"arch_preset": preset} | {config_key(name): value for name, value in model.items()}
+        keys = {"arch_preset": preset} | {config_key(name): value for name, value in model.items()}
+        return {name: keys[name] for name in keys if saved.config.get(name) is not None}  # else: the preset's
     return None
 
 

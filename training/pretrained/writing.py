@@ -14,14 +14,13 @@ import torch
 from common.durable_file import write_bytes
 from common.errors import UserError
 from model_config import ModelConfig
-from training.checkpoints.tensor_files import Part, TensorFiles, write_tensors
+from training.checkpoints.tensor_files import Part, TensorFiles, is_finite, write_tensors
 from training.pretrained.architecture import write_architecture
 from training.pretrained.folder import CONFIG, INDEX, SINGLE
 from training.pretrained.names import Piece, pieces
 
 SHARD_BYTES = 5 * 10**9  # of a file, at most; as transformers 4 writes them
 GENERATION = "generation_config.json"
-CHECKED_ROWS = 4096  # of a matrix at a time
 
 
 def write_model(
@@ -87,11 +86,6 @@ def _tensors(reader: TensorFiles, shard: list[Piece], dtype: torch.dtype) -> Ite
                 "NaN; choose another --dtype, or another --checkpoint"
             )
         yield tensor.t() if piece.transposed else tensor
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are; some rows at a time, because isfinite needs memory of its own."""
-    return all(bool(torch.isfinite(rows).all()) for rows in tensor.split(CHECKED_ROWS))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
