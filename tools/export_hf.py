@@ -18,6 +18,7 @@ from common.arguments import user_folder
 from common.command import run_command
 from common.durable_file import new_folder
 from common.errors import UserError
+from common.text import plain
 from training.checkpoints.loading import with_checkpoint
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.verification import open_tensors
@@ -49,7 +50,7 @@ def export(checkpoint: Path, options: argparse.Namespace) -> None:
         tokenizer.write(folder)
         write_card(folder, options.out_dir, checkpoint.name, saved, name)
     print(f"{checkpoint}, iteration {saved.iteration:,}, is now {options.folder}, in {name}")
-    print(f"tokenizer: {tokenizer.description}")
+    print(f"tokenizer: {plain(tokenizer.description)}")
 
 
 def origin(saved: SavedState, tokenizer: TokenizerFiles) -> dict[str, Any]:

@@ -207,18 +207,14 @@ REFUSED = [  # (which model, fields of config.json, what the message names)
     ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "needs factor"),
     ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ("qwen3", {"rope_parameters": [1]}, "it must be an object"),
     ("qwen3", {"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
     ("qwen3", {"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number above 0"),
-    ("qwen3", {"hidden_size": 33.0}, "hidden_size is 33.0"),
     ("qwen3", {"vocab_size": True}, "vocab_size is True"),
-    ("qwen3", {"num_hidden_layers": -2}, "num_hidden_layers is -2"),
     ("qwen3", {"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it must be a number"),
     ("qwen3", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
     ("qwen3", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ("qwen3", {"vocab_size": 10**12}, "vocab_size=1000000000000"),
     ("llama", {"attention_bias": True}, "attention_bias=True, mlp_bias=False"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
     ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
@@ -344,74 +340,6 @@ def test_an_existing_folder_wins_over_the_hub(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder_module, "hub_library", lambda instead: pytest.fail("it asked the hub"))
     assert load_run_config([str(hf_run(tmp_path)), "--init_weights=hf:Owner/Name"]).arch_preset == "qwen3"
-
-
-# --- export ---
-
-
-@pytest.fixture
-def out_dir(made, run, tmp_path):
-    config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1)
-    assert run(config, f"--init_weights=hf:{made['qwen3']}") == 0
-    return tmp_path / "out"
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_folder_that_is_not_empty_is_left_alone(out_dir, tmp_path):
-    for make in (lambda path: path.write_text("mine"), lambda path: (path.mkdir(), (path / "a").touch())):
-        path = tmp_path / "there"
-        make(path)
-        with pytest.raises(UserError, match="is there already and is not an empty folder; name a new one"):
-            export_hf.main([str(out_dir), str(path)])
-        path.unlink() if path.is_file() else shutil.rmtree(path)
-    (tmp_path / "empty").mkdir()
-    export_hf.main([str(out_dir), str(tmp_path / "empty")])
-    assert "model.safetensors" in names(tmp_path / "empty")
-
-
-@pytest.mark.saving
-def test_a_full_disk_leaves_nothing(out_dir, tmp_path, monkeypatch):
-    before = names(tmp_path)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(export_hf.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match="are needed on the disk of .*, 1e-06 GB are free"):
-        export_hf.main([str(out_dir), str(tmp_path / "exported")])
-    monkeypatch.undo()
-
-    def fill(*arguments):
-        raise OSError(28, "No space left on device", "README.md")
-
-    monkeypatch.setattr(export_hf, "write_card", fill)  # the last of the files
-    with pytest.raises(OSError, match="No space left"):
-        export_hf.main([str(out_dir), str(tmp_path / "exported")])
-    assert names(tmp_path) == before
-
-
-def test_a_value_that_the_dtype_cannot_hold_is_refused(made, run, tmp_path):
-    folder = copy(made["qwen3"], tmp_path / "model")
-    stored = tensors(folder)
-    stored["model.norm.weight"][0] = 1e6
-    store(folder, stored)
-    still = {"max_iters": 1, "learning_rate": 0.0, "min_lr": 0.0}
-    assert run(hf_run(tmp_path, out_dir=tmp_path / "out", **still), f"--init_weights=hf:{folder}") == 0
-    with pytest.raises(UserError, match="model.norm.weight has a value that float16 cannot hold"):
-        export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported"), "--dtype=float16"])
-    assert not list(tmp_path.glob("exported*"))
-
-
-def test_a_model_that_no_family_computes_is_not_exported(run, tmp_path):
-    keys = dict(
-        arch_preset="llama", n_layer=1, n_head=2, n_embd=16, d_ff=32, vocab_size=64, activation="gelu"
-    )
-    assert run(hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1, **keys)) == 0
-    with pytest.raises(
-        UserError, match="no Hugging Face model has normalization='rmsnorm', activation='gelu'"
-    ):
-        export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
-    assert not list(tmp_path.glob("exported*"))
 
 
 # --- sample.py ---

@@ -92,6 +92,21 @@ def _locate_on_hub(source: str, repository: str, revision: str | None) -> Weight
     return Weights(source, config.parent, config.parent.name, repository)
 
 
+def recall(source: str, commit: str | None) -> Weights | None:
+    """Weights that a run began with earlier, if they are still on this disk: the hub is not asked."""
+    name = source.removeprefix(PREFIX)
+    if commit is None:
+        folder = Path(os.path.expanduser(name))
+        return Weights(source, folder) if folder.is_dir() else None
+    match = REPOSITORY.fullmatch(name)
+    try:
+        library = hub_library()
+        config = library.try_to_load_from_cache(match[1], CONFIG, revision=commit) if match else None
+    except (UserError, ValueError):  # without the library there is no cache; or a name that is none
+        return None
+    return Weights(source, Path(config).parent, commit) if isinstance(config, str) else None
+
+
 def fetch(weights: Weights) -> None:
     """Returns when all files are on this disk. Raises UserError. One process of each machine."""
     if weights.repository is None:

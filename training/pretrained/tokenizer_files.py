@@ -15,7 +15,7 @@ from data.tokenizers.tokenizer import Tokenizer, hash_tokenizer, open_tokenizer
 from training.checkpoints.saved_state import SavedState
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
-from training.pretrained.folder import PREFIX, Weights, locate
+from training.pretrained.folder import recall
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 COPIED = (
@@ -47,7 +47,8 @@ def find_tokenizer(saved: SavedState, dataset: str | None) -> TokenizerFiles:
     eot_id = saved.data.get("sources", [saved.data])[0].get("eot_id")
     folder = _dataset_folder(dataset or saved.config["dataset"])
     recorded, tokenizer = _of_dataset(folder)
-    weights = _weights(saved)
+    began = saved.pretrained
+    weights = recall(began["source"], began["commit"]) if began else None
     if weights is not None and (files := _files(weights.folder)):
         if recorded is None or recorded == _hash(weights.folder):
             return TokenizerFiles(f"copied from {weights.source}", eot_id, files)
@@ -68,20 +69,6 @@ def _of_dataset(folder: Path) -> tuple[str | None, Tokenizer | None]:
         return recorded, load_tokenizer(folder)
     except (UserError, OSError):
         return None, None
-
-
-def _weights(saved: SavedState) -> Weights | None:
-    """The weights that the run began with, if they are still there."""
-    if saved.pretrained is None:
-        return None
-    source, commit = saved.pretrained["source"], saved.pretrained["commit"]
-    if commit is None:
-        folder = Path(source.removeprefix(PREFIX)).expanduser()
-        return Weights(source, folder) if folder.is_dir() else None
-    try:
-        return locate(f"{source.partition('@')[0]}@{commit}")
-    except UserError:
-        return None
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
