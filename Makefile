@@ -35,7 +35,7 @@ $(VENV)/.installed: requirements.txt
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-data.txt requirements-hf.txt requirements-test.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-data.txt requirements-test.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 

@@ -41,7 +41,6 @@ from training.checkpoints.resume import choose_start, find_resume, load_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
-from training.configuration.files_and_flags import load_config
 from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
@@ -62,6 +61,8 @@ from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
+from training.pretrained.reading import begin_with_weights, check_weights
+from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
 from training.process.redaction import redact
 from training.process.run_lock import RunLock, check_writable
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> int:
         show(help_text())
         return 0
     rank, _, world_size = launch_info()
-    config = load_config(argv, world_size)
+    config = load_run_config(argv, world_size)
     check_launch(config)
     if config.dry_run:
         lines = dry_run(config, world_size)
@@ -146,8 +147,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     model, attention = build(config, sources, world.device)
     compile_and_checkpoint(model, config)
 
-    # 5) parallelize: after compiling, because a strategy puts hooks on compiled blocks; before the optimizer,
-    # which updates the strategy's shards
+    # 5) parallelize: after compiling, as its hooks go on compiled blocks; before the optimizer of its shards
     timer = make_work_timer(config, world, watchdog)
     strategy = parallelize(model, config, world, timer)
     optimizer = build_optimizer(strategy.shards, config)
@@ -160,12 +160,13 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard)
     resume, progress = load_resume(resume, state, config, data)
+    pretrained = begin_with_weights(config, resume, state)
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
     # 7) open the record
     info = startup_info(config, flops, peak, describe_hardware(world.device), attention.to_dict(), world.size)
-    info |= run_info(config, sources, windows, data["sha256"], resume, world.size)
+    info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size)
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
     logger = watchdog.logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss)
@@ -174,7 +175,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
-    saver = Saver(config, state, {"run": path.stem, "data": data}, start)
+    saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )
@@ -278,6 +279,8 @@ def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
             lock.acquire()
         if config.init_from == "resume":
             find_checkpoint(out_dir, config.resume_from)  # raises UserError if there is none
+    if local_rank == 0:
+        check_weights(config)
     return open_sources(config, scan=local_rank == 0)
 
 

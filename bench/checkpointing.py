@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.text import aligned
 from training.checkpoints.folder import find_checkpoint
-from training.configuration.files_and_flags import load_config
+from training.pretrained.settings import load_run_config
 from training.process.memory import GB
 
 MEASURED_ITERS = 20  # after each save, and before the first one
@@ -93,7 +93,7 @@ def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: 
     argv = [arguments.config, *overrides, *flags(asynchronous), f"--out_dir={out_dir}"]
     dataset_for = dataset_chooser(arguments.dataset, folder)
     if dataset_for:
-        argv.append(f"--dataset={dataset_for(load_config(argv, arguments.processes))}")
+        argv.append(f"--dataset={dataset_for(load_run_config(argv, arguments.processes))}")
     command = python_command(["train.py", *argv], arguments.processes)
     outcome = run_process(command, out_dir / "console.log", arguments.timeout, keep_cache=True)
     if outcome.reason:

@@ -29,11 +29,11 @@ from mfu_versions import model_builder_v3 as v3
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
-from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import DROPOUT, stream_seed
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
+from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
 from training.process.memory import GIB
 from training.process.world import World, check_device, init_world, launch_info
@@ -44,7 +44,7 @@ NOT_COUNTED = -100  # the target that transformers leaves out of the loss
 
 
 def main(argv: list[str]) -> int:
-    config = load_config(argv, launch_info()[2])
+    config = load_run_config(argv, launch_info()[2])
     check_keys(config)
     transformers = import_transformers()
     check_device(config)
@@ -79,6 +79,8 @@ def check_keys(config: TrainConfig) -> None:
             f"init_from={config.init_from!r} continues a run, and bench.peer always starts with random "
             "weights and the first batch; use --init_from=scratch"
         )
+    if config.init_weights is not None:
+        raise UserError("init_weights: bench.peer always starts with random weights; leave it out")
     if config.max_iters < 1:
         raise UserError("max_iters=0 leaves nothing to time")
 

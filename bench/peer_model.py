@@ -20,7 +20,7 @@ def import_transformers():
     try:
         import transformers
     except ImportError:
-        raise UserError("this needs transformers: pip install -r requirements-hf.txt") from None
+        raise UserError("this needs transformers: pip install -r requirements.txt") from None
     transformers.logging.set_verbosity_error()
     return transformers
 

@@ -15,6 +15,7 @@ from bench.suites import ALL_GPUS, Variant
 from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ALIASES, KEYS, TrainConfig
+from training.pretrained.settings import load_run_config
 
 WARMUP_ITERS = 10  # before the timed ones, unless --warmup says otherwise; no figure includes them
 MIN_ROWS = 4  # that a run should have, so that its figures have a spread
@@ -103,7 +104,7 @@ def make_plan(
         entry = Entry("variant", variant.name, argv, processes, "cuda")
         others.append(entry)
         try:
-            config = load_config(argv, processes)
+            config = load_run_config(argv, processes)
         except UserError as error:
             entry.problem = str(error).splitlines()[0]
             continue

@@ -26,16 +26,16 @@ from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
 from training.configuration.dtypes import DTYPES
-from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, resolve_peak
+from training.pretrained.settings import load_run_config
 from training.process.world import check_device
 
 HEAD = "lm_head"  # the one matmul outside the blocks
 
 
 def main(argv: list[str]) -> int:
-    config = load_config(argv)
+    config = load_run_config(argv)
     check_device(config)
     measured = measure(config, torch.device(config.device))
     print("\n".join(lines(measured)))

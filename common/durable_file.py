@@ -1,8 +1,12 @@
 """Writes files so that, after a crash or a power failure, each is either whole or not there; and never
 through a link, which may lead to a file of somebody else."""
 
+import contextlib
 import json
 import os
+import shutil
+import uuid
+from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
 
@@ -31,6 +35,25 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: dict) -> None:
     """As write_bytes; the new name is also on disk when this returns."""
     write_bytes(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to be filled, under another name. It gets its own when the block ends, and is deleted if that
+    fails. `path`: new, or an empty folder."""
+    path = path.resolve()
+    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        sync_folder(temporary)
+        os.rename(temporary, path)  # it replaces an empty folder, and fails if there is anything in it
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -22,15 +22,25 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     return parse_object(read_regular(path, max_bytes))
 
 
-def parse_object(content: bytes) -> dict[str, Any]:
-    """The JSON object in these bytes, which may begin with a byte order mark. Raises ValueError."""
+def parse_object(content: bytes, unique: bool = False) -> dict[str, Any]:
+    """The JSON object in these bytes, which may begin with a byte order mark. Raises ValueError; with
+    `unique` also if an object names something twice, of which Python would take the last."""
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it names {name[:100]!r} twice")
+        found[name] = value
+    return found
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:

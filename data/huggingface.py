@@ -5,13 +5,14 @@ from types import ModuleType
 from common.errors import UserError
 
 
-def hub_library() -> ModuleType:
+def hub_library(instead: str = "pass --input DIR") -> ModuleType:
+    """`instead`: what a user does who has the files already."""
     try:
         import huggingface_hub
     except ImportError:
         raise UserError(
             "downloading needs huggingface_hub: pip install -r requirements-data.txt; or get the files "
-            "elsewhere and pass --input DIR"
+            f"elsewhere and {instead}"
         ) from None
     return huggingface_hub
 

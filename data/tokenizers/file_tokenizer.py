@@ -60,7 +60,10 @@ class FileTokenizer:
         arrays = [None if self.fast is None else self.fast.encode(text) for text in texts]
         left = [text for text, ids in zip(texts, arrays, strict=True) if ids is None]
         # "fast" in the library's method: it does not compute where in the text each token stands
-        encodings = iter(self.tokenizer.encode_batch_fast(left, add_special_tokens=False) if left else [])
+        try:
+            encodings = iter(self.tokenizer.encode_batch_fast(left, add_special_tokens=False) if left else [])
+        except Exception as error:  # the library raises no other class, for example for an unknown character
+            raise UserError(f"the tokenizer {self.meta['file']} cannot encode this text: {error}") from None
         return [np.array(next(encodings).ids, dtype=np.uint32) if ids is None else ids for ids in arrays]
 
     def use_fast_encoder(self, verify: bool = True) -> bool:

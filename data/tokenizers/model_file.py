@@ -133,7 +133,7 @@ def _from_sentencepiece(content: bytes) -> dict:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocab,
-            "merges": _merges(ranked, vocab),
+            "merges": all_merges(ranked, vocab),
         },
     }
 
@@ -166,7 +166,7 @@ def restore_prefix(content: str) -> str:
     return json.dumps(tokenizer, ensure_ascii=False)
 
 
-def _merges(ranked: Mapping[str, float], vocab: dict[str, int]) -> list[list[str]]:
+def all_merges(ranked: Mapping[str, float], vocab: dict[str, int]) -> list[list[str]]:
     """Every pair of pieces that makes a piece, sorted by the rank of that piece, then the ids of the pair."""
     found = []
     if any(len(piece) > LONGEST_PIECE for piece in ranked):
@@ -210,5 +210,5 @@ def _from_tiktoken(content: bytes) -> dict:
         "added_tokens": [added_token(LLAMA3_RANKS + i, name) for i, name in enumerate(names)],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern, level]},
         "decoder": level,
-        "model": {"type": "BPE", "ignore_merges": True, "vocab": vocab, "merges": _merges(vocab, vocab)},
+        "model": {"type": "BPE", "ignore_merges": True, "vocab": vocab, "merges": all_merges(vocab, vocab)},
     }

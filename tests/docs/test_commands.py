@@ -19,7 +19,7 @@ from bench import checkpointing, throughput, tokenize
 from bench.plan import check_overrides
 from training.configuration.files_and_flags import load_config
 
-SCRIPTS = ("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "data/*/prepare.py")
+SCRIPTS = ("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "tools/*.py", "data/*/prepare.py")
 OURS = ("python", "python3", "torchrun", "make", "pip", "cp", "sbatch")
 OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"} | {
     "pre-commit",
@@ -28,7 +28,7 @@ OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "
 }
 COMMAND = rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(sorted({*OURS, *OTHER_PROGRAMS}))}) "
 IN_A_SENTENCE = (
-    r"`((?:make|pip install|sbatch|python -m (?:pytest|docs|data)|python train.py config)[ ./][^`]*)`"
+    r"`((?:make|pip install|sbatch|python -m (?:pytest|docs|data|tools)|python train.py config)[ ./][^`]*)`"
 )
 SHELLS = ("sh", "bash", "shell", "console", "zsh")  # every line of such a block is a command
 
@@ -210,7 +210,7 @@ def check_python(arguments: list[str], world_size: int, script):
 
 
 def check_module(module: str, arguments: list[str], script):
-    if module.startswith("data."):
+    if module.startswith(("data.", "tools.")):
         script(module, arguments)
         if "--" in arguments:
             script(f"data/{arguments[0]}/prepare.py", arguments[arguments.index("--") + 1 :])

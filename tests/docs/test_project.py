@@ -19,7 +19,6 @@ from docs.house import product_files
 
 EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "data": "requirements-data.txt",
-    "hf": "requirements-hf.txt",
     "gpu": "requirements-gpu.txt",
     "trackers": "requirements-trackers.txt",
     "dev": "requirements-dev.txt",

@@ -26,7 +26,7 @@ from common.errors import UserError
 from training.checkpoints.folder import step_folders
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.resume import choose_start, find_resume
-from training.checkpoints.tensor_files import _mapped, read_header, write_parts
+from training.checkpoints.tensor_files import mapped, read_header, write_parts
 from training.checkpoints.verification import damage_here
 
 TENSORS = "tensors-00000-0.safetensors"
@@ -216,7 +216,7 @@ def test_a_format_of_the_future_is_no_damage(root):
 def rewrite(folder: Path, change) -> None:
     """Writes the tensors again: change(part, tensor) gives another pair, or None to leave it out."""
     path = folder / TENSORS
-    parts = [(part, _mapped(part, place).clone()) for part, place in read_header(path).items()]
+    parts = [(part, mapped(part, place).clone()) for part, place in read_header(path).items()]
     path.unlink()
     write_parts(path, [pair for pair in (change(*pair) for pair in parts) if pair])
     sign(folder)

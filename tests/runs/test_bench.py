@@ -472,7 +472,7 @@ def test_missing_transformers_says_how_to_install_it(monkeypatch):
     from bench.peer_model import import_transformers
 
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match="pip install -r requirements-hf.txt"):
+    with pytest.raises(UserError, match="pip install -r requirements.txt"):
         import_transformers()
 
 

@@ -15,7 +15,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 import torch.distributed as dist
 
 import train
-from training.configuration.files_and_flags import load_config
+from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
 from training.process.world import init_world, launch_info
 
@@ -35,7 +35,7 @@ def once_a_model(count_flops):
 
 def main(path: str) -> None:
     commands = json.loads(Path(path).read_text())
-    world = init_world(load_config(commands[0], launch_info()[2]))
+    world = init_world(load_run_config(commands[0], launch_info()[2]))
     train.init_world = lambda config: world
     train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
     train.count_flops = once_a_model(train.count_flops)

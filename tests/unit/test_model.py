@@ -11,6 +11,7 @@ from support.helpers import ROOT
 from model_builder import build_model
 from model_config import PRESETS, ModelConfig, model_config
 from training.configuration.files_and_flags import load_config
+from training.pretrained.names import gather, pieces
 
 VOCAB, T, BATCH = 97, 32, 2
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=VOCAB, block_size=T)
@@ -44,67 +45,6 @@ def relative_error(ours, theirs):
 
 
 # --- against Hugging Face transformers ---
-
-
-def from_gpt2(theirs, config):
-    """{our parameter: tensor} from Hugging Face's GPT-2 tensors: weights, or their gradients."""
-    ours = {
-        "embed.weight": theirs["transformer.wte.weight"],
-        "positions.weight": theirs["transformer.wpe.weight"],
-        "head.norm.weight": theirs["transformer.ln_f.weight"],
-        "head.norm.bias": theirs["transformer.ln_f.bias"],
-    }
-    for i in range(config.n_layer):
-        there, here = f"transformer.h.{i}", f"blocks.{i}"
-        for their_norm, our_norm in (("ln_1", "attn_norm"), ("ln_2", "ffn_norm")):
-            for part in ("weight", "bias"):
-                ours[f"{here}.{our_norm}.{part}"] = theirs[f"{there}.{their_norm}.{part}"]
-        for their_linear, our_linear in (
-            ("attn.c_attn", "attn.qkv"),
-            ("attn.c_proj", "attn.out"),
-            ("mlp.c_fc", "ffn.up"),
-            ("mlp.c_proj", "ffn.down"),
-        ):
-            ours[f"{here}.{our_linear}.weight"] = theirs[f"{there}.{their_linear}.weight"].t()  # Conv1D
-            ours[f"{here}.{our_linear}.bias"] = theirs[f"{there}.{their_linear}.bias"]
-    return _fit(ours, theirs, config)
-
-
-def from_llama(theirs, config):
-    """The same for LLaMA, Qwen2 and Qwen3, whose names agree."""
-    ours = {
-        "embed.weight": theirs["model.embed_tokens.weight"],
-        "head.norm.weight": theirs["model.norm.weight"],
-    }
-    for i in range(config.n_layer):
-        there, here = f"model.layers.{i}", f"blocks.{i}"
-        ours[f"{here}.attn_norm.weight"] = theirs[f"{there}.input_layernorm.weight"]
-        ours[f"{here}.ffn_norm.weight"] = theirs[f"{there}.post_attention_layernorm.weight"]
-        if config.qk_norm:
-            ours[f"{here}.attn.q_norm.weight"] = theirs[f"{there}.self_attn.q_norm.weight"]
-            ours[f"{here}.attn.k_norm.weight"] = theirs[f"{there}.self_attn.k_norm.weight"]
-        for part in ("weight", "bias"):
-            for our_linear, their_linears in (
-                ("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                ("attn.out", ("self_attn.o_proj",)),
-                ("ffn.up", ("mlp.gate_proj", "mlp.up_proj")),
-                ("ffn.down", ("mlp.down_proj",)),
-            ):
-                rows = [theirs.get(f"{there}.{name}.{part}") for name in their_linears]
-                if has_part(config, our_linear, part):
-                    ours[f"{here}.{our_linear}.{part}"] = torch.cat(rows)
-    return _fit(ours, theirs, config)
-
-
-def has_part(config, linear, part):
-    return part == "weight" or config.bias or (config.qkv_bias and linear == "attn.qkv")
-
-
-def _fit(ours, theirs, config):
-    if not config.weight_tying:
-        ours["head.lm_head.weight"] = theirs["lm_head.weight"]
-    kept = config.bias or config.qkv_bias  # GPT-2's biases are always there
-    return {name: t for name, t in ours.items() if kept or not name.endswith("bias")}
 
 
 def hf_model(config):
@@ -205,8 +145,10 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(case):
     preset, options = PARITY[case]
     ours = make(preset, norm_eps=1e-2, **options)  # large enough to be seen
     theirs = hf_model(ours.config)
-    mapping = from_gpt2 if preset == "gpt2" else from_llama
-    weights = mapping(dict(theirs.named_parameters()), ours.config)
+    table = pieces(ours.config)
+    named = dict(theirs.named_parameters())
+    assert {piece.name for piece in table} == named.keys()
+    weights = gather(table, named)
     assert weights.keys() == dict(ours.named_parameters()).keys()
     with torch.no_grad():
         for name, p in ours.named_parameters():
@@ -226,7 +168,7 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(case):
 
     loss.backward()
     expected.loss.backward()
-    gradients = mapping({name: p.grad for name, p in theirs.named_parameters()}, ours.config)
+    gradients = gather(table, {name: p.grad for name, p in named.items()})
     for name, p in ours.named_parameters():
         assert relative_error(p.grad, gradients[name]) <= 1e-4, name
 

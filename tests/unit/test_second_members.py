@@ -179,7 +179,7 @@ def test_a_tensor_file_of_many_chunks_is_what_its_digest_says(tmp_path, monkeypa
     assert written == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     places = tensor_files.read_header(path)
     for part, tensor in parts:
-        assert torch.equal(tensor_files._mapped(part, places[part]), tensor)
+        assert torch.equal(tensor_files.mapped(part, places[part]), tensor)
 
 
 # --- the second group of a packing ---

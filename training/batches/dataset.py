@@ -175,10 +175,10 @@ def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
     model_vocab = config.model_config().vocab_size
     if meta["vocab_size"] > model_vocab:
         name = (meta["tokenizer"] or {}).get("name", "its tokenizer")
+        larger = "" if config.init_weights else f", or set --vocab_size={meta['vocab_size']}"
         raise UserError(
             f"dataset={config.dataset!r} has a vocabulary of {meta['vocab_size']:,} ({name}), but the "
-            f"model's vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer, "
-            f"or set --vocab_size={meta['vocab_size']}"
+            f"model's vocab_size={model_vocab:,}; use a dataset made with the model's tokenizer{larger}"
         )
 
 

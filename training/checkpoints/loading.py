@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +21,8 @@ from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damaged, open_tensors, verify_checkpoint
 from training.process.world import World, gather_objects
+
+T = TypeVar("T")
 
 DELETIONS = 10  # of checkpoints that a run deletes while they are read, one after another
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
@@ -56,14 +60,20 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
 
 
 def load_model(out_dir: Path, which: str, device: torch.device) -> tuple[Path, SavedState, Transformer]:
-    """The checkpoint that was found, what it says, and its model with its weights, for sampling and export.
-    A checkpoint that the run deletes meanwhile is replaced by the next newest. Raises UserError."""
+    """The checkpoint that was found, what it says, and its model with its weights, for sampling. Raises
+    UserError."""
+    return with_checkpoint(out_dir, which, lambda folder: (folder, *load_weights(folder, device)))
+
+
+def with_checkpoint(out_dir: Path, which: str, use: Callable[[Path], T]) -> T:
+    """use(the verified checkpoint). One that the run deletes meanwhile is replaced by the next newest. Raises
+    UserError."""
     for _ in range(DELETIONS):
         folder = find_checkpoint(out_dir, which)
         try:
-            verify_checkpoint(folder, World(rank=0, local_rank=0, size=1, device=device))
-            return folder, *load_weights(folder, device)
-        except UserError:
+            verify_checkpoint(folder, World(rank=0, local_rank=0, size=1, device=torch.device("cpu")))
+            return use(folder)
+        except (UserError, FileNotFoundError):
             if is_there(folder):
                 raise
     raise deleted_too_fast(out_dir)
@@ -103,14 +113,14 @@ def _open(folder: Path) -> tuple[SavedState, dcp.StorageReader] | UserError:
 
 def _load(folder: Path, reader: dcp.StorageReader, tensors: dict[str, torch.Tensor], no_dist: bool) -> None:
     try:
-        with _no_group_warning():
+        with no_group_warning():
             dcp.load(tensors, storage_reader=reader, no_dist=no_dist)
     except (dcp.api.CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{folder} verifies but cannot be loaded: {error}") from error
 
 
 @contextlib.contextmanager
-def _no_group_warning():
+def no_group_warning():
     """Hides a warning of DCP: that no process group exists, even if no_dist=True has told it so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from common.durable_file import write_json
 from common.errors import UserError
@@ -111,6 +112,7 @@ class Resume:
     renamed: list[dict[str, str]] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
     run: str | None = None  # name of the record of the run that saved the checkpoint
     start: int = 0  # the first iteration
+    pretrained: dict[str, Any] | None = None  # the weights that the run began with
 
 
 def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -> Resume:
@@ -126,7 +128,8 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
         if not config.eval_only:
             refuse_changes(checkpoint, saved, config, world.size, data)
         changed = changed_settings(saved, config)
-        resume = Resume(config, checkpoint, changed, renamed, saved.run, saved.iteration)
+        facts = saved.run, saved.iteration, saved.pretrained
+        resume = Resume(config, checkpoint, changed, renamed, *facts)
     if problem := gather_objects(
         _aside_problem(resume.config, resume.start) if world.is_main else None, world
     )[0]:

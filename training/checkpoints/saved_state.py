@@ -41,6 +41,7 @@ class SavedState:
     model_config: ModelConfig
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
+    pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
 
 
 def step_number(folder: Path) -> int | None:
@@ -87,6 +88,7 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
         model_config=_model_config(_settings(content, "model_config")),
         data=data,
         run=run,
+        pretrained=_pretrained(content.get("pretrained")),
     )
 
 
@@ -152,6 +154,19 @@ def _model_config(saved: dict[str, Any]) -> ModelConfig:
         if type(value) in (int, float) and not -MAX_COUNT < value < MAX_COUNT:  # also catches NaN
             raise ValueError(f"model_config.{name}={_shown(value)} is no size")
     return ModelConfig(**saved)  # raises ValueError
+
+
+def _pretrained(value: object) -> dict[str, Any] | None:
+    """As training/pretrained/folder.py describes weights; `config` is a config.json, still to be checked."""
+    if value is None:
+        return None
+    found = _object("pretrained", value)
+    _check("pretrained.source", found.get("source"), str)
+    _check("pretrained.commit", found.get("commit"), str, type(None))
+    for file, facts in _object("pretrained.files", found.get("files")).items():
+        _check(f"pretrained.files.{file}", _object(file, facts).get("sha256"), str)
+    _object("pretrained.config", found.get("config"))
+    return found
 
 
 # --- the data's fingerprint, as training/batches/fingerprint.py makes it ---

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +41,12 @@ DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OFFSETS = "DCP_SHARDING_INFO"  # torch's key in the header; {"version": 1.0} goes with it
 MAX_HEADER = 100 << 20  # bytes
+CHECKED_ROWS = 4096  # of a matrix at a time
 WRITE_CHUNK = 16 << 20  # bytes hashed and written at a time
 
 
@@ -68,9 +70,17 @@ def write_parts(path: Path, parts: list[tuple[Part, torch.Tensor]]) -> dict:
     """Writes and syncs a new file. Returns {sha256, bytes} of what should be in it, so that the caller can
     detect a disk that stored something else. Tensors on a GPU are copied to host memory one by one."""
     parts = sorted(parts, key=lambda item: -item[0].dtype.itemsize)  # aligns every number
+    offsets = {part.name: {"saved_offsets": part.offsets} for part, _ in parts}
+    about = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
+    return write_tensors(path, [part for part, _ in parts], (tensor for _, tensor in parts), about)
+
+
+def write_tensors(path: Path, parts: list[Part], tensors: Iterable[torch.Tensor], about: dict) -> dict:
+    """The same for tensors that are made one after another, so that one at a time is in memory. `about`:
+    what the header says besides."""
     sha256, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
-        for chunk in _chunks(parts):
+        for chunk in _chunks(parts, tensors, about):
             sha256.update(chunk)  # hashing and writing release the interpreter lock
             size += file.write(chunk)
         file.flush()
@@ -78,23 +88,22 @@ def write_parts(path: Path, parts: list[tuple[Part, torch.Tensor]]) -> dict:
     return {"sha256": sha256.hexdigest(), "bytes": size}
 
 
-def _chunks(parts: list[tuple[Part, torch.Tensor]]) -> Iterator[bytes | memoryview]:
-    yield _header([part for part, _ in parts])
-    for _, tensor in parts:
+def _chunks(parts: list[Part], tensors: Iterable[torch.Tensor], about: dict) -> Iterator[bytes | memoryview]:
+    yield _header(parts, about)
+    for part, tensor in zip(parts, tensors, strict=True):
+        assert (tensor.shape, tensor.dtype) == (part.shape, part.dtype), part
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), WRITE_CHUNK):
             yield content[start : start + WRITE_CHUNK]
 
 
-def _header(parts: list[Part]) -> bytes:
+def _header(parts: list[Part], about: dict) -> bytes:
     entries, end = {}, 0
     for part in parts:
         begin, end = end, end + part.bytes
         entries[part.name] = {"dtype": NAMES[part.dtype], "shape": part.shape, "data_offsets": [begin, end]}
     assert len(entries) == len(parts), "a file holds one part of a tensor"
-    offsets = {part.name: {"saved_offsets": part.offsets} for part in parts}
-    about = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    header = json.dumps({"__metadata__": about, **entries}).encode()
+    header = json.dumps({"__metadata__": {**about, "format": "pt"}, **entries}).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
@@ -107,22 +116,26 @@ class Place(NamedTuple):
 
     path: Path
     start: int
+    transposed: bool = False  # the file has the columns of a matrix as rows
 
 
-def read_header(path: Path) -> dict[Part, Place]:
-    """The parts in a file. Raises ValueError if the header is not valid, or points outside the file."""
+def read_header(path: Path, whole: bool = False) -> dict[Part, Place]:
+    """The parts in a file; with `whole`, every tensor in it is one, as in files that others wrote. Raises
+    ValueError if the header is not valid, or points outside the file."""
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, MAX_HEADER):
                 raise ValueError(f"a header of {length:,} bytes")
-            header = parse_object(file.read(length))
-        offsets = parse_object(header.pop("__metadata__")[OFFSETS].encode())
+            header = parse_object(file.read(length), unique=True)
+        about = header.pop("__metadata__", {})
+        offsets = {} if whole else parse_object(about[OFFSETS].encode())
         parts, spans = {}, []
         for name, entry in header.items():
             begin, end = _numbers(entry["data_offsets"])
-            where, shape = _numbers(offsets[name]["saved_offsets"]), _numbers(entry["shape"])
+            shape = _numbers(entry["shape"])
+            where = (0,) * len(shape) if whole else _numbers(offsets[name]["saved_offsets"])
             part = Part(name, where, shape, DTYPES[entry["dtype"]])
             fits = end - begin == part.bytes > 0 and 8 + length + end <= size
             if len(where) != len(shape) or not fits:
@@ -146,14 +159,24 @@ def _numbers(value: list) -> tuple[int, ...]:
 class TensorFiles(StorageReader):
     """Lets torch.distributed.checkpoint read such files. Raises ValueError if a tensor is incomplete."""
 
-    def __init__(self, paths: list[Path]):
+    def __init__(self, parts: Iterable[tuple[Part, Place]]):
         self.places: dict[MetadataIndex, tuple[Part, Place]] = {}
         tensors = defaultdict(list)
-        for path in paths:
-            for part, place in read_header(path).items():
-                tensors[part.name].append(part)
-                self.places[MetadataIndex(part.name, part.offsets)] = part, place
-        self.metadata = Metadata({name: _whole(name, parts) for name, parts in tensors.items()})
+        for part, place in parts:
+            tensors[part.name].append(part)
+            self.places[MetadataIndex(part.name, part.offsets)] = part, place
+        self.parts = {name: sorted(found, key=lambda part: part.offsets) for name, found in tensors.items()}
+        self.metadata = Metadata({name: _whole(name, found) for name, found in self.parts.items()})
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """These rows of a tensor, in memory only if they are in several files."""
+        found = []
+        for part in self.parts[name]:
+            first, last = max(start, part.offsets[0]), min(start + count, part.offsets[0] + part.shape[0])
+            if first < last:
+                _, place = self.places[MetadataIndex(name, part.offsets)]
+                found.append(mapped(part, place).narrow(0, first - part.offsets[0], last - first))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_metadata(self) -> Metadata:
         return self.metadata
@@ -161,7 +184,7 @@ class TensorFiles(StorageReader):
     def read_data(self, plan, planner) -> Future[None]:
         for item in plan.items:
             part, place = self.places[item.storage_index]
-            tensor = _mapped(part, place)
+            tensor = mapped(part, place)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 tensor = tensor.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
@@ -184,6 +207,11 @@ class TensorFiles(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id) -> bool:
         return False
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are; some rows at a time, because isfinite needs memory of its own."""
+    return all(bool(torch.isfinite(rows).all()) for rows in tensor.split(CHECKED_ROWS))
 
 
 def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
@@ -211,7 +239,8 @@ def _fill(parts: list[Part], size: torch.Size) -> bool:
     return True
 
 
-def _mapped(part: Part, place: Place) -> torch.Tensor:
+def mapped(part: Part, place: Place) -> torch.Tensor:
     """A part as it is in the file; the bytes are read when they are used."""
     raw = np.memmap(place.path, np.uint8, "c", place.start, (part.bytes,))  # c: writing changes only a copy
-    return torch.from_numpy(raw).view(part.dtype).view(part.shape)
+    tensor = torch.from_numpy(raw).view(part.dtype)
+    return tensor.view(part.shape[::-1]).t() if place.transposed else tensor.view(part.shape)

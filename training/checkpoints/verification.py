@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import model_builder
@@ -21,7 +20,7 @@ from common.json_file import read_json
 from model_config import ModelConfig
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
 from training.checkpoints.saved_state import STATE, UnknownFormat, read_state
-from training.checkpoints.tensor_files import SUFFIX, TensorFiles
+from training.checkpoints.tensor_files import SUFFIX, TensorFiles, read_header
 from training.checkpoints.train_state import MOMENTS
 from training.process.world import World, gather_objects
 
@@ -133,10 +132,11 @@ def _content_problems(folder: Path) -> list[str]:
     return []
 
 
-def open_tensors(folder: Path) -> dcp.StorageReader:
+def open_tensors(folder: Path) -> TensorFiles:
     """A reader of the folder's tensors. Files that the manifest does not list are ignored. Raises ValueError
     or OSError."""
-    return TensorFiles([folder / name for name in recorded_files(folder) if name.endswith(SUFFIX)])
+    paths = [folder / name for name in recorded_files(folder) if name.endswith(SUFFIX)]
+    return TensorFiles(item for path in paths for item in read_header(path).items())
 
 
 def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:

@@ -14,7 +14,7 @@ import re
 import traceback
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, shorten, shown
@@ -25,8 +25,22 @@ from training.configuration.rules import PATHS, check, did_you_mean
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
 
 
+class Settings(NamedTuple):
+    """What a user states."""
+
+    values: dict[str, Any]  # {key: value}
+    places: dict[str, str]  # {key: the line of the file, or the flag, that states it}
+
+
 def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
-    """Reads argv (a config file and --key=value flags) into a checked TrainConfig. Raises UserError."""
+    """Reads argv (a config file and --key=value flags) into a checked TrainConfig. Raises UserError.
+
+    With init_weights, the keys of the model are in the weights' folder: training/pretrained/settings.py."""
+    return make_config(read_settings(argv).values, world_size)
+
+
+def read_settings(argv: list[str]) -> Settings:
+    """What the config file and the flags state, typed and with aliases resolved. Raises UserError."""
     files = [arg for arg in argv if not arg.startswith("-")]
     flags = [arg for arg in argv if arg.startswith("-")]
     if len(files) != 1:
@@ -34,10 +48,18 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
         got = "no config file given" if not files else f"one config file expected, got {' '.join(files)}"
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
     values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for name, value, where in _read_file(Path(files[0])):
-        values |= _checked(name, value, where)
-    values |= _typed_flags(flags)  # a flag comes after the file, so it wins
+        stated = _checked(name, value, where)
+        values, places = values | stated, places | dict.fromkeys(stated, where)
+    stated, named = _typed_flags(flags)  # a flag comes after the file, so it wins
+    values, places = values | stated, places | {key: f"the flag --{name}" for key, name in named.items()}
     values |= {name: _home(values[name]) for name in PATHS if name in values}
+    return Settings(values, places)
+
+
+def make_config(values: dict[str, Any], world_size: int) -> TrainConfig:
+    """The checked TrainConfig that has these values. Raises UserError."""
     config = TrainConfig(**values)
     check(config, world_size)
     check_dataset(config)
@@ -80,10 +102,11 @@ def _assignments(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
     return lines, imported - set(lines)
 
 
-def _typed_flags(flags: list[str]) -> dict[str, Any]:
-    """{key: value}. The last flag of a key wins, but a key and its alias must not contradict each other."""
+def _typed_flags(flags: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """({key: value}, {key: the name that set it}). The last flag of a key wins, but a key and its alias must
+    not contradict each other."""
     values: dict[str, Any] = {}
-    named: dict[str, str] = {}  # key -> the name that set it
+    named: dict[str, str] = {}
     for name, text, where in map(_read_flag, flags):
         for key, value in _checked(name, text, where).items():
             if named.get(key, name) != name and values[key] != value:
@@ -92,7 +115,7 @@ def _typed_flags(flags: list[str]) -> dict[str, Any]:
                     f"{shown(values[key])}; leave one of them out"
                 )
             values[key], named[key] = value, name
-    return values
+    return values, named
 
 
 def _read_flag(flag: str) -> tuple[str, object, str]:

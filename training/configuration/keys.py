@@ -68,6 +68,9 @@ class TrainConfig:
     keep_all_checkpoints: bool = key(False, "delete no checkpoint")
     init_from: Literal["scratch", "resume", "auto"] = key("scratch", "auto: resume if there is a checkpoint")
     resume_from: str = key("latest", "'latest' (the newest that verifies), 'best' or a name: 'step-00001000'")
+    init_weights: str | None = key(
+        None, "weights and model keys of a new run: 'hf:FOLDER' or 'hf:OWNER/NAME[@REVISION]' (Hugging Face)"
+    )
     allow_changes: str | None = key(None, "keys that may differ from the checkpoint's: 'seed,batch_size'")
     save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
     log_save_interval: int = key(

@@ -71,6 +71,7 @@ def run_info(
     windows: dict[str, Split],
     fingerprint: str,
     resume: Resume,
+    pretrained: dict[str, Any] | None,
     world_size: int,
 ) -> dict[str, Any]:
     """The rest of the record's startup_info: the data, who started the run, and where it continues."""
@@ -79,9 +80,17 @@ def run_info(
         "data": describe_sources(sources, windows, samples, fingerprint),
         "launch": launch_record(),
         "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,
+        "pretrained": _without_config(pretrained),
         "changed_since_checkpoint": resume.changed,
         "checkpoints_set_aside": resume.renamed,
     }
+
+
+def _without_config(pretrained: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Source, commit and files of the first weights. Their config.json is in each checkpoint."""
+    if pretrained is None:
+        return None
+    return {name: value for name, value in pretrained.items() if name != "config"}
 
 
 def git_state() -> dict:

@@ -1,0 +1,350 @@
+"""Weights in Hugging Face's format that are not what they should be: one message each, nothing written."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.helpers import make_dataset, run_train
+from support.hf_models import change_config, copy, hf_run, save, save_four, tensors
+
+import sample
+from common.errors import UserError
+from tools import export_hf
+from training.pretrained import folder as folder_module
+from training.pretrained import reading
+from training.pretrained.settings import load_run_config
+from training.process.world import World
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One model of every family in one file each, and one in shards."""
+    folder = tmp_path_factory.mktemp("made")
+    return save_four(folder) | {"shards": save("qwen3", folder / "shards", shards="20KB")}
+
+
+def store(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+
+
+def edit_index(folder: Path, edit) -> None:
+    content = json.loads((folder / INDEX).read_text())
+    edit(content["weight_map"])
+    (folder / INDEX).write_text(json.dumps(content))
+
+
+# --- what may be wrong with a folder; each gets a copy of one ---
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def only_a_pickle(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def missing_shard(folder):
+    (folder / "model-00002-of-00007.safetensors").unlink()
+
+
+def name_twice_in_the_index(folder):
+    text = (folder / INDEX).read_text()
+    line = next(line for line in text.splitlines() if "model.norm.weight" in line)
+    (folder / INDEX).write_text(text.replace(line, f"{line.rstrip(',')},\n{line}"))
+
+
+def tensor_in_two_files(folder):
+    stored = tensors(folder)
+    save_file({"model.norm.weight": stored["model.norm.weight"]}, folder / "model-00001-of-00007.safetensors")
+
+
+def wrong_file_in_the_index(folder):
+    edit_index(folder, lambda names: names.update({"model.norm.weight": "model-00001-of-00007.safetensors"}))
+
+
+def file_outside(folder):
+    edit_index(folder, lambda names: names.update({"model.norm.weight": "../x.safetensors"}))
+
+
+def unlisted_tensor(folder):
+    edit_index(folder, lambda names: names.pop("model.norm.weight"))
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def pointer(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def wrong_shape(folder):
+    stored = tensors(folder)
+    store(folder, stored | {"model.norm.weight": torch.ones(33)})
+
+
+def whole_numbers(folder):
+    stored = tensors(folder)
+    store(folder, stored | {"model.norm.weight": torch.ones(32, dtype=torch.int64)})
+
+
+def missing_tensor(folder):
+    stored = tensors(folder)
+    del stored["model.layers.1.mlp.up_proj.weight"]
+    store(folder, stored)
+
+
+def left_over(folder):
+    store(folder, tensors(folder) | {"model.layers.2.input_layernorm.weight": torch.ones(32)})
+
+
+def not_finite(folder):
+    stored = tensors(folder)
+    stored["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    store(folder, stored)
+
+
+def differing_ties(folder):
+    stored = tensors(folder)
+    head = stored["model.embed_tokens.weight"].clone()
+    head[63, 31] += 1
+    store(folder, stored | {"lm_head.weight": head})
+
+
+FOLDERS = [  # (which model, what is done to it, what the message says)
+    ("qwen3", no_config, "holds no config.json, so it is not a model"),
+    ("qwen3", broken_config, "is not a config.json that can be read"),
+    ("qwen3", no_weights, "holds no weights: neither model.safetensors nor"),
+    ("qwen3", only_a_pickle, "as a pickle (pytorch_model.bin), which can run any code and is not read"),
+    ("shards", missing_shard, "model-00002-of-00007.safetensors is missing"),
+    ("shards", name_twice_in_the_index, "it names 'model.norm.weight' twice"),
+    ("shards", tensor_in_two_files, "model.norm.weight is in two files"),
+    ("shards", wrong_file_in_the_index, "says that model.norm.weight is in model-00001-of-00007"),
+    ("shards", file_outside, "it says that model.norm.weight is in '../x.safetensors'"),
+    ("shards", unlisted_tensor, "does not list model.norm.weight, which is in the files"),
+    ("qwen3", truncated, "is damaged or cut off"),
+    ("qwen3", pointer, "is a pointer to the weights, not the weights; run: git lfs pull"),
+    ("qwen3", wrong_shape, "model.norm.weight is float32 and (33,), but config.json asks for"),
+    ("qwen3", whole_numbers, "model.norm.weight is int64 and (32,), but config.json asks for floating"),
+    ("qwen3", missing_tensor, "lacks model.layers.1.mlp.up_proj.weight"),
+    ("qwen3", left_over, "holds model.layers.2.input_layernorm.weight, for which a model of this"),
+    ("qwen3", not_finite, "blocks.1.ffn.up.weight of the weights has a value that is NaN or infinite"),
+    ("qwen3", differing_ties, "lm_head.weight is not equal to model.embed_tokens.weight"),
+]
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(("model", "damage", "message"), FOLDERS, ids=[case[1].__name__ for case in FOLDERS])
+def test_a_damaged_folder_is_one_message_and_leaves_nothing(
+    model, damage, message, made, run, tmp_path, capsys
+):
+    folder = copy(made[model], tmp_path / "model")
+    damage(folder)
+    config = hf_run(tmp_path, out_dir=tmp_path / "out")
+    capsys.readouterr()
+    assert run(config, f"--init_weights=hf:{folder}") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1
+    assert not list(tmp_path.glob("out/run_*.json")) and not (tmp_path / "out/checkpoints").exists()
+
+
+@pytest.mark.dead_rank
+def test_what_one_rank_finds_ends_all_ranks_with_one_message(made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    stored = tensors(folder)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["lm_head.weight"][63, 0] = float("inf")  # a row that rank 1 alone reads
+    store(folder, stored)
+    change_config(folder, tie_word_embeddings=False)
+    config = hf_run(tmp_path, out_dir=tmp_path / "out")
+    done = run_train(config, f"--init_weights=hf:{folder}", "--use_fsdp=True", processes=2)
+    assert done.returncode == 1  # torchrun's
+    assert "head.lm_head.weight of the weights has a value that is NaN or infinite" in done.stderr
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+def test_ranks_that_read_different_files_are_told_so(monkeypatch):
+    mine = {"source": "hf:x", "files": {"a": {"sha256": "1"}}, "config": {}}
+    theirs = mine | {"files": {"a": {"sha256": "2"}}}
+    monkeypatch.setattr(reading, "gather_objects", lambda value, world: [value, theirs])
+    with pytest.raises(UserError, match="rank 1 reads another a of hf:x than other ranks; copy the same"):
+        reading._compare(mine, World(0, 0, 2, torch.device("cpu")))
+
+
+# --- config.json ---
+
+REFUSED = [  # (which model, fields of config.json, what the message names)
+    (
+        "qwen3",
+        {"model_type": "smollm3"},
+        "model_type='smollm3', which nanoMFU cannot read: it has",
+    ),
+    ("qwen3", {"model_type": "qwen3_moe"}, "it is a mixture of experts"),
+    ("qwen3", {"model_type": "bert"}, "the families that can be read are gpt2, llama, qwen2, qwen3"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, "a sliding window in use"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window in use"),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "needs factor"),
+    ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("qwen3", {"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
+    ("qwen3", {"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number above 0"),
+    ("qwen3", {"vocab_size": True}, "vocab_size is True"),
+    ("qwen3", {"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it must be a number"),
+    ("qwen3", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+    ("qwen3", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ("qwen3", {"vocab_size": 10**12}, "vocab_size=1000000000000"),
+    ("llama", {"attention_bias": True}, "attention_bias=True, mlp_bias=False"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+]
+
+
+@pytest.mark.parametrize(("model", "fields", "message"), REFUSED)
+def test_what_the_model_cannot_compute_is_refused_by_its_name(model, fields, message, made, tmp_path):
+    folder = change_config(copy(made[model], tmp_path / "model"), **fields)
+    with pytest.raises(UserError) as refusal:
+        load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{folder}"])
+    assert message in str(refusal.value)
+
+
+def test_a_window_that_is_not_in_use_is_read(made, tmp_path):
+    folder = change_config(
+        copy(made["qwen3"], tmp_path / "model"), use_sliding_window=False, sliding_window=16
+    )
+    assert load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{folder}"]).qk_norm
+
+
+# --- what the user states ---
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ("--n_layer=3", "n_layer=3 in the flag --n_layer contradicts {}/config.json, which says n_layer=2"),
+        ("--intermediate_size=65", "d_ff=65 in the flag --intermediate_size contradicts"),
+        ("--arch_preset=gpt2", "arch_preset='gpt2' in the flag --arch_preset contradicts"),
+        ("--rope_theta=5e5", "rope_theta=500000.0 in the flag --rope_theta contradicts"),
+        ("--rope_scaling={'rope_type': 'linear', 'factor': 2}", "rope_scaling="),
+        ("--weight_tying=False", "weight_tying=False in the flag --weight_tying contradicts"),
+        ("--block_size=65", "block_size=65 in the flag --block_size is longer than the 64 positions"),
+    ],
+)
+def test_a_key_that_contradicts_the_weights_is_an_error_with_both_values(stated, message, made, tmp_path):
+    with pytest.raises(UserError) as refusal:
+        load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{made['qwen3']}", stated])
+    assert message.format(made["qwen3"]) in str(refusal.value)
+
+
+def test_the_message_names_the_line_of_the_config_file(made, tmp_path):
+    config = hf_run(tmp_path, n_head=8)
+    with pytest.raises(UserError, match=rf"n_head=8 in {config}:\d+ contradicts .*, which says n_head=4"):
+        load_run_config([str(config), f"--init_weights=hf:{made['qwen3']}"])
+
+
+def test_a_key_that_agrees_with_the_weights_may_be_stated(made, tmp_path):
+    flags = ["--n_layer=2", "--arch_preset=qwen3", "--weight_tying=True", "--head_dim=16", "--dropout=0.1"]
+    config = load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{made['qwen3']}", *flags])
+    assert (config.n_layer, config.n_head, config.dropout) == (2, 4, 0.1)
+
+
+@pytest.mark.data_check
+def test_a_vocabulary_smaller_than_the_ids_of_the_dataset(made, run, tmp_path, capsys):
+    config = hf_run(tmp_path, out_dir=tmp_path / "out", dataset=make_dataset(tmp_path / "large", 65))
+    assert run(config, f"--init_weights=hf:{made['qwen3']}") == 2
+    error = capsys.readouterr().err
+    assert "has a vocabulary of 65" in error and "the model's vocab_size=64" in error
+    assert "--vocab_size" not in error  # it would contradict the weights
+
+
+@pytest.mark.parametrize(
+    "value", ["model", "hf:", "/tmp", "hf:/no/such/folder", "hf:a b/c", "hf:one/two/three"]
+)
+def test_what_names_no_weights_is_refused(value, tmp_path):
+    with pytest.raises(UserError, match="init_weights="):
+        load_run_config([str(hf_run(tmp_path)), f"--init_weights={value}"])
+
+
+# --- the hub ---
+
+
+@pytest.mark.security
+def test_an_unreachable_hub_is_one_message(run, tmp_path, capsys, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert run(hf_run(tmp_path, out_dir=tmp_path / "out"), "--init_weights=hf:Owner/no-such-model@main") == 2
+    error = capsys.readouterr().err
+    assert "the model Owner/no-such-model of the Hugging Face hub could not be downloaded" in error
+    assert "Traceback" not in error and not (tmp_path / "out").exists()
+
+
+def fake_hub(monkeypatch, cache: Path, model: Path, commit: str):
+    """The hub library with one model, which it downloads into a folder of its commit, as the real one."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def download(repository, name, revision=None):
+        asked.append((repository, revision))
+        to = cache / "snapshots" / commit
+        to.mkdir(parents=True, exist_ok=True)
+        shutil.copy(model / name, to / name)
+        return str(to / name)
+
+    def snapshot(repository, revision, allow_patterns, max_workers):
+        asked.append((repository, revision))
+        shutil.copytree(model, cache / "snapshots" / revision, dirs_exist_ok=True)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    return asked
+
+
+def test_a_model_of_the_hub_is_read_at_one_commit(made, run, tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    asked = fake_hub(monkeypatch, tmp_path / "cache", made["shards"], commit)
+    config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1)
+    assert run(config, "--init_weights=hf:Owner/Name@v1") == 0
+    assert ("Owner/Name", "v1") in asked and ("Owner/Name", commit) in asked
+    (checkpoint,) = (tmp_path / "out/checkpoints").glob("step-*")
+    saved = json.loads((checkpoint / "state.json").read_text())["pretrained"]
+    assert (saved["source"], saved["commit"]) == ("hf:Owner/Name@v1", commit)
+    export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "base_model: Owner/Name" in card and f"Owner/Name@v1, commit {commit}" in card
+
+
+def test_an_existing_folder_wins_over_the_hub(made, tmp_path, monkeypatch):
+    copy(made["qwen3"], tmp_path / "Owner" / "Name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folder_module, "hub_library", lambda instead: pytest.fail("it asked the hub"))
+    assert load_run_config([str(hf_run(tmp_path)), "--init_weights=hf:Owner/Name"]).arch_preset == "qwen3"
+
+
+# --- sample.py ---
+
+
+def test_sampling_from_a_folder_without_a_tokenizer_says_so(made):
+    with pytest.raises(UserError, match="holds no tokenizer.json"):
+        sample.main([f"--hf={made['qwen3']}", "--device=cpu"])

@@ -1,0 +1,1 @@
+"""Commands that work on what a run has left: one file each."""

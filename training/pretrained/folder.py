@@ -1,0 +1,275 @@
+"""Finds the files of a model in Hugging Face's format, on this disk or on the hub, and checks that they are
+whole and fit the model. Only safetensors are read: a pickle could run any code.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from common.json_file import parse_object, read_json, read_regular
+from common.text import shown
+from data.folders import is_plain_name
+from data.huggingface import first_line, hub_library
+from model_config import ModelConfig
+from training.checkpoints.tensor_files import SUFFIX, Part, Place, mapped, read_header
+from training.pretrained.architecture import Architecture, read_architecture
+from training.pretrained.names import COMPUTED, HEAD, Piece, pieces, without_prefix
+
+PREFIX = "hf:"
+REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+CONFIG = "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# what a user of the model needs; other formats of the same weights stay on the hub
+HUB_FILES = ["*.json", SINGLE, "model-*-of-*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
+MAX_CONFIG, MAX_INDEX = 1 << 24, 1 << 28  # bytes
+LFS_POINTER = b"version https://git-lfs"
+MOST_NAMED = 4  # tensors in a message
+COMPARED_ROWS = 4096  # of two matrices at a time
+
+Tensors = dict[str, tuple[Part, Place]]  # {Hugging Face's name: the tensor and its place}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where the weights are. Of a model of the hub, config.json is on this disk; the rest after fetch()."""
+
+    source: str  # as the user stated it
+    folder: Path
+    commit: str | None = None  # on the hub
+    repository: str | None = None
+
+    def architecture(self) -> Architecture:
+        path = self.folder / CONFIG
+        try:
+            return read_architecture(read_json(path, MAX_CONFIG), str(path))
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.folder} holds no {CONFIG}, so it is not a model in Hugging Face's format; name the "
+                "folder that save_pretrained or a download has made"
+            ) from None
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is not a {CONFIG} that can be read: {error}") from None
+
+
+# --- finding ---
+
+
+def locate(source: str) -> Weights:
+    """The weights that 'hf:FOLDER' or 'hf:OWNER/NAME[@REVISION]' names. Raises UserError."""
+    name = source.removeprefix(PREFIX)
+    if name == source or not name:
+        raise UserError(
+            f"init_weights={shown(source)} does not begin with {PREFIX!r}; write hf:FOLDER for a folder, or "
+            "hf:OWNER/NAME for a model of the Hugging Face hub"
+        )
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return Weights(source, folder)
+    match = REPOSITORY.fullmatch(name)
+    if match is None or folder.is_absolute():
+        raise UserError(f"init_weights={shown(source)}: there is no folder {shown(name)}")
+    return _locate_on_hub(source, match[1], match[2])
+
+
+@functools.cache  # a process asks once, so that all it reads is of one commit
+def _locate_on_hub(source: str, repository: str, revision: str | None) -> Weights:
+    library = hub_library("write --init_weights=hf:FOLDER")
+    try:
+        config = Path(library.hf_hub_download(repository, CONFIG, revision=revision))
+    except Exception as error:  # of httpx, of requests, and the hub's own
+        raise _not_downloaded(repository, error) from error
+    return Weights(source, config.parent, config.parent.name, repository)
+
+
+def recall(source: str, commit: str | None) -> Weights | None:
+    """Weights that a run began with earlier, if they are still on this disk: the hub is not asked."""
+    name = source.removeprefix(PREFIX)
+    if commit is None:
+        folder = Path(os.path.expanduser(name))
+        return Weights(source, folder) if folder.is_dir() else None
+    match = REPOSITORY.fullmatch(name)
+    try:
+        library = hub_library()
+        config = library.try_to_load_from_cache(match[1], CONFIG, revision=commit) if match else None
+    except (UserError, ValueError):  # without the library there is no cache; or a name that is none
+        return None
+    return Weights(source, Path(config).parent, commit) if isinstance(config, str) else None
+
+
+def fetch(weights: Weights) -> None:
+    """Returns when all files are on this disk. Raises UserError. One process of each machine."""
+    if weights.repository is None:
+        return
+    library = hub_library("write --init_weights=hf:FOLDER")
+    try:
+        library.snapshot_download(
+            weights.repository, revision=weights.commit, allow_patterns=HUB_FILES, max_workers=4
+        )
+    except Exception as error:
+        raise _not_downloaded(weights.repository, error) from error
+
+
+def _not_downloaded(repository: str, error: Exception) -> UserError:
+    return UserError(
+        f"there is no folder {repository}, and the model {repository} of the Hugging Face hub could not be "
+        f"downloaded {first_line(error)}. The same command goes on where it stopped. If the model asks for a "
+        f"license, accept it at https://huggingface.co/{repository} and run: hf auth login. Without a "
+        "network, copy the folder here and write --init_weights=hf:FOLDER"
+    )
+
+
+# --- the files ---
+
+
+def list_files(folder: Path) -> list[str]:
+    """The names of the files that are read. Raises UserError."""
+    if (folder / SINGLE).is_file():
+        return [CONFIG, SINGLE]
+    if os.path.lexists(folder / INDEX):
+        return [CONFIG, INDEX, *sorted(set(_read_index(folder).values()))]
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+        p.name for p in folder.glob("*.pt*")
+    )
+    if pickles:
+        convert = f"m = AutoModelForCausalLM.from_pretrained({str(folder)!r}); m.save_pretrained('NEW')"
+        raise UserError(
+            f"{folder} holds weights as a pickle ({pickles[0]}), which can run any code and is not read. If "
+            "you trust it, make safetensors of it: "
+            f'python -c "from transformers import AutoModelForCausalLM; {convert}"'
+        )
+    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """{tensor: file}. Raises UserError."""
+    path = folder / INDEX
+    try:
+        listed = parse_object(read_regular(path, MAX_INDEX), unique=True).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if not isinstance(listed, dict) or not listed:
+        raise UserError(f"{path} is damaged: it has no weight_map")
+    for tensor, file in listed.items():
+        if not is_plain_name(file) or not file.endswith(SUFFIX):
+            raise UserError(f"{path} is damaged: it says that {tensor[:100]} is in {shown(file)}")
+    return listed
+
+
+def list_tensors(folder: Path) -> Tensors:
+    """Every tensor of the files, from their headers. Raises UserError."""
+    files = [name for name in list_files(folder) if name.endswith(SUFFIX)]
+    found: Tensors = {}
+    for file in files:
+        path = folder / file
+        for part, place in _read_header(path).items():
+            if part.name in found:
+                other = found[part.name][1].path.name
+                raise UserError(f"{folder}: {part.name[:100]} is in two files, {other} and {file}")
+            found[part.name] = part, place
+    if files != [SINGLE]:
+        listed = _read_index(folder)
+        if unlisted := found.keys() - listed.keys():
+            raise UserError(f"{folder / INDEX} does not list {_some(unlisted)}, which is in the files")
+        for tensor, file in listed.items():
+            if tensor not in found or found[tensor][1].path.name != file:
+                raise UserError(f"{folder / INDEX} says that {tensor[:100]} is in {file}, which is not so")
+    return found
+
+
+def _read_header(path: Path) -> dict[Part, Place]:
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(f"{path} is a pointer to the weights, not the weights; run: git lfs pull")
+        return read_header(path, whole=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; copy the whole folder, or download it again") from None
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged or cut off: {error}; copy or download it again") from None
+
+
+# --- do they fit the model? ---
+
+
+def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> list[tuple[Part, Place]]:
+    """The parts of our parameters, and where they are. Every name is used once and none is left over. Raises
+    UserError."""
+    found, expected = list_tensors(weights.folder), pieces(model)
+    if not any(piece.name in found for piece in expected if piece.name != HEAD):
+        expected = without_prefix(expected)
+    names = {piece.name for piece in expected}
+    if missing := [name for name in names if name not in found]:
+        raise UserError(f"{weights.folder} lacks {_some(missing)}")
+    computed = {name for name in found if COMPUTED.fullmatch(name)}
+    tied_head = {HEAD} if model.weight_tying else set()
+    if left := found.keys() - names - computed - tied_head:
+        raise UserError(
+            f"{weights.folder} holds {_some(left)}, for which a model of this {CONFIG} has no place"
+        )
+    return [_place(piece, found, architecture) for piece in expected]
+
+
+def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Part, Place]:
+    part, place = found[piece.name]
+    shape = piece.stored_shape
+    if piece.ours == "positions.weight":  # a shorter block_size uses the first of them
+        shape = (architecture.longest, *shape[1:])
+    if part.shape != shape or not part.dtype.is_floating_point:
+        raise UserError(
+            f"{place.path}: {piece.name} is {_kind(part)}, but {CONFIG} asks for floating point and {shape}"
+        )
+    offsets = (piece.start, *(0 for _ in piece.shape[1:]))
+    return Part(piece.ours, offsets, piece.shape, part.dtype), place._replace(transposed=piece.transposed)
+
+
+def check_tied(weights: Weights, model: ModelConfig) -> None:
+    """Raises UserError if the embedding and the output head are one tensor in the model, and two in the
+    files."""
+    found = list_tensors(weights.folder)
+    if not model.weight_tying or HEAD not in found:
+        return
+    (name,) = (piece.name for piece in pieces(model) if piece.ours == "embed.weight")
+    name = name if name in found else without_prefix([Piece(name, "", 0, ())])[0].name
+    head, embedding = (mapped(*found[one]) for one in (HEAD, name))
+    if head.shape != embedding.shape or not all(map(torch.equal, *map(_rows, (head, embedding)))):
+        raise UserError(
+            f"{weights.folder}: {CONFIG} says tie_word_embeddings=true, but {HEAD} is not equal to {name}; "
+            "one of them would be lost. If both were trained, set tie_word_embeddings to false there"
+        )
+
+
+def _rows(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(matrix.split(COMPARED_ROWS))
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(name[:100] for name in names)
+    more = f" and {len(ordered) - MOST_NAMED:,} more tensors" if len(ordered) > MOST_NAMED else ""
+    return ", ".join(ordered[:MOST_NAMED]) + more
+
+
+def _kind(part: Part) -> str:
+    return f"{str(part.dtype).removeprefix('torch.')} and {part.shape}"
+
+
+def describe(weights: Weights, architecture: Architecture, files: dict[str, Any]) -> dict[str, Any]:
+    """What the run record and the checkpoints say of the weights that the run began with."""
+    return {
+        "source": weights.source,
+        "commit": weights.commit,
+        "files": dict(sorted(files.items())),
+        "config": architecture.fields,
+    }

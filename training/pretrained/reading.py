@@ -1,0 +1,147 @@
+"""Reads Hugging Face weights into a run's tensors, as its strategy divides them. Each rank reads the rows
+that it holds from the mapped files, tensor by tensor, so nothing is in memory twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import model_builder
+from common.errors import UserError
+from model import Transformer
+from model_config import ModelConfig
+from training.checkpoints.folder import step_folders
+from training.checkpoints.loading import no_group_warning
+from training.checkpoints.resume import Resume
+from training.checkpoints.tensor_files import TensorFiles, is_finite
+from training.checkpoints.train_state import TrainState
+from training.checkpoints.verification import digest
+from training.configuration.keys import TrainConfig
+from training.pretrained.architecture import Architecture
+from training.pretrained.folder import (
+    Weights,
+    check_tied,
+    describe,
+    fetch,
+    list_files,
+    locate,
+    match,
+)
+from training.process.world import World, gather_objects
+
+log = logging.getLogger("nanomfu")
+
+
+def check_weights(config: TrainConfig) -> None:
+    """Downloads and checks the weights of a run that will begin with them: every error that can be found
+    without a device. One process of each machine. Raises UserError."""
+    root = Path(config.out_dir) / "checkpoints"
+    begins = config.init_from == "scratch" or (config.init_from == "auto" and not step_folders(root))
+    if config.init_weights is None or not begins:
+        return
+    weights = locate(config.init_weights)
+    fetch(weights)
+    match(weights, weights.architecture(), config.model_config())
+    check_tied(weights, config.model_config())
+
+
+def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -> dict[str, Any] | None:
+    """Reads init_weights into the tensors of a new run. Returns what the record says of the weights that this
+    run began with, in its first attempt. All ranks. Raises UserError, on every rank if on any."""
+    if resume.checkpoint is not None or config.init_weights is None:
+        if config.init_weights is not None:
+            log.info(f"init_weights={config.init_weights} is not read: the weights are the checkpoint's")
+        return resume.pretrained
+    began = time.monotonic()
+    read = _agree(_read(config, state), state.world)
+    _agree(_not_finite((shard.name, shard.local) for shard in state.strategy.shards), state.world)
+    state.strategy.publish()
+    facts = _compare(read, state.world)
+    log.info(f"Weights of {config.init_weights} read in {time.monotonic() - began:.1f} s")
+    return facts
+
+
+def load_pretrained(source: str, device: torch.device) -> tuple[Weights, Transformer]:
+    """The weights and a model that has them, in one process, for sampling. Raises UserError."""
+    weights = locate(source)
+    fetch(weights)
+    architecture = weights.architecture()
+    config = TrainConfig(**architecture.keys, block_size=architecture.longest).model_config()
+    reader = _open(weights, architecture, config)
+    check_tied(weights, config)
+    model = model_builder.build_model(config).init_weights(device, seed=0)
+    _load(weights, reader, {name: p.detach() for name, p in model.named_parameters()})
+    if problem := _not_finite(model.named_parameters()):
+        raise problem
+    return weights, model
+
+
+def _read(config: TrainConfig, state: TrainState) -> dict[str, Any] | UserError:
+    """Reads this rank's part, and hashes its share of the files that its machine reads. Returns what is to be
+    compared with the other ranks."""
+    assert config.init_weights is not None
+    world = state.world
+    try:
+        weights = locate(config.init_weights)
+        architecture = weights.architecture()
+        reader = _open(weights, architecture, config.model_config())
+        strategy = state.strategy
+        shards = {s.name: strategy.as_global(s, s.local.detach()) for s in strategy.shards}
+        _load(weights, reader, shards)
+        mine = list_files(weights.folder)[world.local_rank :: world.local_size]
+        return describe(weights, architecture, {name: digest(weights.folder / name) for name in mine})
+    except UserError as error:
+        return error
+    except (OSError, ValueError) as error:
+        return UserError(f"the weights of {config.init_weights} cannot be read: {error}")
+
+
+def _open(weights: Weights, architecture: Architecture, config: ModelConfig) -> TensorFiles:
+    return TensorFiles(match(weights, architecture, config))
+
+
+def _load(weights: Weights, reader: TensorFiles, tensors: dict[str, torch.Tensor]) -> None:
+    """No rank waits for another here: what a rank reads follows from its own tensors."""
+    try:
+        with no_group_warning():
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except (dcp.api.CheckpointException, RuntimeError) as error:
+        raise UserError(f"the weights in {weights.folder} cannot be read: {error}") from error
+
+
+def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> UserError | None:
+    for name, tensor in tensors:
+        if not is_finite(tensor.detach()):
+            return UserError(
+                f"{name} of the weights has a value that is NaN or infinite, or that "
+                f"{str(tensor.dtype).removeprefix('torch.')} cannot hold; get the weights again"
+            )
+    return None
+
+
+def _agree(outcome: Any, world: World) -> Any:
+    """This rank's outcome. Raises the first UserError of any rank, on every rank."""
+    failures = gather_objects(outcome if isinstance(outcome, UserError) else None, world)
+    if failure := next(filter(None, failures), None):
+        raise failure
+    return outcome
+
+
+def _compare(read: dict[str, Any], world: World) -> dict[str, Any]:
+    """The same with the hashes of all files. Raises UserError if two machines have read different ones."""
+    files: dict[str, dict[str, Any]] = {}
+    for rank, theirs in enumerate(gather_objects(read, world)):
+        for name, facts in theirs["files"].items():
+            if files.setdefault(name, facts) != facts or theirs["config"] != read["config"]:
+                raise UserError(
+                    f"rank {rank} reads another {name} of {read['source']} than other ranks; copy the same "
+                    "folder to every machine, or name a revision of the hub: hf:OWNER/NAME@COMMIT"
+                )
+    return {**read, "files": dict(sorted(files.items()))}

@@ -1,0 +1,92 @@
+"""Writes the weights of a checkpoint as Hugging Face's files. Each tensor is read from the checkpoint's
+mapped files, converted, and written before the next, so that one at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.durable_file import write_bytes
+from common.errors import UserError
+from model_config import ModelConfig
+from training.checkpoints.tensor_files import Part, TensorFiles, is_finite, write_tensors
+from training.pretrained.architecture import write_architecture
+from training.pretrained.folder import CONFIG, INDEX, SINGLE
+from training.pretrained.names import Piece, pieces
+
+SHARD_BYTES = 5 * 10**9  # of a file, at most; as transformers 4 writes them
+GENERATION = "generation_config.json"
+
+
+def write_model(
+    folder: Path, reader: TensorFiles, model: ModelConfig, dtype: torch.dtype, origin: dict[str, Any]
+) -> None:
+    """Weights, config.json and generation_config.json, into an empty folder. `origin`: the config.json of the
+    weights that the run began with, or what of it is known. Raises UserError."""
+    config = write_architecture(model, str(dtype).removeprefix("torch."), origin)
+    shards = divide(pieces(model), dtype)
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        _write_json(folder / INDEX, _index(dict(zip(names, shards, strict=True)), dtype))
+    for name, shard in zip(names, shards, strict=True):
+        parts = [_part(piece, dtype) for piece in shard]
+        write_tensors(folder / name, parts, _tensors(reader, shard, dtype), {})
+    _write_json(folder / CONFIG, config)
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    generation = {"_from_model_config": True, **{name: ids[name] for name in ids if ids[name] is not None}}
+    _write_json(folder / GENERATION, generation)
+
+
+def divide(found: list[Piece], dtype: torch.dtype) -> list[list[Piece]]:
+    """The tensors of each file, in their order; a tensor that is larger than a file may be has its own."""
+    shards: list[list[Piece]] = [[]]
+    size = 0
+    for piece in found:
+        more = _part(piece, dtype).bytes
+        if shards[-1] and size + more > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(piece)
+        size += more
+    return shards
+
+
+def model_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    return sum(_part(piece, dtype).bytes for piece in pieces(model))
+
+
+def _part(piece: Piece, dtype: torch.dtype) -> Part:
+    return Part(piece.name, (0,) * len(piece.shape), piece.stored_shape, dtype)
+
+
+def _index(shards: dict[str, list[Piece]], dtype: torch.dtype) -> dict[str, Any]:
+    parts = [_part(piece, dtype) for shard in shards.values() for piece in shard]
+    total = sum(part.bytes for part in parts)
+    return {
+        "metadata": {"total_parameters": total // dtype.itemsize, "total_size": total},
+        "weight_map": dict(sorted((piece.name, name) for name, shard in shards.items() for piece in shard)),
+    }
+
+
+def _tensors(reader: TensorFiles, shard: list[Piece], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for piece in shard:
+        if piece.is_zero:
+            yield torch.zeros(piece.stored_shape, dtype=dtype)
+            continue
+        tensor = reader.read_rows(f"model.{piece.ours}", piece.start, piece.shape[0]).to(dtype)
+        if not is_finite(tensor):
+            raise UserError(
+                f"{piece.name} has a value that {str(dtype).removeprefix('torch.')} cannot hold, or that is "
+                "NaN; choose another --dtype, or another --checkpoint"
+            )
+        yield tensor.t() if piece.transposed else tensor
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_bytes(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
