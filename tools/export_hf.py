@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.arguments import user_folder
+from common.arguments import user_folder, user_path
 from common.command import run_command
 from common.durable_file import new_folder
 from common.errors import UserError
@@ -88,7 +88,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: that in which the run computed")
-    parser.add_argument("--dataset", help="a name in data/ or a path, if it has moved since training")
+    parser.add_argument(
+        "--dataset", type=user_path, help="a name in data/ or a path, if it has moved since training"
+    )
     return parser.parse_args(argv)
 
 

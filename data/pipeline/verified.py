@@ -60,6 +60,8 @@ def recall(folder: Path) -> dict[str, dict]:
 def remember(folder: Path, entries: dict[str, dict]) -> None:
     """Add entries to .verified.json. In a folder that cannot be written, files are read again each time."""
     with contextlib.suppress(OSError), _one_at_a_time(folder):
+        for remains in folder.glob(f"{MEMORY}.tmp*"):  # of a process that was killed; others wait
+            remains.unlink()
         write_bytes(folder / MEMORY, json.dumps({**recall(folder), **entries}).encode())
 
 

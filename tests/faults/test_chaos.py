@@ -148,6 +148,7 @@ def strays(out: Path) -> list[str]:
     return [name for name in names if not re.fullmatch(r"latest|best|step-\d{8}", name)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(config, tmp_path):
     survive(config, tmp_path, "one", kills=3, seed=1)
 

@@ -340,7 +340,9 @@ def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
 # --- A.8: output and launch ---
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", [">&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("2>&-", ">&-"))]
+)
 def test_a_run_needs_no_console(config, tmp_path, closed):
     command = f"exec {sys.executable} train.py {config} --out_dir={tmp_path} {closed}"
     done = warm_python.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -76,6 +76,7 @@ def by_kind(content: dict, kind: str) -> list[dict]:
 # --- the quick suite ---
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_run_records(quick):
     variants = by_kind(quick[1], "variant")
     assert [entry["name"] for entry in variants] == [variant.name for variant in SUITES["quick"]]
@@ -96,6 +97,7 @@ def test_figures_are_those_of_the_run_records(quick):
         assert result["max_allocated_gb"] is None and result["power_w"] is None  # a CPU
 
 
+@pytest.mark.slow
 def test_peer_is_the_same_model_on_the_same_data_by_the_same_peak(quick):
     variant, (peer,) = by_kind(quick[1], "variant")[0], by_kind(quick[1], "peer")
     assert variant["peer"] == peer["name"]
@@ -112,6 +114,7 @@ def test_peer_is_the_same_model_on_the_same_data_by_the_same_peak(quick):
     assert mfus[0] / mfus[1] == pytest.approx(rates[0] / rates[1])
 
 
+@pytest.mark.slow
 def test_share_of_the_ceiling_is_mfu_over_the_ceilings_mfu(quick):
     ceilings = {entry["name"]: entry["result"] for entry in by_kind(quick[1], "roofline")}
     for entry in by_kind(quick[1], "variant"):
@@ -122,6 +125,7 @@ def test_share_of_the_ceiling_is_mfu_over_the_ceilings_mfu(quick):
         assert ceiling["mfu_percent"] > ceiling["mfu_causal_percent"] > 0
 
 
+@pytest.mark.slow
 def test_table_has_the_promised_columns_and_a_row_for_each(quick):
     done, content, document = quick
     assert document.startswith(f"## {content['date'][:10]}, ")

@@ -73,6 +73,7 @@ def on_one_machine(folder: Path, corpus: list) -> dict[str, bytes]:
     return contents(folder)
 
 
+@pytest.mark.slow
 def test_tasks_on_this_machine_give_the_bytes_of_one_process(tmp_path, corpus):
     pytest.importorskip("datatrove")
     out = tmp_path / "out"

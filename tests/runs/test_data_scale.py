@@ -210,6 +210,7 @@ def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_p
     assert not list(out.rglob("*.tmp*"))
 
 
+@pytest.mark.slow
 def test_parts_on_two_disks_one_killed_and_copied_together_give_the_bytes_of_one_machine(corpus, tmp_path):
     options = [*corpus["options"], "--num_parts", 2]
     first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))

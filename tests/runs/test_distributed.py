@@ -129,6 +129,7 @@ def load_all(folder: Path, saved: list[Path], processes: int, *flags: str) -> in
 
 
 @pytest.mark.reshard
+@pytest.mark.slow
 def test_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_for_bit(runs, folder):
     """3 strategies at 1, 2 and 4 processes, both ways; and FSDP's hybrid sharding, where it can be loaded."""
     kept = "checkpoints/step-00000005"

@@ -144,6 +144,7 @@ def wanted(tmp_path_factory) -> dict[str, bytes]:
     return tokens(out)
 
 
+@pytest.mark.slow
 def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_missing(hub, wanted, tmp_path):
     text, out = tmp_path / "text", tmp_path / "out"
     arguments = ["--text", text, "--output", out, "--workers", "2"]

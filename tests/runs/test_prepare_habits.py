@@ -94,7 +94,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("moment", ["workers start", "units are made"])
+@pytest.mark.parametrize("moment", [pytest.param("workers start", marks=pytest.mark.slow), "units are made"])
 def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path, moment):
     (tmp_path / "in").mkdir()
     for number in range(40):

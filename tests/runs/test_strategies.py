@@ -55,7 +55,6 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "kept": ["--dropout=0.1", "--activation_checkpointing=none"],
     "selective": ["--dropout=0.1", "--activation_checkpointing=selective"],
     "full": ["--dropout=0.1", "--activation_checkpointing=full"],
-    "full, compiled": ["--activation_checkpointing=full", "--compile=True"],
     "bf16 weights": [*BF16, "--param_dtype=bfloat16"],
     "bf16 weights, part 1": [*BF16, "--param_dtype=bfloat16", "--max_iters=5"],
     "published shapes": [
@@ -70,6 +69,8 @@ ONE_STRATEGY = {
     ("fsdp", "reshard, full"): ["--reshard_after_forward=True", "--activation_checkpointing=full"],
     ("fsdp", "hybrid on one machine"): ["--fsdp_sharding=hybrid"],
     ("single", "bf16"): BF16,
+}
+COMPILED = {(s, "full, compiled"): ["--activation_checkpointing=full", "--compile=True"] for s in ALL} | {
     ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
     ("single", "regional"): ["--compile=True"],
     ("single", "published shapes, compiled"): [*VARIANTS["published shapes"], "--compile=True"],
@@ -94,13 +95,25 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """(strategy, variant) -> run record; 8 sequences an iteration, by one process or by two."""
-    commands = {1: {}, 2: {}}
+    """(strategy, variant) -> run record."""
     variants = {(s, name): flags for s in ALL for name, flags in VARIANTS.items()} | ONE_STRATEGY
     variants = {key: (key[1], flags) for key, flags in variants.items()}
     for strategy in ALL:
         for name, (where, flags) in RESUMED.items():
             variants[strategy, name] = (where, [*flags, "--init_from=resume"])
+    return records_of(folder, variants)
+
+
+@pytest.fixture(scope="module")
+def compiled(folder):
+    """The same of the variants that compile."""
+    return records_of(folder, {key: (key[1], flags) for key, flags in COMPILED.items()})
+
+
+def records_of(folder, variants: dict[tuple[str, str], tuple[str, list[str]]]) -> dict[tuple[str, str], dict]:
+    """(strategy, variant) -> run record, of (strategy, variant) -> (name of out_dir, flags); 8 sequences an
+    iteration, by one process or by two."""
+    commands = {1: {}, 2: {}}
     for (strategy, name), (where, flags) in variants.items():
         processes = 1 if strategy == "single" else 2
         commands[processes][strategy, name] = [
@@ -155,10 +168,11 @@ def test_head_width_biases_and_scaled_positions_are_trained_alike_by_every_strat
     assert many["startup_info"]["flops"]["audit"]["exact"]
 
 
-def test_compiled_blocks_of_these_shapes_compute_the_same(runs):
-    eager, compiled = (runs["single", f"published shapes{more}"] for more in ("", ", compiled"))
-    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-5)
-    assert norms(compiled) == pytest.approx(norms(eager), rel=1e-4)
+@pytest.mark.slow
+def test_compiled_blocks_of_these_shapes_compute_the_same(runs, compiled):
+    eager, found = runs["single", "published shapes"], compiled["single", "published shapes, compiled"]
+    assert losses(found) == pytest.approx(losses(eager), rel=1e-5)
+    assert norms(found) == pytest.approx(norms(eager), rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -199,17 +213,18 @@ def test_recomputed_blocks_have_the_same_masks_losses_and_gradients(runs, strate
     assert evaluations(recomputed) == pytest.approx(evaluations(kept), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ALL)
-def test_compiled_blocks_can_be_recomputed(runs, strategy):
-    assert losses(runs[strategy, "full, compiled"]) == pytest.approx(
-        losses(runs[strategy, "plain"]), rel=1e-5
-    )
+def test_compiled_blocks_can_be_recomputed(runs, compiled, strategy):
+    plain = losses(runs[strategy, "plain"])
+    assert losses(compiled[strategy, "full, compiled"]) == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_model_compiled_whole_learns_the_same(runs):
-    plain, *compiled = (losses(runs["single", name]) for name in ("plain", "whole", "regional"))
-    for other in compiled:
-        assert other == pytest.approx(plain, rel=1e-5)
+@pytest.mark.slow
+def test_a_model_compiled_whole_learns_the_same(runs, compiled):
+    plain = losses(runs["single", "plain"])
+    for name in ("whole", "regional"):
+        assert losses(compiled["single", name]) == pytest.approx(plain, rel=1e-5)
 
 
 # --- dtypes of what is stored and sent ---

@@ -132,6 +132,7 @@ def train(folder, out: str, *flags: str, processes: int = 1) -> dict:
     return last_run(folder.parent / out)
 
 
+@pytest.mark.slow
 def test_runs_agree_whatever_reads_the_windows_and_on_how_many_processes(folder):
     one = train(folder, "one", "--gradient_accumulation_steps=2", "--doc_masking=True")
     more = ["--use_dataloader=True", "--doc_masking=True"]
