@@ -210,6 +210,7 @@ def files(tmp_path, monkeypatch):
         Path(local_dir).mkdir(exist_ok=True)
         (Path(local_dir) / name).write_text(act)
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # other tests set it
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr("data.pipeline.hub.time.sleep", lambda seconds: None)
     return Hub("o/n", COMMIT, listing, tmp_path / "text", keep=True), acts
