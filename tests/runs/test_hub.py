@@ -43,7 +43,8 @@ class FakeHub(ThreadingHTTPServer):
     def environment(self) -> dict[str, str]:
         url = f"http://127.0.0.1:{self.server_port}"
         home = str(self.folder.parent / "hf_home")
-        return {**ENVIRONMENT, "HF_ENDPOINT": url, "HF_HOME": home, "NO_PROXY": "127.0.0.1"}
+        hub = {"HF_ENDPOINT": url, "HF_HOME": home, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        return {**ENVIRONMENT, **hub}
 
     def names(self) -> list[str]:
         paths = (path for path in self.folder.rglob("*") if path.is_file())
@@ -210,7 +211,7 @@ def files(tmp_path, monkeypatch):
         Path(local_dir).mkdir(exist_ok=True)
         (Path(local_dir) / name).write_text(act)
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # other tests set it
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # tests of models set it
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr("data.pipeline.hub.time.sleep", lambda seconds: None)
     return Hub("o/n", COMMIT, listing, tmp_path / "text", keep=True), acts
