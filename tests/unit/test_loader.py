@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.helpers import TINY, make_dataset
 
+from common.errors import RunError
 from training import evaluation as evaluate_module
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches, Loader
@@ -141,6 +142,18 @@ def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows)
 
 
 # --- the loader ---
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError()])
+def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_one_message(windows, error):
+    def broken():
+        raise error
+        yield
+
+    loader = Loader(windows, CONFIG, world())
+    loader.source = broken()
+    with pytest.raises(RunError, match="DataLoader worker has ended .*--dataloader_num_workers"):
+        loader.next()
 
 
 def test_y_is_x_one_token_later(windows):

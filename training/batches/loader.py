@@ -17,7 +17,7 @@ import torch
 from common.errors import RunError
 from training.batches.windows import Split, inputs_and_targets
 from training.configuration.keys import TrainConfig
-from training.process.exit_status import STOP_SIGNALS
+from training.process.exit_status import STOP_SIGNALS, WORKER_HINT
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 
@@ -100,7 +100,10 @@ class Loader:
         return x, y
 
     def _fetch(self) -> torch.Tensor:
-        tokens = next(self.source)
+        try:
+            tokens = next(self.source)
+        except (ConnectionError, EOFError) as error:  # the worker was killed while it handed over a batch
+            raise RunError(f"DataLoader worker has ended ({error!r}); {WORKER_HINT}") from error
         if isinstance(tokens, RunError):
             raise tokens
         with torch.cuda.stream(self.copies):  # on a CPU it is None, which has no effect

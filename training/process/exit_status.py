@@ -70,6 +70,12 @@ def end_with(error: BaseException) -> int:
     return status
 
 
+WORKER_HINT = (
+    "if the kernel killed it for want of memory, lower --dataloader_num_workers or "
+    "--dataloader_prefetch_factor, or read without workers: --use_dataloader=False"
+)
+
+
 def _describe(error: BaseException) -> tuple[int, str]:
     """(exit status, message)."""
     if isinstance(error, KeyboardInterrupt):  # Ctrl-C before the watchdog has taken over the signals
@@ -86,11 +92,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return FAILED, f"error: out of GPU memory; {hint}\n{error}"
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
         # torch raises it from a signal handler, so anywhere in the loop
-        hint = (
-            "if the kernel killed it for want of memory, lower --dataloader_num_workers or "
-            "--dataloader_prefetch_factor, or read without workers: --use_dataloader=False"
-        )
-        return FAILED, f"error: {error}; {hint}"
+        return FAILED, f"error: {error}; {WORKER_HINT}"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         hint = "lower --batch_size, --block_size or --gradient_accumulation_steps"
         return FAILED, f"error: out of memory of the machine; {hint}\n{error}"
