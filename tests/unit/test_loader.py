@@ -145,7 +145,9 @@ def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows)
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError()])
-def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_one_message(windows, error):
+def test_a_worker_that_is_killed_while_it_hands_over_a_batch_is_one_message(windows, monkeypatch, error):
+    monkeypatch.setattr("training.batches.loader.SIGNAL_SECONDS", 0)
+
     def broken():
         raise error
         yield

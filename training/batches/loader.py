@@ -21,6 +21,8 @@ from training.process.exit_status import STOP_SIGNALS, WORKER_HINT
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 
+SIGNAL_SECONDS = 1.0  # within which the signal of a process that has ended arrives
+
 
 class IterationBatches(torch.utils.data.Dataset):
     """This rank's micro-batches of any iteration, indexed by the position where the iteration starts."""
@@ -103,6 +105,9 @@ class Loader:
         try:
             tokens = next(self.source)
         except (ConnectionError, EOFError) as error:  # the worker was killed while it handed over a batch
+            # Its SIGCHLD follows, for which torch raises an error that says more; later it would interrupt
+            # the closing of the record.
+            time.sleep(SIGNAL_SECONDS)
             raise RunError(f"DataLoader worker has ended ({error!r}); {WORKER_HINT}") from error
         if isinstance(tokens, RunError):
             raise tokens

@@ -53,7 +53,7 @@ def read_architecture(fields: dict[str, Any], where: str) -> Architecture:
     if fields.get("quantization_config"):
         raise config.refused("quantization_config", "quantized weights cannot be trained; get the originals")
     keys, longest = READERS[family](config)
-    keys |= {"vocab_size": config.whole("vocab_size"), "weight_tying": config.flag("tie_word_embeddings")}
+    keys["vocab_size"] = config.whole("vocab_size")
     return Architecture(family, keys, longest, fields)
 
 
@@ -131,8 +131,6 @@ def _read_gpt2(config: _Config) -> tuple[dict[str, Any], int]:
     config.require("scale_attn_weights", True, True)
     config.require("scale_attn_by_inverse_layer_idx", False, False)
     config.require("add_cross_attention", False, False)
-    if config.fields.get("tie_word_embeddings") is None:
-        config.fields = {**config.fields, "tie_word_embeddings": True}  # transformers' default
     width = config.whole("n_embd")
     keys = {
         "arch_preset": "gpt2",
@@ -150,6 +148,7 @@ def _read_gpt2(config: _Config) -> tuple[dict[str, Any], int]:
         "bias": True,
         "qkv_bias": False,
         "qk_norm": False,
+        "weight_tying": config.flag("tie_word_embeddings", default=True),  # as in transformers
     }
     return keys, config.whole("n_positions")
 
@@ -177,6 +176,7 @@ def _read_decoder(config: _Config) -> tuple[dict[str, Any], int]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "ffn_type": "swiglu",
+        "weight_tying": config.flag("tie_word_embeddings"),
     }
     return keys, config.whole("max_position_embeddings", 2048)
 

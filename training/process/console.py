@@ -47,15 +47,20 @@ class _Patient:
         """Drops a half-written message."""
 
 
-class _Console(_Patient, logging.Handler):
-    """Prints above the progress bar instead of through it."""
+class _AboveBar:
+    """Standard output, above the progress bar instead of through it."""
 
-    def emit(self, entry: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(entry), file=sys.stdout)
-            sys.stdout.flush()
-        except Exception:
-            self.handleError(entry)
+    def write(self, text: str) -> int:
+        tqdm.write(text, file=sys.stdout, end="")
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+class _Console(_Patient, logging.StreamHandler):
+    def __init__(self) -> None:
+        super().__init__(_AboveBar())
 
     def __str__(self) -> str:
         return "to the console"
