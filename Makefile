@@ -7,6 +7,9 @@ VENV ?= .venv
 OUT ?= out-quickstart
 BIN := $(VENV)/bin
 
+# The tests start hundreds of processes that import the project: its compiled files spare a tenth of the time.
+test test-all chaos: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train test test-all chaos lint clean
 
 train: $(VENV)/.installed

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support import warm_python
 from support.documents import DOCS, TEXTS
 from support.helpers import ROOT
 
@@ -208,8 +209,9 @@ def test_ci_runs_what_the_project_runs_with_the_oldest_python_and_torch_for_a_cp
 
 
 def test_closing_line_counts_the_tests_that_found_no_test_data(tmp_path):
-    command = [sys.executable, "-m", "pytest", "tests/unit/test_fast_encoder.py", "-p", "no:cacheprovider"]
+    tests = "tests/unit/test_tokenizer_folder.py"
+    command = [sys.executable, "-m", "pytest", tests, "-p", "no:cacheprovider"]
     environment = {**os.environ, "NANOMFU_TEST_DATA": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = warm_python.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and re.search(r"\d+ passed, [1-9]\d* skipped without test data", last), last

@@ -374,7 +374,8 @@ def test_plots_and_data_commands_end_quietly_with_their_reader(record, config, t
     compare = [sys.executable, "plots/compare_runs.py", str(path)]
     assert closed_pipe(compare) == (141, "")
     assert closed_pipe([sys.executable, "-m", "data.inspect", str(config.parent / "tokens")])[0] in (2, 141)
-    assert closed_pipe([sys.executable, "data/text/prepare.py", "--help"]) == (0, "")
+    status, error = closed_pipe([sys.executable, "data/text/prepare.py", "--help"])
+    assert status in (0, 141) and error == ""  # older versions of argparse do not ignore the closed pipe
     with open("/dev/full", "w") as full:
         done = warm_python.run(compare, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2

@@ -89,6 +89,7 @@ def test_tasks_on_this_machine_give_the_bytes_of_one_process(tmp_path, corpus):
     assert contents(out) == on_one_machine(tmp_path / "one", [*corpus, "--max_bad", 1])
 
 
+@pytest.mark.slow
 def test_slurm_runs_the_parts_and_then_what_completes_them(tmp_path, corpus, slurm):
     pytest.importorskip("datatrove")
     out = tmp_path / "out"

@@ -143,14 +143,14 @@ def test_all_81_pairs_of_strategies_and_world_sizes_load_each_other_bit_for_bit(
 
 @pytest.fixture(scope="module")
 def resumed(folder):
-    """Runs of 40 iterations, and copies of them that other processes took up after 20."""
-    flags = ["--dropout=0.1", "--gradient_accumulation_steps=4", "--max_iters=40", "--eval_interval=20"]
+    """Runs of 20 iterations, and copies of them that other processes took up after 10."""
+    flags = ["--dropout=0.1", "--gradient_accumulation_steps=4", "--max_iters=20", "--eval_interval=10"]
     for processes, strategies in {1: {"single": []}, 2: STRATEGIES}.items():
         commands = {name: [folder / "run.py", *flags, *more] for name, more in strategies.items()}
         wholes = [[*c, f"--out_dir={folder / f'whole-{name}'}"] for name, c in commands.items()]
         run_in_one_launch(folder, wholes, processes)
         for name in commands:
-            kept = "checkpoints/step-00000020"
+            kept = "checkpoints/step-00000010"
             shutil.copytree(folder / f"whole-{name}" / kept, folder / f"resumed-{name}" / kept)
         parts = [[*c, f"--out_dir={folder / f'resumed-{name}'}"] for name, c in commands.items()]
         run_in_one_launch(folder, [[*part, "--init_from=resume"] for part in parts], processes)
@@ -161,13 +161,13 @@ def resumed(folder):
 def test_resume_is_bit_exact(resumed, folder, name, processes):
     resumed_dir = folder / f"resumed-{name}"
     whole, record = last_run(folder / f"whole-{name}"), last_run(resumed_dir)
-    assert record["startup_info"]["resumed_from"].endswith("step-00000020")
-    assert [row["iter"] for row in record["training_iterations"]] == list(range(20, 40))
-    assert losses(record) == losses(whole)[20:]
+    assert record["startup_info"]["resumed_from"].endswith("step-00000010")
+    assert [row["iter"] for row in record["training_iterations"]] == list(range(10, 20))
+    assert losses(record) == losses(whole)[10:]
     assert [row["lr"] for row in record["training_iterations"]] == [
-        row["lr"] for row in whole["training_iterations"][20:]
+        row["lr"] for row in whole["training_iterations"][10:]
     ]
-    last = "checkpoints/step-00000040"
+    last = "checkpoints/step-00000020"
     ours, theirs = (checkpoint_tensors(folder / run / last) for run in (resumed_dir.name, f"whole-{name}"))
     assert ours.keys() == theirs.keys()
     assert any(key.startswith("rng.") for key in ours)
@@ -176,7 +176,7 @@ def test_resume_is_bit_exact(resumed, folder, name, processes):
         json.loads((folder / run / last / "state.json").read_text())["samples_seen"]
         for run in (resumed_dir.name, f"whole-{name}")
     ]
-    assert states[0] == states[1] == 40 * 2 * 4 * processes
+    assert states[0] == states[1] == 20 * 2 * 4 * processes
 
 
 @pytest.mark.reshard
@@ -197,7 +197,7 @@ def test_dropout_differs_between_ranks_and_is_in_the_loss(resumed, folder):
     with_dropout = last_run(folder / "whole-single")
     without = train(folder, "no-dropout", "--gradient_accumulation_steps=4", "--max_iters=1")
     assert losses(with_dropout)[0] != losses(without)[0]
-    state = checkpoint_tensors(folder / "whole-ddp" / "checkpoints" / "step-00000020")
+    state = checkpoint_tensors(folder / "whole-ddp" / "checkpoints" / "step-00000010")
     assert not torch.equal(state["rng.0.cpu"], state["rng.1.cpu"])
 
 

@@ -178,6 +178,7 @@ def test_a_cut_download_goes_on_in_the_middle_and_a_killed_run_with_what_is_miss
     assert hub.log == [] and tokens(out) == wanted
 
 
+@pytest.mark.slow
 def test_each_part_streams_its_own_files_and_keeps_none(hub, wanted, tmp_path):
     out = tmp_path / "out"
     seen = []

@@ -33,7 +33,7 @@ from training.strategies.parallelize import parallelize
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 ALL = ["single", *STRATEGIES]
-ITERATIONS = 10
+ITERATIONS, HALF = 6, 3
 CONFIG = {
     **TINY,
     "n_layer": 3,  # 'selective' recomputes the first and the last
@@ -44,7 +44,7 @@ CONFIG = {
     "batch_size": 2,
     "max_iters": ITERATIONS,
     "gradient_log_interval": 1,
-    "eval_interval": 5,
+    "eval_interval": HALF,
     "keep_all_checkpoints": True,
 }
 BF16 = ["--dtype=bfloat16"]
@@ -56,13 +56,13 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "selective": ["--dropout=0.1", "--activation_checkpointing=selective"],
     "full": ["--dropout=0.1", "--activation_checkpointing=full"],
     "bf16 weights": [*BF16, "--param_dtype=bfloat16"],
-    "bf16 weights, part 1": [*BF16, "--param_dtype=bfloat16", "--max_iters=5"],
+    "bf16 weights, part 1": [*BF16, "--param_dtype=bfloat16", f"--max_iters={HALF}"],
     "published shapes": [
         *("--head_dim=6", "--qkv_bias=True"),  # 8 heads of 6 on a width of 16; 96 biases
         "--rope_scaling={'rope_type': 'yarn', 'factor': 4, 'original_max_position_embeddings': 8}",
     ],
     "bf16 moments": ["--adam_dtype=bfloat16"],
-    "bf16 moments, part 1": ["--adam_dtype=bfloat16", "--max_iters=5"],
+    "bf16 moments, part 1": ["--adam_dtype=bfloat16", f"--max_iters={HALF}"],
 }
 ONE_STRATEGY = {
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
@@ -257,9 +257,9 @@ def test_moments_may_be_stored_in_bf16(runs, strategy):
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant):
     whole, resumed = runs[strategy, variant], runs[strategy, f"{variant}, part 2"]
-    assert resumed["startup_info"]["resumed_from"].endswith("step-00000005")
+    assert resumed["startup_info"]["resumed_from"].endswith(f"step-{HALF:08d}")
     assert losses(resumed) == losses(whole)  # its record begins with the first part's rows
-    name = "checkpoints/step-00000010"
+    name = f"checkpoints/step-{ITERATIONS:08d}"
     theirs = checkpoint_tensors(out_dir(folder, strategy, variant) / name)
     ours = checkpoint_tensors(out_dir(folder, strategy, f"{variant}, part 1") / name)
     assert ours.keys() == theirs.keys()
@@ -273,7 +273,7 @@ def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant
 @pytest.mark.parametrize("variant", ["bf16 weights", "bf16 moments"])
 def test_a_checkpoint_with_bf16_tensors_loads_into_fp32_and_back(runs, folder, run, tmp_path, variant):
     """bf16 to fp32 is exact; fp32 to bf16 rounds. The log and the record name the setting that changed."""
-    start = out_dir(folder, "single", variant) / "checkpoints" / "step-00000010"
+    start = out_dir(folder, "single", variant) / "checkpoints" / f"step-{ITERATIONS:08d}"
     there = tmp_path / "out"
     (there / "checkpoints").mkdir(parents=True)
     (there / "checkpoints" / start.name).symlink_to(start)
@@ -342,7 +342,7 @@ def test_hybrid_sharding_over_two_machines_gives_the_losses_of_one_process(runs,
             assert ours == pytest.approx(theirs, rel=1e-3 if name == "grad_mean" else 1e-4)
 
     checkpoints = [
-        path / "checkpoints" / "step-00000005" for path in (out, out_dir(folder, "single", "plain"))
+        path / "checkpoints" / f"step-{HALF:08d}" for path in (out, out_dir(folder, "single", "plain"))
     ]
     worker = ["tests/support/load_worker.py", folder / "run.py", *checkpoints]
     assert "loaded 6 pairs" in launch([worker])[0]  # one process reads what hybrid sharding saved

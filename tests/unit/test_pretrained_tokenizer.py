@@ -52,7 +52,13 @@ def test_a_file_tokenizer_is_written_as_it_is(tmp_path):
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cl100k_base", "o200k_base")),
+    ],
+)
 def test_an_encoding_of_tiktoken_becomes_a_tokenizer_with_the_same_ids(name, tmp_path, monkeypatch):
     shared("tiktoken_cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
