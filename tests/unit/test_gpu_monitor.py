@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from support.fake_nvml import UUIDS, FakeError, FakeNvml
 
 from training.hardware import gpu_monitor
 from training.hardware.gpu_monitor import GpuMonitor, Sample, watch_gpus
@@ -17,78 +18,7 @@ from training.process.world import World
 from training.records.machine import machine_info, machine_lines, speed_line, summarize_gpus
 from training.records.trackers import numbers
 
-UUIDS = ("aaaa-1111", "bbbb-2222")
 NO_SAMPLE = {"sm_clock_mhz": None, "power_w": None, "temperature_c": None, "throttle": None, "gpu_samples": 0}
-
-
-class FakeError(Exception):
-    pass
-
-
-class FakeNvml:
-    """The functions of pynvml that are used. A GPU's handle is its number. Both GPUs are at 1,500 MHz."""
-
-    NVMLError = FakeError
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
-    NVML_FEATURE_ENABLED, NVML_NVLINK_MAX_LINKS = 1, 36
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
-
-    def __init__(self):
-        self.reasons, self.p2p = 0b101, 0  # idle, which is no throttling, and at the power limit
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        if uuid.removeprefix("GPU-") not in UUIDS:
-            raise FakeError(f"Not Found: {uuid}")
-        return UUIDS.index(uuid.removeprefix("GPU-"))
-
-    def nvmlDeviceGetClockInfo(self, gpu, kind):
-        assert kind == self.NVML_CLOCK_SM
-        return 1500
-
-    def nvmlDeviceGetPowerUsage(self, gpu):
-        if gpu == 1:
-            raise FakeError("Not Supported")
-        return 700_500  # mW
-
-    def nvmlDeviceGetTemperature(self, gpu, sensor):
-        assert sensor == self.NVML_TEMPERATURE_GPU
-        return 60 + 2 * gpu
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
-        return self.reasons
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu):
-        raise AssertionError("the driver has the newer name")
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, gpu):
-        return 700_000
-
-    def nvmlDeviceGetMaxClockInfo(self, gpu, kind):
-        return 1980
-
-    def nvmlDeviceGetPciInfo(self, gpu):
-        return types.SimpleNamespace(busId=f"00000000:{gpu + 1}B:00.0")
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu):
-        return 5
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu):
-        return 16
-
-    def nvmlDeviceGetNvLinkState(self, gpu, link):
-        if link == 18:
-            raise FakeError("Invalid Argument")
-        return int(link != 3)  # one is down
-
-    def nvmlDeviceGetP2PStatus(self, one, other, kind):
-        assert kind == self.NVML_P2P_CAPS_INDEX_NVLINK
-        return self.p2p
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
-        return 50
 
 
 @pytest.fixture

@@ -41,8 +41,8 @@ class GpuMonitor:
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)  # that no row has taken
         self.reason: str | None = "NVML has not answered yet" if uuids else reason
         self.count = 0  # of all samples
-        self.cpu_seconds = 0.0  # of the thread, NVML and the driver included
-        self.began = time.perf_counter()
+        self.cpu_seconds = 0.0  # of the thread since its first sample, NVML and the driver included
+        self.began = time.perf_counter()  # the sampling
         self._facts: dict[str, Any] | None = None
         self.answered, self.ended = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="gpu monitor", daemon=True)
@@ -112,6 +112,7 @@ class GpuMonitor:
         self._facts = nvml.describe()
         self.answered.set()
         self.reason = None
+        self.began, connected = time.perf_counter(), time.thread_time()
         while not self.ended.wait(self.interval_s):
             began = time.perf_counter()
             gpus = nvml.read()
@@ -121,7 +122,7 @@ class GpuMonitor:
                 self.reason = None
             else:
                 self.reason = f"NVML no longer answers: {nvml.last_error}"
-            self.cpu_seconds = time.thread_time()
+            self.cpu_seconds = time.thread_time() - connected
 
 
 def watch_gpus(world: World) -> GpuMonitor:
