@@ -120,13 +120,14 @@ def draw_memory(axis: Axes, run: Run) -> None:
 def draw_clock(axis: Axes, run: Run) -> None:
     label_axis(axis, "GPU clock and power", "SM clock, MHz", "{x:,.0f}")
     style: dict[str, Any] = {"color": "tab:blue", "label": "clock, median over the row"}
-    figure.draw(axis, run.columns["iter"], run.columns["sm_clock_mhz"], **style)
-    axis.set_ylim(bottom=0)
-    if len(run_record.finite(run.columns["power_w"])):
+    clocks, power = run.columns["sm_clock_mhz"], run_record.finite(run.columns["power_w"])
+    figure.draw(axis, run.columns["iter"], clocks, **style)
+    figure.limit_y(axis, drawn=[clocks], typical=[clocks])
+    if len(power):
         second = axis.twinx()
         style = {"color": "tab:orange", "label": "power"}
         figure.draw(second, run.columns["iter"], run.columns["power_w"], **style)
-        second.set_ylim(bottom=0)
+        second.set_ylim(0, 1.1 * max(*power, 1.0))
         second.set_ylabel("W", color="tab:orange")
         axis.plot([], [], **style)  # for the legend
     figure.legend(axis)
