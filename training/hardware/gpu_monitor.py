@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class GpuMonitor:
             self.answered.wait(FACTS_TIMEOUT_S)
         return self._facts
 
-    def take(self, intervals: list[tuple[float, float]]) -> dict[str, Any]:
+    def take(self, intervals: Sequence[tuple[float, float]]) -> dict[str, Any]:
         """The fields of a log row: medians over the GPUs and over the samples inside these intervals (of
         time.perf_counter()), and why something is missing. Uses up all earlier samples."""
         taken: list[Sample] = []
