@@ -135,7 +135,6 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     world = init_world(config)
     watchdog.join(world)
     path = open_log(config, world)
-    monitor = watch_gpus(world)  # samples clocks and power in a thread
 
     # 3) choose where to start
     config = choose_start(config, world)
@@ -166,7 +165,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
-    # 7) open the record
+    # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
+    monitor = watch_gpus(world)
     info = startup_info(config, flops, peak, describe_hardware(world.device), attention.to_dict(), world.size)
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
     record = open_record(config, world, lock, path, info, resume.run, start)

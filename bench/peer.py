@@ -128,7 +128,7 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step
 def train(config: TrainConfig, world: World, step: Step, loader: Loader) -> list[dict]:
     """One row for the first iteration, then one for every log_interval, as in training/records/rows.py."""
     rows: list[dict] = []
-    monitor = watch_gpus(world)
+    monitor = watch_gpus(world)  # after the loader, as in train.py
     first, began = 0, time.perf_counter()  # of the current row
     for iteration in range(config.max_iters):
         loss = step(*loader.next(), learning_rate(iteration, config))
