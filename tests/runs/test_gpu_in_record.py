@@ -65,7 +65,6 @@ def test_rows_and_summary_have_clock_and_power(run, config, tmp_path, nvml, caps
     assert record["startup_info"]["machine"]["gpus_sampled"] == 2
     (line,) = (line for line in log.splitlines() if line.startswith("GPU: "))
     assert f"MFU {summary['mfu_percent']['median']:.2f} %, 1,500 MHz, 700 W, 61 °C" in line
-    assert "NVLink: all pairs" in log and "of 2 of 1 GPUs, in every log row" in log
 
 
 def test_clocks_of_an_evaluation_are_in_no_row(run, config, tmp_path, nvml, monkeypatch):

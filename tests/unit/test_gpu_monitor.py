@@ -274,7 +274,7 @@ def test_the_machine_is_described_with_limits_and_links(nvml, tmp_path):
     ] * 2
     assert machine["links"] == {"NVLink": "all pairs"}
     assert machine["host"] and machine["gpus_sampled"] == 2 and machine["gpu_reason"] is None
-    info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1"}}
+    info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1", "cuda": "13.0"}}
     lines = dict(machine_lines(info))
     assert lines["Host"].endswith("driver 580.1")
     assert lines["  limits of a GPU"] == "700 W, 1,980 MHz, PCIe 5, 16 lanes, 17 NVLinks"
@@ -308,13 +308,21 @@ def test_the_numa_node_is_linuxs(tmp_path, bus_id, node):
 
 def test_without_nvml_the_report_says_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    info = {"machine": machine_info(watched()), "hardware": {"num_gpus": 1}, "software": {"driver": "580.1"}}
+    info = {
+        "machine": machine_info(watched()),
+        "hardware": {"num_gpus": 1},
+        "software": {"driver": "580.1", "cuda": "13.0"},
+    }
     text = dict(machine_lines(info))["  clocks and power"]
     assert text.startswith("not sampled: the nvidia-ml-py library is missing")
 
 
 def test_a_cpu_has_only_a_host_and_a_dry_run_nothing():
-    info = {"machine": machine_info(GpuMonitor([])), "hardware": {}, "software": {"driver": None}}
+    info = {
+        "machine": machine_info(GpuMonitor([])),
+        "hardware": {},
+        "software": {"driver": None, "cuda": None},
+    }
     assert [name for name, _ in machine_lines(info)] == ["Host"]
     assert info["machine"]["gpu_reason"] == "the run uses no GPU"
     del info["machine"]

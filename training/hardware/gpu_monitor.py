@@ -135,7 +135,8 @@ def watch_gpus(world: World) -> GpuMonitor:
     try:
         # by UUID: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER give torch other numbers than NVML has
         count = min(world.local_size, torch.cuda.device_count())
-        return GpuMonitor([str(torch.cuda.get_device_properties(i).uuid) for i in range(count)])
+        properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+        return GpuMonitor([str(each.uuid).removeprefix("GPU-") for each in properties])
     except (RuntimeError, AttributeError) as error:
         return GpuMonitor([], reason=f"torch does not name the GPUs: {error}")
 

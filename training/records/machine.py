@@ -27,14 +27,17 @@ def machine_info(monitor: GpuMonitor) -> dict[str, Any]:
 
 def machine_lines(info: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, text) of the start-up report's lines; none in a dry run, which looks at no machine."""
-    machine, hardware, driver = info.get("machine"), info["hardware"], info["software"]["driver"]
+    machine, software = info.get("machine"), info["software"]
     if machine is None:
         return []
-    lines = [("Host", machine["host"] + (f", driver {driver}" if driver else ""))]
+    driver = f", driver {software['driver']}" if software["driver"] else ""
+    lines = [("Host", machine["host"] + driver)]
+    if not software["cuda"]:
+        return lines
     if not machine["gpus"]:
-        return lines + [("  clocks and power", f"not sampled: {machine['gpu_reason']}")] * bool(driver)
-    sampled, count = machine["gpus_sampled"], hardware["num_gpus"]
-    lines.append(("  limits of a GPU", "; ".join(Counter(map(_limits, machine["gpus"])))))
+        return [*lines, ("  clocks and power", f"not sampled: {machine['gpu_reason']}")]
+    sampled, count = machine["gpus_sampled"], info["hardware"]["num_gpus"]
+    lines.append(("  limits of a GPU", "; ".join(dict.fromkeys(map(_limits, machine["gpus"])))))
     if machine["links"]:
         lines.append(("  links", "; ".join(f"{way}: {pairs}" for way, pairs in machine["links"].items())))
     return [*lines, ("  clocks and power", f"of {sampled} of {count} GPUs, in every log row")]
@@ -48,7 +51,7 @@ def _limits(gpu: dict[str, Any]) -> str:
         "pcie_lanes": "{} lanes",
         "nvlinks": "{} NVLinks",
     }
-    return ", ".join(text.format(gpu[name]) for name, text in parts.items() if gpu[name])
+    return ", ".join(text.format(gpu[name]) for name, text in parts.items() if gpu[name]) or "not known"
 
 
 # --- clocks and power of several rows ---
