@@ -54,6 +54,7 @@ from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.attention_kernels import AttentionChoice, choose_attention
 from training.hardware.capability import capability, require_low_precision
 from training.hardware.description import describe_hardware
+from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
@@ -164,12 +165,14 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
-    # 7) open the record
+    # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
+    monitor = watch_gpus(world)
     info = startup_info(config, flops, peak, describe_hardware(world.device), attention.to_dict(), world.size)
-    info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size)
+    info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
-    logger = watchdog.logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss)
+    logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss, monitor)
+    watchdog.logger = logger
 
     # 8) make what the loop calls
     anomalies = AnomalyPolicy(config, world, record, start)
@@ -253,7 +256,8 @@ def loop(run: Run) -> None:
 def finish(run: Run, exit_status: int) -> None:
     """Logs where the record and the checkpoint are. If there are several processes, ends this one."""
     checkpoint = run.evaluate_and_save.last_checkpoint or run.resumed_from
-    for line in closing_lines(run.config, run.path, checkpoint, run.loader.waited_seconds):
+    waited, summary = run.loader.waited_seconds, run.logger.summary
+    for line in closing_lines(run.config, run.path, checkpoint, waited, summary):
         log.info(line)
     run.step.close()
     if exit_status and run.world.is_main:

@@ -31,6 +31,7 @@ from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import DROPOUT, stream_seed
+from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import resolve_peak
 from training.optimization.schedule import learning_rate
 from training.pretrained.settings import load_run_config
@@ -127,6 +128,7 @@ def make_step(model: torch.nn.Module, config: TrainConfig, world: World) -> Step
 def train(config: TrainConfig, world: World, step: Step, loader: Loader) -> list[dict]:
     """One row for the first iteration, then one for every log_interval, as in training/records/rows.py."""
     rows: list[dict] = []
+    monitor = watch_gpus(world)  # after the loader, as in train.py
     first, began = 0, time.perf_counter()  # of the current row
     for iteration in range(config.max_iters):
         loss = step(*loader.next(), learning_rate(iteration, config))
@@ -138,7 +140,9 @@ def train(config: TrainConfig, world: World, step: Step, loader: Loader) -> list
         now = time.perf_counter()
         seconds = (now - began) / (iteration + 1 - first)
         rows.append({"iter": iteration, "loss": value, "time_ms": 1000 * seconds, "memory": _memory(world)})
+        rows[-1] |= monitor.take([(began, now)])
         first, began = iteration + 1, now
+    monitor.close()
     return rows
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import statistics
 
 from bench.plan import Entry
-from training.hardware.gpu_monitor import FIELDS
+from training.hardware.nvml import FIELDS
 from training.records import percentiles
+from training.records.machine import known, missing_reason
 
-SERIES = ("mfu_percent", "mfu_causal_percent", "tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
+RATES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
+SERIES = ("mfu_percent", "mfu_causal_percent", *RATES, *FIELDS)
 
 
 def measure(rows: list[dict], warmup: int) -> dict:
-    """The figures of one run. SERIES are lists with one value for each row; memory is None on a CPU. Raises
-    ValueError if no row counts."""
+    """The figures of one run. SERIES are lists with one value for each row that has it; memory is None on a
+    CPU. Raises ValueError if no row counts."""
     if not rows:
         raise ValueError("the run has no rows")
     last_before = [-1] + [row["iter"] for row in rows[:-1]]  # the last iteration before each row
@@ -32,8 +34,10 @@ def measure(rows: list[dict], warmup: int) -> dict:
         "rows": len(steady),
         "mfu_percent": [mfu["mfu_percent"] for mfu in mfus],
         "mfu_causal_percent": [mfu["mfu_causal_percent"] for mfu in mfus],
-        **{name: [row[name] for row in steady] for name in SERIES[2:]},
+        **{name: [row[name] for row in steady] for name in RATES},
         "mfu_reason": None if mfus else steady[-1]["mfu_reason"],
+        **{name: known(steady, name) for name in FIELDS},
+        "gpu_reason": missing_reason(steady),
         "max_allocated_gb": max((m["max_allocated_gb"] for m in memory), default=None),
         "max_reserved_gb": max((m["max_reserved_gb"] for m in memory), default=None),
         "first_loss": rows[0]["loss"],
@@ -48,7 +52,6 @@ def combine(runs: list[dict]) -> dict | None:
     if not good:
         return None
     measurements = [run["measurement"] for run in good]
-    gpu = [run["gpu"] for run in good if run["gpu"]]
     return {
         "runs": len(good),
         "rows": sum(m["rows"] for m in measurements),
@@ -56,9 +59,8 @@ def combine(runs: list[dict]) -> dict | None:
         "first_step_s": statistics.median(m["first_step_s"] for m in measurements),
         "max_allocated_gb": _most([m["max_allocated_gb"] for m in measurements]),
         "max_reserved_gb": _most([m["max_reserved_gb"] for m in measurements]),
-        **{name: _median([g[name] for g in gpu]) for name in FIELDS},
-        "gpu_reason": None if gpu else good[-1]["gpu_reason"],
         "mfu_reason": next((m["mfu_reason"] for m in measurements if m["mfu_reason"]), None),
+        "gpu_reason": next((m["gpu_reason"] for m in measurements if m["gpu_reason"]), None),
     }
 
 
@@ -88,8 +90,3 @@ def relate(entries: list[Entry]) -> None:
 
 def _most(values: list[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

@@ -1,9 +1,8 @@
-"""Runs one entry of the plan once, samples the GPUs meanwhile, and reads the results from its output."""
+"""Runs one entry of the plan once, and reads the results from its output."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from bench.process import REASON_LENGTH, python_command, run_process
 from bench.results import combine, measure
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.text import one_line
-from training.hardware.gpu_monitor import GpuMonitor, gpu_ids
 
 PROGRAMS = {"variant": ["train.py"], "peer": ["-m", "bench.peer"], "roofline": ["-m", "bench.roofline"]}
 LOG = "console.log"
@@ -24,7 +22,7 @@ def run_entry(
 ) -> None:
     """Adds a run to entry.runs and updates entry.facts and entry.result."""
     run: dict[str, Any] = {"repeat": repeat, "reason": entry.problem, "measurement": None}
-    run |= {"gpu": None, "gpu_reason": None, "seconds": 0.0}
+    run["seconds"] = 0.0
     entry.runs.append(run)
     if entry.problem:
         return
@@ -33,12 +31,9 @@ def run_entry(
     out_dir.mkdir(parents=True)
     argv = [*entry.argv, f"--out_dir={out_dir}", *stated_peak(entry, entries)]
     command = python_command([*PROGRAMS[entry.kind], *argv], entry.processes)
-    ids = gpu_ids(entry.processes, os.environ.get("CUDA_VISIBLE_DEVICES")) if entry.device == "cuda" else []
-    with GpuMonitor(ids) as monitor:
-        outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
+    outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
     run.update(command=shlex.join(command), folder=str(out_dir))
     run.update(reason=outcome.reason, seconds=outcome.seconds)
-    run.update(gpu=monitor.summary(), gpu_reason=monitor.reason)
     if outcome.reason is None:
         try:
             read_output(entry, run, out_dir, arguments.warmup)

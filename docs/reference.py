@@ -46,7 +46,6 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "not 0: a download that fails is not tried again",
     "TOKENIZERS_PARALLELISM": "data preparation and bench.tokenize set it to false, as they use processes",
     "RAYON_NUM_THREADS": "bench.tokenize sets it to 1",
-    "CUDA_VISIBLE_DEVICES": "bench/ samples only the clocks of these GPUs",
     "PYTHONUNBUFFERED": "bench/ sets it to 1 for its runs",
     "TORCHINDUCTOR_CACHE_DIR": "bench/ sets it to a new folder for each run, unless `--keep_cache` is given",
     "TRITON_CACHE_DIR": "the same",

@@ -1,4 +1,5 @@
-"""One PNG per run record: loss, MFU, tokens/s, step time, memory, learning rate and gradient norm.
+"""One PNG per run record: loss, MFU, tokens/s, step time, memory, GPU clock and power, learning rate and
+gradient norm.
 
     python plots/plot_single_run.py out-qwen3-1.8b-b200/run_*.json
 
@@ -54,6 +55,7 @@ def absent(run: Run) -> dict[str, str]:
         "tokens": "" if timed["tokens_per_sec"] else "No tokens/s were logged.",
         "time": "" if timed["time_ms"] else "No step time was logged.",
         "memory": "" if logged["max_allocated_gb"] or logged["allocated_gb"] else "No GPU memory was logged.",
+        "clock": "" if logged["sm_clock_mhz"] else "No GPU clock was logged.",
         "lr": "" if logged["lr"] else "No learning rate was logged.",
         "gradients": "" if logged["grad_norm"] else "No gradient norm was logged.",
     }
@@ -115,6 +117,22 @@ def draw_memory(axis: Axes, run: Run) -> None:
     axis.set_ylim(bottom=0)
 
 
+def draw_clock(axis: Axes, run: Run) -> None:
+    label_axis(axis, "GPU clock and power", "SM clock, MHz", "{x:,.0f}")
+    style: dict[str, Any] = {"color": "tab:blue", "label": "clock, median over the row"}
+    clocks, power = run.columns["sm_clock_mhz"], run_record.finite(run.columns["power_w"])
+    figure.draw(axis, run.columns["iter"], clocks, **style)
+    figure.limit_y(axis, drawn=[clocks], typical=[clocks])
+    if len(power):
+        second = axis.twinx()
+        style = {"color": "tab:orange", "label": "power"}
+        figure.draw(second, run.columns["iter"], run.columns["power_w"], **style)
+        second.set_ylim(0, 1.1 * max(*power, 1.0))
+        second.set_ylabel("W", color="tab:orange")
+        axis.plot([], [], **style)  # for the legend
+    figure.legend(axis)
+
+
 def draw_lr(axis: Axes, run: Run) -> None:
     label_axis(axis, "Learning rate", "learning rate", "{x:.2e}")
     draw_columns(axis, run, {"lr": None})
@@ -163,6 +181,7 @@ DRAW: dict[str, Callable[[Axes, Run], None]] = {
     "tokens": draw_tokens,
     "time": draw_time,
     "memory": draw_memory,
+    "clock": draw_clock,
     "lr": draw_lr,
     "gradients": draw_gradients,
 }

@@ -214,6 +214,8 @@ def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
         "allocated_gb": _number(memory.get("allocated_gb")),
         "max_allocated_gb": _number(memory.get("max_allocated_gb")),
         "grad_norm": _number(_dict(row.get("gradients")).get("global_norm")),
+        "sm_clock_mhz": _number(row.get("sm_clock_mhz")),
+        "power_w": _number(row.get("power_w")),
     }
 
 

@@ -306,12 +306,27 @@ def test_the_clock_leaves_pauses_out(monkeypatch):
     with clock.paused():
         now.seconds = 105.0
     now.seconds = 107.0
-    assert clock.lap() == 7.0
+    assert clock.lap() == (7.0, [(0.0, 5.0), (104.0, 104.0), (105.0, 107.0)])
     with pytest.raises(ValueError), clock.paused(synchronize=False):
         now.seconds = 200.0
         raise ValueError
     now.seconds = 201.0
-    assert clock.lap() == 1.0
+    assert clock.lap().seconds == 1.0
+
+
+def test_a_pause_within_a_pause_is_left_out_once(monkeypatch):
+    """A save waits, in its pause, for the checkpoint before, which is then recorded in a pause of its own."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: now.seconds)
+    clock = Clock(CPU)
+    now.seconds = 10.0
+    with clock.paused():
+        now.seconds = 12.0
+        with clock.paused(synchronize=False):
+            now.seconds = 15.0
+        now.seconds = 20.0
+    now.seconds = 21.0
+    assert clock.lap() == (11.0, [(0.0, 10.0), (20.0, 21.0)])
 
 
 def test_a_loss_scale_doubles_after_2000_good_iterations_and_halves_after_a_bad_one():

@@ -240,20 +240,22 @@ def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
     runs = []
     for offset in (0.0, 100.0, 10.0):
         rows = [row(0, 1.0, None), *(row(i, 100.0 + offset + i, None) for i in range(1, 5))]
-        gpu = {"sm_clock_mhz": 1500.0 + offset, "power_w": 700.0, "temperature_c": None}
-        runs.append({"measurement": measure(rows, 0), "gpu": gpu, "gpu_reason": None, "reason": None})
-    runs.append({"measurement": None, "gpu": None, "gpu_reason": None, "reason": "failed"})
+        for each in rows:  # a clock in every second row; the first row is not timed
+            each["sm_clock_mhz"] = (None, 1500.0 + offset, None, 1502.0 + offset, 1.0)[(each["iter"] + 4) % 5]
+        runs.append({"measurement": measure(rows, 0), "reason": None})
+    runs.append({"measurement": None, "reason": "failed"})
     result = combine(runs)
     assert (result["runs"], result["rows"]) == (3, 12)
     assert result["time_ms"] == {"median": 112.5, "p10": 102.0, "p90": 203.0}
     assert (result["mfu_percent"], result["mfu_reason"]) == (None, "no peak")
-    assert (result["sm_clock_mhz"], result["temperature_c"], result["gpu_reason"]) == (1510.0, None, None)
+    assert result["sm_clock_mhz"] == {"median": 1511.0, "p10": 1500.0, "p90": 1600.0}
+    assert (result["power_w"], result["gpu_reason"]) == (None, None)
     assert combine(runs[3:]) is None
 
 
 def test_a_gpu_run_without_clocks_says_why_in_its_row():
-    run = {"measurement": measure([row(0, 1.0), row(1, 100.0)], 0), "gpu": None, "reason": None}
-    run["gpu_reason"] = "no driver"
+    rows = [row(0, 1.0), row(1, 100.0) | {"sm_clock_mhz": None, "gpu_reason": "no driver"}]
+    run = {"measurement": measure(rows, 0), "reason": None}
     gpu, cpu = (
         Entry("a", "variant", [], 1, device, runs=[run], result=combine([run])) for device in ("cuda", "cpu")
     )

@@ -55,6 +55,7 @@ RECORD = {
         },
         "software": {"python": str, "torch": str, "numpy": str, "cuda": (str, MAYBE), "nccl": (str, MAYBE)},
         "git": {"commit": (str, MAYBE)},
+        "machine": {"host": str, "gpus": (list, MAYBE), "links": (dict, MAYBE), "gpu_reason": (str, MAYBE)},
         "attention": {"asked": str, "used": str},
         "flops": {
             "flops_per_token": int,
@@ -94,6 +95,12 @@ ROW = {
     "mfu_reason": (str, MAYBE),
     "memory": (dict, MAYBE),
     "gradients": {"global_norm": float},
+    "sm_clock_mhz": (float, MAYBE),
+    "power_w": (float, MAYBE),
+    "temperature_c": (float, MAYBE),
+    "throttle": (dict, MAYBE),
+    "gpu_samples": int,
+    "gpu_reason": (str, MAYBE),
 }
 MFU = {
     "mfu": float,

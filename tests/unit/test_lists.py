@@ -17,6 +17,7 @@ from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches import packed_index
 from training.faults import replica_check
+from training.hardware.nvml import FIELDS
 from training.process import redaction
 from training.process.world import World
 from training.records.percentiles import spread
@@ -199,13 +200,14 @@ def test_percentiles_of_known_values():
 
 
 def test_each_figure_of_a_summary_is_of_its_own_column():
-    names = ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu", "mfu_percent")
+    names = ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu", "mfu_percent", *FIELDS)
     rows = []
     for i in range(-5, 101):  # the first 5 are warm-up
         values = {name: 1000.0 * n + i for n, name in enumerate(names)}
         rows.append({**values, "mfu": {"mfu_percent": values["mfu_percent"]}, "warmup": i < 0})
     summary = summarize(rows)
     assert summary.pop("rows_after_warmup") == 101
+    assert summary.pop("throttle") is summary.pop("gpu_reason") is None
     assert summary.keys() == set(names)
     for n, name in enumerate(names):
         assert summary[name] == {"median": 1000 * n + 50, "p10": 1000 * n + 10, "p90": 1000 * n + 90}, name

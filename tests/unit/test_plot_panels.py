@@ -116,6 +116,24 @@ def test_no_panel_is_empty_and_a_line_says_why(tmp_path, iters):
     assert len(plot_single_run.plot(run_of(tmp_path, new_record(), "full")).axes) == 7
 
 
+def test_clock_and_power_have_a_panel_where_they_were_logged(tmp_path):
+    record = new_record(60)
+    for number, row in enumerate(record["training_iterations"]):
+        row |= {"sm_clock_mhz": 1500.0 + number, "power_w": 600.0 + number}
+    record["training_iterations"][1] |= {"sm_clock_mhz": None, "power_w": None}  # shorter than a sample
+    fig = plot_single_run.plot(run_of(tmp_path, record))
+    clock = panels(fig)["GPU clock and power"]
+    (power,) = (axis for axis in fig.axes if axis.get_ylabel() == "W")
+    assert clock.lines[0].get_ydata().tolist() == [1500, 1502, 1503, 1504, 1505]
+    assert power.lines[0].get_ydata().tolist() == [600, 602, 603, 604, 605]
+    for row in record["training_iterations"]:
+        del row["power_w"]
+    fig = plot_single_run.plot(run_of(tmp_path, record))
+    assert "GPU clock and power" in panels(fig) and "W" not in [axis.get_ylabel() for axis in fig.axes]
+    fig = plot_single_run.plot(run_of(tmp_path, new_record(60)))
+    assert "GPU clock and power" not in panels(fig) and "No GPU clock was logged." in fig.get_supxlabel()
+
+
 # --- what differs ---
 
 

@@ -1,99 +1,154 @@
-"""Clocks, power and temperature of the GPUs while something runs on them, sampled through NVML in a thread.
+"""Samples clock, power, temperature and throttling of the GPUs in a thread, and gives each log row the
+samples that belong to it.
 
 A GPU at its power limit lowers its clock, so two runs can be compared only if the clock is stated for both.
-The trap: during the first half of a run, which is imports, compilation and warm-up, the clock is another one.
-So only the samples of the second half count. There are none on a CPU or where NVML does not answer.
+Two traps. Compilation, evaluations and checkpoints run at other clocks, so only samples from a row's timed
+intervals count. And a driver may fail or hang: the training loop only takes what the thread has put into a
+deque, it never calls NVML and never waits for the thread.
 """
 
 from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-FIELDS: dict[str, Callable[[Any, Any], float]] = {  # name: (pynvml, GPU) -> value
-    "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-    "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,  # NVML counts milliwatts
-    "temperature_c": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-}
-INTERVAL_S = 1.0
-ANSWER_TIMEOUT_S = 10  # a sample takes milliseconds; a hanging driver must not hang the program
+import torch
+
+from training.hardware.nvml import FIELDS, GpuReading, Nvml, Unavailable
+from training.process.world import World
+
+INTERVAL_S = 0.2  # between two samples
+FACTS_TIMEOUT_S = 2.0  # how long the start of a run waits for a driver that does not answer
+CLOSE_TIMEOUT_S = 1.0  # the same for its end
+MAX_SAMPLES = 36_000  # two hours; of a longer row the last two hours count
 
 
-def gpu_ids(count: int, visible: str | None) -> list[str]:
-    """Index or UUID of the first `count` GPUs that a process sees. `visible` is the value of
-    CUDA_VISIBLE_DEVICES, which NVML itself ignores."""
-    if visible is None:
-        return [str(i) for i in range(count)]
-    return [name.strip() for name in visible.split(",") if name.strip()][:count]
+class Sample(NamedTuple):
+    began: float  # of time.perf_counter(), as in training/records/clock.py
+    ended: float
+    gpus: list[GpuReading]
 
 
 class GpuMonitor:
-    """A context around a run; call summary() after it. Where there is none, `reason` says why."""
+    """Samples the GPUs with these UUIDs, from its creation until close(). Where there is nothing to sample,
+    `reason` says why."""
 
-    def __init__(self, ids: list[str], interval_s: float = INTERVAL_S):
-        self.ids, self.interval_s = ids, interval_s
-        self.samples: list[list[list[float | None]]] = []  # each holds the FIELDS of each GPU
-        self.reason: str | None = "the run ended before the first sample" if ids else "the run uses no GPU"
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._sample_until_end, daemon=True)
-
-    def __enter__(self) -> GpuMonitor:
-        if self.ids:
+    def __init__(self, uuids: list[str], interval_s: float = INTERVAL_S, reason: str = "the run uses no GPU"):
+        self.uuids, self.interval_s = uuids, interval_s
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)  # that no row has taken
+        self.reason: str | None = "NVML has not answered yet" if uuids else reason
+        self.count = 0  # of all samples
+        self.cpu_seconds = 0.0  # of the thread since its first sample, NVML and the driver included
+        self.began = time.perf_counter()  # the sampling
+        self._facts: dict[str, Any] | None = None
+        self.answered, self.ended = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, name="gpu monitor", daemon=True)
+        if uuids:
             self.thread.start()
-        return self
 
-    def __exit__(self, *exception) -> None:
+    # --- the main thread ---
+
+    def facts(self) -> dict[str, Any] | None:
+        """The limits of the GPUs, and how they are connected; None if NVML does not answer."""
+        if self.uuids:
+            self.answered.wait(FACTS_TIMEOUT_S)
+        return self._facts
+
+    def take(self, intervals: Sequence[tuple[float, float]]) -> dict[str, Any]:
+        """The fields of a log row: medians over the GPUs and over the samples inside these intervals (of
+        time.perf_counter()), and why something is missing. Uses up all earlier samples."""
+        taken: list[Sample] = []
+        while self.samples and self.samples[0].began < intervals[-1][1]:
+            sample = self.samples.popleft()
+            if any(begin <= sample.began and sample.ended <= end for begin, end in intervals):
+                taken.append(sample)
+        readings = [gpu for sample in taken for gpu in sample.gpus]
+        row: dict[str, Any] = {name: _median([getattr(gpu, name) for gpu in readings]) for name in FIELDS}
+        row["throttle"] = _shares([gpu.throttle for gpu in readings if gpu.throttle is not None])
+        missing = [name for name, value in row.items() if value is None]
+        reason = None
+        if not taken:
+            reason = self.reason or self._why_none(sum(end - begin for begin, end in intervals))
+        elif missing:
+            reason = f"NVML does not give {', '.join(missing)} on this machine"
+        return {**row, "gpu_samples": len(taken), "gpu_reason": reason}
+
+    def _why_none(self, seconds: float) -> str:
+        if seconds < 2 * self.interval_s:
+            return f"these {seconds:.2g} s lie between two samples, which are {self.interval_s:g} s apart"
+        return f"NVML gave no sample in these {seconds:.3g} s"
+
+    def cost(self) -> dict[str, Any]:
+        """What the sampling needed: the share of one CPU core, at most what it can take from the training."""
+        seconds = time.perf_counter() - self.began
+        return {
+            "samples": self.count,
+            "cpu_percent": 100 * self.cpu_seconds / seconds if self.count else None,
+        }
+
+    def close(self) -> None:
+        """Does not wait for a driver that hangs."""
         self.ended.set()
-        if self.ids:
-            self.thread.join(ANSWER_TIMEOUT_S)
+        if self.thread.is_alive():
+            self.thread.join(CLOSE_TIMEOUT_S)
 
-    def summary(self) -> dict | None:
-        """Medians over GPUs and over the samples of the second half; None if there are no samples."""
-        half = self.samples[len(self.samples) // 2 :]
-        if not half:
-            return None
-        medians = {}
-        for column, name in enumerate(FIELDS):
-            values = [gpu[column] for sample in half for gpu in sample]
-            known = [value for value in values if value is not None]
-            medians[name] = statistics.median(known) if known else None
-        return {**medians, "gpus": len(half[0]), "samples": len(self.samples), "samples_used": len(half)}
+    # --- the thread ---
 
-    def _sample_until_end(self) -> None:
+    def _run(self) -> None:
         try:
-            import pynvml
-        except ImportError:
-            self.reason = "the nvidia-ml-py library is missing (pip install -r requirements.txt)"
-            return
-        try:
-            pynvml.nvmlInit()
-            gpus = [_find_gpu(pynvml, name) for name in self.ids]
-        except pynvml.NVMLError as error:  # the driver's library is missing, too old, or knows no such GPU
-            self.reason = f"NVML, the library of NVIDIA's driver, does not answer: {error}"
-            return
+            self._sample()
+        except Unavailable as error:
+            self.reason = str(error)
+        except Exception as error:  # whatever it is, training goes on
+            self.reason = f"sampling the GPUs failed: {type(error).__name__}: {error}"
+        finally:
+            self.answered.set()
+
+    def _sample(self) -> None:
+        nvml = Nvml(self.uuids)
+        self._facts = nvml.describe()
+        self.answered.set()
+        self.reason = None
+        self.began, connected = time.perf_counter(), time.thread_time()
         while not self.ended.wait(self.interval_s):
-            sample = [[_read(pynvml, field, gpu) for field in FIELDS.values()] for gpu in gpus]
-            if any(value is not None for values in sample for value in values):
-                self.samples.append(sample)
+            began = time.perf_counter()
+            gpus = nvml.read()
+            if any(value is not None for gpu in gpus for value in gpu):
+                self.samples.append(Sample(began, time.perf_counter(), gpus))
+                self.count += 1
                 self.reason = None
+            else:
+                self.reason = f"NVML no longer answers: {nvml.last_error}"
+            self.cpu_seconds = time.thread_time() - connected
 
 
-def _find_gpu(nvml: Any, name: str) -> Any:
-    """NVML's handle of a GPU by its index, or by its UUID, which CUDA_VISIBLE_DEVICES may shorten."""
-    if name.isdigit():
-        return nvml.nvmlDeviceGetHandleByIndex(int(name))
-    for index in range(nvml.nvmlDeviceGetCount()):
-        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        if nvml.nvmlDeviceGetUUID(gpu).startswith(name):
-            return gpu
-    return nvml.nvmlDeviceGetHandleByUUID(name)  # a part of a GPU (MIG), or an error that says what it is
-
-
-def _read(nvml: Any, field: Callable[[Any, Any], float], gpu: Any) -> float | None:
-    """None where a GPU does not have the field."""
+def watch_gpus(world: World) -> GpuMonitor:
+    """On rank 0, of all GPUs that this run uses on rank 0's machine. Other ranks have one without GPUs."""
+    if not world.is_main:
+        return GpuMonitor([], reason="rank 0 samples")
+    if world.device.type != "cuda":
+        return GpuMonitor([])
     try:
-        return float(field(nvml, gpu))
-    except nvml.NVMLError:
+        # by UUID: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER give torch other numbers than NVML has
+        count = min(world.local_size, torch.cuda.device_count())
+        properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+        return GpuMonitor([str(each.uuid).removeprefix("GPU-") for each in properties])
+    except (RuntimeError, AttributeError) as error:
+        return GpuMonitor([], reason=f"torch does not name the GPUs: {error}")
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(statistics.median(known)) if known else None
+
+
+def _shares(readings: list[tuple[str, ...]]) -> dict[str, float] | None:
+    """{reason: share of the readings in which it lowered the clock}; None without readings."""
+    if not readings:
         return None
+    counts = Counter(name for names in readings for name in names)
+    return {name: count / len(readings) for name, count in counts.most_common()}

@@ -5,38 +5,51 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 
+class Lap(NamedTuple):
+    """The time between two log rows, without the pauses."""
+
+    seconds: float
+    intervals: list[tuple[float, float]]  # when these seconds were, by time.perf_counter()
+
+
 class Clock:
-    """lap() gives the seconds since the last lap, without the pauses in between."""
+    """lap() gives the time since the last lap, without the pauses in between."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.paused_seconds = 0.0  # since the last lap
-        self.lap_start = time.perf_counter()
+        self.intervals: list[tuple[float, float]] = []  # those since the last lap that a pause has ended
+        self.depth = 0  # of pauses within pauses
+        self.began = time.perf_counter()  # the interval that now runs
 
-    def lap(self) -> float:
+    def lap(self) -> Lap:
         now = time.perf_counter()
-        seconds = now - self.lap_start - self.paused_seconds
-        self.lap_start, self.paused_seconds = now, 0.0
-        return seconds
+        intervals = [*self.intervals, (self.began, now)]
+        self.intervals, self.began = [], now
+        return Lap(sum(end - begin for begin, end in intervals), intervals)
 
     @contextlib.contextmanager
     def paused(self, synchronize: bool = True) -> Iterator[None]:
         """Wraps work that is no iteration. The device is synchronized at both ends, so that neither training
         that is still running nor the pause's own work is counted wrongly. synchronize=False is for work that
-        only the host does."""
+        only the host does. A pause within a pause changes nothing."""
         if synchronize:
             self._synchronize()
-        began = time.perf_counter()
+        if self.depth == 0:
+            self.intervals.append((self.began, time.perf_counter()))
+        self.depth += 1
         try:
             yield
             if synchronize:
                 self._synchronize()
         finally:
-            self.paused_seconds += time.perf_counter() - began
+            self.depth -= 1
+            if self.depth == 0:
+                self.began = time.perf_counter()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -15,6 +15,7 @@ from training.hardware.peaks import Peak
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
 from training.records import units
+from training.records.machine import machine_lines, speed_line
 from training.records.run_record import RunRecord, accumulation_steps
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops
@@ -47,15 +48,22 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
 
 
 def closing_lines(
-    config: TrainConfig, run_path: Path, checkpoint: Path | None, waited_seconds: float
+    config: TrainConfig,
+    run_path: Path,
+    checkpoint: Path | None,
+    waited_seconds: float,
+    summary: dict[str, Any],
 ) -> list[str]:
-    """The last lines of a run. waited_seconds: total time that the loop waited for batches."""
+    """The last lines of a run. waited_seconds: total time that the loop waited for batches. summary: the
+    record's."""
     lines = [
         f"\nRun record:  {run_path}" if config.save_log_to_json else "",
         f"Log:         {run_path.with_suffix('.log')}",
     ]
     if checkpoint:
         lines.append(f"Checkpoint:  {checkpoint}")
+    if speed := speed_line(summary):
+        lines.append(f"GPU:         {speed}")
     return [*lines, f"Data:        the loop waited {waited_seconds:.2f} s for batches in all"]
 
 
@@ -265,6 +273,7 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
     total = sum(estimate.values())
     return [
         ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
+        *machine_lines(info),
         ("Parallelism", _parallelism(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
         ("Peak per GPU", _peak(hardware["peak"])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from training.checkpoints.saver import Save
 from training.configuration.keys import TrainConfig
+from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
 from training.optimization.step import StepResult
 from training.process.memory import GIB
@@ -42,6 +43,7 @@ class Reading(NamedTuple):
     attended: float  # length of the document that a token is in, mean over tokens and iterations
     seconds: float  # per iteration
     verdicts: list[float]  # of the update guard, for the anomaly policy
+    intervals: Sequence[tuple[float, float]] = ()  # when these iterations ran, without pauses
 
 
 class Logger:
@@ -57,15 +59,18 @@ class Logger:
         info: dict[str, Any],
         start: int,
         best_val_loss: float | None = None,
+        monitor: GpuMonitor | None = None,
     ):
         """`record` is None on all ranks except 0. `info` is the record's startup_info, `start` the first
-        iteration of this process."""
+        iteration of this process. Without a monitor, no GPU is sampled."""
         self.config, self.world, self.record, self.clock = config, world, record, clock
         self.flops, self.peak, self.facts = info["flops"], peak, row_facts(info)
         self.recomputed = recomputed_flops(self.flops, config)
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
         self.start = self.logged = start  # first iteration of this process; first one in no log row yet
         self.best_val_loss = best_val_loss
+        self.monitor = monitor or GpuMonitor([])
+        self.summary: dict[str, Any] = {}  # of the record, once the run is over
         self.attended = torch.zeros((), device=world.device)  # of StepResult, summed since the last log row
         self.saved_at = start  # iteration of the last JSON rewrite
         self.progress = ProgressText(config.max_iters)
@@ -102,7 +107,7 @@ class Logger:
             of_row.append(sum_over_ranks(result.grad_sum, self.world))
         values = torch.stack([value.float() for value in [*of_row, *verdicts]]).tolist()  # sync point
         loss, attended, grad_norm, *grad_sum = values[: len(of_row)]
-        seconds = self.clock.lap()
+        lap = self.clock.lap()
         iterations, first = iteration + 1 - self.logged, self.logged
         self.logged = iteration + 1
         self.attended.zero_()
@@ -113,8 +118,9 @@ class Logger:
             grad_norm,
             grad_sum[0] if grad_sum else None,
             attended / iterations,
-            seconds / iterations,
+            lap.seconds / iterations,
             values[len(of_row) :],
+            lap.intervals,
         )
 
     def write(self, reading: Reading, learning_rate: float, skipped: int) -> None:
@@ -124,6 +130,7 @@ class Logger:
         self.check_out_dir()
         row = self._row(reading, learning_rate)
         row["gradients"] = self._gradients(reading)
+        row |= self.monitor.take(reading.intervals)
         if skipped:
             row["skipped_updates"] = skipped
         self._show(row)
@@ -236,19 +243,22 @@ class Logger:
             self.record.save()
 
     def close(self, status: str) -> None:
-        """Completes the record and ends the bar. Rank 0 writes. Safe after a failure: no communication."""
+        """Completes the record, and ends the sampling and the bar. Rank 0 writes. Safe after a failure: no
+        communication."""
         if self.record is None:
             return
         rows = self.record.content["training_iterations"]
-        summary = {
+        self.summary = {
             "final_iter": rows[-1]["iter"] if rows else None,
             "final_loss": rows[-1].get("loss") if rows else None,
             "best_val_loss": self.best_val_loss,
             "warmup_iters_left_out": UNMEASURED_ITERS,
             **summarize(self.record.own_rows),
+            "gpu_monitor": self.monitor.cost(),
         }
-        self.record.finish(status, summary)  # before all other output, which may fail or block
+        self.record.finish(status, self.summary)  # before all other output, which may fail or block
         self._draw(lambda bar: bar.close())
+        self.monitor.close()
         if self.tracker:
             self.tracker.close(status)
 

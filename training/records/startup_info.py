@@ -12,10 +12,12 @@ from training.batches.windows import Split
 from training.checkpoints.resume import Resume
 from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
+from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
 from training.optimization.optimizer import describe_optimizer
 from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
+from training.records.machine import machine_info
 from training.records.memory_estimate import estimate_memory
 from training.strategies.parallelize import strategy_name
 
@@ -73,10 +75,13 @@ def run_info(
     resume: Resume,
     pretrained: dict[str, Any] | None,
     world_size: int,
+    monitor: GpuMonitor,
 ) -> dict[str, Any]:
-    """The rest of the record's startup_info: the data, who started the run, and where it continues."""
+    """The rest of the record's startup_info: the machine, the data, who started the run, and where it
+    continues."""
     samples = config.max_iters * config.samples_per_iter(world_size)
     return {
+        "machine": machine_info(monitor),
         "data": describe_sources(sources, windows, samples, fingerprint),
         "launch": launch_record(),
         "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,

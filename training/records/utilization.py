@@ -14,6 +14,7 @@ from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.optimization.compile import is_recomputed
 from training.records import units
+from training.records.machine import summarize_gpus
 from training.records.percentiles import spread
 
 FORMULAS = (model_builder_v1, model_builder_v2, model_builder_v3)
@@ -147,4 +148,5 @@ def summarize(rows: list[dict]) -> dict:
         "tokens_per_sec": spread([row["tokens_per_sec"] for row in steady]),
         "tokens_per_sec_per_gpu": spread([row["tokens_per_sec_per_gpu"] for row in steady]),
         "mfu_percent": spread([row["mfu"]["mfu_percent"] for row in steady if row["mfu"]]),
+        **summarize_gpus(steady),
     }

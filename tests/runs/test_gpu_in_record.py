@@ -1,0 +1,107 @@
+"""Clocks and power in the record of whole runs: on a CPU without them, and with GPUs that are made here."""
+
+import sys
+import threading
+import time
+
+import pytest
+from support.fake_nvml import UUIDS, FakeNvml
+from support.helpers import TINY, last_run, make_dataset, write_config
+
+import train
+from training import evaluate_and_save
+from training.hardware import gpu_monitor
+from training.hardware.gpu_monitor import GpuMonitor
+
+FIGURES = ("sm_clock_mhz", "power_w", "temperature_c", "throttle")
+STEP_S = 0.02  # longer than many samples
+
+
+@pytest.fixture
+def config(tmp_path):
+    dataset = make_dataset(tmp_path / "tokens")
+    keys = {**TINY, "max_iters": 8, "dataset": dataset, "out_dir": tmp_path / "out"}
+    return write_config(tmp_path / "run.py", **keys)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A run on the CPU that samples these GPUs, at 1 kHz, while each of its iterations takes STEP_S."""
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(train, "watch_gpus", lambda world: GpuMonitor(list(UUIDS), interval_s=0.001))
+    step = train.EagerStep.__call__
+
+    def slow_step(*arguments, **options):
+        time.sleep(STEP_S)
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(train.EagerStep, "__call__", slow_step)
+    return fake
+
+
+def test_every_row_of_a_run_on_a_cpu_says_why_it_has_no_clock(run, config, tmp_path):
+    assert run(config) == 0
+    record = last_run(tmp_path / "out")
+    for row in record["training_iterations"]:
+        assert [row[name] for name in FIGURES] == [None] * 4
+        assert row["gpu_reason"] == "the run uses no GPU"
+    assert record["summary"]["sm_clock_mhz"] is None
+    assert record["summary"]["gpu_reason"] == "the run uses no GPU"
+    machine = record["startup_info"]["machine"]
+    assert machine["host"] and machine["gpus"] is None and machine["gpu_reason"] == "the run uses no GPU"
+
+
+def test_rows_and_summary_have_clock_and_power(run, config, tmp_path, nvml, capsys):
+    assert run(config, "--peak_tflops=1") == 0
+    record, log = last_run(tmp_path / "out"), capsys.readouterr().out
+    for row in record["training_iterations"]:
+        assert [row[name] for name in FIGURES] == [1500, 700.5, 61, {"power_limit": 1.0}], row
+        assert row["gpu_samples"] > 0 and row["gpu_reason"] is None
+    summary = record["summary"]
+    assert summary["sm_clock_mhz"] == {"median": 1500, "p10": 1500, "p90": 1500}
+    assert summary["power_w"]["median"] == 700.5 and summary["throttle"] == {"power_limit": 1.0}
+    assert summary["gpu_monitor"]["samples"] >= sum(r["gpu_samples"] for r in record["training_iterations"])
+    assert record["startup_info"]["machine"]["gpus_sampled"] == 2
+    (line,) = (line for line in log.splitlines() if line.startswith("GPU: "))
+    assert f"MFU {summary['mfu_percent']['median']:.2f} %, 1,500 MHz, 700 W, 61 °C" in line
+
+
+def test_clocks_of_an_evaluation_are_in_no_row(run, config, tmp_path, nvml, monkeypatch):
+    evaluate, sampled = evaluate_and_save.evaluate, []
+
+    def at_another_clock(*arguments):
+        nvml.clock = 900
+        time.sleep(3 * STEP_S)  # most samples of the two iterations of a row are of the evaluation
+        losses = evaluate(*arguments)
+        sampled.append(nvml.clock)
+        nvml.clock = 1500
+        return losses
+
+    monkeypatch.setattr(evaluate_and_save, "evaluate", at_another_clock)
+    assert run(config, "--eval_interval=4", "--log_interval=2") == 0
+    assert sampled == [900, 900]
+    rows = last_run(tmp_path / "out")["training_iterations"]
+    assert {row["sm_clock_mhz"] for row in rows} == {1500}
+
+
+def test_a_driver_that_hangs_midway_does_not_hang_the_run(run, config, tmp_path, nvml, monkeypatch):
+    monkeypatch.setattr(gpu_monitor, "CLOSE_TIMEOUT_S", 0.01)
+    answer, step, steps = threading.Event(), train.EagerStep.__call__, []
+
+    def hangs_after_two(*arguments, **options):
+        steps.append(0)
+        if len(steps) == 3:
+            nvml.nvmlDeviceGetClockInfo = lambda *arguments: answer.wait(100)
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(train.EagerStep, "__call__", hangs_after_two)
+    began = time.monotonic()
+    status = run(config)
+    took = time.monotonic() - began
+    answer.set()
+    record = last_run(tmp_path / "out")
+    assert status == 0 and record["status"] == "completed" and took < 50
+    reasons = [row["gpu_reason"] for row in record["training_iterations"]]
+    assert reasons[0] is None
+    assert all(reason.startswith("NVML gave no sample in these ") for reason in reasons[4:])

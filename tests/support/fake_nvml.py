@@ -1,0 +1,76 @@
+"""NVML of a machine with two GPUs joined by NVLink, of which the second has no power meter."""
+
+import types
+
+UUIDS = ("aaaa-1111", "bbbb-2222")
+
+
+class FakeError(Exception):
+    pass
+
+
+class FakeNvml:
+    """The functions of pynvml that are used. A GPU's handle is its number. Both GPUs are at 1,500 MHz."""
+
+    NVMLError = FakeError
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+    NVML_FEATURE_ENABLED, NVML_NVLINK_MAX_LINKS = 1, 36
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    def __init__(self):
+        self.clock = 1500
+        self.reasons, self.p2p = 0b101, 0  # idle, which is no throttling, and at the power limit
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid.removeprefix("GPU-") not in UUIDS:
+            raise FakeError(f"Not Found: {uuid}")
+        return UUIDS.index(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetClockInfo(self, gpu, kind):
+        assert kind == self.NVML_CLOCK_SM
+        return self.clock
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        if gpu == 1:
+            raise FakeError("Not Supported")
+        return 700_500  # mW
+
+    def nvmlDeviceGetTemperature(self, gpu, sensor):
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 60 + 2 * gpu
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
+        return self.reasons
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu):
+        raise AssertionError("the driver has the newer name")
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu):
+        return 700_000
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu, kind):
+        return 1980
+
+    def nvmlDeviceGetPciInfo(self, gpu):
+        return types.SimpleNamespace(busId=f"00000000:{gpu + 1}B:00.0")
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu):
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu):
+        return 16
+
+    def nvmlDeviceGetNvLinkState(self, gpu, link):
+        if link == 18:
+            raise FakeError("Invalid Argument")
+        return int(link != 3)  # one is down
+
+    def nvmlDeviceGetP2PStatus(self, one, other, kind):
+        assert kind == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return self.p2p
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
+        return 50

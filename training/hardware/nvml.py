@@ -1,0 +1,159 @@
+"""Asks NVML, the library of NVIDIA's driver, for the clock, power and temperature of GPUs, why their clock is
+lowered, and how they are connected.
+
+Each answer may be missing: an old driver, a container or a part of a GPU (MIG) may lack it. Then it is None.
+A call may also hang with the driver, so only the thread of training/hardware/gpu_monitor.py makes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# NVML's bits, nvmlClocksEventReason... An idle GPU (1), a clock that the user or the display has set (2 and
+# 256) are no throttling.
+THROTTLE_REASONS = {
+    4: "power_limit",
+    8: "hardware_slowdown",
+    16: "sync_boost",
+    32: "temperature",
+    64: "hardware_temperature",
+    128: "hardware_power_brake",
+    512: "board_limit",
+    1024: "reliability",
+}
+# NVML's levels of the nearest part that two GPUs share: the way between them without NVLink
+PCIE_WAYS = {
+    0: "one board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "one PCIe host bridge",
+    40: "one NUMA node",
+    50: "PCIe and the link between NUMA nodes",
+}
+
+
+class Unavailable(Exception):
+    """NVML cannot be used at all; the message says why."""
+
+
+class GpuReading(NamedTuple):
+    """One GPU at one moment."""
+
+    sm_clock_mhz: float | None
+    power_w: float | None  # since Ampere the driver's mean over the last second
+    temperature_c: float | None
+    throttle: tuple[str, ...] | None  # of THROTTLE_REASONS; empty if the clock is not lowered
+
+
+FIELDS = GpuReading._fields[:3]  # those that are numbers
+
+
+class Nvml:
+    """The GPUs with these UUIDs, as torch writes them. Raises Unavailable."""
+
+    def __init__(self, uuids: list[str]):
+        try:
+            import pynvml
+        except ImportError:
+            raise Unavailable(
+                "the nvidia-ml-py library is missing (pip install -r requirements.txt)"
+            ) from None
+        self.nvml: Any = pynvml
+        self.last_error = ""
+        try:
+            pynvml.nvmlInit()
+            self.gpus = [self._find(uuid) for uuid in uuids]
+        except pynvml.NVMLError as error:
+            raise Unavailable(f"NVML, the library of NVIDIA's driver, does not answer: {error}") from None
+
+    def _find(self, uuid: str) -> Any:
+        try:
+            return self.nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except self.nvml.NVMLError:
+            return self.nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """None if the driver, the library or the GPU does not have it."""
+        try:
+            return getattr(self.nvml, function)(*arguments)
+        except (self.nvml.NVMLError, AttributeError) as error:
+            self.last_error = str(error)
+            return None
+
+    # --- a sample ---
+
+    def read(self) -> list[GpuReading]:
+        return [self._read(gpu) for gpu in self.gpus]
+
+    def _read(self, gpu: Any) -> GpuReading:
+        milliwatts = self._ask("nvmlDeviceGetPowerUsage", gpu)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", gpu)
+        if reasons is None:  # its name before driver 535
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+        return GpuReading(
+            self._ask("nvmlDeviceGetClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
+            None if milliwatts is None else milliwatts / 1000,
+            self._ask("nvmlDeviceGetTemperature", gpu, self.nvml.NVML_TEMPERATURE_GPU),
+            None
+            if reasons is None
+            else tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
+        )
+
+    # --- what does not change ---
+
+    def describe(self) -> dict[str, Any]:
+        """The limits of each GPU, and the ways between them."""
+        return {"gpus": [self._describe(gpu) for gpu in self.gpus], "links": self._links()}
+
+    def _describe(self, gpu: Any) -> dict[str, Any]:
+        milliwatts = self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu)
+        place = self._ask("nvmlDeviceGetPciInfo", gpu)
+        return {
+            "power_limit_w": None if milliwatts is None else milliwatts / 1000,
+            "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
+            # the largest, because it drops while a GPU is idle; the number of lanes does not
+            "pcie_generation": self._ask("nvmlDeviceGetMaxPcieLinkGeneration", gpu),
+            "pcie_lanes": self._ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
+            "nvlinks": self._nvlinks(gpu),
+            "numa_node": None if place is None else numa_node(place.busId),
+        }
+
+    def _nvlinks(self, gpu: Any) -> int:
+        """Its active links."""
+        states = (
+            self._ask("nvmlDeviceGetNvLinkState", gpu, i) for i in range(self.nvml.NVML_NVLINK_MAX_LINKS)
+        )
+        existing = itertools.takewhile(lambda state: state is not None, states)
+        return sum(state == self.nvml.NVML_FEATURE_ENABLED for state in existing)
+
+    def _links(self) -> dict[str, str]:
+        """{way: pairs of GPUs, as 'all pairs' or '0-1, 2-3'}. Empty for one GPU."""
+        ways: dict[str, list[str]] = {}
+        for (i, one), (j, other) in itertools.combinations(enumerate(self.gpus), 2):
+            ways.setdefault(self._way(one, other), []).append(f"{i}-{j}")
+        if len(ways) == 1:
+            return {way: "all pairs" for way in ways}
+        return {way: ", ".join(pairs) for way, pairs in ways.items()}
+
+    def _way(self, one: Any, other: Any) -> str:
+        # through NVSwitch, too, where the other end of a link is no GPU
+        status = self._ask("nvmlDeviceGetP2PStatus", one, other, self.nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        if status == self.nvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", one, other)
+        return PCIE_WAYS.get(level, "unknown")
+
+
+def numa_node(bus_id: str | bytes, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Of a PCI device. NVML writes 00000000:1B:00.0 where Linux writes 0000:1b:00.0."""
+    text = bus_id.decode("ascii", "replace") if isinstance(bus_id, bytes) else bus_id
+    if not re.fullmatch(r"[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]", text):
+        return None
+    try:
+        number = int((folder / text.lower()[4:] / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return number if number >= 0 else None  # -1: the machine has no NUMA nodes, or does not say
