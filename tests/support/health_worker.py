@@ -126,7 +126,7 @@ class Run:
 
 def strategy_results(config_path: str, strategy: str, world: World) -> dict:
     run = Run(config_path, strategy, world)
-    good = [run.iterate().verdict.item() for _ in range(20)]  # fills the window
+    good = [run.iterate().verdict.item() for _ in range(17)]  # fills the window
     numbers = gather_objects((run.iterate().loss.item(), *run.agreed), world)
     found = {"good": good, "losses, agreed losses, agreed norms": list(zip(*numbers, strict=True))}
     found["faults"] = {fault: run.suffer(fault) for fault in FAULTS}

@@ -3,13 +3,13 @@
     from support.warm_python import Popen, run  # as subprocess has them, for commands of sys.executable
 
 Most of a short run of train.py is the import of torch, 2 s a process. A server, one for each pytest process,
-imports it once and forks for each command. The fork takes the streams, folder, environment, session and
-command line of the command and runs the script as Python would. The fork imports the project itself, so the
+imports it once and forks for each command. The fork takes the streams, folder, environment, session, command
+line and largest file of the command and runs the script as Python would. The fork imports the project itself, so the
 files that are on disk now are tested. A command gets a fresh interpreter instead
 
 - if it is neither `python [-u] SCRIPT ...` nor `python [-u] -m MODULE ...`,
 - if the environment has variables that Python or a library reads when it starts (_READ_AT_START),
-- if the limits of this process (RLIMIT_FSIZE and others) are not those that the server has,
+- if the limits of this process (RLIMIT_AS and others) are not those that the server has,
 - with NANOMFU_COLD_PROCESSES=1, as `make test-all` sets it.
 
 The ranks of torchrun must be its own children. So a fork that becomes torchrun first forks children that
@@ -146,7 +146,7 @@ def _is_warm(argv: list[str], environment: dict[str, str]) -> bool:
 
 
 def _limits() -> list[tuple[int, int]]:
-    names = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
+    names = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
     return [resource.getrlimit(getattr(resource, name)) for name in names]
 
 
@@ -155,6 +155,7 @@ _LIMITS = _limits()  # of this process when it began, and so of the server
 
 def _request(argv: list[str], cwd: str, environment: dict[str, str], session: bool) -> bytes:
     request = {"argv": argv, "cwd": cwd, "environment": environment, "session": bool(session)}
+    request["file_size"] = resource.getrlimit(resource.RLIMIT_FSIZE)
     return json.dumps(request).encode()
 
 
@@ -247,6 +248,7 @@ def take_over(request: dict, streams: list[int]) -> dict:
     """This fork becomes the process that was asked for, up to the script's first line."""
     if request["session"]:
         os.setsid()
+    resource.setrlimit(resource.RLIMIT_FSIZE, tuple(request["file_size"]))
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)

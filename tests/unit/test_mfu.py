@@ -314,7 +314,7 @@ def start(repository, *flags):
     return warm_python.Popen(
         [sys.executable, "train.py", "config.py", *flags],
         cwd=repository,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},  # one order of summation
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # one order of summation
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
