@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -70,6 +71,15 @@ def test_more_repeats_make_the_interval_narrower_and_more_rows_alone_do_not():
     assert one > two > three > five
     least = 2 * t_975(8) * math.sqrt(2) * RUN_NOISE  # of two single runs, however long they are
     assert least < width(1, 2000) < 1.1 * least
+
+
+def test_the_table_of_repeats_in_the_documents_is_what_the_assumed_noise_gives():
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    stated = re.findall(r"^\| (\d+) \| ± ([\d.]+) % \|$", page, re.M)
+    assert len(stated) == 4 and f"standard deviation of {100 * RUN_NOISE:.1f} %" in page
+    for repeats, margin in stated:
+        freedom = 2 * (verdict.RUN_NOISE_RUNS - 1 + int(repeats) - 1)
+        assert float(margin) == round(100 * RUN_NOISE * t_975(freedom) * math.sqrt(2 / int(repeats)), 1)
 
 
 def test_runs_of_a_noisy_machine_widen_the_interval_beyond_the_measured_noise():
@@ -162,9 +172,17 @@ def write_run(folder, name, speeds, config=None, software=None, **row):
     return str(path)
 
 
-def printed(capsys, *arguments) -> str:
-    assert compare_runs.main(list(arguments)) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """printed(*arguments): the output of compare_runs, which draws nothing."""
+    monkeypatch.setattr(compare_runs, "plot", lambda runs, labels: None)
+    monkeypatch.setattr(compare_runs.figure, "save", lambda figure, path: None)
+
+    def printed(*arguments):
+        assert compare_runs.main(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    return printed
 
 
 def runs_of(folder, letter, repeats, speed, **keys):
@@ -174,9 +192,9 @@ def runs_of(folder, letter, repeats, speed, **keys):
     ]
 
 
-def test_without_a_baseline_each_run_is_compared_with_the_first(tmp_path, capsys):
+def test_without_a_baseline_each_run_is_compared_with_the_first(tmp_path, printed):
     paths = [*runs_of(tmp_path, "a", 2, 60_000), *runs_of(tmp_path, "b", 1, 63_000)]
-    output = printed(capsys, *paths)
+    output = printed(*paths)
     assert "\nB is not distinguishable from A: " in output
     line = next(line for line in output.splitlines() if line.startswith("C is "))
     found = compare(*([comparison_text.speeds(load_run(path))] for path in (paths[2], paths[0])))
@@ -185,9 +203,9 @@ def test_without_a_baseline_each_run_is_compared_with_the_first(tmp_path, capsys
     assert 3 < low < 5 < high < 7
 
 
-def test_with_a_baseline_the_records_are_repeats_of_two_sides(tmp_path, capsys):
+def test_with_a_baseline_the_records_are_repeats_of_two_sides(tmp_path, printed):
     a, b = runs_of(tmp_path, "a", 3, 60_600), runs_of(tmp_path, "b", 3, 60_000)
-    output = printed(capsys, *b, "--baseline", *a)
+    output = printed(*b, "--baseline", *a)
     assert [line.split()[0] for line in output.splitlines()[:6]] == ["A1", "A2", "A3", "B1", "B2", "B3"]
     (line,) = (line for line in output.splitlines() if line.startswith("B is "))
     assert " % slower than A, 95 % interval 0." in line
@@ -200,26 +218,26 @@ def test_a_record_on_both_sides_is_an_error(tmp_path, capsys):
     assert "is on both sides" in capsys.readouterr().err
 
 
-def test_too_few_rows_are_said_with_what_to_do(tmp_path, capsys):
+def test_too_few_rows_are_said_with_what_to_do(tmp_path, printed):
     paths = [write_run(tmp_path, name, [1e5] * 7) for name in ("a", "b")]
-    output = printed(capsys, *paths)
+    output = printed(*paths)
     assert f"B against A: too few rows: 7, at least {MIN_ROWS}" in output and "--baseline A1.json" in output
-    assert "too few" not in printed(capsys, paths[0])
+    assert "too few" not in printed(paths[0])
 
 
-def test_another_clock_is_mentioned_beside_the_verdict_and_an_equal_one_is_not(tmp_path, capsys):
+def test_another_clock_is_mentioned_beside_the_verdict_and_an_equal_one_is_not(tmp_path, printed):
     (a,), (b,) = runs_of(tmp_path, "a", 1, 60_000), runs_of(tmp_path, "b", 1, 60_000, sm_clock_mhz=1700.0)
-    assert "  B ran at 1,700 MHz, A at 1,755 MHz" in printed(capsys, a, b)
+    assert "  B ran at 1,700 MHz, A at 1,755 MHz" in printed(a, b)
     (b,) = runs_of(tmp_path, "b", 1, 60_000, sm_clock_mhz=1750.0)
-    assert "ran at" not in printed(capsys, a, b)
+    assert "ran at" not in printed(a, b)
 
 
-def test_what_differs_is_listed_by_kind_the_shortest_first(tmp_path, capsys):
+def test_what_differs_is_listed_by_kind_the_shortest_first(tmp_path, printed):
     a = runs_of(tmp_path, "a", 2, 60_000, throttle={})
     changed = {"batch_size": 22, "block_size": 4, "d_ff": 64, "seed": 2}
     b = runs_of(tmp_path, "b", 2, 60_000, config=changed, software={"torch": "2.13"}, throttle={})
     cold = {"power_w": 650.0, "temperature_c": 50.0, "throttle": {"power_limit": 0.25}}
-    output = printed(capsys, *b, *runs_of(tmp_path, "c", 1, 60_000, **cold), "--baseline", *a)
+    output = printed(*b, *runs_of(tmp_path, "c", 1, 60_000, **cold), "--baseline", *a)
     assert output[output.index("Software: what") : output.index("\n  block_size")].splitlines() == [
         "Software: what differs",
         "  software.torch: 2.11 (A, B3), 2.13 (B1, B2)",
@@ -236,7 +254,7 @@ def test_what_differs_is_listed_by_kind_the_shortest_first(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [2, 30])
-def test_no_line_is_longer_than_100_columns(tmp_path, capsys, number):
+def test_no_line_is_longer_than_100_columns(tmp_path, printed, number):
     paths = [
         write_run(
             tmp_path,
@@ -248,16 +266,11 @@ def test_no_line_is_longer_than_100_columns(tmp_path, capsys, number):
         )
         for i in range(number)
     ]
-    lines = printed(capsys, *paths).splitlines()
-    assert [line for line in lines if len(line) > 100 and not line.startswith("wrote ")] == []
+    lines = printed(*paths).splitlines()
+    assert [line for line in lines if len(line) > 100] == []
     assert sum(line.startswith(("B is ", "B against")) for line in lines) == 1
     assert sum(" is " in line and "than A" in line for line in lines) >= (number - 1) // 2
 
 
 def test_names_go_on_after_z():
     assert comparison_text.letters(28)[24:] == ["Y", "Z", "AA", "AB"]
-
-
-def test_the_source_of_the_noise_between_runs_is_stated_where_it_is_set():
-    source = (ROOT / "plots/verdict.py").read_text().partition("RUN_NOISE, RUN_NOISE_RUNS =")[0]
-    assert "LOG.md" in source.splitlines()[-2] + source.splitlines()[-3] and (ROOT / "LOG.md").is_file()
