@@ -20,9 +20,9 @@ import numpy as np
 
 from common.errors import UserError
 
-# Standard deviation of the tokens/s of equal runs on one machine, as a share, and from how many runs it is
-# known. Rows and runs of equal work on one H200 lie within 0.2 to 0.8 % of each other (LOG.md, 2026-11-21,
-# one H200): for five values, 0.7 % between the extremes is a standard deviation of 0.3 %.
+# Standard deviation of the tokens/s of equal runs on one machine, as a share, and how many runs it is worth.
+# An estimate from repeated measurements on single H200s, which lie within 0.2 to 0.8 % of each other (LOG.md,
+# 2026-11-21): 0.7 % between the extremes of five values is a standard deviation of 0.3 %.
 RUN_NOISE, RUN_NOISE_RUNS = 0.003, 5
 OUTLIER = 3.0  # standard deviations from the median from which a row counts as one at this distance
 MIN_BLOCKS = 4  # fewer say too little about their own spread
