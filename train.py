@@ -19,8 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.command import prepare_output, run_command
+from training.configuration.help import print_help, wants_help
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: an end without a traceback
+    if wants_help(sys.argv[1:]):  # answered before torch is imported, which takes seconds
+        sys.exit(run_command(print_help, sys.argv[1:]))
 
 # Reduces memory fragmentation. It is set here because torch may read it while it is imported.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -30,7 +35,6 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 import torch
 
 import model_builder
-from common.command import prepare_output
 from common.text import plain
 from model import Transformer, manual_attention
 from training.batches.fingerprint import agree_on_data
@@ -41,7 +45,6 @@ from training.checkpoints.resume import choose_start, find_resume, load_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
-from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
 from training.configuration.seeds import DROPOUT, stream_seed
@@ -101,9 +104,6 @@ class Run:
 
 def main(argv: list[str]) -> int:
     """Runs everything and returns the exit status."""
-    if "--help" in argv:
-        show(help_text())
-        return 0
     rank, _, world_size = launch_info()
     config = load_run_config(argv, world_size)
     check_launch(config)
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
 
 def show(text: str) -> None:
     """Prints what is the whole output of a command, without secrets."""
-    with contextlib.suppress(OSError):  # its reader has seen enough: train.py --help | head
+    with contextlib.suppress(OSError):  # its reader has seen enough: train.py --dry_run ... | head
         print(plain(redact(text)), flush=True)
 
 

@@ -18,7 +18,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench.plan import WARMUP_ITERS, check_overrides
+from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides
 from bench.process import TIMEOUT_MAX_S, end_with_status, python_command, run_process
 from bench.table import new_folder, save_table
 from bench.throughput import dataset_chooser
@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.text import aligned
 from training.checkpoints.folder import find_checkpoint
+from training.configuration.flags import take_flags
 from training.pretrained.settings import load_run_config
 from training.process.memory import GB
 
@@ -83,7 +84,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--dataset", type=user_path, help="instead of the config's own; 'random' makes one of random tokens"
     )
     parser.add_argument("--output", type=user_path, help="a new folder, on the disk to be measured")
-    return parser.parse_known_args(argv)
+    flags, rest = take_flags(argv, OWN_OPTIONS)
+    options, unknown = parser.parse_known_args(rest)
+    return options, flags + unknown
 
 
 def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: Path) -> dict:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from bench.suites import ALL_GPUS, Variant
 from common.errors import UserError
-from training.configuration.files_and_flags import load_config
-from training.configuration.keys import ALIASES, KEYS, TrainConfig
+from training.configuration.flags import not_a_flag, take_flags
+from training.configuration.keys import TrainConfig
 from training.pretrained.settings import load_run_config
 
 WARMUP_ITERS = 10  # before the timed ones, unless --warmup says otherwise; no figure includes them
 MIN_ROWS = 4  # that a run should have, so that its figures have a spread
+
+OWN_OPTIONS = ("dataset",)  # of the benchmarks; train.py has a key of this name
 
 # Keys that the benchmark sets itself. The iterations follow from --iters and --warmup.
 FIXED = {
@@ -54,15 +56,14 @@ class Entry:
 
 
 def check_overrides(overrides: list[str]) -> None:
-    """Raises UserError for an argument that is not --key=value, or a key that the benchmark sets itself."""
-    for flag in overrides:
-        key, equals, _ = flag.removeprefix("--").partition("=")
-        if not flag.startswith("--") or not equals:
-            raise UserError(f"cannot read {flag!r}; settings of train.py are written --key=value")
+    """Raises UserError for an argument that is no flag of train.py, or of a key that the benchmark sets."""
+    flags, rest = take_flags(overrides)
+    if rest:
+        raise not_a_flag(rest[0])
+    for flag in flags:
+        key = flag.removeprefix("--").partition("=")[0]
         if key in RESERVED:
             raise UserError(f"{key} is the benchmark's to set; use --iters, --warmup, --dataset or --output")
-        if key not in KEYS and key not in ALIASES:
-            load_config(["config/quickstart.py", flag])  # raises, with the nearest key
 
 
 def iteration_flags(iters: int, warmup: int) -> list[str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.plan import WARMUP_ITERS, check_overrides, iteration_flags, make_plan
+from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
@@ -34,6 +34,7 @@ from bench.table import document_lines, new_folder, result_line, save_table, tab
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
+from training.configuration.flags import take_flags
 from training.configuration.keys import TrainConfig
 from training.hardware.description import describe_hardware
 from training.records.startup_info import git_state
@@ -110,7 +111,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--roofline", action="store_true", help="measure this machine's ceiling, too")
     parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
     parser.add_argument("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
-    return parser.parse_known_args(argv)
+    flags, rest = take_flags(argv, OWN_OPTIONS)
+    options, unknown = parser.parse_known_args(rest)
+    return options, flags + unknown
 
 
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:

@@ -11,7 +11,12 @@ from training.configuration.keys import ALIASES, KEYS
 from training.process.exit_status import STOP_SIGNALS
 
 INTRODUCTION = """\
-`python train.py --help` prints the same keys. A config file is Python that train.py executes: it may import,
+`python train.py --help` prints the same keys, and `python train.py --help WORD` only those that have WORD in
+their name or text, or that are in the section of this name. A flag is `--key=value` or `--key value`; `--key`
+alone sets a boolean to True and never takes the next word. All commands that take keys of train.py read them
+in this way.
+
+A config file is Python that train.py executes: it may import,
 compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves must be
 a key. Values are checked for type, limits, and against each other before a GPU is touched. A path may begin
 with `~`, in a config file and in any option. A resume refuses another value of a guarded key, unless
@@ -107,7 +112,7 @@ def _statuses() -> str:
         int(FAILED): (FAILURES, "failed; for bench/, also if one of its runs failed"),
         int(USER_ERROR): (fixable, "the same"),
         **{128 + int(number): (_stopped(number), "") for number in STOP_SIGNALS},
-        int(OUTPUT_NOT_READ): ("", "the reader of its output has ended (`... | head`)"),
+        int(OUTPUT_NOT_READ): ("the same, of `--help`", "the reader of its output has ended (`... | head`)"),
     }
     rows[int(INTERRUPTED)] = (_stopped(signal.SIGINT), "Ctrl-C")
     lines = [(f"**{status}**", *rows[status]) for status in sorted(rows)]

@@ -1,7 +1,10 @@
-"""Run records side by side: loss, validation loss, MFU and tokens/s in one PNG, and a table on stdout.
+"""Compares run records: which is faster and whether that is certain, what differs, and the curves in one PNG.
 
     python plots/compare_runs.py out-llama-1.36b/run_*.json out-qwen3-1.8b-b200/run_*.json --method v3
+    python plots/compare_runs.py out-b/run_*.json --baseline out-a/run_*.json
 
+Without --baseline each run is compared with the first. With it, the records after it are repeats of the
+baseline, and the others are repeats of what is compared with it.
 MFUs by different FLOPs formulas never share an axis: that is refused unless --method recounts them by one.
 """
 
@@ -19,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from common.text import aligned, one_line  # noqa: E402
-from plots import figure, run_record  # noqa: E402
+from common.text import one_line  # noqa: E402
+from plots import comparison_text, figure, run_record  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
 if TYPE_CHECKING:
@@ -75,60 +78,6 @@ def warn_about_peaks(runs: list[Run], labels: list[str]) -> None:
             print(f"WARNING: {label}: an MFU above 100 % is an error of measurement", file=sys.stderr)
 
 
-# --- the table ---
-
-
-def table(runs: list[Run], labels: list[str]) -> str:
-    head = ["run", "status", "GPUs", "precision", "final loss", "best val loss"]
-    head += ["MFU %, p10 to p90", "tokens/s, p10 to p90", "max GB", "peak TFLOPS/GPU", "MFU method"]
-    rows = [[label, *cells(run)] for run, label in zip(runs, labels, strict=True)]
-    return "\n".join(aligned(head, rows, ("run", "status", "precision", "MFU method")))
-
-
-def differences(runs: list[Run], labels: list[str]) -> str:
-    """The settings that differ, a line each; '-' where a record does not have the key."""
-    rows = []
-    for name in dict.fromkeys(name for run in runs for name in run.config):
-        values = [setting(run.config[name]) if name in run.config else "-" for run in runs]
-        known = {value for run, value in zip(runs, values, strict=True) if name in run.config}
-        if len(known) > 1 and name != "out_dir":  # the labels name the folders
-            rows.append([one_line(name), *values])
-    if len(runs) < 2 or not any(run.config for run in runs):
-        return ""
-    if not rows:
-        return "The settings of these runs are the same, but for out_dir."
-    return "\n".join(aligned(["setting", *labels], rows, ["setting", *labels]))
-
-
-def setting(value: Any) -> str:
-    return textwrap.shorten(one_line(str(value)), 40, placeholder="...") or "''"
-
-
-def cells(run: Run) -> list[str]:
-    memory = run_record.finite(np.fmax(run.columns["max_allocated_gb"], run.columns["allocated_gb"]))
-    peak = run.peak_tflops_per_gpu
-    return [
-        run.status.split(" (")[0],
-        str(run.num_gpus or "-"),
-        run.precision,
-        "-" if run.final_loss is None else f"{run.final_loss:.4f}",
-        "-" if run.best_val_loss is None else f"{run.best_val_loss:.4f}",
-        spread_text(run, "mfu_percent", ".2f"),
-        spread_text(run, "tokens_per_sec", ",.0f"),
-        f"{memory.max():.2f}" if len(memory) else "-",
-        f"{peak:,.6g}{' 2:4 sparse' if run.sparse else ''}" if peak else "-",
-        " and ".join(run.mfu_methods) or "-",
-    ]
-
-
-def spread_text(run: Run, name: str, number: str) -> str:
-    spread = run_record.spread(run, name)
-    if spread is None:
-        return "-"
-    median, low, high = (format(value, number) for value in spread)
-    return f"{median} ({low} to {high})"
-
-
 # --- the figure ---
 
 
@@ -152,9 +101,8 @@ def plot(runs: list[Run], labels: list[str]) -> Figure:
 
 
 def draw_losses(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, Any]]) -> None:
-    """Over tokens where the runs' iterations have different numbers of them: a loss depends on tokens."""
-    sizes = [run.tokens_per_iter for run in runs]
-    by_tokens = None not in sizes and len(set(sizes)) > 1
+    """Over tokens, on which a loss depends; over iterations only if a log does not say how many tokens."""
+    by_tokens = all(run.tokens_per_iter for run in runs)
     for panel, title in (("loss", "Training loss"), ("val", "Validation loss")):
         if panel not in axes:
             continue
@@ -170,13 +118,11 @@ def draw_losses(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, A
                 figure.draw(axes[panel], x, y, marker="o", markersize=6, markerfacecolor="none", **style)
             else:
                 figure.draw_smoothed(axes[panel], x, y, **style)
-        figure.limit_y(
-            axes[panel], [y for _, y in lines], [figure.after_the_beginning(*line) for line in lines]
-        )
+        drawn = [y for _, y in lines]
+        figure.make_logarithmic(axes[panel], drawn)
+        figure.limit_y(axes[panel], drawn, [figure.after_the_beginning(*line) for line in lines])
         if by_tokens:
             figure.show_tokens(axes[panel])
-        elif sizes[0] and len(set(sizes)) == 1:
-            figure.add_token_axis(axes[panel], sizes[0])
 
 
 def draw_timings(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, Any]]) -> None:
@@ -213,19 +159,34 @@ def legend_label(run: Run, label: str) -> str:
     )
 
 
-def compare(patterns: list[str], method: str | None, output: str | None) -> None:
+def compare(patterns: list[str], baseline: list[str], method: str | None, output: str | None) -> None:
     target = figure.png_path(output) if output else None
-    paths = run_record.expand_globs(patterns)
-    runs = [run_record.load_run(path) for path in paths]
-    if method:
-        runs = [run_record.recounted(run, METHODS.get(method, method)) for run in runs]
+    sides = read_sides(patterns, baseline, method)
+    runs = [run for side in sides for run in side]
     require_one_method(runs)
-    labels = run_labels(runs)
+    names, labels = comparison_text.run_names(sides), run_labels(runs)
     warn_about_peaks(runs, labels)
-    print(table(runs, labels))
-    if different := differences(runs, labels):
-        print(f"\n{different}")
-    figure.save(plot(runs, labels), target or paths[0].with_name("compare_runs.png"))
+    parts = [
+        comparison_text.legend(runs, names, labels),
+        comparison_text.table(runs, names),
+        comparison_text.verdict_lines(sides),
+        comparison_text.differences(sides),
+    ]
+    print("\n\n".join("\n".join(lines) for lines in parts if lines))
+    titles = [f"{name}  {label}" for name, label in zip(names, labels, strict=True)]
+    figure.save(plot(runs, titles), target or runs[0].path.with_name("compare_runs.png"))
+
+
+def read_sides(patterns: list[str], baseline: list[str], method: str | None) -> list[list[Run]]:
+    """The baseline first; without one each run is a side of its own."""
+    paths = run_record.expand_globs(patterns)
+    sides = [run_record.expand_globs(baseline), paths] if baseline else [[path] for path in paths]
+    if baseline and (both := {path.resolve() for path in sides[0]} & {path.resolve() for path in paths}):
+        raise UserError(f"{min(both)} is on both sides; name each record once")
+    runs = [[run_record.load_run(path) for path in side] for side in sides]
+    if method:
+        runs = [[run_record.recounted(run, METHODS.get(method, method)) for run in side] for side in runs]
+    return runs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,14 +194,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_and_compare(argv: list[str] | None) -> None:
-    parser = argparse.ArgumentParser(description="Overlay run records in one PNG and print them as a table.")
+    parser = argparse.ArgumentParser(description="Say which run is faster and what differs; draw the curves.")
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
+    repeats = "repeats of the baseline; the records before it are then repeats of the other side"
+    parser.add_argument("--baseline", nargs="+", metavar="RUN.json", default=[], help=repeats)
     names = [*METHODS, *METHODS.values()]
     parser.add_argument("--method", choices=names, help="recount every MFU by this FLOPs formula")
     where = "default: compare_runs.png beside the first record"
     parser.add_argument("--output", metavar="PATH.png", help=where)
     options = parser.parse_args(argv)
-    compare(options.runs, options.method, options.output)
+    compare(options.runs, options.baseline, options.method, options.output)
 
 
 if __name__ == "__main__":

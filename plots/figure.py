@@ -102,6 +102,18 @@ def show_tokens(axis: Axes) -> None:
     axis.xaxis.set_major_formatter(_tokens_text)
 
 
+def make_logarithmic(axis: Axes, drawn: list[np.ndarray]) -> None:
+    """A logarithmic y axis, with plain numbers at its ticks, if all values are positive."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    points = finite(np.concatenate(drawn))
+    if len(points) and points.min() > 0:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(MaxNLocator(8))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter("{x:g}")
+
+
 def after_the_beginning(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The values after the first tenth, in which a loss falls so far that the rest would look flat."""
     exists = np.isfinite(x) & np.isfinite(y)
@@ -133,6 +145,8 @@ def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> N
     low, high = min([low, *near]), max([high, *near])
     pad = max(0.1 * (high - low), 0.05 * abs(high)) or 1.0
     bottom, top = max(low - pad, 0) if low >= 0 else low - pad, high + pad
+    if axis.get_yscale() == "log":
+        bottom = max(bottom, low / 2)  # 0 has no place on it
     axis.set_ylim(bottom, top)
     outside = points[(points < bottom) | (points > top)]
     if len(outside):

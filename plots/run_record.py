@@ -214,8 +214,7 @@ def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
         "allocated_gb": _number(memory.get("allocated_gb")),
         "max_allocated_gb": _number(memory.get("max_allocated_gb")),
         "grad_norm": _number(_dict(row.get("gradients")).get("global_norm")),
-        "sm_clock_mhz": _number(row.get("sm_clock_mhz")),
-        "power_w": _number(row.get("power_w")),
+        **{name: _number(row.get(name)) for name in ("sm_clock_mhz", "power_w", "temperature_c")},
     }
 
 
@@ -282,6 +281,20 @@ def spread(run: Run, name: str) -> tuple[float, float, float] | None:
         return None
     p10, p90 = np.percentile(values, [10, 90], method="nearest")  # as in training/records/percentiles.py
     return float(np.median(values)), float(p10), float(p90)
+
+
+def throttle_shares(run: Run) -> dict[str, float] | None:
+    """{reason: share of the samples of the timed rows at which the GPU had lowered its clock for it}; None if
+    no row has samples."""
+    rows = [row for row, timed in zip(run.record["training_iterations"], run.timed, strict=True) if timed]
+    known = [row["throttle"] for row in rows if isinstance(row.get("throttle"), dict)]
+    reasons = dict.fromkeys(reason for shares in known for reason in shares)
+    if not known:
+        return None
+    return {
+        one_line(reason, 30): sum(_number(shares.get(reason), 0) for shares in known) / len(known)
+        for reason in reasons
+    }
 
 
 def recounted(run: Run, method: str) -> Run:

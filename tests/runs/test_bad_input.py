@@ -112,7 +112,7 @@ def test_config_that_does_not_exist_is_named(refusal, tmp_path):
     [
         (["--batch_sise=4"], ["'batch_sise'", "did you mean 'batch_size'?"]),
         (["--batch_size=4.5"], ["batch_size=4.5", "expected int"]),
-        (["--batch_size"], ["'--batch_size'", "--key=value"]),
+        (["--batch_size"], ["--batch_size has no value", "--batch_size=VALUE"]),
         (["--n_embd=30"], ["n_embd=30", "n_head=4"]),
         (["--num_key_value_heads=3"], ["n_head=4", "num_key_value_heads=3"]),
         (["--use_zero1=True", "--use_fsdp=True"], ["use_zero1=True", "use_fsdp=True"]),

@@ -4,8 +4,8 @@
 
 Most of a short run of train.py is the import of torch, 2 s a process. A server, one for each pytest process,
 imports it once and forks for each command. The fork takes the streams, folder, environment, session, command
-line and largest file of the command and runs the script as Python would. The fork imports the project itself, so the
-files that are on disk now are tested. A command gets a fresh interpreter instead
+line and largest file of the command and runs the script as Python would. The fork imports the project itself,
+so the files that are on disk now are tested. A command gets a fresh interpreter instead
 
 - if it is neither `python [-u] SCRIPT ...` nor `python [-u] -m MODULE ...`,
 - if the environment has variables that Python or a library reads when it starts (_READ_AT_START),

@@ -1,8 +1,6 @@
 """Configuration: what a file and flags may say, and that what is wrong is named before anything starts."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from support.helpers import ROOT, TINY, write_config
@@ -167,10 +165,10 @@ def test_typo_in_a_flag_names_flag_and_nearest_key(load):
 
 
 def test_name_near_no_key_says_where_keys_are_documented(load):
-    assert "training/configuration/keys.py" in refusal(load, "--zzz=1")
+    assert "python train.py --help lists every key" in refusal(load, "--zzz=1")
 
 
-@pytest.mark.parametrize("flag", ["--compile", "-compile=True", "--", "-h"])
+@pytest.mark.parametrize("flag", ["-compile=True", "--", "-c"])
 def test_flag_without_key_and_value_shows_how_one_is_written(load, flag):
     message = refusal(load, flag)
     assert repr(flag) in message and "--key=value" in message
@@ -294,14 +292,6 @@ def test_help_shows_every_key_with_its_default_and_help_in_its_section():
         "  --packing=stream  ('stream' | 'truncate', guarded)",
     ):
         assert f"\n{line}\n" in text
-
-
-def test_help_needs_neither_torch_nor_a_device():
-    code = (
-        "import sys; from training.configuration.help import help_text; help_text();"
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # --- the file ---

@@ -77,19 +77,37 @@ def test_the_loss_has_an_axis_of_tokens(tmp_path):
     second = token_axis(axis)
     assert second.get_xlabel() == "tokens"
     assert second.get_xlim() == pytest.approx([(x + 1) * TOKENS_PER_ITER for x in axis.get_xlim()])
-    compared = panels(compare_runs.plot([run, run], ["a", "b"]))
-    assert token_axis(compared["Training loss"]).get_xlabel() == "tokens"
 
 
-def test_runs_with_other_iterations_are_compared_over_tokens(tmp_path):
-    runs = [run_of(tmp_path, name=name, tokens_per_iter=size) for name, size in (("a", 1000), ("b", 2000))]
+@pytest.mark.parametrize("sizes", [(1000, 1000), (1000, 2000)])
+def test_losses_of_several_runs_are_drawn_over_tokens_on_a_logarithmic_axis(tmp_path, sizes):
+    named = zip(("a", "b"), sizes, strict=True)
+    runs = [run_of(tmp_path, name=name, tokens_per_iter=size) for name, size in named]
     compared = panels(compare_runs.plot(runs, ["a", "b"]))
     for title in ("Training loss", "Validation loss"):
         axis = compared[title]
-        assert axis.get_xlabel() == "tokens" and not axis.child_axes
-        ends = [line.get_xdata()[-1] for line in axis.lines]
-        assert max(ends) == 2 * min(ends)
+        assert axis.get_xlabel() == "tokens" and axis.get_yscale() == "log" and not axis.child_axes
+        ends = sorted({line.get_xdata()[-1] for line in axis.lines})
+        assert ends[-1] / ends[0] == max(sizes) / min(sizes)
+        ticks = axis.yaxis.get_major_formatter().format_ticks(axis.get_yticks())
+        assert len(ticks) > 2 and "10" not in "".join(ticks).replace("10.", ""), ticks  # no powers of ten
+    raw = [line for line in compared["Training loss"].lines if line.get_alpha() == 0.25]
+    smooth = [line for line in compared["Training loss"].lines if line.get_alpha() == 0.85]
+    assert len(raw) == len(smooth) == 2
     assert compared["Throughput"].get_xlabel() == "iteration"
+
+
+def test_losses_of_logs_that_do_not_say_their_tokens_are_drawn_over_iterations(tmp_path):
+    runs = [run_of(tmp_path, name="a", tokens_per_iter=1000), run_of(tmp_path, name="b")]
+    assert panels(compare_runs.plot(runs, ["a", "b"]))["Training loss"].get_xlabel() == "iteration"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_is_not_positive_leaves_the_axis_linear(tmp_path):
+    record = new_record()
+    record["training_iterations"][50]["loss"] = 0.0
+    axis = panels(compare_runs.plot([run_of(tmp_path, record)], ["a"]))["Training loss"]
+    assert axis.get_yscale() == "linear"
 
 
 def test_a_log_that_does_not_say_its_tokens_has_no_axis_of_them(tmp_path):
@@ -152,13 +170,9 @@ def test_compare_runs_lists_the_settings_that_differ(tmp_path, capsys):
     first = {**same, "learning_rate": 3e-4, "out_dir": "a", "new_key": 5, "d_ff": None}
     second = {**same, "learning_rate": 1e-3, "out_dir": "b", "d_ff": 64}
     output = compared(tmp_path, capsys, first, second)
-    listed = output[output.index("\nsetting ") :].splitlines()
-    assert [line.split()[0] for line in listed[3:] if not line.startswith("wrote")] == [
-        "learning_rate",
-        "d_ff",
-    ]
-    assert any(line.split() == ["learning_rate", "0.0003", "0.001"] for line in listed)
-    assert any(line.split() == ["d_ff", "None", "64"] for line in listed)
+    listed = output.partition("Settings: what differs\n")[2].splitlines()
+    assert listed[:2] == ["  learning_rate: 0.0003 (A), 0.001 (B)", "  d_ff: None (A), 64 (B)"]
+    assert listed[2].startswith("wrote")
 
 
 def test_runs_with_the_same_settings_are_said_to_be_so(tmp_path, capsys):
@@ -167,7 +181,7 @@ def test_runs_with_the_same_settings_are_said_to_be_so(tmp_path, capsys):
     assert "setting" not in compared(tmp_path, capsys, {"seed": 1})
 
 
-def test_settings_of_a_record_from_anybody_are_one_short_line_each(tmp_path, capsys):
+def test_settings_of_a_record_from_anybody_are_short_lines(tmp_path, capsys):
     output = compared(tmp_path, capsys, {"dataset": "a\x1b[2J\nb" * 50}, {"dataset": "c"}, {})
-    (line,) = (line for line in output.splitlines() if line.startswith("dataset"))
-    assert "\x1b" not in output and len(line.split("  ")[1]) <= 40 and line.split()[-2:] == ["c", "-"]
+    (line,) = (line for line in output.splitlines() if line.startswith("  dataset: "))
+    assert "\x1b" not in output and len(line.split(" (A)")[0]) <= 55 and line.endswith("c (B), - (C)")

@@ -1,4 +1,4 @@
-"""Reads a config file and --key=value flags into a checked TrainConfig.
+"""Reads a config file and flags into a checked TrainConfig.
 
     python train.py config/FILE.py --key=value ...
 
@@ -17,10 +17,11 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.text import SHOWN_CHARACTERS, shorten, shown
+from common.text import shown
 from training.configuration.dataset_name import check_dataset
+from training.configuration.flags import is_setting, not_a_flag, place, take_flags, unknown_setting
 from training.configuration.keys import ALIASES, FLOAT_MAX, KEYS, ROOT, TrainConfig
-from training.configuration.rules import PATHS, check, did_you_mean
+from training.configuration.rules import PATHS, check
 
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"
 
@@ -33,7 +34,7 @@ class Settings(NamedTuple):
 
 
 def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
-    """Reads argv (a config file and --key=value flags) into a checked TrainConfig. Raises UserError.
+    """Reads argv (a config file and flags) into a checked TrainConfig. Raises UserError.
 
     With init_weights, the keys of the model are in the weights' folder: training/pretrained/settings.py."""
     return make_config(read_settings(argv).values, world_size)
@@ -41,8 +42,11 @@ def load_config(argv: list[str], world_size: int = 1) -> TrainConfig:
 
 def read_settings(argv: list[str]) -> Settings:
     """What the config file and the flags state, typed and with aliases resolved. Raises UserError."""
-    files = [arg for arg in argv if not arg.startswith("-")]
-    flags = [arg for arg in argv if arg.startswith("-")]
+    flags, rest = take_flags(argv)
+    files = [word for word in rest if not word.startswith("-")]
+    for word in rest:
+        if word.startswith("-"):
+            raise not_a_flag(word)
     if len(files) != 1:
         shipped = ", ".join(sorted(f"config/{path.name}" for path in (ROOT / "config").glob("*.py")))
         got = "no config file given" if not files else f"one config file expected, got {' '.join(files)}"
@@ -107,8 +111,10 @@ def _typed_flags(flags: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     not contradict each other."""
     values: dict[str, Any] = {}
     named: dict[str, str] = {}
-    for name, text, where in map(_read_flag, flags):
-        for key, value in _checked(name, text, where).items():
+    for flag in flags:
+        name, _, text = flag.removeprefix("--").partition("=")  # the text may itself contain '='
+        where = place(name)
+        for key, value in _checked(name, _Text(text), where).items():
             if named.get(key, name) != name and values[key] != value:
                 raise UserError(
                     f"{where} contradicts --{named[key]}: both set {key}, to {shown(value)} and to "
@@ -116,16 +122,6 @@ def _typed_flags(flags: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
                 )
             values[key], named[key] = value, name
     return values, named
-
-
-def _read_flag(flag: str) -> tuple[str, object, str]:
-    """'--key=value' as (key, value, where); the value may itself contain '='."""
-    name, equals, text = flag.removeprefix("--").partition("=")
-    if not flag.startswith("--") or not equals:
-        raise UserError(
-            f"cannot read {shown(flag)}: flags are written --key=value, for example --max_iters=100"
-        )
-    return name, _Text(text), f"the flag --{shorten(name, SHOWN_CHARACTERS)}"
 
 
 class _Text(str):
@@ -142,10 +138,8 @@ def _home(paths: str) -> str:
 
 def _checked(name: str, value: object, where: str) -> dict[str, object]:
     """{key: typed value}, aliases resolved. Raises UserError naming the place and the nearest key."""
-    if name not in KEYS and name not in ALIASES:
-        hint = did_you_mean(name, [*KEYS, *ALIASES])
-        hint = hint or "; training/configuration/keys.py documents every setting"
-        raise UserError(f"unknown setting {shown(name)} in {where}{hint}")
+    if not is_setting(name):
+        raise unknown_setting(name, where)
     if name in ALIASES:
         return ALIASES[name].sets(_typed(name, value, ALIASES[name].types, where))
     return {name: _typed(name, value, KEYS[name].types, where)}

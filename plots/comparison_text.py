@@ -1,0 +1,238 @@
+"""What compare_runs prints: names of the runs, a table, the verdict on their speed, and what differs.
+
+No line is longer than WIDTH. A run is called by its letter: A is the baseline. Several equal runs are one
+side: A1 and A2 are the runs of A.
+"""
+
+from __future__ import annotations
+
+import string
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from common.text import aligned, one_line, shorten
+from plots import run_record, verdict
+from plots.run_record import Run
+
+WIDTH = 100
+CELL, VALUE = 22, 40  # characters of a cell of the table, and of a value that differs
+STALLS = 0.003  # share from which the cost of slow rows is mentioned beside the verdict
+CLOCK_DIFFERENCE = 0.005  # share from which a difference of clocks is mentioned beside the verdict
+GPU_FIGURES = {"sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "temperature_c": "temperature, °C"}
+MORE_ROWS = (
+    "Train for longer or lower log_interval, or repeat both runs and compare all records: "
+    "compare_runs.py B1.json B2.json B3.json --baseline A1.json A2.json A3.json"
+)
+
+Sides = list[list[Run]]
+
+
+# --- names ---
+
+
+def letters(number: int) -> list[str]:
+    """A to Z, then AA, AB and so on."""
+    names = list(string.ascii_uppercase)
+    while len(names) < number:
+        names += [first + last for first in names for last in string.ascii_uppercase]
+    return names[:number]
+
+
+def run_names(sides: Sides) -> list[str]:
+    """A name for each run, in their order."""
+    names = []
+    for letter, side in zip(letters(len(sides)), sides, strict=True):
+        names += [letter] if len(side) == 1 else [f"{letter}{i}" for i in range(1, len(side) + 1)]
+    return names
+
+
+def legend(runs: list[Run], names: list[str], labels: list[str]) -> list[str]:
+    """What each name stands for."""
+    about = [describe(run) for run in runs]
+    is_same = len(set(about)) == 1
+    lines = []
+    for name, label, facts in zip(names, labels, about, strict=True):
+        lines += wrapped(f"{name}  {label}" + ("" if is_same and len(runs) > 1 else f": {facts}"))
+    return lines + (wrapped(f"All: {about[0]}") if is_same and len(runs) > 1 else [])
+
+
+def describe(run: Run) -> str:
+    facts = [run.model, run.machine, run.precision]
+    if run.mfu_methods:
+        facts.append(f"MFU by {' and '.join(run.mfu_methods)}")
+    if peak := run.peak_tflops_per_gpu:
+        facts.append(f"peak {peak:,.6g}{' 2:4 sparse' if run.sparse else ''} TFLOPS/GPU")
+    return ", ".join(facts)
+
+
+def wrapped(text: str, indent: int = 4) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
+
+
+# --- the table ---
+
+
+def table(runs: list[Run], names: list[str]) -> list[str]:
+    """A column for each figure that a run has; the last ones are left out if they do not fit."""
+    columns = {name: [column(run) for run in runs] for name, column in COLUMNS.items()}
+    columns = {"run": names, **{name: texts for name, texts in columns.items() if {*texts} != {"-"}}}
+    while True:
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        lines = aligned(list(columns), rows, ("run", "status"))
+        if max(map(len, lines)) <= WIDTH:
+            return lines
+        columns.popitem()
+
+
+def median_text(run: Run, name: str, number: str) -> str:
+    spread = run_record.spread(run, name)
+    return "-" if spread is None else shorten(format(spread[0], number), CELL)
+
+
+def p10_to_p90(run: Run) -> str:
+    spread = run_record.spread(run, "tokens_per_sec")
+    return "-" if spread is None else shorten(f"{spread[1]:,.0f} to {spread[2]:,.0f}", CELL)
+
+
+def memory_text(run: Run) -> str:
+    memory = run_record.finite(np.fmax(run.columns["max_allocated_gb"], run.columns["allocated_gb"]))
+    return shorten(f"{memory.max():.2f}", CELL) if len(memory) else "-"
+
+
+def loss_text(loss: float | None) -> str:
+    return "-" if loss is None else shorten(f"{loss:.4f}", CELL)
+
+
+COLUMNS: dict[str, Callable[[Run], str]] = {
+    "status": lambda run: shorten(run.status.split(" (")[0], CELL),
+    "loss": lambda run: loss_text(run.final_loss),
+    "val loss": lambda run: loss_text(run.best_val_loss),
+    "MFU %": lambda run: median_text(run, "mfu_percent", ".2f"),
+    "tokens/s": lambda run: median_text(run, "tokens_per_sec", ",.0f"),
+    "p10 to p90": p10_to_p90,
+    "max GB": memory_text,
+    "SM MHz": lambda run: median_text(run, "sm_clock_mhz", ",.0f"),
+    "W": lambda run: median_text(run, "power_w", ",.0f"),
+}
+
+
+# --- the verdict ---
+
+
+def verdict_lines(sides: Sides) -> list[str]:
+    """Each side against the first, with what may explain a difference."""
+    (first, *names), lines, few = letters(len(sides)), [], False
+    baseline = [speeds(run) for run in sides[0]]
+    for name, side in zip(names, sides[1:], strict=True):
+        try:
+            found = verdict.compare([speeds(run) for run in side], baseline)
+        except UserError as error:
+            lines.append(f"{name} against {first}: {error}")
+            few = True
+            continue
+        lines.append(shorten(found.text(name, first), WIDTH))
+        if abs(found.with_stalls - found.change) > STALLS:
+            text = (
+                f"  with slow rows in full, as all tokens over all seconds: {100 * found.with_stalls:+.1f} %"
+            )
+            lines.append(shorten(text, WIDTH))
+        lines += clock_note(name, side, first, sides[0])
+    return lines + (wrapped(MORE_ROWS, 0) if few else [])
+
+
+def speeds(run: Run) -> np.ndarray:
+    values = run.columns["tokens_per_sec"][run.timed]
+    return values[values > 1 / run_record.LARGEST]  # NaN is not, and nothing real is slower
+
+
+def clock_note(name: str, side: list[Run], other_name: str, other: list[Run]) -> list[str]:
+    here, there = (clock(side), clock(other))
+    if here is None or there is None or abs(here - there) <= CLOCK_DIFFERENCE * there:
+        return []
+    return wrapped(
+        f"  {name} ran at {here:,.0f} MHz, {other_name} at {there:,.0f} MHz: the cause may be the power "
+        "limit or the temperature of the GPU, and not what was changed"
+    )
+
+
+def clock(side: list[Run]) -> float | None:
+    """The SM clock of the runs, in MHz."""
+    medians = [spread[0] for run in side if (spread := run_record.spread(run, "sm_clock_mhz"))]
+    return float(np.median(medians)) if medians else None
+
+
+# --- what differs ---
+
+
+def differences(sides: Sides) -> list[str]:
+    """Settings, software, machine, clocks: of each the facts that are not the same in all runs; the kind with
+    the fewest of them first."""
+    runs = [run for side in sides for run in side]
+    if len(runs) < 2 or not any(run.config for run in runs):
+        return []
+    kinds = {
+        # the names of the runs show their folders
+        "Settings": [{k: v for k, v in run.config.items() if k != "out_dir"} for run in runs],
+        "Software": [flat({name: run.startup.get(name) for name in ("software", "git")}) for run in runs],
+        "Machine": [flat({name: run.startup.get(name) for name in ("hardware", "machine")}) for run in runs],
+        "Clocks and power": [gpu_facts(run) for run in runs],
+    }
+    found = {kind: list(lines_of(facts, sides)) for kind, facts in kinds.items()}
+    lines = [] if found["Settings"] else ["The settings of these runs are the same, but for out_dir."]
+    for kind in sorted(found, key=lambda kind: len(found[kind])):
+        if found[kind]:
+            lines += ["", f"{kind}: what differs"]
+            for line in found[kind]:
+                lines += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+    return lines[1:] if lines and not lines[0] else lines
+
+
+def lines_of(facts: list[dict[str, Any]], sides: Sides) -> Iterator[str]:
+    """'batch_size: 16 (A), 22 (B, C)' for each name whose value differs; '-' where a record does not have
+    it."""
+    for name in dict.fromkeys(name for fact in facts for name in fact):
+        values = [shown_value(fact[name]) if name in fact else "-" for fact in facts]
+        if len({value for value, fact in zip(values, facts, strict=True) if name in fact}) > 1:
+            owners = {value: who_has(value, values, sides) for value in dict.fromkeys(values)}
+            yield f"{one_line(name, VALUE)}: " + ", ".join(f"{v} ({who})" for v, who in owners.items())
+
+
+def who_has(value: str, values: list[str], sides: Sides) -> str:
+    """The sides of which each run has the value, and the single runs of other sides."""
+    names, first, found = run_names(sides), 0, []
+    for letter, side in zip(letters(len(sides)), sides, strict=True):
+        of_side = range(first, first + len(side))
+        having = [names[i] for i in of_side if values[i] == value]
+        found += [letter] if len(having) == len(side) else having
+        first += len(side)
+    return ", ".join(found)
+
+
+def shown_value(value: Any) -> str:
+    return textwrap.shorten(one_line(str(value)), VALUE, placeholder="...") or "''"
+
+
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    """{'hardware.peak.source': text, ...} of nested facts; what is deeper stays together."""
+    facts: dict[str, Any] = {}
+    for room, known in value.items():
+        for name, fact in (known if isinstance(known, dict) else {}).items():
+            inner = fact if isinstance(fact, dict) else {}
+            facts |= {f"{room}.{name}.{key}": item for key, item in inner.items()}
+            if not inner and fact is not None:
+                facts[f"{room}.{name}"] = fact
+    return facts
+
+
+def gpu_facts(run: Run) -> dict[str, str]:
+    """Medians over the timed rows, and in which share of the samples the clock was lowered, and why."""
+    facts = {text: median_text(run, name, ",.0f") for name, text in GPU_FIGURES.items()}
+    shares = run_record.throttle_shares(run)
+    if shares is not None:
+        reasons = [f"{name} {100 * share:.0f} %" for name, share in shares.items()]
+        facts["clock lowered by"] = " and ".join(reasons) or "nothing"
+    return {text: value for text, value in facts.items() if value != "-"}

@@ -1,0 +1,77 @@
+"""Finds the flags of train.py's keys among the arguments of a command, in each form that a flag may have.
+
+    --key=value    --key value    --key (of a boolean: True)
+
+A boolean never takes the next word, so `--dry_run config/FILE.py` is a flag and a config file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from common.errors import UserError
+from common.text import SHOWN_CHARACTERS, shorten, shown
+from training.configuration.keys import ALIASES, KEYS
+from training.configuration.rules import did_you_mean
+
+NEGATIVE_NUMBER = re.compile(r"-\.?\d")  # any other word that begins with a dash is the next flag
+NO_FILES = {"true", "false", "none", "yes", "no", "on", "off", "0", "1"}  # meant as the value of a boolean
+
+
+def take_flags(argv: list[str], others: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """(the flags of keys, each as --key=value; the other arguments, in their order). `others` names options
+    that the command itself has, although they are keys, too. Raises UserError if a value is missing."""
+    flags: list[str] = []
+    rest: list[str] = []
+    words = list(reversed(argv))
+    while words:
+        word = words.pop()
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name in others or not is_setting(name):
+            rest.append(word)
+        elif equals:
+            flags.append(word)
+        else:
+            flags.append(f"{word}={_value_after(name, words)}")
+    return flags, rest
+
+
+def is_setting(name: str) -> bool:
+    return name in KEYS or name in ALIASES
+
+
+def _value_after(name: str, words: list[str]) -> str:
+    """The value of --name without '='; takes the next word, which is the last of `words`, if it is that."""
+    after = words[-1] if words else None
+    if bool in (ALIASES[name] if name in ALIASES else KEYS[name]).types:
+        if after is not None and after.lower() in NO_FILES:
+            raise UserError(
+                f"--{name} {after}: a boolean does not take the next word as its value, because --{name} "
+                f"alone means True; write --{name}={after}"
+            )
+        return "True"
+    is_flag = after is not None and after.startswith("-") and not NEGATIVE_NUMBER.match(after)
+    if after is None or is_flag or after.endswith(".py"):
+        found = "is the last word" if after is None else f"is followed by {shown(after)}"
+        raise UserError(f"--{name} has no value: it {found}; write --{name}=VALUE")
+    return words.pop()
+
+
+def not_a_flag(word: str) -> UserError:
+    """The error about an argument that is no flag of a key."""
+    name = word.removeprefix("--").partition("=")[0]
+    if word.startswith("--") and name:
+        return unknown_setting(name, place(name))
+    return UserError(f"cannot read {shown(word)}: flags are written --key=value, for example --max_iters=100")
+
+
+def unknown_setting(name: str, where: str) -> UserError:
+    """The error about a name that is no key, with the nearest key."""
+    hint = did_you_mean(name, [*KEYS, *ALIASES]) or "; python train.py --help lists every key"
+    return UserError(f"unknown setting {shown(name)} in {where}{hint}")
+
+
+def place(name: str) -> str:
+    """How an error names the flag."""
+    return f"the flag --{shorten(name, SHOWN_CHARACTERS)}"
