@@ -45,7 +45,8 @@ def estimate_memory(
     sizes = _Sizes.of(model, parameters, config, world_size)
     moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
     fullest = max(moments, key=lambda moment: sum(moment.values()))
-    items = _at_rest(sizes) | fullest | {"workspaces (cuBLAS)": WORKSPACES}
+    workspaces = WORKSPACES if config.device == "cuda" else 0
+    items = _at_rest(sizes) | fullest | {"workspaces (cuBLAS)": workspaces}
     return {name: size / GIB for name, size in items.items() if size}
 
 
