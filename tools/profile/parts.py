@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tools.profile.matmuls import OPERATORS, Linears, linears, matmul_of
+from tools.profile.matmuls import DIRECTIONS, OPERATORS, Linears, linears, matmul_of
+from tools.profile.timeline import IDLE
 from tools.profile.trace import Place, Shape, Work
 from training.configuration.keys import TrainConfig
 
@@ -24,6 +25,7 @@ LOST_MATMUL = "matmul, place unknown"
 COMMUNICATION = "communication: "
 ATTENTION = {phase: f"attention {phase}" for phase in ("forward", "backward", "recompute")}
 COMPILED = "compiled operators without names"
+WAITING = "waiting for another rank"
 HOST = "no operator running"  # on a CPU: Python and autograd between the operators
 
 
@@ -47,7 +49,14 @@ DIMENSIONS = {
     "HD": "all query heads",
     "QKV": "all query, key and value heads",
 }
-ATTENTION_NAMES = r"scaled_dot_product|_cudnn_attention|flash_attn|flash_attention|FlashAttn|fmha|flex_attention"
+ATTENTION_NAMES = (
+    r"scaled_dot_product|_cudnn_attention|flash_attn|flash_attention|FlashAttn|fmha|flex_attention"
+)
+
+VIEWS = (
+    r"^aten::(as_strided|view|_?reshape\w*|_unsafe_view|expand|select|slice|t|transpose|permute|unsqueeze|squeeze"
+    r"|split\w*|chunk|narrow|detach|flatten|unflatten|unbind|alias|matmul|linear|empty\w*|result_type|resize_)$"
+)
 
 RULES = (
     # communication: NCCL's kernels; on a CPU the operators that start it
@@ -62,7 +71,7 @@ RULES = (
     # what our own operators do, with everything that they launch
     Rule(EMBEDDING, path=r"EmbeddingFunction|EmbeddingBackward|aten::embedding"),
     Rule("QK-norm and rotary", path=r"nanomfu::heads"),
-    Rule(NORMS, path=r"nanomfu::(add_)?rms_norm|layer_norm|LayerNorm|rms_norm"),
+    Rule(NORMS, path=r"nanomfu::(add_)?rms_norm|layer_norm|LayerNorm|rms_norm|RsqrtBackward|MeanBackward"),
     Rule(ACTIVATION, path=r"nanomfu::swiglu"),
     Rule(CASTS, path=r"nanomfu::float8_cast"),
     Rule(CASTS, path=r"nanomfu::add_weight_gradient > aten::(to|contiguous|clone)"),
@@ -71,11 +80,18 @@ RULES = (
     # attention; torch.bmm is the manual one's
     Rule("attention", path=ATTENTION_NAMES),
     Rule("attention", name=r"fmha|flash_(fwd|bwd)|native_sdpa|cudnn::fusion|fused_flex"),
-    Rule("attention", path=r"aten::(bmm|baddbmm|softmax|_softmax|masked_fill)|(Softmax|MaskedFill|Bmm)Backward"),
+    Rule(
+        "attention", path=r"aten::(bmm|baddbmm|softmax|_softmax|masked_fill)|(Softmax|MaskedFill|Bmm)Backward"
+    ),
     # the update
     Rule(CASTS, name=r"CopyFunctor<c10::BFloat16, float|^_quantize"),
     Rule(CASTS, operator=r"^aten::(_foreach_copy_|abs|amax|reciprocal|copy_)$", phase="update"),
-    Rule(CASTS, operator=r"^aten::(abs|amax|reciprocal|clamp|div)$", path="LinearCrossEntropy >", phase="forward"),
+    Rule(
+        CASTS,
+        operator=r"^aten::(abs|amax|reciprocal|clamp|div)$",
+        path="LinearCrossEntropy >",
+        phase="forward",
+    ),
     Rule(OPTIMIZER, path=r"Optimizer\.step"),
     # loss and head
     Rule(CASTS, path=r"FSDP::post_backward_reshard > aten::(to|_to_copy)"),
@@ -103,7 +119,8 @@ RULES = (
     Rule(LOSS, name=r"^_cross_entropy"),
     Rule(ZEROS, name=r"FillFunctor|ZeroFunctor"),
     Rule(LOST_MATMUL, name=r"^nvjet|gemm|cutlass|xmma|cublas|splitK"),
-    # on a CPU: the time between the operators that do something
+    # on a CPU: operators that compute nothing, and the time between those that do
+    Rule(HOST, operator=VIEWS),
     Rule(COMPILED, operator=r"^## Call CompiledFxGraph|^CompiledFunction"),
     Rule(HOST, operator=r"^autograd::|^torch::autograd|Backward\d*$|^Torch-Compiled|Function$|^Linear|^$"),
 )
@@ -200,9 +217,7 @@ def _fused_part(operators: str) -> str:
 
 
 def is_matmul(part: str) -> bool:
-    return part.rpartition(" ")[2] in ("forward", "dgrad", "wgrad", "recompute") and not is_attention(part) or (
-        "matmul" in part
-    )
+    return "matmul" in part or not is_attention(part) and part.rpartition(" ")[2] in DIRECTIONS
 
 
 def is_attention(part: str) -> bool:
@@ -215,3 +230,31 @@ def is_communication(part: str) -> bool:
 
 def is_recomputed(part: str) -> bool:
     return part.endswith(" recompute")
+
+
+# --- groups of parts: the steps of the waterfall ---
+
+GROUPS = ("matmuls", "attention", "recomputation", "memory-bound", "communication", "ranks", "idle")
+
+
+def group_of(part: str) -> str:
+    """The step of the waterfall to which a part of the table belongs."""
+    if part == WAITING:
+        return "ranks"
+    if part in IDLE or part == HOST:
+        return "idle"
+    if is_communication(part):
+        return "communication"
+    if is_recomputed(part):
+        return "recomputation"
+    if is_attention(part):
+        return "attention"
+    return "matmuls" if is_matmul(part) else "memory-bound"
+
+
+def groups(parts: list[dict[str, Any]]) -> dict[str, float]:
+    """{group: milliseconds} of the table."""
+    found = dict.fromkeys(GROUPS, 0.0)
+    for row in parts:
+        found[group_of(row["part"])] += row["ms"]
+    return found

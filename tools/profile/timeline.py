@@ -84,9 +84,7 @@ def _add_gap(line: Timeline, start: float, stop: float, work: Sequence[Work], wa
         late = following is None or not following.device
         line.idle[LAUNCH if late else BETWEEN] += stop - start
         return
-    in_data = sum(
-        max(0.0, min(stop, wait_end) - max(start, wait_start)) for wait_start, wait_end in waits
-    )
+    in_data = sum(max(0.0, min(stop, wait_end) - max(start, wait_start)) for wait_start, wait_end in waits)
     line.idle[DATA] += in_data
     line.idle[LAUNCH] += stop - start - in_data
 

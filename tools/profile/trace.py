@@ -1,5 +1,5 @@
-"""Reads a trace of torch.profiler as pieces of work: kernels on a GPU, operators on a CPU; each with the place
-in the code that it belongs to.
+"""Reads a trace of torch.profiler as pieces of work, each with the place in the code that it belongs to:
+kernels on a GPU, operators on a CPU.
 
 A GPU's kernel belongs to the operator that was running on the host when the kernel was launched. On a CPU an
 operator's own time is what remains of it without the operators inside it.
@@ -30,7 +30,9 @@ CPU_MARK = "iteration "
 
 # What says on which side of autograd an operator runs: the nearest of these around it.
 BACKWARD = re.compile(r"^autograd::engine|Backward\d*$|post_backward|^torch::autograd::")
-FORWARD = re.compile(r"^(CompiledFunction|Torch-Compiled|Linear\w*|Float8\w+|EmbeddingFunction)|^aten::linear$")
+FORWARD = re.compile(
+    r"^(CompiledFunction|Torch-Compiled|Linear\w*|Float8\w+|EmbeddingFunction)|^aten::linear$"
+)
 
 
 class Place(NamedTuple):
@@ -259,7 +261,7 @@ def _of_cpu(events: list[Event]) -> Recording:
 
 
 def _own_times(operators: list[Event]) -> Iterator[tuple[float, float, list[Event]]]:
-    """(start, end, operators from the outside) of each stretch in which the same operator is the innermost."""
+    """(start, end, operators from the outside) of each time in which the same operator is the innermost."""
     stack: list[Event] = []
     now = 0.0
 

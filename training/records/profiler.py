@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -89,8 +89,13 @@ class TimeProfiler:
         self.on_gpu = world.device.type == "cuda"
         self.windows = windows(self.on_gpu)
         self.running = False
-        self.marks: list[dict[str, float]] = []  # of the window: one before each iteration, one after the last
-        self.facts: dict[str, object] = {"rank": world.rank, "device": world.device.type, "windows": {}}
+        self.marks: list[
+            dict[str, float]
+        ] = []  # of the window: one before each iteration, one after the last
+        self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
+        if self.on_gpu:
+            gpu = torch.cuda.get_device_properties(world.device)
+            self.facts |= {"multiprocessors": gpu.multi_processor_count, "capability": [gpu.major, gpu.minor]}
 
     def before(self, iteration: int) -> None:
         if not self.windows:
@@ -125,7 +130,6 @@ class TimeProfiler:
             self.trace.stop_trace()
             iterations = [self.start + number for number in window.iterations]
             facts = {"iterations": iterations, "marks": self.marks}
-            assert isinstance(self.facts["windows"], dict)
             self.facts["windows"][window.name] = facts
             self._write(window)
         self.windows, self.running, self.marks = self.windows[1:], False, []
