@@ -177,7 +177,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
-    profiler = make_profiler(config, world, loader, clock, start)
+    profiler = make_profiler(config, state, loader, clock, start)
     saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog

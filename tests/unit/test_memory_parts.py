@@ -6,18 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.helpers import ROOT
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 import model
-from common.errors import UserError
-from tools.profile.memory import memory_lines
+from common.errors import RunError
+from tools.profile.memory import MEMORY_KEYS, memory_lines
 from training.records import memory_parts as parts
 from training.records.memory_parts import Allocation, alive_at_peak, part_of, sort_into_parts
 from training.records.memory_snapshot import CudaRecording, read_trace, table_path
 
 TORCH = "/venv/lib/site-packages/torch"
-COMPILED = ("/tmp/torchinductor_me/ab/cabc.py", 90, "call")
-ENGINE = (f"{TORCH}/_functorch/_aot_autograd/runtime_wrappers.py", 2300, "backward")
+COMPILED = (f"{TORCH}/_inductor/output_code.py", 721, "__call__")  # below it, the code that was compiled
+AUTOGRAD = f"{TORCH}/_functorch/_aot_autograd/runtime_wrappers.py"
+ENGINE = (AUTOGRAD, 2300, "backward")
 
 
 def in_model(thing) -> parts.Frame:
@@ -82,10 +83,12 @@ def test_what_no_rule_knows_is_shown_with_its_name():
         ([in_repository("ops/heads.py", "heads_forward"), COMPILED], parts.ATTENTION),
         ([in_repository("ops/swiglu.py", "swiglu_backward"), COMPILED, ENGINE], parts.BACKWARD),
         ([COMPILED, ENGINE], parts.BACKWARD),
+        ([COMPILED, (AUTOGRAD, 3459, "forward"), in_model(model.Transformer)], parts.STREAM),
         # a recomputed block's forward runs inside of a backward
         ([in_model(model.FeedForward), in_model(model.Block), ENGINE], parts.FEED_FORWARD),
         ([in_model(model.manual_attention), in_model(model.Attention)], parts.ATTENTION),
         ([in_model(model.Transformer)], parts.EMBEDDING),
+        ([("model.py", *in_model(model.Block)[1:])], parts.STREAM),  # as torch.profiler names it
         ([in_repository("training/strategies/replicated.py", "_reduce")], parts.GRADIENTS),
         ([in_repository("training/strategies/replicated.py", "publish")], parts.WORKING),
         ([(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "allocate"),
@@ -173,7 +176,9 @@ def facts(**more) -> dict:
 
 def test_the_table_shows_each_part_beside_its_estimate_and_hides_nothing(tmp_path):
     table_path(tmp_path, 0).write_text(json.dumps(facts()))
-    lines = memory_lines(tmp_path)
+    table_path(tmp_path, 1).write_text(json.dumps(facts(rank=1, peak_gib=6.25)))
+    *lines, other = memory_lines(tmp_path, processes=2)
+    assert other == "rank 1: 6.250"
     rows = {line[:34].strip(): line[34:].split() for line in lines[2:]}
     assert rows["weights"] == ["2.000", "2.000", "+0.0", "%"]
     assert rows["activations"] == ["4.000", "3.600", "-10.0", "%"]
@@ -186,6 +191,25 @@ def test_the_table_shows_each_part_beside_its_estimate_and_hides_nothing(tmp_pat
     assert str(tmp_path / "memory_rank0.pickle") in lines[-1] and "memory_viz" in lines[-1]
 
 
+def test_a_run_on_a_cpu_measures_its_memory_by_part(run, tmp_path):
+    """Weights, Adam moments and gradient sums to the byte; the rest with names, and nothing of it unknown."""
+    tokens = make_dataset(tmp_path / "tokens")
+    config = write_config(tmp_path / "run.py", **TINY, dataset=tokens, out_dir=tmp_path / "out")
+    keys = {**MEMORY_KEYS, "eval_interval": 0, "always_save_checkpoint": False}
+    assert run(config, *(f"--{key}={value}" for key, value in keys.items())) == 0
+    facts = json.loads(table_path(tmp_path / "out", 0).read_text())
+    measured = {name: size * 2**30 for name, size in facts["parts"].items()}
+    parameters = last_run(tmp_path / "out")["startup_info"]["model"]["total_params"]
+    assert measured[parts.WEIGHTS] == 4 * parameters
+    assert measured[parts.ADAM] == pytest.approx(8 * parameters, rel=1e-2)  # and the number of its steps
+    assert measured[parts.GRADIENTS] == pytest.approx(4 * parameters, rel=1e-2)  # and room for the loss
+    assert measured[parts.LOSS] > 4 * 4 * 32 * 64  # logits in float32
+    assert {parts.ATTENTION, parts.FEED_FORWARD} <= measured.keys()
+    assert measured.get(parts.UNKNOWN, 0) < 0.01 * facts["peak_gib"] * 2**30
+    assert sum(measured.values()) == pytest.approx(facts["peak_gib"] * 2**30)
+    assert facts["snapshot"] is None and "The estimate is for a GPU" in memory_lines(tmp_path / "out")[-1]
+
+
 def test_without_a_recording_the_fix_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"--profile=memory .* run 8 iterations or more"):
+    with pytest.raises(RunError, match=r"--profile=memory .* run 8 iterations or more"):
         memory_lines(tmp_path)

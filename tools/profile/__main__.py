@@ -2,10 +2,12 @@
 
     python -m tools.profile config/full_qwen3_1.8b_optimal.py --gradient_accumulation_steps=2
     python -m tools.profile config/quickstart.py --nproc=2
+    python -m tools.profile config/quickstart.py --memory
 
 It trains for a few iterations in a process of its own; any --key=value of train.py is handed on. The output
 folder has the table and the waterfall as text, JSON and PNG, and the Chrome traces of every rank, for
-https://ui.perfetto.dev. docs/profile.md says how to read them.
+https://ui.perfetto.dev. docs/profile.md says how to read them. With --memory, it has a table of the memory of
+one iteration instead, and a snapshot for torch's viewer (docs/tuning.md#memory).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from common.durable_file import write_bytes, write_json
 from common.errors import RunError, UserError
 from common.json_file import MAX_BYTES, read_regular
 from tools.profile.figure import draw
+from tools.profile.memory import MEMORY_KEYS, memory_lines
 from tools.profile.report import analyze, config_of, find_record, lines
 from training.configuration.keys import TrainConfig
 from training.pretrained.settings import load_run_config
@@ -57,7 +60,8 @@ TIMEOUT_S = 3600
 def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
     check_overrides(overrides)
-    flags = [options.config, *overrides, *(f"--{key}={value}" for key, value in FIXED.items())]
+    fixed = FIXED | (MEMORY_KEYS if options.memory else {})
+    flags = [options.config, *overrides, *(f"--{key}={value}" for key, value in fixed.items())]
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
     if options.random_tokens:
@@ -66,6 +70,8 @@ def main(argv: list[str]) -> int:
     out_dir = folder / "run"
     try:
         train(flags, out_dir, options)
+        if options.memory:
+            return show_memory(folder, out_dir, options.nproc)
         roofline, reason = None, "not asked for: --no-roofline"
         if options.roofline:
             resolved = config_of(find_record(out_dir))
@@ -84,12 +90,21 @@ def main(argv: list[str]) -> int:
     return 0 if content["adds_up"] else FAILED
 
 
+def show_memory(folder: Path, out_dir: Path, processes: int) -> int:
+    """Prints and saves the table of --memory. Raises RunError if there is none."""
+    text = memory_lines(out_dir, processes)
+    print("\n".join(text), flush=True)
+    write_bytes(folder / "memory.txt", ("\n".join(text) + "\n").encode())
+    print(f"Saved in {folder}; the tables of all ranks are run/memory_rank*.json")
+    return 0
+
+
 def train(flags: list[str], out_dir: Path, options: argparse.Namespace) -> None:
     """Runs train.py. Raises RunError if it fails."""
     out_dir.mkdir()
     log = out_dir.parent / "console.log"
     command = python_command(["train.py", *flags, f"--out_dir={out_dir}"], options.nproc)
-    print(f"training {ITERATIONS} iterations; the console is {log}", flush=True)
+    print(f"training a few iterations; the console is {log}", flush=True)
     outcome = run_process(command, log, options.timeout, keep_cache=True)
     if outcome.reason:
         raise RunError(f"train.py: {outcome.reason}; {log} has its whole output")
@@ -143,6 +158,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--nproc", type=whole_number(1, NPROC_MAX), default=1, help="processes, a GPU each (1)"
     )
     parser.add_argument("--output", type=user_folder, help="a new folder (default: out-profile/CONFIG_TIME)")
+    parser.add_argument("--memory", action="store_true", help="show where the memory is, instead of the time")
     parser.add_argument(
         "--random_tokens", action="store_true", help="train on random tokens instead of the config's dataset"
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import RunError
 from common.json_file import read_json
 from training.records.memory_parts import PARTS, UNKNOWN, estimated_parts
 from training.records.memory_snapshot import ITERATIONS, table_path
@@ -18,23 +18,17 @@ VIEWER = "https://docs.pytorch.org/memory_viz"
 UNKNOWN_SHOWN = 8  # names
 
 
-def memory_flags() -> list[str]:
-    """What train.py must be started with so that memory_lines() has something to show."""
-    return ["--profile=memory", f"--max_iters={ITERATIONS}", "--log_interval=1"]
+# Keys of a run that memory_lines() can show.
+MEMORY_KEYS = {"profile": "memory", "max_iters": ITERATIONS, "log_interval": 1}
 
 
-def memory_lines(out_dir: Path, rank: int = 0) -> list[str]:
-    """The table of this rank. Raises UserError if the run wrote none."""
-    path = table_path(out_dir, rank)
-    if not path.exists():
-        raise UserError(
-            f"no {path}, which train.py --profile=memory writes in iteration {ITERATIONS - 1} of a process; "
-            f"run {ITERATIONS} iterations or more"
-        )
-    facts = read_json(path)
+def memory_lines(out_dir: Path, processes: int = 1) -> list[str]:
+    """The table of rank 0, and the peaks of the others. Raises RunError if a rank has left nothing that can
+    be read."""
+    path = table_path(out_dir, 0)
+    facts, *others = (_read(out_dir, rank) for rank in range(processes))
     lines = [
-        f"Memory at the fullest moment of iteration {facts['iteration']}, rank {facts['rank']} "
-        f"({facts['device']}), GiB",
+        f"Memory at the fullest moment of iteration {facts['iteration']}, rank 0 ({facts['device']}), GiB",
         f"{'part':34} {'measured':>9} {'estimate':>9} {'difference':>11}",
         *_rows(facts),
         *_unknown_lines(facts["unknown"]),
@@ -46,7 +40,18 @@ def memory_lines(out_dir: Path, rank: int = 0) -> list[str]:
             f"Most that was allocated in the whole run: {facts['max_allocated_gib']:.3f}",
             f"Snapshot: {path.parent / facts['snapshot']}; open {VIEWER} and drop the file there",
         ]
-    return lines
+    return lines + [f"rank {rank}: {other['peak_gib']:.3f}" for rank, other in enumerate(others, start=1)]
+
+
+def _read(out_dir: Path, rank: int) -> dict[str, Any]:
+    path = table_path(out_dir, rank)
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} cannot be read: {error}; train.py --profile=memory writes it after iteration "
+            f"{ITERATIONS - 2} of a process, so run {ITERATIONS} iterations or more"
+        ) from None
 
 
 def _rows(facts: Mapping[str, Any]) -> list[str]:

@@ -206,8 +206,10 @@ class TrainConfig:
         None, "dense TFLOPS of one GPU; 'measure': time a matmul; None: table"
     )
     backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
-    profile: Literal[None, "time"] = key(
-        None, "record a few iterations for tools.profile; 'time': their kernels, or operators on a CPU"
+    profile: Literal[None, "time", "memory"] = key(
+        None,
+        "record a few iterations for tools.profile; 'time': their kernels, or operators on a CPU; 'memory': "
+        "what is allocated",
     )
     timeout_minutes: float = key(
         10.0,

@@ -74,10 +74,10 @@ RULES = (
     # FSDP: gathered weights; then whole gradients, and the parts that they are reduced to
     Rule("torch/distributed/fsdp/", r".*(all_gather|alloc_storage|unshard\b|copy_out)", WORKING),
     Rule("torch/distributed/fsdp/", r".*(reduce|accumulate|post_backward)", GRADIENTS),
-    # a compiled block's backward, and the engine that runs each backward in this thread on a CPU
+    # a compiled block; widths_of() says more
     Rule("torch/_functorch/", ANY_BACKWARD, BACKWARD),
-    Rule("torch/autograd/", r".*backward", BACKWARD),
-    Rule("training/optimization/step.py", "", OTHER),  # scalars: losses, norms
+    Rule("torch/_functorch/", r".*forward", STREAM),
+    Rule("torch/autograd/", r".*backward", BACKWARD),  # on a CPU, the engine runs in this thread
 )
 # the same for code of model.py, whose functions are all called forward
 CLASSES = (
@@ -90,7 +90,7 @@ CLASSES = (
     (model.Head, LOSS),
     (model.Transformer, EMBEDDING),
 )
-COMPILED = ("torchinductor", "output_code")  # in the path of a file that torch.compile has written
+COMPILED = "torch/_inductor/"  # in the path of the file that calls compiled code
 
 
 class Allocation(NamedTuple):
@@ -168,8 +168,9 @@ def part_of(block: Allocation, widths: Mapping[int, str]) -> str:
     if not block.frames:  # no Python ran: autograd's own thread, in the backward of an operator of torch
         return BACKWARD
     for file, line, function in block.frames:
-        part = _part_in_model(line) if file.endswith(model.__file__) else _part_by_rule(file, function)
-        if part == STREAM and any(mark in frame[0] for frame in block.frames for mark in COMPILED):
+        in_model = f"/{file}".endswith("/model.py")  # torch.profiler's paths are relative to sys.path
+        part = _part_in_model(line) if in_model else _part_by_rule(file, function)
+        if part == STREAM and any(COMPILED in frame[0] for frame in block.frames):
             return widths.get(block.size, STREAM)
         if part is not None:
             return part

@@ -20,9 +20,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from common.durable_file import write_bytes
 from training.batches.loader import Loader
+from training.checkpoints.train_state import TrainState
 from training.configuration.keys import TrainConfig
 from training.process.world import World
 from training.records.clock import Clock
+from training.records.memory_snapshot import MemorySnapshot
 
 PLACES, TIMES = "places", "times"
 # Iterations of a process. The first five compile; a CUDA graph is checked against iterations 8 and 9
@@ -55,9 +57,15 @@ class NoProfiler:
         """There is nothing to record."""
 
 
-def make_profiler(config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int) -> Profiler:
+def make_profiler(
+    config: TrainConfig, state: TrainState, loader: Loader, clock: Clock, start: int
+) -> Profiler:
     """What the loop calls. `start` is the first iteration of this process."""
-    return NoProfiler() if config.profile is None else TimeProfiler(config, world, loader, clock, start)
+    if config.profile is None:
+        return NoProfiler()
+    if config.profile == "memory":
+        return MemorySnapshot(config, state, clock, start)
+    return TimeProfiler(config, state.world, loader, clock, start)
 
 
 def windows(on_gpu: bool) -> list[Window]:
