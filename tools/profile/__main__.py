@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
     out_dir = folder / "run"
     try:
         train(flags, out_dir, options)
-        roofline, reason = None, "not asked for: --no-roofline"
+        roofline: dict[str, Any] | None = None
+        reason: str | None = "not asked for: --no-roofline"
         if options.roofline:
             resolved = config_of(find_record(out_dir))
             roofline, reason = measure_roofline(flags, resolved, folder, options.timeout)
