@@ -186,7 +186,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
         step = graphed(step, state, clock.paused, start, info)
     return Run(
         *(config, world, watchdog, path, info, resume.checkpoint, start),
-        *(step, loader, logger, anomalies, replica_check, stragglers, profiler, evaluate_and_save),
+        *(step, loader, logger, anomalies, replica_check),
+        *(stragglers, profiler, evaluate_and_save),
     )
 
 

@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
         train(flags, out_dir, options)
         if options.memory:
             return show_memory(folder, out_dir, options.nproc)
-        roofline, reason = None, "not asked for: --no-roofline"
+        roofline: dict[str, Any] | None = None
+        reason: str | None = "not asked for: --no-roofline"
         if options.roofline:
             resolved = config_of(find_record(out_dir))
             roofline, reason = measure_roofline(flags, resolved, folder, options.timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -125,9 +125,9 @@ def breakdown(rank: Rank, work: Sequence[Work], classify: Classifier) -> dict[st
     begin, end, iterations = rank.measured
     kinds = [Classified(WAITING, 0.0) if each.name == WAITING else classify(each) for each in work]
     line = add_up(work, begin, end, lambda index: level(work[index], kinds[index].part), rank.data_waits())
-    own: Counter[str] = Counter()
-    flops: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
+    own: defaultdict[str, float] = defaultdict(float)
+    flops: defaultdict[str, float] = defaultdict(float)
+    unknown: defaultdict[str, float] = defaultdict(float)
     calls = set()
     for index, time in line.own.items():
         part, count = kinds[index]
@@ -163,7 +163,7 @@ def breakdown(rank: Rank, work: Sequence[Work], classify: Classifier) -> dict[st
         "sum_ms": to_ms * line.total,
         "parts": rows,
         "communication_hidden_ms": to_ms * hidden(work, kinds, begin, end),
-        "unknown": {name: to_ms * time for name, time in unknown.most_common()},
+        "unknown": {name: to_ms * unknown[name] for name in sorted(unknown, key=lambda name: -unknown[name])},
         "trace_over_host_clock": rank.clock_ratio(),
     }
 

@@ -60,8 +60,9 @@ def _waterfall(axis: Axes, found: dict[str, Any]) -> None:
             continue
         change = -step["points"] if in_points else step["ms"]
         axis.bar(len(labels), change, bottom=now, color=COLORS[step["step"]])
+        top = max(now, now + change)
         now += change
-        axis.text(len(labels), now, f"{change:+.1f}", ha="center", va="bottom", fontsize=8)
+        axis.text(len(labels), top, f"{change:+.1f}", ha="center", va="bottom", fontsize=8)
         labels.append(step["label"])
     axis.bar(len(labels), now, color="lightgray")
     labels.append(f"MFU {now:.2f} %" if in_points else f"{now:.1f} ms")

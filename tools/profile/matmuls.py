@@ -66,7 +66,7 @@ def matmul_of(place: Place, model: Linears) -> tuple[str, float]:
     fits = [
         (name, direction)
         for name in model.sizes
-        if not in_head or name == HEAD
+        if in_head == (name == HEAD)
         for direction, shape in model.products(name)
         if shape == found and (in_head or allowed(direction, place))
     ]

@@ -94,7 +94,7 @@ RULES = (
     ),
     Rule(OPTIMIZER, path=r"Optimizer\.step"),
     # loss and head
-    Rule(CASTS, path=r"FSDP::post_backward_reshard > aten::(to|_to_copy)"),
+    Rule(CASTS, path=r"FSDP::post_backward_reshard.* > aten::to"),
     Rule(LOSS, path=r"LinearCrossEntropy|nanomfu::cross_entropy|nll_loss|log_softmax"),
     # elementwise operators of an eager model
     Rule(DROPOUT, path=r"dropout|bernoulli"),
@@ -132,11 +132,11 @@ FUSED = {
     r"amax|float8": CASTS,
     r"embedding": EMBEDDING,
     r"softmax|nll|logsumexp": LOSS,
-    r"dropout|bernoulli|rand": DROPOUT,
+    r"dropout|bernoulli|random": DROPOUT,
 }
 # for kernels in which none of these words is
 FUSED_REST = {
-    r"cat|clone|transpose|permute|slice|select|copy(?<!_to_copy)": COPIES,
+    r"cat|clone|transpose|permute|slice|select": COPIES,
     r"add|sum": NORMS,
     r"_to_copy": CASTS,
 }
@@ -208,11 +208,11 @@ class Classifier:
 
 
 def _fused_part(operators: str) -> str:
-    """'casts and norms and residual sums' of 'abs_amax_native_layer_norm'."""
-    for words in (FUSED, FUSED_REST):
-        found = [part for pattern, part in words.items() if re.search(pattern, operators)]
+    """'norms and residual sums, casts' of 'abs_amax_native_layer_norm'."""
+    for table in (FUSED, FUSED_REST):
+        found = [part for words, part in table.items() if re.search(f"(?:^|_)(?:{words})(?:_|$)", operators)]
         if found:
-            return " and ".join(dict.fromkeys(found if words is FUSED else found[:1]))
+            return ", ".join(found if table is FUSED else found[:1])
     return UNKNOWN
 
 

@@ -90,20 +90,19 @@ def waterfall(
     ms = groups(found["parts"])
     notes = []
     if peak_flops is None:
-        steps = [Step(name, label, ms[name]) for name, label in LABELS.items() if ms[name]]
+        steps = [Step(name, label, ms[name]) for name, label in LABELS.items() if ms.get(name)]
         notes.append("without a peak there is no MFU: milliseconds instead of points; state --peak_tflops")
         return {"unit": "ms", "steps": _in_ms(steps), "notes": notes, "mfu_percent": None}
     ideal = 1000 * work.total / peak_flops
-    ratio = peak_clock[0] / clock[0] if peak_clock[0] and clock[0] else 1.0
-    if ratio == 1.0 and not (peak_clock[0] and clock[0]):
-        notes.append(
-            f"the clock's step is null: {clock[1] or peak_clock[1]}; its points are in the next step"
-        )
+    ratio = peak_clock[0] / clock[0] if peak_clock[0] and clock[0] else None
+    if ratio is None:
+        reason = clock[1] or peak_clock[1]
+        notes.append(f"there is no step for the clock: {reason}; its points are in the next step")
     matmul_ideal = (ratio or 1) * 1000 * work.matmul / peak_flops
     attention_ideal = (ratio or 1) * 1000 * work.attention / peak_flops
     steps = [Step("clock", LABELS["clock"], None if ratio is None else (ratio - 1) * ideal)]
     if alone_ms is None:
-        steps.append(Step("matmuls", "matmuls below the peak", ms["matmuls"] - matmul_ideal))
+        steps.append(Step("ceiling", "matmuls below the peak", ms["matmuls"] - matmul_ideal))
         notes.append("without bench.roofline the matmuls are one step")
     else:
         steps.append(Step("ceiling", LABELS["ceiling"], alone_ms - matmul_ideal))

@@ -192,7 +192,7 @@ def _loss_moments(s: _Sizes) -> list[Moment]:
     part = s.tokens / chunks
     held = 3 + is_recomputed(s.model.n_layer - 1, s.config.activation_checkpointing)
     # x + delta, its norm, delta, and x, if the last block does not keep it anyway
-    beside = s.tokens * s.compute * C * held
+    beside: float = s.tokens * s.compute * C * held
     logits, dx = part * s.compute * s.model.vocab_size, part * s.compute * C
     kept = {"activations": s.tokens * sum(_kept_by_blocks(s))}
     if not s.fp8_head:  # the logits are their own gradient by then, and dx is being computed from them
@@ -219,11 +219,11 @@ def _block_backward(s: _Sizes) -> Moment:
     in_block, kept = kept_by_a_block(s.model, s.config), _kept_by_blocks(s)
     most = 0.0
     for i in range(s.model.n_layer):
-        before = sum(kept[: i + 1])
+        recomputed = 0.0
         if is_recomputed(i, s.config.activation_checkpointing):
             # a compiled block's backward takes all that was recomputed at once, which frees the inputs
-            before += in_block - (kept[i] if s.config.compile else 0)
-        most = max(most, before)
+            recomputed = in_block - (kept[i] if s.config.compile else 0)
+        most = max(most, sum(kept[: i + 1]) + recomputed)
     return {"activations": s.tokens * (most + _gradients_in_a_block(s))}
 
 

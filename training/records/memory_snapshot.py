@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch._C._profiler import _EventType, _ProfilerEvent
+from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_PyCall, _ProfilerEvent
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -194,28 +194,29 @@ class CpuRecording:
 
     def stop(self) -> list[Allocation]:
         self.profiler.stop()
+        assert self.profiler.profiler is not None  # it was started
         results = self.profiler.profiler.kineto_results
-        events = [event for root in results.experimental_event_tree() for event in _allocations(root)]
-        events.sort(key=lambda event: event.start_time_ns)
-        return [
-            Allocation(event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(_frames(event)))
-            for event in events
-        ]
+        assert results is not None  # it was stopped
+        found = list(_allocations(results.experimental_event_tree()))
+        found.sort(key=lambda timed: timed[0])
+        return [allocation for _, allocation in found]
 
 
-def _allocations(root: _ProfilerEvent) -> Iterator[_ProfilerEvent]:
-    todo = [root]
+def _allocations(roots: list[_ProfilerEvent]) -> Iterator[tuple[int, Allocation]]:
+    """(when, what), in no order."""
+    todo = list(roots)
     while todo:
         event = todo.pop()
-        if event.tag == _EventType.Allocation:
-            yield event
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation):
+            yield event.start_time_ns, Allocation(fields.ptr, fields.alloc_size, tuple(_frames(event)))
         todo.extend(event.children)
 
 
 def _frames(event: _ProfilerEvent) -> Iterator[Frame]:
     parent = event.parent
     while parent is not None:
-        if parent.tag == _EventType.PyCall:
+        if isinstance(parent.extra_fields, _ExtraFields_PyCall):
             called = parent.extra_fields.callsite
             yield called.file_name, called.line_number, called.function_name
         else:
