@@ -175,7 +175,7 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
         *({**in_forward, **moment, **head} for moment in _loss_moments(s)),
         {**in_forward, **_head_backward(s, 3 * s.compute), **head_twice},
         {**in_backward, **_block_backward(s), whole: block},
-        {gathered: s.compute * s.rest, "activations": 0.0, whole: rest, **part},
+        {"activations": 0.0, whole: rest, **part},  # the weights are freed before the gradients are reduced
     ]
     if s.fp8:  # publish() gathers everything again to quantize it: buffers, of which the last is copied out
         moments.append({gathered: s.compute * (s.parameters + s.rest), "activations": 0.0, **part})
