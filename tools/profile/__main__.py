@@ -57,7 +57,7 @@ TIMEOUT_S = 3600
 def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
     check_overrides(overrides)
-    flags = [options.config, *overrides, *(f"--{key}={value}" for key, value in FIXED.items())]
+    flags = [options.config, *overrides, *fixed_flags()]
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
     if options.random_tokens:
@@ -83,6 +83,10 @@ def main(argv: list[str]) -> int:
     draw(content, folder / "profile.png")
     print(f"Saved in {folder}; the Chrome traces are run/profile_*.json.gz")
     return 0 if content["adds_up"] else FAILED
+
+
+def fixed_flags() -> list[str]:
+    return [f"--{key}={value}" for key, value in FIXED.items()]
 
 
 def train(flags: list[str], out_dir: Path, options: argparse.Namespace) -> None:
