@@ -104,8 +104,7 @@ def test_profiling_changes_no_number_of_the_training(config, tmp_path, run):
 
 def test_each_of_two_ranks_leaves_its_trace(config, tmp_path):
     out_dir = tmp_path / "out"
-    flags = [f"--{key}={value}" for key, value in tool.FIXED.items()]
-    run_in_one_launch(tmp_path, [[config, *flags, f"--out_dir={out_dir}"]], processes=2)
+    run_in_one_launch(tmp_path, [[config, *tool.fixed_flags(), f"--out_dir={out_dir}"]], processes=2)
     content = analyze(out_dir, None, "left out")
     assert content["processes"] == 2 and [rank["rank"] for rank in content["ranks"]] == [0, 1]
     assert any(row["part"].startswith("communication: ") for row in content["profiled"]["parts"])

@@ -60,8 +60,7 @@ TIMEOUT_S = 3600
 def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
     check_overrides(overrides)
-    fixed = FIXED | (MEMORY_KEYS if options.memory else {})
-    flags = [options.config, *overrides, *(f"--{key}={value}" for key, value in fixed.items())]
+    flags = [options.config, *overrides, *fixed_flags(options.memory)]
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
     if options.random_tokens:
@@ -98,6 +97,10 @@ def show_memory(folder: Path, out_dir: Path, processes: int) -> int:
     write_bytes(folder / "memory.txt", ("\n".join(text) + "\n").encode())
     print(f"Saved in {folder}; the tables of all ranks are run/memory_rank*.json")
     return 0
+
+
+def fixed_flags(memory: bool = False) -> list[str]:
+    return [f"--{key}={value}" for key, value in {**FIXED, **(MEMORY_KEYS if memory else {})}.items()]
 
 
 def train(flags: list[str], out_dir: Path, options: argparse.Namespace) -> None:

@@ -124,7 +124,14 @@ def breakdown(rank: Rank, work: Sequence[Work], classify: Classifier) -> dict[st
     """Milliseconds of an iteration of one rank. `work` is split_waits()'s."""
     begin, end, iterations = rank.measured
     kinds = [Classified(WAITING, 0.0) if each.name == WAITING else classify(each) for each in work]
-    line = add_up(work, begin, end, lambda index: level(work[index], kinds[index].part), rank.data_waits())
+    line = add_up(
+        work,
+        begin,
+        end,
+        lambda index: level(work[index], kinds[index].part),
+        rank.data_waits(),
+        next(reversed(rank.recording.marks_launched), None),
+    )
     own: defaultdict[str, float] = defaultdict(float)
     flops: defaultdict[str, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)
@@ -139,10 +146,9 @@ def breakdown(rank: Rank, work: Sequence[Work], classify: Classifier) -> dict[st
         if part in WITHOUT_PLACE:
             where = f" in {place.path[-100:]}" if place else ""
             unknown[f"{work[index].name[:150]}{where}"] += time
-    idle = dict(line.idle)
+    idle = {name: time for name, time in line.idle.items() if time}
     if not any(each.device for each in work):  # on a CPU, what is not inside an operator is Python
-        own[HOST] += idle.pop(LAUNCH)
-        idle = {name: time for name, time in idle.items() if time}
+        own[HOST] += idle.pop(LAUNCH, 0.0)
     to_ms = 1 / (1000 * iterations)
     times = {**own, **idle}
     order = sorted(times, key=lambda part: (GROUPS.index(group_of(part)), -times[part]))

@@ -177,8 +177,9 @@ class Classifier:
     def _classify(self, name: str, place: Place | None) -> Classified:
         if place and place.operator in OPERATORS and not name.startswith("Memset"):
             return Classified(*matmul_of(place, self.linears))
-        if fused := FUSED_NAME.match(name):
-            return Classified(_fused_part(fused[1]), 0.0)
+        fused = FUSED_NAME.match(name)
+        if fused and (part := _fused_part(fused[1])) != UNKNOWN:
+            return Classified(part, 0.0)
         for rule in RULES:
             if self._fits(rule, name, place):
                 return Classified(self._named(rule.part, place), 0.0)

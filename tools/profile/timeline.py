@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from tools.profile.trace import Work
 
 LAUNCH, DATA, BETWEEN = "launch-bound", "waiting for data", "between kernels already launched"
-IDLE = (LAUNCH, DATA, BETWEEN)
+NO_CAUSE = "idle, cause unknown"  # the trace does not say when the next kernel was launched
+IDLE = (LAUNCH, DATA, BETWEEN, NO_CAUSE)
 COMPUTE, COPY, COMMUNICATION = 0, 1, 2  # in the order in which a moment is given
 Span = tuple[float, float]
 
@@ -38,13 +39,16 @@ def add_up(
     end: float,
     level: Callable[[int], int],
     data_waits: Sequence[Span] = (),
+    end_launched: float | None = None,
 ) -> Timeline:
     """The timeline from `begin` to `end`. level(index) says whether a piece of work computes, copies or
-    communicates. `data_waits` are the host's, sorted."""
+    communicates. `data_waits` are the host's, sorted, and at `end_launched` it launched what ends it."""
     line = Timeline(end - begin)
     for start, stop, index in _moments(work, begin, end, level):
         if index is None:
-            _add_gap(line, start, stop, work, data_waits)
+            following = next_work(work, stop)
+            launched = end_launched if stop == end or following is None else following.launched
+            _add_gap(line, start, stop, launched, data_waits)
         else:
             line.own[index] = line.own.get(index, 0.0) + stop - start
     return line
@@ -75,14 +79,17 @@ def _moments(
         now = stop
 
 
-def _add_gap(line: Timeline, start: float, stop: float, work: Sequence[Work], waits: Sequence[Span]) -> None:
+def _add_gap(
+    line: Timeline, start: float, stop: float, launched: float | None, waits: Sequence[Span]
+) -> None:
     """Gives a gap to its cause. If the host launched the next kernel only after the gap had begun, the device
-    waited for the host; if the host was then waiting for a batch, for the data."""
-    following = next_work(work, stop)
-    if following is None or following.launched is None or following.launched <= start:
-        # unknown launches are those of a CUDA graph, whose kernels are launched together
-        late = following is None or not following.device
-        line.idle[LAUNCH if late else BETWEEN] += stop - start
+    waited for the host; if the host was then waiting for a batch, for the data. A CUDA graph launches all of
+    its kernels together."""
+    if launched is None:
+        line.idle[NO_CAUSE] += stop - start
+        return
+    if launched <= start:
+        line.idle[BETWEEN] += stop - start
         return
     in_data = sum(max(0.0, min(stop, wait_end) - max(start, wait_start)) for wait_start, wait_end in waits)
     line.idle[DATA] += in_data
