@@ -170,7 +170,7 @@ def facts(**more) -> dict:
     return {
         **common,
         **{"peak_gib": 6.5, "parts": measured, "unknown": unknown, "estimate": estimate},
-        **{"max_allocated_gib": 6.6, **more},
+        **{"max_allocated_gib": 6.6, "max_reserved_gib": 6.75, "outside_gib": 0.625, **more},
     }
 
 
@@ -187,7 +187,8 @@ def test_the_table_shows_each_part_beside_its_estimate_and_hides_nothing(tmp_pat
     assert rows["sum"] == ["6.500", "5.700", "-12.3", "%"]
     assert rows["unknown"][0] == "0.500"
     assert "  unknown: 0.300 a" in lines and "  unknown: 0.060 in 3 others" in lines
-    assert max(map(len, lines[:-2])) <= 100
+    assert max(map(len, lines[:-1])) <= 100
+    assert lines[-3].endswith("6.600 allocated, 6.750 reserved") and lines[-2].endswith(": 0.625")
     assert str(tmp_path / "memory_rank0.pickle") in lines[-1] and "memory_viz" in lines[-1]
 
 

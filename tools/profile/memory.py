@@ -37,7 +37,9 @@ def memory_lines(out_dir: Path, processes: int = 1) -> list[str]:
         lines.append("The estimate is for a GPU, whose kernels need less than a CPU's operators.")
     if facts["snapshot"]:
         lines += [
-            f"Most that was allocated in the whole run: {facts['max_allocated_gib']:.3f}",
+            f"Most in the whole run: {facts['max_allocated_gib']:.3f} allocated, "
+            f"{facts['max_reserved_gib']:.3f} reserved",
+            f"Outside of the allocator (CUDA, libraries, other programs): {facts['outside_gib']:.3f}",
             f"Snapshot: {path.parent / facts['snapshot']}; open {VIEWER} and drop the file there",
         ]
     return lines + [f"rank {rank}: {other['peak_gib']:.3f}" for rank, other in enumerate(others, start=1)]

@@ -282,8 +282,10 @@ def _gradients_in_a_block(s: _Sizes) -> float:
 # Most that the allocator held above the peak in the measured runs of one process, DDP and ZeRO-1, with
 # expandable segments (0.68 GiB, fp8 with loss_chunks=4)
 RESERVE = 0.7 * GIB
-# CUDA's context, the kernels of cuBLAS, cuDNN and Triton, and NCCL's buffers: not the allocator's
-CONTEXT, NCCL = 0.7 * GIB, 0.8 * GIB
+# Not the allocator's: CUDA's context with the kernels of torch, cuBLAS, cuDNN and Triton, and NCCL's buffers.
+# As others report them (about 700 MB: pytorch issue 37250; 544 MiB for two GPUs, 688 for more: nccl issue
+# 964); `python -m tools.profile CONFIG --memory` shows what they are on a machine.
+CONTEXT, NCCL = 0.7 * GIB, 0.7 * GIB
 
 
 def needed_memory(model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> float:

@@ -86,6 +86,9 @@ class MemorySnapshot:
             write_bytes(path, pickle.dumps(recording.snapshot))
             facts["snapshot"] = path.name
             facts["max_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+            facts["max_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            free, total = torch.cuda.mem_get_info()
+            facts["outside_gib"] = (total - free - torch.cuda.memory_reserved()) / GIB
         write_json(table_path(out_dir, world.rank), facts)
 
 
