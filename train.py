@@ -72,6 +72,7 @@ from training.process.redaction import redact
 from training.process.run_lock import RunLock, check_writable
 from training.process.world import World, check_device, check_launch, init_world, launch_info
 from training.records.clock import Clock
+from training.records.profiler import Profiler, make_profiler
 from training.records.report import announce, closing_lines, dry_run
 from training.records.rows import Logger
 from training.records.run_record import open_log, open_record
@@ -99,6 +100,7 @@ class Run:
     anomalies: AnomalyPolicy
     replica_check: ReplicaCheck
     stragglers: Stragglers
+    profiler: Profiler
     evaluate_and_save: EvaluateAndSave
 
 
@@ -178,6 +180,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
+    profiler = make_profiler(config, state, loader, clock, start)
     saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
@@ -186,7 +189,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
         step = graphed(step, state, clock.paused, start, info)
     return Run(
         *(config, world, watchdog, path, info, resume.checkpoint, start),
-        *(step, loader, logger, anomalies, replica_check, stragglers, evaluate_and_save),
+        *(step, loader, logger, anomalies, replica_check),
+        *(stragglers, profiler, evaluate_and_save),
     )
 
 
@@ -240,6 +244,7 @@ def loop(run: Run) -> None:
         rate = learning_rate(iteration, config)
         run.evaluate_and_save.before_update(iteration, rate)
         run.stragglers.check(iteration)
+        run.profiler.before(iteration)
         result = run.step(*run.loader.next(), rate, logger.wants_gradients(iteration))
         anomalies.add(result)
         logger.count(result)

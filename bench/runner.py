@@ -72,7 +72,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
         ]
         entry.facts = {**facts, "parameters": info["model"]["total_params"]}
     else:
-        printed = _last_json(read_regular(out_dir / LOG, MAX_BYTES))
+        printed = last_json(read_regular(out_dir / LOG, MAX_BYTES))
         if entry.kind == "roofline":
             entry.result = printed
             return
@@ -81,7 +81,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
     run["measurement"] = measure(rows, warmup)
 
 
-def _last_json(output: bytes) -> dict:
+def last_json(output: bytes) -> dict:
     lines = [line for line in output.splitlines() if line.startswith(b"{")]
     if not lines:
         raise ValueError("it printed no JSON")

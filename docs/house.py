@@ -16,6 +16,7 @@ ORDER = (
     "train.py",
     "sample.py",
     "tools/*",
+    "tools/profile/*",
     "bench/*",
     "training/*",
     "training/faults/*",

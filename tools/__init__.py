@@ -1,1 +1,1 @@
-"""Commands that work on what a run has left: one file each."""
+"""Commands around a run: one file or package each."""

@@ -17,9 +17,18 @@ from torch.distributed.run import get_args_parser
 
 from bench import checkpointing, throughput, tokenize
 from bench.plan import check_overrides
+from tools.profile import __main__ as profile
 from training.configuration.files_and_flags import load_config
 
-SCRIPTS = ("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "tools/*.py", "data/*/prepare.py")
+SCRIPTS = (
+    "*.py",
+    "mfu_versions/*.py",
+    "plots/*.py",
+    "bench/*.py",
+    "tools/*.py",
+    "tools/*/*.py",
+    "data/*/prepare.py",
+)
 OURS = ("python", "python3", "torchrun", "make", "pip", "cp", "sbatch")
 OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"} | {
     "pre-commit",
@@ -210,7 +219,11 @@ def check_python(arguments: list[str], world_size: int, script):
 
 
 def check_module(module: str, arguments: list[str], script):
-    if module.startswith(("data.", "tools.")):
+    if module == "tools.profile":
+        parsed, overrides = profile.parse(arguments)
+        profile.check_overrides(overrides)
+        load_config([parsed.config, *overrides, *profile.fixed_flags(parsed.memory)], parsed.nproc)
+    elif module.startswith(("data.", "tools.")):
         script(module, arguments)
         if "--" in arguments:
             script(f"data/{arguments[0]}/prepare.py", arguments[arguments.index("--") + 1 :])

@@ -21,7 +21,7 @@ import sample
 import train
 from bench import checkpointing, throughput, tokenize
 from bench.process import LINE_LENGTH, REASON_LENGTH, end_with_status, failure_reason
-from bench.runner import _last_json
+from bench.runner import last_json
 from common.command import outcome, run_command
 from common.errors import UserError
 from common.text import MESSAGE_CHARACTERS, one_line, plain, shown
@@ -548,7 +548,7 @@ def test_a_fault_in_a_benchmark_is_printed_within_limits(capsys):
 @pytest.mark.parametrize("line", [b"{" * 10_000, b'{"a": ' + b"1" * 5000 + b"}", b"{\xff}", b"no JSON"])
 def test_what_a_benchmarked_process_printed_is_checked(line):
     with pytest.raises(ValueError):
-        _last_json(b"words\n" + line)
+        last_json(b"words\n" + line)
 
 
 # --- C: the truth is stored, what is shown is redacted ---

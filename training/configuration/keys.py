@@ -206,6 +206,11 @@ class TrainConfig:
         None, "dense TFLOPS of one GPU; 'measure': time a matmul; None: table"
     )
     backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
+    profile: Literal[None, "time", "memory"] = key(
+        None,
+        "record a few iterations for tools.profile; 'time': their kernels, or operators on a CPU; 'memory': "
+        "what is allocated",
+    )
     timeout_minutes: float = key(
         10.0,
         "end the run after so many minutes without progress; 0: never, also not at the start",

@@ -1,97 +1,309 @@
-"""Estimates the memory that a run will need on each GPU, item by item, from its configuration."""
+"""Estimates the memory that a run needs on each GPU, item by item, from its configuration.
+
+How it works
+    What is there at rest (weights, Adam moments, ...) comes from the strategy and the dtypes. On top of it, a
+    few moments of an iteration are candidates for the fullest one, and the fullest counts: the loss, the
+    backward of the head, the backward of a block, and the end of the backward. Each term below is a tensor
+    that the code named beside it keeps, so a reader can check it by hand. The sum is what
+    torch.cuda.max_memory_allocated will say; tests/unit/test_memory_estimate.py has a table of measured runs.
+What it assumes
+    A GPU, where the Triton kernels of ops/ and a fused attention kernel run: manual attention, whose scores
+    grow with the square of block_size, needs more. Blocks are compiled one by one or not at all;
+    compile_scope='whole' was not measured.
+What comes on top
+    needed_memory() adds what a GPU must have free besides: see there.
+
+    C model width · A columns of all query heads · F feed-forward width · V vocabulary
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from model_config import ModelConfig
 from training.configuration.keys import TrainConfig
-from training.configuration.rules import shards_optimizer
+from training.configuration.rules import captures_cuda_graphs, shards_optimizer
 from training.optimization.compile import is_recomputed
 from training.process.memory import GIB
 from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIB = 2**20
+
+# cuBLAS has 32 MiB of its own on Hopper and Blackwell (8 MiB on older GPUs) for each thread that calls it:
+# the forward runs in the main thread, the backward in autograd's (torch, ATen/cuda/CublasHandlePool.cpp)
+WORKSPACES = 2 * 32 * MIB
+
+Moment = dict[str, float]  # item -> bytes
 
 
 def estimate_memory(
     model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
 ) -> dict[str, float]:
-    """Estimated GiB per GPU by item, at the fullest moment: the end of the last forward, or the backward of a
-    block that is recomputed. The allocator's reserve and short-lived temporaries are not included. Assumes a
-    fused attention kernel and compiled blocks; without compile, more is needed."""
-    shards = world_size
-    if config.use_fsdp and config.fsdp_sharding == "hybrid":
-        shards = min(machine_size(), world_size)
-    stored, adam, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
-    adam_shards = shards if config.use_zero1 or config.use_fsdp else 1  # shards is 1 on one process
-    logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
-    head = model.vocab_size * model.n_embd
-    sizes = {
-        f"weights ({config.param_dtype})": stored * parameters / adam_shards,
-        f"Adam moments ({config.adam_dtype})": 2 * adam * parameters / adam_shards,
-        **_weights_and_gradients(model, parameters, config, shards),
-    }
-    if config.low_precision != "none":
-        with_head = config.low_precision_scope == "layers_and_head"
-        sizes["fp8 weights, both layouts"] = 2 * (model.n_layer * _block_weights(model) + with_head * head)
-        logits *= 1 + with_head * 2 / compute  # their gradient in fp8, both layouts
-    after_forward, in_backward = _activation_bytes(model, config)
-    moments: tuple[dict[str, float], ...] = (
-        {"activations": after_forward, "logits": logits, "head's gradient (float32)": 4 * head},
-        {"activations": in_backward},
-    )
+    """Estimated GiB per GPU by item, at the fullest moment of a training iteration. An evaluation needs less:
+    it keeps neither activations nor gradients."""
+    sizes = _Sizes.of(model, parameters, config, world_size)
+    moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
     fullest = max(moments, key=lambda moment: sum(moment.values()))
-    return {name: size / GIB for name, size in (sizes | fullest).items()}
+    workspaces = WORKSPACES if config.device == "cuda" else 0
+    items = _at_rest(sizes) | fullest | {"workspaces (cuBLAS)": workspaces}
+    return {name: size / GIB for name, size in items.items() if size}
 
 
-def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainConfig, shards: int) -> dict:
-    """Bytes of the working weights, if they are not the optimizer's own tensors, and of the gradients."""
-    stored, compute = BYTES[config.param_dtype], BYTES[config.dtype]
-    if not config.use_fsdp:
-        rounded = 0 if config.param_dtype == "float32" else stored / (shards if config.use_zero1 else 1)
-        sizes = {"gradient sums (float32)": (4 + rounded) * parameters}  # the sums, and the optimizer's copy
-        if shards_optimizer(config, shards) or config.dtype != config.param_dtype:
-            sizes[f"working weights ({config.dtype})"] = compute * parameters
-        return sizes
-    gathered = parameters
-    if config.reshard_after_forward:  # two blocks, one of them just being gathered, and what is in no block
-        gathered -= max(0, model.n_layer - 2) * _block_weights(model)
-    sizes = {
-        f"gradients ({config.param_dtype})": stored * parameters / shards,
-        f"gathered weights ({config.dtype})": compute * gathered,
-        "head's gradient, again": (4 + compute) * model.vocab_size * model.n_embd,  # scaled, and rounded
-    }
-    if config.gradient_accumulation_steps > 1:
-        sizes[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
-    return sizes
+# --- sizes that several items are made of ---
 
 
-def _block_weights(model: ModelConfig) -> int:
-    """Elements of one block's matrices."""
+@dataclass(frozen=True)
+class _Sizes:
+    """The configuration in numbers: bytes, unless the name says otherwise."""
+
+    model: ModelConfig
+    config: TrainConfig
+    parameters: int  # elements
+    block: int  # elements of one block's matrices
+    head: int  # elements of the output head's matrix
+    rest: int  # elements outside of the blocks: embeddings and head, once if they are tied
+    shards: int  # into so many parts FSDP cuts everything; 1: whole
+    adam_shards: int  # into so many parts the optimizer's weights and moments are cut
+    stored: int  # of an element, in param_dtype
+    compute: int  # of an element, in dtype
+    reduce: int  # of an element, in reduce_dtype
+    processes: int
+    tokens: int  # of a micro-step, on this GPU
+
+    @classmethod
+    def of(cls, model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> _Sizes:
+        block = block_weights(model)
+        shards = 1
+        if config.use_fsdp:
+            shards = min(machine_size(), world_size) if config.fsdp_sharding == "hybrid" else world_size
+        return cls(
+            model=model,
+            config=config,
+            parameters=parameters,
+            block=block,
+            head=model.vocab_size * model.n_embd,
+            rest=parameters - model.n_layer * block,
+            shards=shards,
+            adam_shards=world_size if shards_optimizer(config, world_size) else shards,
+            stored=BYTES[config.param_dtype],
+            compute=BYTES[config.dtype],
+            reduce=BYTES[config.reduce_dtype],
+            processes=world_size,
+            tokens=config.batch_size * config.block_size,
+        )
+
+    @property
+    def fp8(self) -> bool:
+        return self.config.low_precision != "none"
+
+    @property
+    def fp8_head(self) -> bool:
+        return self.fp8 and self.config.low_precision_scope == "layers_and_head"
+
+
+def block_weights(model: ModelConfig) -> int:
+    """Elements of one block's matrices: qkv, out, up (gate and up, if gated) and down."""
     attention = 2 * model.n_embd * (model.attention_width + model.n_kv_head * model.head_dim)
     return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
 
 
-def _activation_bytes(model: ModelConfig, config: TrainConfig) -> tuple[float, float]:
-    """Bytes that the forward of all blocks keeps for the backward, and the most that are there during the
-    backward. A recomputed block keeps only its two inputs, and has all its activations in its backward."""
-    compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
+# --- at rest ---
+
+
+def _at_rest(s: _Sizes) -> Moment:
+    """What is there between two iterations, but for gradients and working weights, which are moments' own."""
+    own = s.parameters / s.adam_shards
+    items = {
+        f"weights ({s.config.param_dtype})": s.stored * own,
+        f"Adam moments ({s.config.adam_dtype})": 2 * BYTES[s.config.adam_dtype] * own,
+    }
+    if s.fp8:  # ops/float8.py: a Float8 is the matrix and its transpose
+        elements = s.model.n_layer * s.block + s.fp8_head * s.head
+        items["fp8 weights, both layouts"] = 2 * elements
+    return items
+
+
+# --- one process, DDP and ZeRO-1 (training/strategies/replicated.py) ---
+
+
+def _replicated_moments(s: _Sizes) -> list[Moment]:
+    """The buckets live as long as the run."""
+    config = s.config
+    # the optimizer's copy of the sums, in its own dtype; in float32 it is the sums themselves
+    rounded = 0 if config.param_dtype == "float32" else s.stored * s.parameters / s.adam_shards
+    items = {"gradient sums (float32)": 4 * s.parameters + rounded}
+    if shards_optimizer(config, s.processes) or config.dtype != config.param_dtype:
+        items[f"working weights ({config.dtype})"] = s.compute * s.parameters
+    # in bf16, gradients are copied to be sent; copies are kept until the end of the backward
+    sent = s.reduce if s.processes > 1 and config.reduce_dtype != "float32" else 0
+    head_sum = {"head's gradient (float32)": 4 * s.head}
+    moments = [
+        *({**moment, **head_sum} for moment in _loss_moments(s)),
+        {**_head_backward(s), **head_sum},
+        {**_block_backward(s), "gradients being sent": sent * (s.head + s.block)},
+        {"activations": 0.0, "gradients being sent": sent * s.parameters},
+    ]
+    return [items | moment for moment in moments]
+
+
+# --- FSDP (training/strategies/fsdp.py) ---
+
+
+def _sharded_moments(s: _Sizes) -> list[Moment]:
+    """Gradients of all but the last micro-step are summed whole, in reduce_dtype. The last backward reduces
+    them block by block to this rank's part; what is outside of the blocks, at its end."""
+    config = s.config
+    several = config.gradient_accumulation_steps > 1
+    gathered, whole = f"gathered weights ({config.dtype})", f"whole gradients ({config.reduce_dtype})"
+    # After an all-gather, its buffer is kept until the next one. If weights stay gathered, there is none in
+    # the second micro-step, which is fuller than the first
+    buffer = 0 if several and not config.reshard_after_forward else s.compute * s.block
+    resident = s.rest if config.reshard_after_forward else s.parameters
+    in_forward = {gathered: s.compute * resident + buffer, whole: several * s.reduce * s.parameters}
+    # reshard_after_forward: a block, and the block before it, which is gathered ahead
+    ahead = 2 * s.block if config.reshard_after_forward else 0
+    in_backward = {gathered: s.compute * (resident + ahead) + buffer}
+    head = {"head's gradient (float32)": 4 * s.head}
+    # scaled by the gradient of the loss in float32, then rounded
+    head_twice = {"head's gradient (float32), twice, and rounded": (8 + s.compute) * s.head}
+    # autograd's, and the copy that is reduced; the head's waits for the embedding's, which comes last
+    block = several * s.reduce * s.parameters + s.compute * (s.head + s.block) + s.reduce * s.block
+    rest = (max(s.reduce, s.compute) if several else s.compute) * s.rest + s.reduce * s.rest
+    part = {f"gradients ({config.param_dtype})": s.stored * s.parameters / s.shards}
+    moments = [
+        *({**in_forward, **moment, **head} for moment in _loss_moments(s)),
+        {**in_forward, **_head_backward(s, 3 * s.compute), **head_twice},
+        {**in_backward, **_block_backward(s), whole: block},
+        {"activations": 0.0, whole: rest, **part},  # the weights are freed before the gradients are reduced
+    ]
+    if s.fp8:  # publish() gathers everything again to quantize it: buffers, of which the last is copied out
+        moments.append({gathered: s.compute * (s.parameters + s.rest), "activations": 0.0, **part})
+    return moments
+
+
+# --- activations ---
+
+
+def _loss_moments(s: _Sizes) -> list[Moment]:
+    """The fullest moments of the forward: the head has the logits of one part of the tokens, and all blocks
+    keep their activations (ops/cross_entropy.py)."""
+    C, chunks = s.model.n_embd, s.config.loss_chunks
+    part = s.tokens / chunks
+    held = 3 + is_recomputed(s.model.n_layer - 1, s.config.activation_checkpointing)
+    # x + delta, its norm, delta, and x, if the last block does not keep it anyway
+    beside: float = s.tokens * s.compute * C * held
+    logits, dx = part * s.compute * s.model.vocab_size, part * s.compute * C
+    kept = {"activations": s.tokens * sum(_kept_by_blocks(s))}
+    if not s.fp8_head:  # the logits are their own gradient by then, and dx is being computed from them
+        return [{**kept, "logits": logits, "head's inputs": beside + chunks * dx}]
+    beside += part * 2 * C  # the part's input in fp8, both layouts
+    # their gradient in fp8, both layouts, while they are there; or a product for the head's gradient
+    quantized = part * 2 * s.model.vocab_size
+    earlier = beside + (chunks - 1) * dx
+    return [
+        {**kept, "logits": logits + quantized, "head's inputs": earlier},
+        {**kept, "logits": quantized + 4 * s.head, "head's inputs": earlier},
+    ]
+
+
+def _head_backward(s: _Sizes, wide: int = 8) -> Moment:
+    """The head's backward scales dx in float32: dx, what it is scaled to (8 bytes) and x + delta."""
+    inputs = s.tokens * s.model.n_embd * (2 * s.compute + wide)
+    return {"activations": s.tokens * sum(_kept_by_blocks(s)), "head's inputs": inputs}
+
+
+def _block_backward(s: _Sizes) -> Moment:
+    """The backward of the block at which activations are the most: of the last one, or of one that has to be
+    recomputed first."""
+    in_block, kept = kept_by_a_block(s.model, s.config), _kept_by_blocks(s)
+    most = 0.0
+    for i in range(s.model.n_layer):
+        recomputed = 0.0
+        if is_recomputed(i, s.config.activation_checkpointing):
+            # a compiled block's backward takes all that was recomputed at once, which frees the inputs
+            recomputed = in_block - (kept[i] if s.config.compile else 0)
+        most = max(most, sum(kept[: i + 1]) + recomputed)
+    return {"activations": s.tokens * (most + _gradients_in_a_block(s))}
+
+
+def _kept_by_blocks(s: _Sizes) -> list[float]:
+    """Bytes per token that each block's forward keeps for its backward. A recomputed block keeps its inputs,
+    the stream and what is to be added to it; a block before it that is not recomputed keeps the stream."""
+    level, C = s.config.activation_checkpointing, s.model.n_embd
+    kept: list[float] = []
+    for i in range(s.model.n_layer):
+        if is_recomputed(i, level):
+            shared = i > 0 and not is_recomputed(i - 1, level)
+            kept.append(s.compute * C * (1 if shared else 2))
+        else:
+            kept.append(kept_by_a_block(s.model, s.config))
+    kept[0] += s.model.n_embd * (s.config.dropout > 0)  # the mask of the embedding's dropout
+    return kept
+
+
+def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
+    """Bytes per token that the forward of a block keeps for its backward (model.py, Block)."""
+    compute = BYTES[config.dtype]
+    # inputs of matmuls: as they are; or for fp8 only transposed, in one byte (ops/float8.py)
+    operand = compute if config.low_precision == "none" else 1
     C, A, F = model.n_embd, model.attention_width, model.d_ff
     qkv = A + 2 * model.n_kv_head * model.head_dim
-    heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as input of attention
-    up = 2 * F if model.ffn_type == "swiglu" else F
-    inputs = 2 * C + F  # inputs of qkv, up and down; the input of out is the context below
-    layer = 2 * C + A + heads + up  # two residuals and the context
-    if config.low_precision == "none":
-        layer = compute * (layer + inputs)
-    else:
-        layer = compute * layer + inputs + A  # inputs in fp8, and an fp8 copy of the context
-    kept, backward = 0, 0
-    for i in range(model.n_layer):
-        if is_recomputed(i, config.activation_checkpointing):
-            kept += 2 * compute * C  # the stream and what is to be added to it
-            backward = max(backward, kept + layer)
-        else:
-            kept += layer
-            backward = max(backward, kept)
-    gradients = compute * (2 * C + F)  # of the stream, of what is added, and of the input of down
-    return tokens * kept, tokens * (backward + gradients)
+    gated = model.ffn_type == "swiglu"
+    size = 2 * compute * C  # the two residual sums, which the norms' backward needs
+    size += 2 * operand * C  # the inputs of qkv and up
+    size += compute * qkv * (2 if model.position_encoding == "rope" else 1)  # before and after rotation
+    size += compute * A + 4 * model.n_head  # attention's output, and its log-sum-exp in float32
+    size += 0 if operand == compute else operand * A  # the input of out, if it is not that output
+    size += compute * F * (2 if gated else 1) + operand * F  # the output of up, and the input of down
+    if gated and model.activation != "silu" and not config.compile:
+        size += compute * F  # the activated gate: ops/swiglu.py recomputes it, and so does compiled code
+    if model.normalization == "layernorm":
+        size += 2 * 2 * 4  # mean and deviation in float32, of two norms
+    return size + 2 * C * (config.dropout > 0)  # two masks of one byte
+
+
+def _gradients_in_a_block(s: _Sizes) -> float:
+    """Bytes per token that the backward of the feed-forward layer, the fullest of a block, adds to what the
+    block has kept: the gradient of its output, of the input of down, and of the output of up."""
+    model, compute = s.model, s.compute
+    F = model.d_ff
+    up = F * (2 if model.ffn_type == "swiglu" else 1)
+    gradients = compute * (model.n_embd + F + up)
+    if not s.fp8:
+        return gradients - compute * F  # the input of down is no longer needed
+    if not s.config.compile and model.ffn_type == "swiglu":
+        return gradients + 2 * up  # one function (Float8SwiGLU), so all is there while the last is quantized
+    return gradients - F
+
+
+# --- what a GPU must have free ---
+
+# Most that the allocator held above the peak in the measured runs of one process, DDP and ZeRO-1, with
+# expandable segments (0.68 GiB, fp8 with loss_chunks=4)
+RESERVE = 0.7 * GIB
+# Not the allocator's: CUDA's context with the kernels of torch, cuBLAS, cuDNN and Triton, and NCCL's buffers.
+# As others report them (about 700 MB: pytorch issue 37250; 544 MiB for two GPUs, 688 for more: nccl issue
+# 964); `python -m tools.profile CONFIG --memory` shows what they are on a machine.
+CONTEXT, NCCL = 0.7 * GIB, 0.7 * GIB
+
+
+def needed_memory(model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> float:
+    """GiB that a GPU must have free for this run: the estimate, what the allocator holds beyond it, and what
+    is not the allocator's. A limit by set_per_process_memory_fraction holds for the first two only."""
+    context = CONTEXT + (NCCL if world_size > 1 else 0)
+    return reserved_memory(model, parameters, config, world_size) + context / GIB
+
+
+def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> float:
+    """GiB that the allocator will hold: the estimate, and what it holds beyond that because a free piece has
+    the wrong size or belongs to another stream."""
+    s = _Sizes.of(model, parameters, config, world_size)
+    reserve = RESERVE
+    if config.use_fsdp:  # reduced gradients and gathered weights are allocated on streams of their own
+        reserve += s.stored * s.parameters / s.shards + s.compute * (s.rest + 2 * s.block)
+        if s.reduce != s.stored:  # a gradient's part arrives in reduce_dtype first
+            reserve += s.reduce * s.rest / s.shards
+    if captures_cuda_graphs(config, world_size):  # an evaluation cannot use the memory of the capture
+        reserve += s.tokens / config.loss_chunks * s.compute * model.vocab_size
+    return sum(estimate_memory(model, parameters, config, world_size).values()) + reserve / GIB

@@ -1,0 +1,145 @@
+"""tools.profile as a user runs it, on the CPU: the whole way from a config to the table, and what profiling
+must leave as it is."""
+
+import json
+import os
+import sys
+
+import pytest
+from support import warm_python
+from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
+
+from bench.process import Outcome
+from common.command import FAILED, USER_ERROR, run_command
+from tools.profile import __main__ as tool
+from tools.profile.parts import UNKNOWN
+from tools.profile.report import analyze, lines
+from training.records.profiler import ITERATIONS, TIMES, facts_path, trace_path
+
+MOST_UNKNOWN = 0.02  # of a tiny model's iteration, in which the smallest operators count, too
+
+
+@pytest.fixture
+def config(tmp_path):
+    keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "max_iters": ITERATIONS}
+    return write_config(tmp_path / "tiny.py", **keys)
+
+
+@pytest.fixture
+def in_process(run, monkeypatch):
+    """tools.profile trains in this process; calls: the arguments of what it would have started."""
+    calls = []
+
+    def run_process(command, log, timeout_s, keep_cache=False):
+        target = command[1:] if command[1] != "-m" else command[2:]
+        calls.append(target)
+        assert target[0] == "train.py", "bench.roofline is left out"
+        status = run(*target[1:])
+        log.write_text("error: as its log says\n")
+        return Outcome(1.0, None if status == 0 else "as its log says")
+
+    monkeypatch.setattr(tool, "run_process", run_process)
+    return calls
+
+
+def share(content, part):
+    return sum(row["percent"] for row in content["profiled"]["parts"] if row["part"] == part) / 100
+
+
+def profiled(config, output, *arguments):
+    assert run_command(tool.main, [str(config), f"--output={output}", "--no-roofline", *arguments]) == 0
+    return json.loads((output / "profile.json").read_text())
+
+
+def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, capsys):
+    content = profiled(config, tmp_path / "out", "--peak_tflops=0.5", "--n_layer=1")
+    found = content["profiled"]
+    assert content["adds_up"] and found["sum_ms"] == pytest.approx(found["wall_ms"])
+    assert sum(row["ms"] for row in found["parts"]) == pytest.approx(found["wall_ms"])
+    names = {row["part"] for row in found["parts"]}
+    products = {
+        f"{n} {d}" for n in ("qkv", "out", "up", "down", "head") for d in ("forward", "dgrad", "wgrad")
+    }
+    assert products | {"attention forward", "attention backward", "optimizer", "loss", "rotary"} <= names
+    assert all(row["tflops"] > 0 for row in found["parts"] if row["part"] in products)
+    assert share(content, UNKNOWN) < MOST_UNKNOWN, found["unknown"]
+    falls = content["waterfall"]
+    assert 100 - sum(s["points"] or 0 for s in falls["steps"]) == pytest.approx(falls["mfu_percent"])
+    assert content["unprofiled"]["mfu_percent"] > 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "out/profile.txt").read_text() in printed
+    assert (tmp_path / "out/profile.png").read_bytes().startswith(b"\x89PNG")
+    assert trace_path(tmp_path / "out/run", TIMES, 0).is_file(), "the Chrome trace stays"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"arch_preset": "gpt2", "num_key_value_heads": None, "d_ff": None, "dropout": 0.1},
+        {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head", "dtype": "bfloat16"},
+        {"attention_backend": "manual", "activation_checkpointing": "full", "loss_chunks": 2},
+    ],
+    ids=["gpt2", "fp8", "recomputation"],
+)
+def test_every_kind_of_run_is_known(config, tmp_path, in_process, settings, monkeypatch):
+    monkeypatch.setattr(tool, "draw", lambda content, path: None)
+    flags = [f"--{key}={value}" for key, value in {"n_layer": 1, **settings}.items()]
+    content = profiled(config, tmp_path / "out", *flags)
+    assert content["adds_up"] and share(content, UNKNOWN) < MOST_UNKNOWN, content["profiled"]["unknown"]
+    assert content["waterfall"]["unit"] == "ms", "a CPU has no peak"
+    recomputed = [row["part"] for row in content["profiled"]["parts"] if row["part"].endswith("recompute")]
+    assert bool(recomputed) == ("activation_checkpointing" in settings)
+
+
+def test_profiling_changes_no_number_of_the_training(config, tmp_path, run):
+    for name, value in (("without", None), ("with", "time")):
+        assert run(config, f"--profile={value}", f"--out_dir={tmp_path / name}") == 0
+    losses = [
+        [row["loss"] for row in last_run(tmp_path / name)["training_iterations"]]
+        for name in ("without", "with")
+    ]
+    assert len(losses[0]) == ITERATIONS and losses[0] == losses[1]
+    assert facts_path(tmp_path / "with", 0).is_file() and not facts_path(tmp_path / "without", 0).exists()
+
+
+def test_each_of_two_ranks_leaves_its_trace(config, tmp_path):
+    out_dir = tmp_path / "out"
+    run_in_one_launch(tmp_path, [[config, *tool.fixed_flags(), f"--out_dir={out_dir}"]], processes=2)
+    content = analyze(out_dir, None, "left out")
+    assert content["processes"] == 2 and [rank["rank"] for rank in content["ranks"]] == [0, 1]
+    assert any(row["part"].startswith("communication: ") for row in content["profiled"]["parts"])
+    assert share(content, UNKNOWN) < MOST_UNKNOWN, content["profiled"]["unknown"]
+    assert any(line.startswith("   1  ") for line in lines(content)), "a row of rank 1"
+
+
+def test_what_cannot_work_is_one_message(config, tmp_path, in_process, capsys):
+    for arguments, message in (
+        (["--max_iters=5"], "max_iters is set by tools.profile; leave it out"),
+        (["--out_dir=x"], "out_dir is set by tools.profile; use --output"),
+        (["--batch_size=0"], "batch_size=0 must be at least 1"),
+        ([f"--output={tmp_path}"], "is there already and is not an empty folder"),
+    ):
+        assert run_command(tool.main, [str(config), f"--output={tmp_path / 'out'}", *arguments]) == USER_ERROR
+        assert message in capsys.readouterr().err
+    assert not in_process, "nothing was started"
+    lost = f"--dataset={tmp_path / 'nothing'}"
+    assert run_command(tool.main, [str(config), f"--output={tmp_path / 'out'}", lost]) == FAILED
+    assert "train.py: as its log says" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_measures_the_matmuls_alone_too(config, tmp_path):
+    command = ["-m", "tools.profile", config, f"--output={tmp_path / 'out'}", "--peak_tflops=0.5"]
+    done = warm_python.run(
+        [sys.executable, *map(str, command), "--random_tokens"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "out/profile.json").read_text())
+    assert content["roofline"]["ceiling"]["matmul_seconds"] > 0 and content["roofline_reason"] is None
+    assert {"ceiling", "matmuls"} <= {step["step"] for step in content["waterfall"]["steps"]}
+    assert "random-64" in content["config"]["dataset"]

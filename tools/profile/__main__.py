@@ -1,0 +1,187 @@
+"""Shows where the time of an iteration goes, and what lies between the peak and the measured MFU.
+
+    python -m tools.profile config/full_qwen3_1.8b_optimal.py --gradient_accumulation_steps=2
+    python -m tools.profile config/quickstart.py --nproc=2
+    python -m tools.profile config/quickstart.py --memory
+
+It trains for a few iterations in a process of its own; any --key=value of train.py is handed on. The output
+folder has the table and the waterfall as text, JSON and PNG, and the Chrome traces of every rank, for
+https://ui.perfetto.dev. docs/profile.md says how to read them. With --memory, it has a table of the memory of
+one iteration instead, and a snapshot for torch's viewer (docs/tuning.md#memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.process import TIMEOUT_MAX_S, python_command, run_process
+from bench.random_tokens import make_random_dataset
+from bench.runner import last_json
+from common.arguments import real_number, user_folder, whole_number
+from common.command import FAILED, run_command, say
+from common.durable_file import write_bytes, write_json
+from common.errors import RunError, UserError
+from common.json_file import MAX_BYTES, read_regular
+from tools.profile.figure import draw
+from tools.profile.memory import MEMORY_KEYS, memory_lines
+from tools.profile.report import analyze, config_of, find_record, lines
+from training.configuration.keys import TrainConfig
+from training.pretrained.settings import load_run_config
+from training.records.profiler import ITERATIONS, LOG_INTERVAL
+
+# Keys that this tool sets itself, so that nothing but training is between the iterations.
+FIXED = {
+    "init_from": "scratch",
+    "max_iters": ITERATIONS,
+    "max_epochs": None,
+    "dry_run": False,
+    "eval_interval": 0,
+    "eval_only": False,
+    "eval_at_start": False,
+    "always_save_checkpoint": False,
+    "checkpoint_interval": 0,
+    "drift_check_interval": 0,
+    "log_interval": LOG_INTERVAL,
+    "gradient_log_interval": 0,
+    "save_log_to_json": True,
+    "wandb_log": False,
+    "profile": "time",
+}
+NPROC_MAX = 1024
+TIMEOUT_S = 3600
+
+
+def main(argv: list[str]) -> int:
+    options, overrides = parse(argv)
+    check_overrides(overrides)
+    flags = [options.config, *overrides, *fixed_flags(options.memory)]
+    config = load_run_config(flags, options.nproc)
+    folder = new_folder(options.output, Path(options.config).stem)
+    if options.random_tokens:
+        tokens = make_random_dataset(folder, config.model_config().vocab_size)
+        flags.append(f"--dataset={tokens}")
+    out_dir = folder / "run"
+    try:
+        train(flags, out_dir, options)
+        if options.memory:
+            return show_memory(folder, out_dir, options.nproc)
+        roofline: dict[str, Any] | None = None
+        reason: str | None = "not asked for: --no-roofline"
+        if options.roofline:
+            resolved = config_of(find_record(out_dir))
+            roofline, reason = measure_roofline(flags, resolved, folder, options.timeout)
+        content = analyze(out_dir, roofline, reason)
+    except RunError as error:
+        say(f"error: {error}")
+        return FAILED
+    content["command"] = shlex.join(["python", "-m", "tools.profile", *argv])
+    text = lines(content)
+    print("\n".join(text), flush=True)
+    write_json(folder / "profile.json", content)
+    write_bytes(folder / "profile.txt", ("\n".join(text) + "\n").encode())
+    draw(content, folder / "profile.png")
+    print(f"Saved in {folder}; the Chrome traces are run/profile_*.json.gz")
+    return 0 if content["adds_up"] else FAILED
+
+
+def show_memory(folder: Path, out_dir: Path, processes: int) -> int:
+    """Prints and saves the table of --memory. Raises RunError if there is none."""
+    text = memory_lines(out_dir, processes)
+    print("\n".join(text), flush=True)
+    write_bytes(folder / "memory.txt", ("\n".join(text) + "\n").encode())
+    print(f"Saved in {folder}; the tables of all ranks are run/memory_rank*.json")
+    return 0
+
+
+def fixed_flags(memory: bool = False) -> list[str]:
+    return [f"--{key}={value}" for key, value in {**FIXED, **(MEMORY_KEYS if memory else {})}.items()]
+
+
+def train(flags: list[str], out_dir: Path, options: argparse.Namespace) -> None:
+    """Runs train.py. Raises RunError if it fails."""
+    out_dir.mkdir()
+    log = out_dir.parent / "console.log"
+    command = python_command(["train.py", *flags, f"--out_dir={out_dir}"], options.nproc)
+    print(f"training a few iterations; the console is {log}", flush=True)
+    outcome = run_process(command, log, options.timeout, keep_cache=True)
+    if outcome.reason:
+        raise RunError(f"train.py: {outcome.reason}; {log} has its whole output")
+
+
+def measure_roofline(
+    flags: list[str], config: TrainConfig, folder: Path, timeout_s: float
+) -> tuple[dict[str, Any] | None, str | None]:
+    """(what bench.roofline prints, None), or (None, why there is nothing)."""
+    log = folder / "roofline.log"
+    alone = ["--use_zero1=False", "--use_fsdp=False", "--fsdp_sharding=full", "--reshard_after_forward=False"]
+    argv = [*flags, *alone, "--profile=None", f"--batch_size={config.batch_size}"]
+    print("measuring this machine's matmuls and attention alone", flush=True)
+    outcome = run_process(python_command(["-m", "bench.roofline", *argv], 1), log, timeout_s)
+    if outcome.reason:
+        return None, f"bench.roofline: {outcome.reason}"
+    try:
+        return last_json(read_regular(log, MAX_BYTES)), None
+    except (OSError, ValueError) as error:
+        return None, f"bench.roofline: {error}"
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raises UserError for a key that this tool sets itself."""
+    for flag in overrides:
+        key = flag.removeprefix("--").partition("=")[0]
+        if key in FIXED or key == "out_dir":
+            instead = "use --output" if key == "out_dir" else "leave it out"
+            raise UserError(f"{key} is set by tools.profile; {instead}")
+
+
+def new_folder(asked: Path | None, name: str) -> Path:
+    """Creates the folder of the results. Raises UserError if it holds something."""
+    now = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
+    folder = (asked or Path("out-profile") / f"{name}_{now}").resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--output {folder} is there already and is not an empty folder; name a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.profile",
+        description="Show where the time of an iteration goes.",
+        epilog="--key=value, any setting of train.py, goes to the run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="a config file of train.py")
+    parser.add_argument(
+        "--nproc", type=whole_number(1, NPROC_MAX), default=1, help="processes, a GPU each (1)"
+    )
+    parser.add_argument("--output", type=user_folder, help="a new folder (default: out-profile/CONFIG_TIME)")
+    parser.add_argument("--memory", action="store_true", help="show where the memory is, instead of the time")
+    parser.add_argument(
+        "--random_tokens", action="store_true", help="train on random tokens instead of the config's dataset"
+    )
+    parser.add_argument(
+        "--no-roofline",
+        dest="roofline",
+        action="store_false",
+        help="do not measure the matmuls alone; the waterfall then has one step for them",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=real_number(0, TIMEOUT_MAX_S),
+        default=TIMEOUT_S,
+        help="seconds for each process (3600)",
+    )
+    return parser.parse_known_args(argv)
+
+
+if __name__ == "__main__":
+    # SIGTERM is handled as Ctrl-C, which also stops the running process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""Computes everything that a profile says from the folder that a run has left, and writes it for a reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.json_file import read_json
+from common.text import aligned
+from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_waits
+from tools.profile.parts import Classifier, groups, is_communication
+from tools.profile.waterfall import model_work, peak_clock_mhz, waterfall
+from training.configuration.keys import KEYS, TrainConfig
+from training.records.profiler import LOG_INTERVAL
+
+UNPROFILED_ROW = 2 * LOG_INTERVAL  # its iterations are in no window
+SHOWN_UNKNOWN = 12  # names; the JSON has all
+WIDTH = 46  # characters of a kernel's name in the list of the unknown
+
+NO_CLOCK = "no log row has the clock of the GPU"
+
+
+def find_record(out_dir: Path) -> dict[str, Any]:
+    """The run record in out_dir. Raises ValueError or OSError."""
+    path = max(out_dir.glob("run_*.json"), default=None)
+    if path is None:
+        raise ValueError(f"no run record in {out_dir}")
+    return read_json(path)
+
+
+def config_of(record: dict[str, Any]) -> TrainConfig:
+    """As it was resolved."""
+    return TrainConfig(**{name: value for name, value in record["config"].items() if name in KEYS})
+
+
+def analyze(out_dir: Path, roofline: dict[str, Any] | None, roofline_reason: str | None) -> dict[str, Any]:
+    """The content of profile.json. Raises RunError if a rank has left nothing that can be read."""
+    record = find_record(out_dir)
+    config, info = config_of(record), record["startup_info"]
+    ranks = [read_rank(out_dir, rank) for rank in range(info["hardware"]["num_gpus"])]
+    classify = Classifier(config)
+    found = [
+        breakdown(rank, work, classify)
+        for rank, work in zip(ranks, split_waits(ranks, classify), strict=True)
+    ]
+    row = next((row for row in record["training_iterations"] if row["iter"] == UNPROFILED_ROW), None)
+    return {
+        "device": info["hardware"]["gpu_name"],
+        "processes": len(ranks),
+        "torch": info["software"].get("torch"),
+        "unprofiled": _unprofiled(row),
+        "profiled": found[0],
+        "ranks": [_of_rank(each) for each in found],
+        "adds_up": all(map(adds_up, found)),
+        "waterfall": _waterfall(config, info, ranks[0], found[0], row, roofline),
+        "roofline": roofline,
+        "roofline_reason": roofline_reason,
+        "config": record["config"],
+    }
+
+
+def _unprofiled(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    names = ("time_ms", "tokens_per_sec", "sm_clock_mhz", "power_w")
+    return {
+        **{name: row.get(name) for name in names},
+        "mfu_percent": row["mfu"]["mfu_percent"] if row["mfu"] else None,
+        "mfu_reason": row["mfu_reason"],
+    }
+
+
+def _of_rank(found: dict[str, Any]) -> dict[str, Any]:
+    ms = groups(found["parts"])
+    names = ("communication", "ranks", "idle")
+    facts = {name: found[name] for name in ("rank", "wall_ms", "communication_hidden_ms")}
+    return {**facts, **{f"{name}_ms": ms[name] for name in names}}
+
+
+def _waterfall(
+    config: TrainConfig,
+    info: dict[str, Any],
+    rank: Rank,
+    found: dict[str, Any],
+    row: dict[str, Any] | None,
+    roofline: dict[str, Any] | None,
+) -> dict[str, Any]:
+    peak = info["hardware"]["peak"]
+    flops = None if peak["tflops_per_gpu"] is None else 1e12 * peak["tflops_per_gpu"]
+    at_peak: tuple[float | None, str | None] = (None, "the peak is no datasheet's, so it belongs to no clock")
+    if flops and config.peak_tflops is None:
+        at_peak = peak_clock_mhz(flops / 2 if peak["sparse"] else flops, rank.facts)
+    clock = (row or {}).get("sm_clock_mhz")
+    reason = None if clock else (row or {}).get("gpu_reason") or NO_CLOCK
+    alone = None
+    if roofline:
+        alone = 1000 * config.gradient_accumulation_steps * roofline["ceiling"]["matmul_seconds"]
+    return waterfall(model_work(config), found, flops, (clock, reason), at_peak, alone)
+
+
+# --- text ---
+
+
+def lines(content: dict[str, Any]) -> list[str]:
+    found = content["profiled"]
+    text = [_title(content), ""]
+    rows = [
+        [
+            row["part"],
+            row["group"],
+            f"{row['ms']:.3f}",
+            f"{row['percent']:.2f}",
+            _number(row["tflops"], "{:.4g}"),
+        ]
+        for row in found["parts"]
+    ]
+    rows.append(["sum", "", f"{found['sum_ms']:.3f}", f"{100 * found['sum_ms'] / found['wall_ms']:.2f}", ""])
+    text += aligned(["part", "step", "ms", "%", "TFLOPS"], rows, ["part", "step"])
+    text += ["", *_checks(content)]
+    if found["unknown"]:
+        text += ["", f"not known ({len(found['unknown'])} names, the largest first)"]
+        listed = list(found["unknown"].items())[:SHOWN_UNKNOWN]
+        text += [f"  {ms:9.3f} ms  {_short(name)}" for name, ms in listed]
+    if len(content["ranks"]) > 1:
+        text += ["", *_rank_lines(content["ranks"])]
+    return [*text, "", *_waterfall_lines(content)]
+
+
+def _title(content: dict[str, Any]) -> str:
+    found, processes = content["profiled"], content["processes"]
+    of_ranks = f", {processes} processes, rank 0" if processes > 1 else ""
+    return (
+        f"{content['device']}{of_ranks}: an iteration, mean of {found['iterations']}, "
+        f"takes {found['wall_ms']:.3f} ms"
+    )
+
+
+def _checks(content: dict[str, Any]) -> list[str]:
+    found = content["profiled"]
+    difference = 100 * (found["trace_over_host_clock"] - 1)
+    verdict = "adds up" if content["adds_up"] else "DOES NOT ADD UP within 1 %"
+    text = [
+        f"The table {verdict}: its sum is the wall clock of the trace, which differs from the host's clock "
+        f"by {difference:+.2f} %."
+    ]
+    hidden = found["communication_hidden_ms"]
+    if hidden or any(is_communication(row["part"]) for row in found["parts"]):
+        text.append(f"Communication that other kernels hide, and that is not in the table: {hidden:.3f} ms.")
+    row = content["unprofiled"]
+    if row:
+        slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
+        text.append(
+            f"Without the profiler, in the same run: {row['time_ms']:.3f} ms, "
+            f"{_number(row['mfu_percent'], 'MFU {:.2f} %') or 'no MFU'}; the profiled iterations take "
+            f"{slower:+.1f} %."
+        )
+    return text
+
+
+def _rank_lines(ranks: list[dict[str, Any]]) -> list[str]:
+    head = {
+        "rank": "rank",
+        "wall_ms": "ms",
+        "communication_ms": "communication",
+        "communication_hidden_ms": "hidden",
+        "ranks_ms": "waits for ranks",
+        "idle_ms": "idle",
+    }
+    rows = [[str(rank["rank"]), *(f"{rank[key]:.3f}" for key in list(head)[1:])] for rank in ranks]
+    return aligned(list(head.values()), rows, [])
+
+
+def _waterfall_lines(content: dict[str, Any]) -> list[str]:
+    found = content["waterfall"]
+    in_points = found["unit"] == "points"
+    title = "From 100 % to the measured MFU, in points" if in_points else "Where the milliseconds go"
+    rows = [["peak", "", "", "100.000"]] if in_points else []
+    rows += [
+        [step["label"], *(_number(step[name], "{:.3f}") for name in ("ms", "points", "left_percent"))]
+        for step in found["steps"]
+    ]
+    text = [title, *aligned(["step", "ms", "points lost", "MFU %"], rows, ["step"])]
+    text += ["", "What could be done", *(f"  {step['label']}: {step['advice']}" for step in _costly(found))]
+    return text + [f"Note: {note}" for note in found["notes"]]
+
+
+def _costly(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The steps that cost anything, the largest first."""
+    return sorted((step for step in found["steps"] if (step["ms"] or 0) > 0), key=lambda step: -step["ms"])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _short(name: str) -> str:
+    kernel, _, path = name.partition(" in ")
+    return f"{kernel[:WIDTH]:<{WIDTH}}  {path[-WIDTH:]}"

@@ -1,0 +1,151 @@
+"""Records a few iterations with torch.profiler, for tools.profile: where each kernel belongs, and its time.
+
+Recording operators and shapes slows the host down, and a replayed CUDA graph has no operators. So a GPU's
+iterations are recorded twice. The window "places" has operators, shapes and kernels of an iteration before
+any capture: it tells where each kernel belongs. The window "times" has kernels alone, at a low cost. Both
+compute the same kernels in the same order, so tools.profile gives each kernel of the second window the place
+that it has in the first. On a CPU one window is enough: the times are those of the operators.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from common.durable_file import write_bytes
+from training.batches.loader import Loader
+from training.checkpoints.train_state import TrainState
+from training.configuration.keys import TrainConfig
+from training.process.world import World
+from training.records.clock import Clock
+from training.records.memory_snapshot import MemorySnapshot
+
+PLACES, TIMES = "places", "times"
+# Iterations of a process. The first five compile; a CUDA graph is checked against iterations 8 and 9
+# (training/cuda_graphs/graphed_step.py). The first iteration of a window begins with an idle GPU, so the
+# figures are of the others, where there are others.
+PLACES_WINDOW, TIMES_WINDOW = range(6, 7), range(22, 25)
+LOG_INTERVAL = 10  # for tools.profile: the row of iterations 11 to 20 is in no window
+ITERATIONS = TIMES_WINDOW.stop + 1  # that a run needs, because a window ends before the next iteration
+MARK = "iteration {}"
+
+
+class Window(NamedTuple):
+    """Iterations to record together."""
+
+    name: str
+    iterations: range
+    activities: list[ProfilerActivity]
+    operators: bool  # records them with their shapes
+
+
+class Profiler(Protocol):
+    def before(self, iteration: int) -> None:
+        """Called before the batch of each iteration is taken. All ranks."""
+
+
+class NoProfiler:
+    """profile=None."""
+
+    def before(self, iteration: int) -> None:
+        """There is nothing to record."""
+
+
+def make_profiler(
+    config: TrainConfig, state: TrainState, loader: Loader, clock: Clock, start: int
+) -> Profiler:
+    """What the loop calls. `start` is the first iteration of this process."""
+    if config.profile is None:
+        return NoProfiler()
+    if config.profile == "memory":
+        return MemorySnapshot(config, state, clock, start)
+    return TimeProfiler(config, state.world, loader, clock, start)
+
+
+def windows(on_gpu: bool) -> list[Window]:
+    if not on_gpu:
+        return [Window(TIMES, TIMES_WINDOW, [ProfilerActivity.CPU], True)]
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    return [
+        Window(PLACES, PLACES_WINDOW, both, True),
+        Window(TIMES, TIMES_WINDOW, [ProfilerActivity.CUDA], False),
+    ]
+
+
+def trace_path(out_dir: Path, window: str, rank: int) -> Path:
+    return out_dir / f"profile_{window}_rank{rank}.json.gz"
+
+
+def facts_path(out_dir: Path, rank: int) -> Path:
+    """What the traces of this rank do not say."""
+    return out_dir / f"profile_rank{rank}.json"
+
+
+class TimeProfiler:
+    """profile='time'. Every rank writes its own traces. It synchronizes the device only at both ends of a
+    window."""
+
+    def __init__(self, config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int):
+        self.out_dir, self.world, self.loader = Path(config.out_dir), world, loader
+        self.clock, self.start = clock, start
+        self.on_gpu = world.device.type == "cuda"
+        self.windows = windows(self.on_gpu)
+        self.running = False
+        self.marks: list[
+            dict[str, float]
+        ] = []  # of the window: one before each iteration, one after the last
+        self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
+        if self.on_gpu:
+            gpu = torch.cuda.get_device_properties(world.device)
+            self.facts |= {"multiprocessors": gpu.multi_processor_count, "capability": [gpu.major, gpu.minor]}
+
+    def before(self, iteration: int) -> None:
+        if not self.windows:
+            return
+        window, number = self.windows[0], iteration - self.start
+        if number == window.iterations.start - 1:
+            with self.clock.paused():  # the first time, CUPTI needs seconds to start
+                self.trace = profile(activities=window.activities, record_shapes=window.operators)
+                self.trace.prepare_trace()
+        elif number == window.iterations.start:
+            with self.clock.paused():
+                self.trace.start_trace()
+            self.running = True
+        if self.running:
+            self._mark(iteration)
+        if self.running and number == window.iterations.stop:
+            self._finish(window)
+
+    def _mark(self, iteration: int) -> None:
+        """Shows in the trace where an iteration begins: a GPU's stream gets a kernel that nothing else
+        launches."""
+        self.marks.append({"seconds": time.perf_counter(), "waited_seconds": self.loader.waited_seconds})
+        if self.on_gpu:
+            torch.cuda._sleep(1)  # one clock cycle; 'spin_kernel' in the trace
+        else:
+            with record_function(MARK.format(iteration)):
+                pass
+
+    def _finish(self, window: Window) -> None:
+        with self.clock.paused():
+            self.marks[-1]["seconds"] = time.perf_counter()  # the device has done everything
+            self.trace.stop_trace()
+            iterations = [self.start + number for number in window.iterations]
+            facts = {"iterations": iterations, "marks": self.marks}
+            self.facts["windows"][window.name] = facts
+            self._write(window)
+        self.windows, self.running, self.marks = self.windows[1:], False, []
+
+    def _write(self, window: Window) -> None:
+        rank = self.world.rank
+        with tempfile.TemporaryDirectory(prefix="nanomfu-") as folder:
+            path = trace_path(Path(folder), window.name, rank)
+            self.trace.export_chrome_trace(str(path))  # compressed, by the ending of the name
+            write_bytes(trace_path(self.out_dir, window.name, rank), path.read_bytes())
+        write_bytes(facts_path(self.out_dir, rank), json.dumps(self.facts, indent=2).encode())
