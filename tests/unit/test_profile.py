@@ -209,7 +209,7 @@ def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
     rank, classify = read_rank(tmp_path, 0), Classifier(tiny())
     assert all(work.place is None for work in rank.recording.work), "the window of times has no operators"
-    found = breakdown(rank, split_waits([rank], classify)[0], classify)
+    found = breakdown(rank, split_waits([rank], classify)[0][0], classify)
     rows = {row["part"]: row for row in found["parts"]}
     assert found["iterations"] == 2 and found["wall_ms"] == pytest.approx(0.1)
     assert rows["qkv forward"]["ms"] == pytest.approx(0.020)
@@ -234,14 +234,23 @@ def test_a_rank_that_comes_early_waits_for_the_others(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3, nccl=(40, 70)), seconds(3), rank=0)
     write_rank(tmp_path, window(1, operators=True), window(3, nccl=(55, 70)), seconds(3), rank=1)
     ranks, classify = [read_rank(tmp_path, rank) for rank in (0, 1)], Classifier(tiny())
-    found = [
-        breakdown(rank, work, classify)
-        for rank, work in zip(ranks, split_waits(ranks, classify), strict=True)
-    ]
+    works, known = split_waits(ranks, classify)
+    assert known
+    found = [breakdown(rank, work, classify) for rank, work in zip(ranks, works, strict=True)]
     rows = [{row["part"]: row["ms"] for row in each["parts"]} for each in found]
     assert rows[0][WAITING] == pytest.approx(0.015) and WAITING not in rows[1]
     for each in rows:
         assert each["communication: all-reduce"] == pytest.approx(0.015)
+
+
+def test_ranks_with_different_collectives_keep_their_waiting_in_the_communication(tmp_path):
+    fewer = window(3)
+    fewer.events = [event for event in fewer.events if not event["name"].startswith("nccl")]
+    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3), rank=0)
+    write_rank(tmp_path, window(1, operators=True), fewer, seconds(3), rank=1)
+    ranks = [read_rank(tmp_path, rank) for rank in (0, 1)]
+    works, known = split_waits(ranks, Classifier(tiny()))
+    assert not known and works == [rank.work for rank in ranks]
 
 
 def test_the_host_waiting_for_a_batch_is_told_from_a_slow_launch(tmp_path):
@@ -338,6 +347,7 @@ def test_the_text_shows_the_unknown_with_names_and_the_largest_loss_first(tmp_pa
         "unprofiled": {"time_ms": 0.098, "mfu_percent": 41.5},
         "profiled": found,
         "ranks": [{"rank": 0}],
+        "waits_known": True,
         "adds_up": adds_up(found),
         "waterfall": waterfall(MODEL, FOUND, 1e15, (1500.0, None), (1830.0, None), 450.0),
     }
