@@ -13,8 +13,7 @@ from tools.profile.breakdown import adds_up, breakdown, read_rank, split_waits
 from tools.profile.parts import LOST_MATMUL, UNKNOWN, WAITING, Classifier, group_of
 from tools.profile.timeline import BETWEEN, DATA, LAUNCH, NO_CAUSE, add_up
 from tools.profile.trace import Place, Work, read_events
-from tools.profile.waterfall import Work as ModelWork
-from tools.profile.waterfall import model_work, peak_clock_mhz, waterfall
+from tools.profile.waterfall import model_work, waterfall
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 
@@ -209,7 +208,7 @@ def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
     rank, classify = read_rank(tmp_path, 0), Classifier(tiny())
     assert all(work.place is None for work in rank.recording.work), "the window of times has no operators"
-    found = breakdown(rank, split_waits([rank], classify)[0], classify)
+    found = breakdown(rank, split_waits([rank], classify)[0][0], classify)
     rows = {row["part"]: row for row in found["parts"]}
     assert found["iterations"] == 2 and found["wall_ms"] == pytest.approx(0.1)
     assert rows["qkv forward"]["ms"] == pytest.approx(0.020)
@@ -234,14 +233,23 @@ def test_a_rank_that_comes_early_waits_for_the_others(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3, nccl=(40, 70)), seconds(3), rank=0)
     write_rank(tmp_path, window(1, operators=True), window(3, nccl=(55, 70)), seconds(3), rank=1)
     ranks, classify = [read_rank(tmp_path, rank) for rank in (0, 1)], Classifier(tiny())
-    found = [
-        breakdown(rank, work, classify)
-        for rank, work in zip(ranks, split_waits(ranks, classify), strict=True)
-    ]
+    works, known = split_waits(ranks, classify)
+    assert known
+    found = [breakdown(rank, work, classify) for rank, work in zip(ranks, works, strict=True)]
     rows = [{row["part"]: row["ms"] for row in each["parts"]} for each in found]
     assert rows[0][WAITING] == pytest.approx(0.015) and WAITING not in rows[1]
     for each in rows:
         assert each["communication: all-reduce"] == pytest.approx(0.015)
+
+
+def test_ranks_with_different_collectives_keep_their_waiting_in_the_communication(tmp_path):
+    fewer = window(3)
+    fewer.events = [event for event in fewer.events if not event["name"].startswith("nccl")]
+    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3), rank=0)
+    write_rank(tmp_path, window(1, operators=True), fewer, seconds(3), rank=1)
+    ranks = [read_rank(tmp_path, rank) for rank in (0, 1)]
+    works, known = split_waits(ranks, Classifier(tiny()))
+    assert not known and works == [rank.work for rank in ranks]
 
 
 def test_the_host_waiting_for_a_batch_is_told_from_a_slow_launch(tmp_path):
@@ -268,63 +276,6 @@ def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
         read_events(tmp_path / "trace.json.gz")
 
 
-# --- the waterfall ---
-
-PARTS = {
-    "qkv forward": 500.0,
-    "qkv recompute": 40.0,
-    "attention forward": 130.0,
-    "casts": 90.0,
-    "communication: all-reduce": 20.0,
-    WAITING: 5.0,
-    LAUNCH: 10.0,
-    BETWEEN: 5.0,
-}
-FOUND = {"parts": [{"part": part, "ms": ms} for part, ms in PARTS.items()], "wall_ms": sum(PARTS.values())}
-MODEL = ModelWork(matmul=400e12, attention=50e12)
-UNKNOWN_CLOCK = (None, "no GPU")
-
-
-@pytest.mark.parametrize("clock", [(1500.0, None), (1980.0, None), UNKNOWN_CLOCK])
-@pytest.mark.parametrize("alone", [450.0, 300.0, None])
-def test_the_steps_add_up_exactly_to_the_measured_mfu(clock, alone):
-    found = waterfall(MODEL, FOUND, 1e15, clock, (1830.0, None), alone)
-    assert found["mfu_percent"] == pytest.approx(100 * 450 / 800)
-    lost = sum(step["points"] or 0 for step in found["steps"])
-    assert 100 - lost == pytest.approx(found["mfu_percent"], abs=1e-9)
-    assert found["steps"][-1]["left_percent"] == pytest.approx(found["mfu_percent"], abs=1e-9)
-    assert 450 + sum(step["ms"] or 0 for step in found["steps"]) == pytest.approx(FOUND["wall_ms"])
-    assert all(step["advice"] for step in found["steps"])
-
-
-def test_an_unknown_clock_is_null_with_its_reason():
-    found = waterfall(MODEL, FOUND, 1e15, UNKNOWN_CLOCK, (1830.0, None), None)
-    assert found["steps"][0]["step"] == "clock" and found["steps"][0]["ms"] is None
-    assert any("no GPU" in note for note in found["notes"])
-
-
-def test_faster_than_the_formula_gives_points_back_and_says_so():
-    found = waterfall(MODEL, FOUND, 1e15, UNKNOWN_CLOCK, (1830.0, None), 300.0)
-    ceiling = next(step for step in found["steps"] if step["step"] == "ceiling")
-    assert ceiling["points"] < 0 and any("gives points back" in note for note in found["notes"])
-
-
-def test_without_a_peak_the_steps_are_milliseconds():
-    found = waterfall(MODEL, FOUND, None, UNKNOWN_CLOCK, UNKNOWN_CLOCK, 450.0)
-    assert found["unit"] == "ms" and found["mfu_percent"] is None
-    assert sum(step["ms"] for step in found["steps"]) == FOUND["wall_ms"]
-    assert any("--peak_tflops" in note for note in found["notes"])
-
-
-def test_the_peak_of_an_h100_is_reached_at_its_boost_clock():
-    facts = {"capability": [9, 0], "multiprocessors": 132}
-    assert peak_clock_mhz(989.4e12, facts)[0] == pytest.approx(1830, abs=1)
-    assert peak_clock_mhz(312e12, {"capability": [8, 0], "multiprocessors": 108})[0] == pytest.approx(
-        1410, abs=1
-    )
-    assert peak_clock_mhz(165.2e12, {"capability": [8, 9], "multiprocessors": 128})[0] is None
-
-
 # --- the text ---
 
 
@@ -338,8 +289,9 @@ def test_the_text_shows_the_unknown_with_names_and_the_largest_loss_first(tmp_pa
         "unprofiled": {"time_ms": 0.098, "mfu_percent": 41.5},
         "profiled": found,
         "ranks": [{"rank": 0}],
+        "waits_known": True,
         "adds_up": adds_up(found),
-        "waterfall": waterfall(MODEL, FOUND, 1e15, (1500.0, None), (1830.0, None), 450.0),
+        "waterfall": waterfall(model_work(tiny()), found, 1e12, (1500.0, None), (1830.0, None), 0.02),
     }
     text = "\n".join(report.lines(content))
     assert "The table adds up" in text and "MFU 41.50 %; the profiled iterations take +2.0 %" in text

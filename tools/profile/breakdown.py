@@ -86,14 +86,14 @@ def read_rank(out_dir: Path, rank: int) -> Rank:
     return Rank(work, times, facts)
 
 
-def split_waits(ranks: Sequence[Rank], classify: Classifier) -> list[list[Work]]:
-    """The work of each rank, with the part of each collective in which a rank waited for others as work of
-    its own. A collective ends on all ranks together, so the rank that came last has the shortest one: no
-    common clock is needed."""
+def split_waits(ranks: Sequence[Rank], classify: Classifier) -> tuple[list[list[Work]], bool]:
+    """(the work of each rank, with the part of each collective in which a rank waited for others as work of
+    its own; whether that is known). A collective ends on all ranks together, so the rank that came last has
+    the shortest one: no common clock is needed."""
     parts = [[classify(work).part for work in rank.work] for rank in ranks]
     places = [_collectives(names) for names in parts]
-    if len(ranks) == 1 or any({k: len(v) for k, v in p.items()} != _lengths(places[0]) for p in places):
-        return [rank.work for rank in ranks]
+    if any(_lengths(of_rank) != _lengths(places[0]) for of_rank in places):
+        return [rank.work for rank in ranks], False
     found = [list(rank.work) for rank in ranks]
     for kind, of_first in places[0].items():
         for number in range(len(of_first)):
@@ -105,7 +105,7 @@ def split_waits(ranks: Sequence[Rank], classify: Classifier) -> list[list[Work]]
                 if work.device and arrived > work.start:
                     of_rank[index] = replace(work, start=arrived)
                     of_rank.append(replace(work, name=WAITING, end=arrived, place=None))
-    return [sorted(works, key=lambda work: work.start) for works in found]
+    return [sorted(works, key=lambda work: work.start) for works in found], True
 
 
 def _collectives(parts: list[str]) -> dict[str, list[int]]:

@@ -39,10 +39,8 @@ def analyze(out_dir: Path, roofline: dict[str, Any] | None, roofline_reason: str
     config, info = config_of(record), record["startup_info"]
     ranks = [read_rank(out_dir, rank) for rank in range(info["hardware"]["num_gpus"])]
     classify = Classifier(config)
-    found = [
-        breakdown(rank, work, classify)
-        for rank, work in zip(ranks, split_waits(ranks, classify), strict=True)
-    ]
+    works, waits_known = split_waits(ranks, classify)
+    found = [breakdown(rank, work, classify) for rank, work in zip(ranks, works, strict=True)]
     row = next((row for row in record["training_iterations"] if row["iter"] == UNPROFILED_ROW), None)
     return {
         "device": info["hardware"]["gpu_name"],
@@ -51,6 +49,7 @@ def analyze(out_dir: Path, roofline: dict[str, Any] | None, roofline_reason: str
         "unprofiled": _unprofiled(row),
         "profiled": found[0],
         "ranks": [_of_rank(each) for each in found],
+        "waits_known": waits_known,
         "adds_up": all(map(adds_up, found)),
         "waterfall": _waterfall(config, info, ranks[0], found[0], row, roofline),
         "roofline": roofline,
@@ -146,6 +145,8 @@ def _checks(content: dict[str, Any]) -> list[str]:
     hidden = found["communication_hidden_ms"]
     if hidden or any(is_communication(row["part"]) for row in found["parts"]):
         text.append(f"Communication that other kernels hide, and that is not in the table: {hidden:.3f} ms.")
+    if not content["waits_known"]:
+        text.append("The ranks made different numbers of collectives, so their waiting is in communication.")
     row = content["unprofiled"]
     if row:
         slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
