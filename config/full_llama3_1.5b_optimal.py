@@ -14,9 +14,10 @@ d_ff = 7168
 vocab_size = 128256
 block_size = 2048
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
-batch_size = 16
-gradient_accumulation_steps = 4
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 786_432  # 384 sequences
 dtype = "bfloat16"
 compile = True
 attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
@@ -35,4 +36,5 @@ grad_clip = 1.0
 # evaluation and logging
 eval_interval = 1000
 eval_iters = 100
+eval_batch_size = 16
 log_interval = 10

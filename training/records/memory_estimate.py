@@ -23,7 +23,7 @@ def estimate_memory(
         shards = min(machine_size(), world_size)
     stored, adam, compute = (BYTES[name] for name in (config.param_dtype, config.adam_dtype, config.dtype))
     adam_shards = shards if config.use_zero1 or config.use_fsdp else 1  # shards is 1 on one process
-    logits = compute * config.batch_size * config.block_size / config.loss_chunks * model.vocab_size
+    logits = compute * config.micro_batch * config.block_size / config.logit_parts * model.vocab_size
     head = model.vocab_size * model.n_embd
     sizes = {
         f"weights ({config.param_dtype})": stored * parameters / adam_shards,
@@ -60,7 +60,7 @@ def _weights_and_gradients(model: ModelConfig, parameters: int, config: TrainCon
         f"gathered weights ({config.dtype})": compute * gathered,
         "head's gradient, again": (4 + compute) * model.vocab_size * model.n_embd,  # scaled, and rounded
     }
-    if config.gradient_accumulation_steps > 1:
+    if config.micro_steps > 1:
         sizes[f"whole gradients ({config.reduce_dtype})"] = BYTES[config.reduce_dtype] * parameters
     return sizes
 
@@ -74,7 +74,7 @@ def _block_weights(model: ModelConfig) -> int:
 def _activation_bytes(model: ModelConfig, config: TrainConfig) -> tuple[float, float]:
     """Bytes that the forward of all blocks keeps for the backward, and the most that are there during the
     backward. A recomputed block keeps only its two inputs, and has all its activations in its backward."""
-    compute, tokens = BYTES[config.dtype], config.batch_size * config.block_size
+    compute, tokens = BYTES[config.dtype], config.micro_batch * config.block_size
     C, A, F = model.n_embd, model.attention_width, model.d_ff
     qkv = A + 2 * model.n_kv_head * model.head_dim
     heads = 2 * qkv if model.position_encoding == "rope" else qkv  # as projected, and as input of attention
