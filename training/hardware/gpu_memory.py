@@ -45,9 +45,9 @@ class Card:
 
 # Measured: H200 (139.8 GiB of 141 GB). From torch's "total capacity of" in out-of-memory messages that users
 # posted, read in November 2026: RTX A6000 47.53 (black-forest-labs/flux2, issue 23), RTX 5090 31.36
-# (TrajectoryCrafter, issue 20), 48 GB with ECC 44.43 (MTVCrafter, issue 21), 16 GB Turing 14.76 (GPT2-Chinese,
-# issue 215). The others follow from the datasheet's size, less 1 to 2 % for the driver, and were not read from
-# a device. A run takes the figure of its own device.
+# (TrajectoryCrafter, issue 20), 48 GB with ECC 44.43 (MTVCrafter, issue 21), 16 GB Turing 14.76
+# (GPT2-Chinese, issue 215). The others follow from the datasheet's size, less 1 to 2 % for the driver, and
+# were not read from a device. A run takes the figure of its own device.
 CARDS = {
     "B200": Card("NVIDIA B200", (10, 0), 178.0),
     "B300": Card("NVIDIA B300 SXM6 AC", (10, 3), 266.0),

@@ -1,5 +1,6 @@
-"""Answers --dry_run=True: the start-up report of a model on the meta device, and whether the run fits a GPU that
-need not be here. No GPU, no data, no process group, no file."""
+"""Answers --dry_run=True: the start-up report of a model on the meta device, and whether a run fits a GPU
+that need not be here. It uses no GPU, no data, no process group and no file.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def _peak(config: TrainConfig, card: Card | None) -> Peak:
 def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory) -> list[str]:
     """Whether the run fits, with what margin, and the settings that would."""
     spare = memory.gib - found.needed_gib
-    margin = f"{units.memory(abs(spare))} ({abs(spare) / memory.gib:.0%})"
+    margin = f"{units.memory(abs(spare))} ({100 * abs(spare) / memory.gib:.0f} %)"
     lines = [
         "",
         "=" * 78,
@@ -87,7 +88,9 @@ def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: 
     ]
     if found.fits:
         return [*lines, f"{'Fits:':<28} yes, with {margin} to spare"]
-    fits = settings_that_fit(config, world_size, memory) or ["none that were tried"]
+    if config.eval_only:
+        return [*lines, f"{'Fits:':<28} training does not; an evaluation alone needs less than the estimate"]
+    fits = settings_that_fit(config, world_size, memory) or ["nothing that was tried: it needs more GPUs"]
     return [
         *lines,
         f"{'Fits:':<28} no, {margin} is missing",

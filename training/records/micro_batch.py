@@ -1,5 +1,5 @@
-"""Resolves batch_size='auto': the micro-batch that fits by the estimate of memory, and as many of them as make
-tokens_per_iter.
+"""Resolves batch_size='auto': the micro-batch that fits by the estimate of memory, and as many of them as
+make tokens_per_iter.
 
 All ranks choose the same, for the smallest memory among them. Only batch_size, gradient_accumulation_steps
 and loss_chunks change, never what is recomputed or sharded, so the samples of each iteration and their order
@@ -8,6 +8,7 @@ are the same on every GPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,12 +17,13 @@ import model_builder
 from common.errors import UserError
 from training.configuration.batch import EVAL_BATCH, divisors, is_auto, sequences_per_gpu
 from training.configuration.keys import AUTO, TrainConfig
+from training.configuration.rules import check
 from training.hardware.gpu_memory import CPU_NAME, DeviceMemory, device_memory
 from training.process.world import World, gather_objects
 from training.records import units
 from training.records.memory_estimate import estimate_memory
 
-# More is not faster: Qwen3 1.8B on one H200 reached 61.4 % MFU with 16 x 2048 and 60.3 % with 22 x 2048 (LOG.md).
+# More is not faster: Qwen3 1.8B on one H200 had 61.4 % MFU with 16 x 2048, 60.3 % with 22 x 2048 (LOG.md).
 MOST_TOKENS = 32_768
 ENOUGH_TOKENS = 16_384  # matmuls of so many rows are fast, so the logits stay in one part
 # Each part of the logits reads and writes the head's whole gradient: below the first figure this costs more
@@ -38,6 +40,8 @@ REMEDIES: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": "full", "adam_dtype": "bfloat16"},
     {"activation_checkpointing": "full", "adam_dtype": "bfloat16", "param_dtype": "bfloat16"},
 )
+MOST_REMEDIES = 3  # so many of those that fit are shown
+FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
 FSDP_GPUS = (2, 4, 8)
 
 
@@ -66,7 +70,7 @@ class MicroBatch:
             return []
         return [
             f"by the estimate this needs {units.memory(self.needed_gib)}, and {self.device} has "
-            f"{units.memory(self.available_gib)}; batch_size='auto' finds what fits, and --dry_run=True shows it"
+            f"{units.memory(self.available_gib)}; batch_size='auto' finds what fits"
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def resolve_micro_batch(config: TrainConfig, world: World) -> tuple[TrainConfig,
 
 
 def choose(config: TrainConfig, world_size: int, memory: DeviceMemory) -> tuple[TrainConfig, MicroBatch]:
-    """The configuration with numbers, and whether they fit. If nothing fits, it is the smallest micro-batch."""
+    """The configuration with numbers, and whether they fit. If nothing fits: the smallest micro-batch."""
     return _choose(config, world_size, memory, _count_parameters(config))
 
 
@@ -175,10 +179,10 @@ def _with(config: TrainConfig, batch_size: int, parts: int, world_size: int) -> 
 
 def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory) -> list[str]:
     """A line for each way to train this model with these tokens per iteration in this memory."""
-    tokens = (
-        config.tokens_per_iter if is_auto(config) else config.samples_per_iter(world_size) * config.block_size
-    )
-    config = replace(
+    tokens = config.tokens_per_iter
+    if tokens is None or not is_auto(config):
+        tokens = config.samples_per_iter(world_size) * config.block_size
+    free = replace(
         config,
         batch_size=AUTO,
         gradient_accumulation_steps=AUTO,
@@ -186,42 +190,52 @@ def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory
         tokens_per_iter=tokens,
         eval_only=False,
     )
+    stated = not is_auto(config)
     parameters = _count_parameters(config)
-    lines = [_line(config, remedy, world_size, memory, parameters) for remedy in REMEDIES]
+    found = (_line(free, stated, remedy, world_size, memory, parameters) for remedy in REMEDIES)
+    lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
     for gpus in FSDP_GPUS:
-        if gpus >= world_size and tokens % (config.block_size * gpus) == 0:
-            fsdp = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
-            found = (_line(config, fsdp | remedy, gpus, memory, parameters) for remedy in REMEDIES[:3])
-            lines.append(next(filter(None, found), None))
-    return [line for line in lines if line]
+        if gpus >= world_size:
+            found = (_line(free, stated, FSDP | one, gpus, memory, parameters) for one in REMEDIES[:3])
+            lines += itertools.islice(filter(None, found), 1)
+    return lines
 
 
 def _line(
-    config: TrainConfig, remedy: dict[str, Any], gpus: int, memory: DeviceMemory, parameters: int
+    config: TrainConfig,
+    stated: bool,
+    remedy: dict[str, Any],
+    gpus: int,
+    memory: DeviceMemory,
+    parameters: int,
 ) -> str | None:
-    """The flags and what they make, if it fits; None also if these settings are as they are already."""
+    """The flags and what they make, if it fits. stated: the user has set numbers, which flags replace."""
     changed = {name: value for name, value in remedy.items() if getattr(config, name) != value}
     if remedy and not changed:
         return None
-    numbers, found = _choose(replace(config, **changed), gpus, memory, parameters)
+    config = replace(config, **changed)
+    try:
+        check(config, gpus)
+    except UserError:  # for example, the tokens cannot be divided among so many GPUs
+        return None
+    numbers, found = _choose(config, gpus, memory, parameters)
     if not found.fits:
         return None
+    if stated:
+        names = ("batch_size", "gradient_accumulation_steps", "loss_chunks")
+        changed |= {name: getattr(numbers, name) for name in names}
     flags = [f"--{name}={value}" for name, value in changed.items()]
-    flags += [f"--{name}={getattr(numbers, name)}" for name in ("batch_size", "gradient_accumulation_steps")]
-    flags += [f"--loss_chunks={numbers.loss_chunks}"] * (numbers.loss_chunks != 1)
-    on = f"{gpus} GPUs" if gpus > 1 else "1 GPU"
-    return f"{on}, {units.memory(found.needed_gib)}: {' '.join(flags)}"
+    made = f"{numbers.batch_size} x {numbers.block_size} tokens, {units.memory(found.needed_gib)}"
+    return f"{gpus} GPU{'s' * (gpus > 1)}: {' '.join(flags)} ({made})"
 
 
 def _refusal(
     config: TrainConfig, smallest: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory
 ) -> list[str]:
-    fits = settings_that_fit(config, world_size, memory) or [
-        "none: this model needs more memory or more GPUs"
-    ]
+    fits = settings_that_fit(config, world_size, memory) or ["nothing that was tried: it needs more GPUs"]
     return [
-        f"batch_size='auto' finds nothing that fits: {smallest.batch_size} x {smallest.block_size} tokens with "
-        f"loss_chunks={smallest.loss_chunks} needs {units.memory(found.needed_gib)} by the estimate, and "
+        f"batch_size='auto' finds nothing that fits: {smallest.batch_size} x {smallest.block_size} tokens "
+        f"with loss_chunks={smallest.loss_chunks} need {units.memory(found.needed_gib)} by the estimate, and "
         f"{memory.device} has {units.memory(memory.gib)}. These fit:",
         *(f"  {line}" for line in fits),
         "Numbers for batch_size and gradient_accumulation_steps are not checked against the estimate.",
