@@ -19,7 +19,7 @@ LLAMA3_SMALL = "config/full_llama3_1.5b_optimal.py"
 LLAMA3_LARGE = "config/full_llama3_2.2b_chinchilla.py"
 QWEN3 = "config/full_qwen3_1.8b_optimal.py"
 
-# The same numbers for every variant, on every machine: what 'auto' chooses depends on memory, and a bench must not.
+# The same batch for every variant on every machine; what 'auto' chooses depends on the memory.
 BATCH = {"batch_size": 16, "gradient_accumulation_steps": 4}
 FP8 = {"low_precision": "fp8_tensorwise"}
 ONE_STEP = {"gradient_accumulation_steps": 1}

@@ -1,6 +1,6 @@
 # LLaMA 3 architecture: 1,544,628,224 parameters; 101.909 B tokens for 1.36e21 FLOPs as published.
-# GPU: one or more with 140 GB, such as H200. Measured 2026-11-21, one H200, torch 2.11, 4 accumulation steps:
-# MFU 61.57 % (v3), 70,854 tokens/s, 79.2 GB peak (LOG.md).
+# GPU: one or more with 48 GB or more. Measured 2026-11-21, one H200, torch 2.11, batch_size=16 with 4 accumulation
+# steps: MFU 61.57 % (v3), 70,854 tokens/s, 79.2 GB peak (LOG.md).
 out_dir = "out-llama3-1.5b-optimal"
 dataset = "slimpajama_6b_llama3"
 

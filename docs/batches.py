@@ -19,7 +19,7 @@ PUBLISHED = {  # tokens for 1.36e21 FLOPs, in 1e6
 
 
 def batches() -> str:
-    """The table of TRAINING_GUIDE.md: batch_size x gradient_accumulation_steps, and the GiB that they need."""
+    """The table of TRAINING_GUIDE.md: batch_size x gradient_accumulation_steps, and the GiB needed."""
     columns = [f"{name}, {size}" for name, size in GPUS.items()]
     lines = [f"| config | tokens per iteration | {' | '.join(columns)} | published tokens | iterations |"]
     lines.append("|---" * (len(columns) + 4) + "|")

@@ -1,5 +1,5 @@
-"""Writes the generated pages, docs/modules.md and docs/reference.md, the picture in SYSTEM_OVERVIEW.md and the
-table of batches in TRAINING_GUIDE.md.
+"""Writes the generated pages, docs/modules.md and docs/reference.md, the picture in SYSTEM_OVERVIEW.md and
+the table of batches in TRAINING_GUIDE.md.
 
     python -m docs.generate
 
