@@ -1,7 +1,7 @@
 # Qwen3 architecture for a node of B200s: 1,830,395,904 parameters.
 # GPU: eight B200 (180 GB). Unmeasured.
-# 4,194,304 tokens per iteration, as phase 1 of the published guide (64 x 4 on 8 GPUs there), in micro-batches that
-# fit without recomputation.
+# 4,194,304 tokens per iteration, as phase 1 of the published guide (64 x 4 on 8 GPUs there), in micro-batches
+# that fit without recomputation.
 out_dir = "out-qwen3-1.8b-b200"
 dataset = "slimpajama_6b_qwen3"
 

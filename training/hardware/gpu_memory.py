@@ -9,21 +9,19 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.errors import UserError
 from common.text import shown
 from training.hardware.capability import Capability, capability, lookup
-from training.process.memory import GIB
+from training.process.memory import GIB, host_bytes
 
 FRACTION = re.compile(r"per_process_memory_fraction:\s*(\d*\.?\d+)")
 # A CPU's memory is also the system's, the data's and other programs'. The total, not what is free now, so
 # that the same machine always chooses the same.
 CPU_SHARE = 0.5
 CPU_NAME = "the CPU"
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container; 'max' without a limit
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def card_capability(card: Card) -> Capability:
 def device_memory(device: torch.device, local_size: int) -> DeviceMemory:
     """What this process may use of its device; processes of one machine share a CPU's memory."""
     if device.type != "cuda":
-        return DeviceMemory(_host_gib() * CPU_SHARE / local_size, CPU_NAME)
+        return DeviceMemory(host_bytes() / GIB * CPU_SHARE / local_size, CPU_NAME)
     total = torch.cuda.get_device_properties(device).total_memory / GIB
     return DeviceMemory(total * _fraction(device), capability(device).name)
 
@@ -100,15 +98,6 @@ def _fraction(device: torch.device) -> float:
     stated = FRACTION.search(os.environ.get("PYTORCH_ALLOC_CONF", ""))
     set_in_torch = torch.cuda.get_per_process_memory_fraction(device)
     return min(set_in_torch, float(stated[1])) if stated else set_in_torch
-
-
-def _host_gib() -> float:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    try:
-        limits.append(int(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or no limit
-        pass
-    return min(limits) / GIB
 
 
 def _plain(name: str) -> str:
