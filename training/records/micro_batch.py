@@ -196,7 +196,7 @@ def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory
     lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
     for gpus in FSDP_GPUS:
         if gpus >= world_size:
-            found = (_line(free, stated, FSDP | one, gpus, memory, parameters) for one in REMEDIES[:3])
+            found = (_line(free, stated, FSDP | one, gpus, memory, parameters) for one in REMEDIES)
             lines += itertools.islice(filter(None, found), 1)
     return lines
 
