@@ -96,7 +96,7 @@ def _fraction(device: torch.device) -> float:
     """The share of the GPU that this process may use. The variable is read, too, because not every version
     of torch applies it to what it reports."""
     stated = FRACTION.search(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    set_in_torch = torch.cuda.get_per_process_memory_fraction(device)
+    set_in_torch = torch.cuda.get_per_process_memory_fraction(device.index)
     return min(set_in_torch, float(stated[1])) if stated else set_in_torch
 
 

@@ -155,8 +155,9 @@ def _batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
 
 
 def _parts(tokens: int, least: int) -> list[int]:
-    """1, 2, 4, ... parts of the logits, none below `least` tokens; one part may be of any size."""
-    return [1] + [2**n for n in range(1, tokens.bit_length()) if tokens // 2**n >= least]
+    """1, 2, 4, ... equal parts of the logits, none below `least` tokens; one part may be of any size."""
+    powers = (2**n for n in range(1, tokens.bit_length()))
+    return [1] + [parts for parts in powers if tokens % parts == 0 and tokens // parts >= least]
 
 
 def _with(config: TrainConfig, batch_size: int, parts: int, world_size: int) -> TrainConfig:
