@@ -20,7 +20,7 @@ LLAMA3_LARGE = "config/full_llama3_2.2b_chinchilla.py"
 QWEN3 = "config/full_qwen3_1.8b_optimal.py"
 
 # The same batch for every variant on every machine; what 'auto' chooses depends on the memory.
-BATCH = {"batch_size": 16, "gradient_accumulation_steps": 4}
+BATCH: dict[str, object] = {"batch_size": 16, "gradient_accumulation_steps": 4}
 FP8 = {"low_precision": "fp8_tensorwise"}
 ONE_STEP = {"gradient_accumulation_steps": 1}
 
