@@ -93,7 +93,7 @@ def test_24_and_16_gb_are_refused_before_the_model_is_built(name, card, monkeypa
     text = str(error.value)
     needs, has = re.search(r"need ([\d.]+) GB by the estimate, and .* has ([\d.]+) GB", text).groups()
     assert "1 x 2048 tokens" in text and float(needs) > 22 and float(has) == round(memory.gib, 2)
-    assert ("8 GPUs: --use_fsdp=True" in text) == (card == "RTX-4090" or "2.2b" not in name)
+    assert "8 GPUs: --use_fsdp=True" in text or (card == "T4" and "it needs more GPUs" in text)
 
 
 def test_an_evaluation_alone_is_not_refused_and_takes_any_number_of_processes(monkeypatch):
