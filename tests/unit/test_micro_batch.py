@@ -250,10 +250,10 @@ def test_every_gpu_evaluates_the_same_windows():
 def test_a_limit_for_this_process_is_honored(monkeypatch):
     properties = type("Properties", (), {"total_memory": 80 * GIB, "major": 9, "minor": 0, "name": "X"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    fractions = {0: 0.5, None: 1.0}  # None is the current device
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fractions.get)
     assert device_memory(torch.device("cuda", 0), 8) == DeviceMemory(40.0, "X")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,per_process_memory_fraction:0.25")
-    assert device_memory(torch.device("cuda", 0), 8).gib == 20.0
+    assert device_memory(torch.device("cuda"), 8) == DeviceMemory(80.0, "X")
 
 
 def test_processes_share_the_memory_of_a_cpu(monkeypatch):

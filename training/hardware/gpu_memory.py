@@ -1,12 +1,11 @@
 """Tells how much memory a process may use: of the device that it has, or of a GPU that a dry run names.
 
-A fraction that limits this process is honored: torch.cuda.set_per_process_memory_fraction(), which also has
-the value of PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.5 where torch knows that option.
+A fraction that limits this process is honored. torch.cuda.set_per_process_memory_fraction() sets it, and so
+does PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.5.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from common.text import shown
 from training.hardware.capability import Capability, capability, lookup
 from training.process.memory import GIB, host_bytes
 
-FRACTION = re.compile(r"per_process_memory_fraction:\s*(\d*\.?\d+)")
 # A CPU's memory is also the system's, the data's and other programs'. The total, not what is free now, so
 # that the same machine always chooses the same.
 CPU_SHARE = 0.5
@@ -89,15 +87,8 @@ def device_memory(device: torch.device, local_size: int) -> DeviceMemory:
     if device.type != "cuda":
         return DeviceMemory(host_bytes() / GIB * CPU_SHARE / local_size, CPU_NAME)
     total = torch.cuda.get_device_properties(device).total_memory / GIB
-    return DeviceMemory(total * _fraction(device), capability(device).name)
-
-
-def _fraction(device: torch.device) -> float:
-    """The share of the GPU that this process may use. The variable is read, too, because not every version
-    of torch applies it to what it reports."""
-    stated = FRACTION.search(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    set_in_torch = torch.cuda.get_per_process_memory_fraction(device.index)
-    return min(set_in_torch, float(stated[1])) if stated else set_in_torch
+    limit = torch.cuda.get_per_process_memory_fraction(device.index)
+    return DeviceMemory(total * limit, capability(device).name)
 
 
 def _plain(name: str) -> str:
