@@ -72,8 +72,10 @@ from training.process.redaction import redact
 from training.process.run_lock import RunLock, check_writable
 from training.process.world import World, check_device, check_launch, init_world, launch_info
 from training.records.clock import Clock
+from training.records.dry_run import dry_run
+from training.records.micro_batch import resolve_micro_batch
 from training.records.profiler import Profiler, make_profiler
-from training.records.report import announce, closing_lines, dry_run
+from training.records.report import announce, closing_lines
 from training.records.rows import Logger
 from training.records.run_record import open_log, open_record
 from training.records.startup_info import run_info, startup_info
@@ -138,7 +140,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     watchdog.join(world)
     path = open_log(config, world)
 
-    # 3) choose where to start
+    # 3) resolve batch_size='auto', and choose where to start
+    config, micro_batch = resolve_micro_batch(config, world)
     config = choose_start(config, world)
     data = agree_on_data(sources, world)
     windows = make_windows(sources, config)
@@ -169,7 +172,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     monitor = watch_gpus(world)
-    info = startup_info(config, flops, peak, describe_hardware(world.device), attention.to_dict(), world.size)
+    machine = describe_hardware(world.device)
+    info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
@@ -305,7 +309,7 @@ def build(
     model = model_builder.build_model(model_config, attention.attend, dtype)
     model.documents = attention.documents()
     model.init_weights(device, config.seed)
-    model.head.loss_chunks = config.loss_chunks
+    model.head.loss_chunks = config.logit_parts
     use_low_precision(model, config)
     return model, attention
 

@@ -63,7 +63,7 @@ def _fp8_products(M: int, K: int, N: int, dtype: str, device: torch.device):
 def time_attention(config: TrainConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict:
     """One layer's attention. Rates are by causal FLOPs: the kernels skip the other half."""
     choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
-    B, T, D = config.batch_size, config.block_size, model.head_dim
+    B, T, D = config.micro_batch, config.block_size, model.head_dim
     q, k, v = (
         _random((B, T, heads, D), dtype, device).requires_grad_()
         for heads in (model.n_head, model.n_kv_head, model.n_kv_head)

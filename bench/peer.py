@@ -38,6 +38,7 @@ from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
 from training.process.memory import GIB
 from training.process.world import World, check_device, init_world, launch_info
+from training.records.micro_batch import resolve_micro_batch
 from training.records.utilization import utilization
 
 Step = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, y, learning rate) -> mean loss
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
     check_device(config)
     sources = open_sources(config, scan=launch_info()[1] == 0)
     world = init_world(config)
+    config, _ = resolve_micro_batch(config, world)  # as train.py does here, so both have the same numbers
     agree_on_data(sources, world)
     torch.manual_seed(config.seed)
     with world.device:

@@ -29,7 +29,8 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, resolve_peak
 from training.pretrained.settings import load_run_config
-from training.process.world import check_device
+from training.process.world import World, check_device
+from training.records.micro_batch import resolve_micro_batch
 
 HEAD = "lm_head"  # the one matmul outside the blocks
 
@@ -37,7 +38,9 @@ HEAD = "lm_head"  # the one matmul outside the blocks
 def main(argv: list[str]) -> int:
     config = load_run_config(argv)
     check_device(config)
-    measured = measure(config, torch.device(config.device))
+    device = torch.device(config.device)
+    config, _ = resolve_micro_batch(config, World(0, 0, 1, device))
+    measured = measure(config, device)
     print("\n".join(lines(measured)))
     print(json.dumps(measured))
     return 0
@@ -46,7 +49,7 @@ def main(argv: list[str]) -> int:
 def measure(config: TrainConfig, device: torch.device) -> dict:
     """Every rate, and the ceiling that follows from them, for one micro-batch on one GPU."""
     model, dtype = config.model_config(), DTYPES[config.dtype]
-    tokens = config.batch_size * config.block_size
+    tokens = config.micro_batch * config.block_size
     matmuls = []
     for (name, inputs, outputs), count in matmul_shapes(model).items():
         low = runs_in_fp8(name, config)

@@ -19,6 +19,8 @@ LLAMA3_SMALL = "config/full_llama3_1.5b_optimal.py"
 LLAMA3_LARGE = "config/full_llama3_2.2b_chinchilla.py"
 QWEN3 = "config/full_qwen3_1.8b_optimal.py"
 
+# The same batch for every variant on every machine; what 'auto' chooses depends on the memory.
+BATCH: dict[str, object] = {"batch_size": 16, "gradient_accumulation_steps": 4}
 FP8 = {"low_precision": "fp8_tensorwise"}
 ONE_STEP = {"gradient_accumulation_steps": 1}
 
@@ -40,39 +42,40 @@ SUITES: dict[str, tuple[Variant, ...]] = {
         Variant("manual", QUICKSTART, {"attention_backend": "manual"}),
     ),
     "models": tuple(
-        Variant(name, config, {"dtype": "bfloat16"})
-        for name, config in (
-            ("GPT-2 1.36B", GPT2),
-            ("LLaMA 1.36B", LLAMA),
-            ("LLaMA 3 1.5B", LLAMA3_SMALL),
-            ("LLaMA 3 2.2B", LLAMA3_LARGE),
-            ("Qwen3 1.8B", QWEN3),
+        Variant(name, config, {**BATCH, "batch_size": batch_size, "dtype": "bfloat16"})
+        for name, config, batch_size in (
+            ("GPT-2 1.36B", GPT2, 16),
+            ("LLaMA 1.36B", LLAMA, 16),
+            ("LLaMA 3 1.5B", LLAMA3_SMALL, 16),
+            ("LLaMA 3 2.2B", LLAMA3_LARGE, 12),
+            ("Qwen3 1.8B", QWEN3, 16),
         )
     ),
     "precision": (
-        Variant("bf16", QWEN3, {"low_precision": "none"}),
-        Variant("bf16, bf16 weights", QWEN3, {"low_precision": "none", "param_dtype": "bfloat16"}),
-        Variant("fp8 layers", QWEN3, {**FP8, "low_precision_scope": "layers"}),
-        Variant("fp8 layers and head", QWEN3, {**FP8, "low_precision_scope": "layers_and_head"}),
+        Variant("bf16", QWEN3, {**BATCH, "low_precision": "none"}),
+        Variant("bf16, bf16 weights", QWEN3, {**BATCH, "low_precision": "none", "param_dtype": "bfloat16"}),
+        Variant("fp8 layers", QWEN3, {**BATCH, **FP8, "low_precision_scope": "layers"}),
+        Variant("fp8 layers and head", QWEN3, {**BATCH, **FP8, "low_precision_scope": "layers_and_head"}),
         Variant(
             "fp8 layers and head, bf16 weights",
             QWEN3,
-            {**FP8, "low_precision_scope": "layers_and_head", "param_dtype": "bfloat16"},
+            {**BATCH, **FP8, "low_precision_scope": "layers_and_head", "param_dtype": "bfloat16"},
         ),
     ),
-    "micro_batch": tuple(Variant(f"{n} x 2048", QWEN3, {"batch_size": n}) for n in (12, 16, 22, 32)),
+    "micro_batch": tuple(Variant(f"{n} x 2048", QWEN3, {**BATCH, "batch_size": n}) for n in (12, 16, 22, 32)),
     "strategies": (
-        Variant("one GPU", QWEN3),
-        Variant("DDP", QWEN3, {}, ALL_GPUS),
-        Variant("ZeRO-1", QWEN3, {"use_zero1": True}, ALL_GPUS),
-        Variant("FSDP", QWEN3, {"use_fsdp": True}, ALL_GPUS),
+        Variant("one GPU", QWEN3, BATCH),
+        Variant("DDP", QWEN3, BATCH, ALL_GPUS),
+        Variant("ZeRO-1", QWEN3, {**BATCH, "use_zero1": True}, ALL_GPUS),
+        Variant("FSDP", QWEN3, {**BATCH, "use_fsdp": True}, ALL_GPUS),
     ),
     "attention": tuple(
-        Variant(backend, QWEN3, {"attention_backend": backend})
+        Variant(backend, QWEN3, {**BATCH, "attention_backend": backend})
         for backend in ("sdpa", "flash_attn_2", "flash_attn_3")
     ),
     "compile": tuple(
-        Variant(scope, QWEN3, {"compile": True, "compile_scope": scope}) for scope in ("regional", "whole")
+        Variant(scope, QWEN3, {**BATCH, "compile": True, "compile_scope": scope})
+        for scope in ("regional", "whole")
     ),
     # steps of a few milliseconds, where launching the kernels takes a large part of the time
     "graphs": tuple(

@@ -12,9 +12,10 @@ d_ff = 6144
 vocab_size = 32000
 block_size = 2048
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
-batch_size = 24
-gradient_accumulation_steps = 2
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 786_432  # 384 sequences
 dtype = "bfloat16"
 compile = True
 attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
@@ -33,4 +34,5 @@ grad_clip = 1.0
 # evaluation and logging
 eval_interval = 1000
 eval_iters = 100
+eval_batch_size = 16
 log_interval = 10

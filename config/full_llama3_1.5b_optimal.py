@@ -1,6 +1,7 @@
 # LLaMA 3 architecture: 1,544,628,224 parameters; 101.909 B tokens for 1.36e21 FLOPs as published.
-# GPU: one or more with 140 GB, such as H200. Measured 2026-11-21, one H200, torch 2.11, 4 accumulation steps:
-# MFU 61.57 % (v3), 70,854 tokens/s, 79.2 GB peak (LOG.md).
+# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200.
+# Measured 2026-11-21, one H200, torch 2.11, 16 x 2048 tokens, 4 accumulation steps: MFU 61.57 % (v3),
+# 70,854 tokens/s, 79.2 GB peak (LOG.md).
 out_dir = "out-llama3-1.5b-optimal"
 dataset = "slimpajama_6b_llama3"
 
@@ -14,9 +15,10 @@ d_ff = 7168
 vocab_size = 128256
 block_size = 2048
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
-batch_size = 16
-gradient_accumulation_steps = 4
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 786_432  # 384 sequences
 dtype = "bfloat16"
 compile = True
 attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
@@ -35,4 +37,5 @@ grad_clip = 1.0
 # evaluation and logging
 eval_interval = 1000
 eval_iters = 100
+eval_batch_size = 16
 log_interval = 10

@@ -1,6 +1,6 @@
 # Qwen3 architecture for a node of B200s: 1,830,395,904 parameters.
 # GPU: eight B200 (180 GB). Unmeasured.
-# On 8 GPUs 4,194,304 tokens per iteration, as phase 1 of the published guide (64 x 4 there), in micro-batches
+# 4,194,304 tokens per iteration, as phase 1 of the published guide (64 x 4 on 8 GPUs there), in micro-batches
 # that fit without recomputation.
 out_dir = "out-qwen3-1.8b-b200"
 dataset = "slimpajama_6b_qwen3"
@@ -15,9 +15,10 @@ d_ff = 6144
 vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 block_size = 2048
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
-batch_size = 16
-gradient_accumulation_steps = 16
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 4_194_304  # 2,048 sequences
 use_dataloader = True
 dataloader_num_workers = 16
 dtype = "bfloat16"
@@ -38,4 +39,5 @@ grad_clip = 1.0
 # evaluation and logging
 eval_interval = 1000
 eval_iters = 100
+eval_batch_size = 16
 log_interval = 10

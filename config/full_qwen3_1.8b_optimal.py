@@ -1,6 +1,7 @@
 # Qwen3 architecture: 1,830,395,904 parameters; 81.727 B tokens for 1.36e21 FLOPs as published.
-# GPU: one or more with 140 GB, such as H200. Measured 2026-11-21, one H200, torch 2.11, 8 accumulation steps:
-# MFU 61.94 % (v3), 59,363 tokens/s, 95.7 GB peak (LOG.md);
+# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200.
+# Measured 2026-11-21, one H200, torch 2.11, 16 x 2048 tokens, 8 accumulation steps: MFU 61.94 % (v3),
+# 59,363 tokens/s, 95.7 GB peak (LOG.md);
 # with --low_precision=fp8_tensorwise 79.28 % of the bf16 peak, 75,989 tokens/s.
 out_dir = "out-qwen3-1.8b-optimal"
 dataset = "slimpajama_6b_qwen3"
@@ -15,9 +16,10 @@ d_ff = 6144
 vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 block_size = 2048
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
-batch_size = 16
-gradient_accumulation_steps = 4
+# batch: the same tokens per iteration on every number and size of GPUs that can divide and hold them
+batch_size = "auto"
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 786_432  # 384 sequences
 dtype = "bfloat16"
 compile = True
 attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
@@ -36,4 +38,5 @@ grad_clip = 1.0
 # evaluation and logging
 eval_interval = 1000
 eval_iters = 100
+eval_batch_size = 16
 log_interval = 10

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from training.batches.windows import Split, Windows, inputs_and_targets, permute
+from training.configuration.batch import divisors
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import EVALUATION, stream_seed
 from training.process.world import World, sum_over_ranks
@@ -22,13 +23,13 @@ def evaluate(
     world: World,
     check: Callable[[], None] = lambda: None,
 ) -> dict:
-    """{split: mean loss} over eval_iters batches of batch_size sequences per split. All ranks. `check` is
-    called before each batch and may raise.
+    """{split: mean loss} over eval_iters batches of eval_batch_size sequences per split. All ranks. `check`
+    is called before each forward pass and may raise.
 
     Each source of a mixture gets its weight's share of the batches, at least one. The split's loss is the
     weighted mean of its sources' losses, and "sources" in the result is {source: {split: loss}}.
 
-    Rank (i mod world size) evaluates batch i. Every rank makes the same number of forward passes, because
+    Rank (i mod world size) makes forward pass i. Every rank makes the same number of forward passes, because
     with FSDP each pass communicates; surplus passes are not counted.
     """
     losses: dict[str, Any] = {}
@@ -59,9 +60,11 @@ def _mean_loss(model, windows: Windows, batches: np.ndarray, world: World, check
 
 
 def eval_batches(windows: Windows, config: TrainConfig, weight: Fraction | int = 1) -> np.ndarray:
-    """(batches, batch_size) window indices: at most eval_iters x weight batches, no window twice. A split
-    with fewer windows than one batch repeats them to fill it."""
-    B = config.batch_size
+    """(passes, sequences) window indices: at most eval_iters x weight batches, no window twice. A split with
+    fewer windows than one batch repeats them to fill it. Which windows these are does not depend on the
+    micro-batch: a batch is divided into equal passes that are not larger."""
+    B = config.eval_batch_size or config.micro_batch
+    sequences = max(d for d in divisors(B) if d <= config.micro_batch)
     batches = max(1, min(round(config.eval_iters * weight), windows.count // B))
     order = np.arange(batches * B) % windows.count
-    return permute(order, windows.count, stream_seed(config.seed, EVALUATION)).reshape(batches, B)
+    return permute(order, windows.count, stream_seed(config.seed, EVALUATION)).reshape(-1, sequences)

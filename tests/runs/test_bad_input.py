@@ -126,7 +126,7 @@ def test_config_that_does_not_exist_is_named(refusal, tmp_path):
         (["--checkpoint_interval=-5"], ["checkpoint_interval=-5"]),
         (["--keep_last=0"], ["keep_last=0"]),
         (["--resume_from=best"], ["resume_from='best'", "--init_from=resume"]),
-        (["--allow_changes=n_layer"], ["allow_changes: 'n_layer'", "batch_size"]),
+        (["--allow_changes=n_layer"], ["allow_changes: 'n_layer'", "tokens_per_iter"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )

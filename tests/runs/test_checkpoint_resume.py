@@ -18,6 +18,7 @@ from training.checkpoints.folder import find_checkpoint, step_folders
 from training.checkpoints.resume import find_resume, refuse_changes
 from training.checkpoints.saved_state import read_state
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import FACTORS
 from training.optimization.schedule import learning_rate
 
 pytestmark = pytest.mark.resume
@@ -167,8 +168,8 @@ RESUME = ("--init_from=resume", "--max_iters=6")
 @pytest.mark.parametrize(
     ("flag", "wanted"),
     [
-        ("--batch_size=2", "batch_size: checkpoint 4, now 2; an iteration had 4 samples, now 2"),
-        ("--gradient_accumulation_steps=3", "gradient_accumulation_steps: checkpoint 1, now 3"),
+        ("--batch_size=2", "tokens_per_iter: checkpoint 128 (batch_size 4 x gradient_accumulation_steps 1 x"),
+        ("--gradient_accumulation_steps=3", "now 384 (batch_size 4 x gradient_accumulation_steps 3 x"),
         ("--seed=7", "seed: checkpoint 1337, now 7"),
         ("--learning_rate=0.02", "learning_rate: checkpoint 0.01, now 0.02"),
         ("--min_lr=0.002", "min_lr: checkpoint 0.001, now 0.002"),
@@ -187,6 +188,7 @@ def test_a_changed_setting_is_refused_by_its_name(begun_once, flag, wanted):
     with pytest.raises(UserError, match=re.escape(wanted)) as error:
         find_resume(config, ALONE, data_fingerprint(meta, splits))
     name = flag[2:].partition("=")[0]
+    name = "tokens_per_iter" if name in FACTORS else name
     assert f"--allow_changes={name}" in str(error.value) or name == "block_size"
 
 
@@ -229,10 +231,11 @@ def test_other_data_under_the_same_name_is_refused(run, begun, capfd):
 def test_another_number_of_processes_is_refused_unless_an_iteration_keeps_its_samples(out_dir):
     checkpoint = out_dir / "checkpoints" / "step-00000003"
     saved = read_state(checkpoint)
-    changed = "processes: checkpoint 1, now 2; an iteration had 4 samples, now 8"
-    with pytest.raises(UserError, match=f"{changed}.*--allow_changes=processes$"):
+    changed = "checkpoint 128 .*processes 1 x.*, now 256 .*processes 2 x"
+    with pytest.raises(UserError, match=f"{changed}.*--allow_changes=tokens_per_iter$"):
         refuse_changes(checkpoint, saved, make_config(out_dir), 2, {})
-    refuse_changes(checkpoint, saved, make_config(out_dir, allow_changes="processes"), 2, {})
+    for name in ("tokens_per_iter", "processes"):  # processes alone are other than they were
+        refuse_changes(checkpoint, saved, make_config(out_dir, allow_changes=name), 2, {})
     refuse_changes(checkpoint, saved, make_config(out_dir, batch_size=2), 2, {})
 
 

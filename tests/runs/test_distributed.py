@@ -58,7 +58,8 @@ def runs(folder):
         flags = {f"{name}-{processes}": STRATEGIES.get(name, []) for name in names}
         if processes == 2:
             flags |= {f"float16-{name}": ["--dtype=float16", *STRATEGIES[name]] for name in names}
-        same = [folder / "run.py", f"--gradient_accumulation_steps={4 // processes}"]
+        same = [folder / "run.py", "--gradient_accumulation_steps=auto", "--tokens_per_iter=256"]
+        same += ["--batch_size=auto", "--eval_batch_size=2"] * (processes == 4)  # else 2, as the config says
         commands = [[*same, f"--out_dir={folder / out}", *more] for out, more in flags.items()]
         run_in_one_launch(folder, commands, processes)
     return {
@@ -100,8 +101,9 @@ def test_throughput_is_global_and_says_over_how_many(runs, name, processes):
     record = runs[name, processes]
     info = record["startup_info"]
     assert info["tokens_per_iter"] == runs["single", 1]["startup_info"]["tokens_per_iter"] == 8 * 32
-    assert record["config"]["gradient_accumulation_steps_per_gpu"] == 4 // processes
-    assert record["config"]["gradient_accumulation_steps_global"] == 4
+    micro_steps = {2: 2, 4: 1}[processes]
+    assert record["config"]["gradient_accumulation_steps_per_gpu"] == micro_steps
+    assert record["config"]["gradient_accumulation_steps_global"] == micro_steps * processes
     for row in record["training_iterations"]:
         assert row["tokens_per_sec"] == pytest.approx(8 * 32 / (row["time_ms"] / 1000))
         assert row["tokens_per_sec_per_gpu"] == pytest.approx(row["tokens_per_sec"] / processes)

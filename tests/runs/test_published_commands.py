@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 
-import model_builder
 from plots import compare_runs, plot_single_run
 from training.configuration.files_and_flags import load_config
-from training.records import report
-from training.records.memory_estimate import estimate_memory
+from training.hardware.gpu_memory import CARDS, card_memory
+from training.records import dry_run
+from training.records.micro_batch import choose
 from training.records.rows import Logger
 
 TEXT = (ROOT / "tests/runs/published_commands.txt").read_text()
@@ -56,7 +56,7 @@ def counted_once():
     def count(config_file: str) -> dict:
         return report_count(load_config([config_file]))
 
-    report_count = report.count_flops
+    report_count = dry_run.count_flops
     return count
 
 
@@ -65,7 +65,7 @@ def test_training_command_passes_as_a_dry_run(line, run, counted_once, monkeypat
     processes, arguments = processes_and_arguments(line)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setattr(report, "count_flops", lambda config: counted_once(arguments[0]))
+    monkeypatch.setattr(dry_run, "count_flops", lambda config: counted_once(arguments[0]))
     if "--init_from=resume" in arguments:  # the report of an evaluation is that of a run
         assert load_config(arguments, processes).eval_only
     assert run(*arguments, "--dry_run=True") == 0
@@ -74,13 +74,11 @@ def test_training_command_passes_as_a_dry_run(line, run, counted_once, monkeypat
 
 def test_b200_config_without_flags_is_phase_1_of_the_guide_and_fits(monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = load_config([B200], 8)
+    config, found = choose(load_config([B200], 8), 8, card_memory(CARDS["B200"]))
     assert config.samples_per_iter(8) * config.block_size == 64 * 4 * 8 * 2048 == 4_194_304
     assert config.use_dataloader and config.dataloader_num_workers == 16
     assert config.activation_checkpointing == "none" and config.loss_chunks == 1
-    model = config.model_config()
-    parameters = model_builder.build_model(model).count_parameters()["total"]
-    assert sum(estimate_memory(model, parameters, config, 8).values()) < 120  # GiB, of a GPU with 180 GB
+    assert found.fits and found.needed_gib < 120
 
 
 # --- on a tiny run ---
@@ -139,7 +137,7 @@ def test_evaluation_alone_refuses_no_schedule_no_seed_and_no_other_data(folder, 
 
 def test_resume_that_trains_still_refuses_another_batch(folder, run, capfd):
     assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8") == 2
-    assert "batch_size: checkpoint 6, now 4" in capfd.readouterr().err
+    assert "tokens_per_iter: checkpoint 6,144 (batch_size 6 x" in capfd.readouterr().err
 
 
 # what cannot work here

@@ -52,7 +52,7 @@ def build(dataset, **keys) -> Parts:
     model = model_builder.build_model(config.model_config(), manual_attention, dtype)
     model.init_weights(world.device, seed=1)
     use_low_precision(model, config)
-    model.head.loss_chunks = config.loss_chunks
+    model.head.loss_chunks = config.logit_parts
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)

@@ -17,6 +17,9 @@ from support import warm_python
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_DATA = "no test data"  # begins the reason of a skip; conftest.py counts them
 
+# What the full configs choose on one H200, stated: for tests of other things than that choice.
+STATED = ("--batch_size=16", "--gradient_accumulation_steps=4")
+
 # A Qwen3 that makes an iteration in about 10 ms on one CPU core; `dataset` and `out_dir` are the caller's.
 TINY = {
     "device": "cpu",

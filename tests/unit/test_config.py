@@ -10,7 +10,7 @@ from common.errors import UserError
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import USAGE, load_config
 from training.configuration.help import help_text
-from training.configuration.keys import ALIASES, GUARDED, KEYS
+from training.configuration.keys import ALIASES, FACTORS, GUARDED, KEYS
 from training.configuration.rules import captures_cuda_graphs, cuda_graphs_obstacle, shards_optimizer
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
@@ -222,9 +222,11 @@ def refusal_or_none(load, *flags) -> str:
 def test_key_says_what_it_means_and_has_a_default_that_it_allows(name):
     key = KEYS[name]
     assert len(key.help) > 9 and key.help == key.help.strip(" .")
-    assert type(key.default) in key.types
+    assert type(key.default) in key.types or key.default in key.words
     assert key.default in key.choices or not key.choices
-    assert key.minimum is None or key.default is None or key.default >= key.minimum
+    assert (
+        key.minimum is None or key.default is None or key.default in key.words or key.default >= key.minimum
+    )
 
 
 def test_there_are_keys_with_choices_and_keys_with_a_minimum():
@@ -250,18 +252,18 @@ def test_the_minimum_of_a_key_is_allowed_and_what_is_below_is_not(load, name):
 
 @pytest.mark.parametrize("name", [*KEYS, "processes"])
 def test_allow_changes_takes_the_guarded_keys_and_no_other(load, name):
-    if name == "processes" or KEYS[name].guarded:
+    if name in FACTORS or KEYS[name].guarded:
         assert load(f"--allow_changes={name}").allow_changes == name
         return
     message = refusal(load, f"--allow_changes={name}")
     assert message.startswith(
-        f"allow_changes: {name!r} is not one of dataset, seed, batch_size, gradient_accumulation_steps, "
-        "processes, doc_masking, packing, learning_rate, min_lr, "
+        f"allow_changes: {name!r} is not one of dataset, seed, tokens_per_iter, "
+        "doc_masking, packing, learning_rate, min_lr, "
     )
 
 
 def test_guarded_names_each_guarded_key_once():
-    assert sorted(GUARDED) == sorted([*(name for name in KEYS if KEYS[name].guarded), "processes"])
+    assert sorted(GUARDED) == sorted(name for name in KEYS if KEYS[name].guarded)
 
 
 def test_every_dtype_that_a_key_takes_is_one_of_torch():
@@ -286,7 +288,7 @@ def test_help_shows_every_key_with_its_default_and_help_in_its_section():
         inside = text.partition(f"\n\n{section}\n")[2].partition("\n\n")[0]
         assert inside.startswith(f"  --{first}=") and f"\n  --{last}" in inside
     for line in (
-        "  --batch_size=12  (int, at least 1, at most 1,048,576, guarded)",
+        "  --batch_size=12  (int | 'auto', at least 1, at most 1,048,576)",
         "  --backend=None  (None | 'nccl' | 'gloo')",
         "  --d_ff=None  (int | None)",
         "  --packing=stream  ('stream' | 'truncate', guarded)",

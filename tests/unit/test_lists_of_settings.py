@@ -1,6 +1,7 @@
 """Each list about settings, entry by entry: what a resume guards, what an architecture and the data share,
 which settings conflict. A new entry needs a line in a table here."""
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import replace
@@ -14,14 +15,12 @@ from training.checkpoints.loading import check_architecture
 from training.checkpoints.resume import changed_settings, refuse_changes
 from training.checkpoints.saved_state import SavedState
 from training.configuration import rules
-from training.configuration.keys import GUARDED, KEYS, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 
 # --- what a resume guards ---
 
 CHANGED = {  # guarded key -> another value than the default
     "seed": 7,
-    "batch_size": 24,
-    "gradient_accumulation_steps": 2,
     "doc_masking": True,
     "packing": "truncate",
     "learning_rate": 1e-3,
@@ -37,7 +36,7 @@ CHANGED = {  # guarded key -> another value than the default
     "beta2": 0.99,
     "grad_clip": 0.0,
 }
-NO_KEYS = {"dataset", "processes"}  # compared by content and by samples; see test_checkpoint_resume.py
+COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a product, not as they are stated
 
 
 def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
@@ -47,7 +46,7 @@ def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
 
 
 def test_every_guarded_key_is_in_the_table():
-    assert set(GUARDED) == CHANGED.keys() | NO_KEYS
+    assert set(GUARDED) == CHANGED.keys() | COMPUTED
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -61,8 +60,7 @@ def test_a_changed_guarded_key_is_refused_by_name_and_allowed_by_name(name, tmp_
     both = replace(TrainConfig(**CHANGED), allow_changes=",".join(key for key in CHANGED if key != name))
     with pytest.raises(UserError, match="was saved with other settings") as error:
         refuse_changes(tmp_path, saved(before), both, 1, data)
-    if name not in ("batch_size", "gradient_accumulation_steps"):
-        assert f"settings: {name}: checkpoint" in str(error.value), "and no other one is named"
+    assert f"settings: {name}: checkpoint" in str(error.value), "and no other one is named"
     other = next(key for key in CHANGED if key != name)
     with pytest.raises(UserError, match=f"{name}: checkpoint"):
         refuse_changes(tmp_path, saved(before), replace(now, allow_changes=other), 1, data)
@@ -71,7 +69,7 @@ def test_a_changed_guarded_key_is_refused_by_name_and_allowed_by_name(name, tmp_
 def test_a_changed_key_that_is_not_guarded_is_noted_and_not_refused(tmp_path):
     silent = {"init_from", "resume_from", "allow_changes", "out_dir"}
     for name, key in KEYS.items():
-        if name in GUARDED:
+        if name in (*GUARDED, *FACTORS):  # the product of the factors is guarded
             continue
         was = KEYS[name].default
         other = {bool: not was, int: 3, float: 0.25, str: "other", dict: {"factor": 2.0}}[key.types[0]]
@@ -87,10 +85,42 @@ def test_the_samples_of_an_iteration_may_be_divided_otherwise(tmp_path):
     for batch_size, steps, processes in ((8, 1, 2), (16, 1, 1), (4, 1, 4), (2, 8, 1)):
         now = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=steps)
         refuse_changes(tmp_path, saved(before), now, processes, data)
-    with pytest.raises(
-        UserError, match="processes: checkpoint 1, now 4; an iteration had 16 samples, now 64"
-    ):
+    with pytest.raises(UserError) as error:
         refuse_changes(tmp_path, saved(before), before, 4, data)
+    one, other = (
+        f"{tokens} (batch_size 8 x gradient_accumulation_steps 2 x processes {n} x block_size 1024)"
+        for tokens, n in (("16,384", 1), ("65,536", 4))
+    )
+    assert f"tokens_per_iter: checkpoint {one}, now {other}" in str(error.value)
+    assert str(error.value).endswith("--allow_changes=tokens_per_iter")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "is_enough"),
+    [
+        ("tokens_per_iter", True),
+        ("batch_size,processes", True),  # as the flag was written before tokens_per_iter was a key
+        ("batch_size", False),
+        ("processes,gradient_accumulation_steps", False),
+    ],
+)
+def test_other_tokens_in_an_iteration_are_allowed_by_their_name_or_by_each_factor(
+    allowed, is_enough, tmp_path
+):
+    before = TrainConfig(batch_size=8, gradient_accumulation_steps=2)
+    now = replace(before, batch_size=4, allow_changes=allowed)
+    rules.check(now, 4)
+    with contextlib.nullcontext() if is_enough else pytest.raises(UserError, match="tokens_per_iter"):
+        refuse_changes(tmp_path, saved(before), now, 4, saved(before).data)
+
+
+def test_tokens_that_were_stated_in_another_way_are_no_change(tmp_path):
+    """A checkpoint from before tokens_per_iter was a key has no such setting; one of 'auto' has numbers."""
+    old = saved(TrainConfig(batch_size=8, gradient_accumulation_steps=2))
+    del old.config["tokens_per_iter"], old.config["eval_batch_size"], old.config["gpu"]
+    now = TrainConfig(batch_size=4, gradient_accumulation_steps=4, tokens_per_iter=16 * 1024)
+    refuse_changes(tmp_path, old, now, 1, old.data)
+    refuse_changes(tmp_path, saved(now), replace(now, tokens_per_iter=None), 1, old.data)
 
 
 SHAPE = {  # field of the model -> another value

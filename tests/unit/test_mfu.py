@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+from support.helpers import ROOT, STATED, TINY, last_run, make_dataset, write_config
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from mfu_versions import model_builder_v1 as v1
@@ -494,7 +494,7 @@ def test_recomputed_flops_are_what_torch_counts_beyond_the_formula(mode, blocks)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_hfu_counts_the_recomputed_forwards_and_mfu_does_not(mode):
     name = "full_qwen3_1.8b_optimal.py"
-    flops, plain = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name)])
+    flops, plain = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name), *STATED])
     config = dataclasses.replace(plain, activation_checkpointing=mode)
     mfu, without = (logged_row(1, 1.0, c, flops)["mfu"] for c in (config, plain))
     assert without["hfu_percent"] == without["mfu_percent"] == mfu["mfu_percent"]
@@ -512,7 +512,7 @@ def test_hfu_is_null_where_the_formula_does_not_split_layers():
 
 def test_the_console_shows_hfu_beside_mfu_only_when_something_is_recomputed():
     name = "full_qwen3_1.8b_optimal.py"
-    flops, config = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name)])
+    flops, config = v3.count_flops(full_model(name), S), load_config([str(ROOT / "config" / name), *STATED])
     rows = [
         logged_row(1, 4.0, dataclasses.replace(config, activation_checkpointing=mode), flops)
         for mode in ("none", "full")

@@ -1,12 +1,14 @@
 """The start-up report: the memory estimate moves as the settings say, and its lines name what will run."""
 
 import pytest
-from support.helpers import ROOT, TINY, write_config
+from support.helpers import ROOT, STATED, TINY, write_config
 
 import model_builder
 from training.configuration.files_and_flags import load_config
+from training.hardware.gpu_memory import DeviceMemory
 from training.hardware.peaks import Peak
 from training.records.memory_estimate import estimate_memory
+from training.records.micro_batch import choose
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 
@@ -16,7 +18,7 @@ QWEN = "full_qwen3_1.8b_optimal.py"
 
 
 def estimate(*flags: str, processes: int = 1, config: str = QWEN) -> dict[str, float]:
-    loaded = load_config([str(ROOT / "config" / config), *flags], processes)
+    loaded = load_config([str(ROOT / "config" / config), *STATED, *flags], processes)
     model = loaded.model_config()
     parameters = model_builder.build_model(model).count_parameters()["total"]
     return estimate_memory(model, parameters, loaded, processes)
@@ -106,11 +108,12 @@ def lines(tmp_path):
     def lines(*flags: str, processes: int = 1) -> dict[str, str]:
         path = write_config(tmp_path / "run.py", **{**TINY, "dtype": "bfloat16", "compile": True})
         config = load_config([str(path), *flags], processes)
+        config, micro_batch = choose(config, processes, DeviceMemory(16.0, "a GPU"))
         flops = model_builder.count_flops(config.model_config(), config.block_size)
         audit = {"exact": True, "counted_flops_per_sequence": 1}
         flops |= {"calculation_method": "", "totals": {}, "audit": audit}
         machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "gpu_name"))
-        info = startup_info(config, flops, NO_PEAK, machine, {"line": ""}, processes)
+        info = startup_info(config, flops, NO_PEAK, machine, {"line": ""}, processes, micro_batch)
         rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
         return {name.strip(): text.strip() for name, text in rows}
 

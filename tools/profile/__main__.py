@@ -120,7 +120,7 @@ def measure_roofline(
     """(what bench.roofline prints, None), or (None, why there is nothing)."""
     log = folder / "roofline.log"
     alone = ["--use_zero1=False", "--use_fsdp=False", "--fsdp_sharding=full", "--reshard_after_forward=False"]
-    argv = [*flags, *alone, "--profile=None", f"--batch_size={config.batch_size}"]
+    argv = [*flags, *alone, "--profile=None", f"--batch_size={config.micro_batch}"]
     print("measuring this machine's matmuls and attention alone", flush=True)
     outcome = run_process(python_command(["-m", "bench.roofline", *argv], 1), log, timeout_s)
     if outcome.reason:

@@ -46,8 +46,8 @@ class Linears(NamedTuple):
 
 
 def linears(config: TrainConfig) -> Linears:
-    tokens = config.batch_size * config.block_size
-    part = -(-tokens // config.loss_chunks)  # as torch.chunk divides
+    tokens = config.micro_batch * config.block_size
+    part = -(-tokens // config.logit_parts)  # as torch.chunk divides
     sizes: dict[str, set[tuple[int, int]]] = {}
     for name, inputs, outputs in matmul_shapes(config.model_config()):
         sizes.setdefault(NAMES.get(name, name), set()).add((inputs, outputs))

@@ -93,7 +93,7 @@ def _waterfall(
     reason = None if clock else (row or {}).get("gpu_reason") or NO_CLOCK
     alone = None
     if roofline:
-        alone = 1000 * config.gradient_accumulation_steps * roofline["ceiling"]["matmul_seconds"]
+        alone = 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"]
     return waterfall(model_work(config), found, flops, (clock, reason), at_peak, alone)
 
 

@@ -62,7 +62,7 @@ class Work:
 def model_work(config: TrainConfig) -> Work:
     """By formula v3: the scores in full, no recomputation."""
     counted = v3.count_flops(config.model_config(), config.block_size)["components"]
-    sequences = config.batch_size * config.gradient_accumulation_steps
+    sequences = config.micro_batch * config.micro_steps
     attention = counted["attention_scores"] + counted["attention_context"]
     factor = v3.BACKWARD_FACTOR * sequences
     return Work(factor * (sum(counted.values()) - attention), factor * attention)

@@ -29,7 +29,7 @@ class IterationBatches(torch.utils.data.Dataset):
 
     def __init__(self, windows: Split, config: TrainConfig, world: World):
         self.windows, self.seed = windows, config.seed
-        self.shape = (config.gradient_accumulation_steps, world.size, config.batch_size)
+        self.shape = (config.micro_steps, world.size, config.micro_batch)
         self.rank = world.rank
         self.samples = config.samples_per_iter(world.size)
 

@@ -14,6 +14,7 @@ checkpoints, and a restart compares.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damage_here, damaged
-from training.configuration.keys import GUARDED, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, TrainConfig
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
@@ -245,28 +246,34 @@ def refuse_changes(folder: Path, saved: SavedState, config: TrainConfig, process
     changed = changed_settings(saved, config)
     found = {name: changed[name] for name in GUARDED if name in changed}
     found.pop("dataset", None)  # the folder may have another name if its content is the same
-    old = saved.config
-    per_iteration = [
-        old["batch_size"] * old["gradient_accumulation_steps"] * saved.world_size,
-        config.samples_per_iter(processes),
-    ]
-    if per_iteration[0] != per_iteration[1]:
-        found |= {"processes": [saved.world_size, processes]} if saved.world_size != processes else {}
-    else:  # the same samples in each iteration, however they are divided
-        for name in ("batch_size", "gradient_accumulation_steps"):
-            found.pop(name, None)
+    found.pop("tokens_per_iter", None)  # what counts is the product: however it is divided or was stated
+    was = _factors(saved.config["batch_size"], saved.config["gradient_accumulation_steps"], saved.world_size)
+    now = _factors(config.micro_batch, config.micro_steps, processes)
+    if math.prod(was.values()) != math.prod(now.values()):
+        found["tokens_per_iter"] = [_product(numbers, config.block_size) for numbers in (was, now)]
     if different := data_differences(saved.data, data):
         found["dataset"] = [f"sha256 {saved.data['sha256'][:12]}", "; ".join(different)]
-    allowed = set((config.allow_changes or "").split(","))
+    stated = set((config.allow_changes or "").split(","))
+    allowed = set(stated)
+    if allowed.issuperset(name for name in FACTORS if was[name] != now[name]):
+        allowed.add("tokens_per_iter")
     refused = {name: values for name, values in found.items() if name not in allowed}
     if refused:
-        differences = [f"{name}: checkpoint {was}, now {now}" for name, (was, now) in refused.items()]
-        if per_iteration[0] != per_iteration[1]:
-            differences.append("an iteration had {} samples, now {}".format(*per_iteration))
-        flag = ",".join(sorted({*refused, *allowed} - {""}))
+        differences = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in refused.items()]
+        flag = ",".join(sorted({*refused, *stated} - {""}))
         raise UserError(
             f"{folder} was saved with other settings: {'; '.join(differences)}. It would be another run; "
             f"restore them, or accept the change with --allow_changes={flag}"
         )
-    for name, (was, now) in found.items():
-        log.warning("allow_changes: %s was %s in the checkpoint, is %s now", name, was, now)
+    for name, (old, new) in found.items():
+        log.warning("allow_changes: %s was %s in the checkpoint, is %s now", name, old, new)
+
+
+def _factors(*numbers: int) -> dict[str, int]:
+    return dict(zip(FACTORS, numbers, strict=True))
+
+
+def _product(factors: dict[str, int], block_size: int) -> str:
+    """'524,288 (batch_size 8 x ...)'; block_size is no factor that can change: the architecture has it."""
+    listed = " x ".join(f"{name} {number}" for name, number in factors.items())
+    return f"{math.prod(factors.values()) * block_size:,} ({listed} x block_size {block_size})"

@@ -142,17 +142,21 @@ def _checked(name: str, value: object, where: str) -> dict[str, object]:
         raise unknown_setting(name, where)
     if name in ALIASES:
         return ALIASES[name].sets(_typed(name, value, ALIASES[name].types, where))
-    return {name: _typed(name, value, KEYS[name].types, where)}
+    return {name: _typed(name, value, KEYS[name].types, where, KEYS[name].words)}
 
 
-def _typed(name: str, value: object, allowed: tuple[type, ...], where: str) -> object:
+def _typed(
+    name: str, value: object, allowed: tuple[type, ...], where: str, words: tuple[str, ...] = ()
+) -> object:
+    if isinstance(value, str) and value in words:
+        return str(value)
     if isinstance(value, _Text):
         value = _parse(str(value), allowed)
     if type(value) in allowed:
         return value
     if float in allowed and type(value) is int and abs(value) <= FLOAT_MAX:  # 10**400 is no float
         return float(value)
-    wanted = " or ".join("None" if t is NoneType else t.__name__ for t in allowed)
+    wanted = " or ".join(["None" if t is NoneType else t.__name__ for t in allowed] + list(map(repr, words)))
     hint = ""
     if int in allowed and type(value) is float and value.is_integer():
         hint = f"; write {int(value)}"

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from model_config import ModelConfig, config_key, model_config
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
 
 T = TypeVar("T")
+AUTO: Literal["auto"] = "auto"  # the run chooses: training/records/micro_batch.py
 
 
 # Greatest values. A key without one of its own has that of its type.
@@ -54,7 +55,12 @@ class TrainConfig:
         None, "also end after so many times through the train windows, if max_iters comes later", minimum=0
     )
     eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
-    eval_iters: int = key(100, "batches of batch_size sequences per split, over all GPUs together", minimum=1)
+    eval_iters: int = key(
+        100, "batches of eval_batch_size sequences per split, over all GPUs together", minimum=1
+    )
+    eval_batch_size: int | None = key(
+        None, "None: batch_size, or 16 where that is 'auto'", minimum=1, maximum=BATCH_MAX
+    )
     eval_only: bool = key(False, "evaluate once, write eval_*.json, and stop; accepts changed settings")
     eval_at_start: bool = key(False, "also evaluate before the first update")
     log_interval: int = key(10, "iterations between log rows; only a row waits for the GPU", minimum=1)
@@ -81,13 +87,28 @@ class TrainConfig:
     wandb_run_name: str | None = key(None, "the name at Weights & Biases; None: the run's own")
     seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
     dry_run: bool = key(False, "build on the meta device, print the start-up report, and stop")
+    gpu: str | None = key(None, "of a dry run: the GPU that it answers for, such as 'H100' or 'A100-40GB'")
 
     # --- data ---
     dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)
     verify_data: Literal["hash", "size"] = key("hash", "check new files by reading them once, or by size")
-    batch_size: int = key(12, "sequences per GPU per micro-step", minimum=1, maximum=BATCH_MAX, guarded=True)
-    gradient_accumulation_steps: int = key(
-        1, "micro-steps per iteration, per GPU", minimum=1, maximum=BATCH_MAX, guarded=True
+    batch_size: int | Literal["auto"] = key(
+        12,
+        "sequences per GPU per micro-step; auto: what fits by the estimate of memory",
+        minimum=1,
+        maximum=BATCH_MAX,
+    )
+    gradient_accumulation_steps: int | Literal["auto"] = key(
+        1,
+        "micro-steps per iteration, per GPU; auto: as many as give tokens_per_iter",
+        minimum=1,
+        maximum=BATCH_MAX,
+    )
+    tokens_per_iter: int | None = key(
+        None,
+        "tokens of one update over all GPUs, which 'auto' reaches exactly; set aside if neither is 'auto'",
+        minimum=1,
+        guarded=True,
     )
     block_size: int = key(1024, "tokens per sequence")
     doc_masking: bool = key(False, "attention and positions stay inside each document", guarded=True)
@@ -187,9 +208,9 @@ class TrainConfig:
     compile: bool = key(True, "use torch.compile")
     compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")
-    loss_chunks: int = key(
-        1,
-        "compute logits and loss in so many parts; more parts need less memory",
+    loss_chunks: int | Literal["auto"] = key(
+        AUTO,
+        "compute logits and loss in so many parts; auto: 1, or as few as batch_size=auto needs to fit",
         minimum=1,
         maximum=BATCH_MAX,
     )
@@ -226,9 +247,26 @@ class TrainConfig:
         fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "arch"]
         return model_config(self.arch_preset, **{name: getattr(self, config_key(name)) for name in fields})
 
+    @property
+    def micro_batch(self) -> int:
+        """batch_size as a number, once 'auto' is resolved."""
+        assert self.batch_size != AUTO, self
+        return self.batch_size
+
+    @property
+    def micro_steps(self) -> int:
+        """gradient_accumulation_steps as a number, once 'auto' is resolved."""
+        assert self.gradient_accumulation_steps != AUTO, self
+        return self.gradient_accumulation_steps
+
+    @property
+    def logit_parts(self) -> int:
+        """loss_chunks as a number: 'auto' is 1 wherever batch_size has not changed it."""
+        return 1 if self.loss_chunks == AUTO else self.loss_chunks
+
     def samples_per_iter(self, world_size: int) -> int:
         """Sequences that one update sees, over all GPUs."""
-        return self.batch_size * self.gradient_accumulation_steps * world_size
+        return self.micro_batch * self.micro_steps * world_size
 
     def to_dict(self) -> dict[str, Any]:
         """{key: value}. Redact it before it is shown (training/process/redaction.py)."""
@@ -241,8 +279,9 @@ class TrainConfig:
 class Key(NamedTuple):
     """What the line of one key says."""
 
-    types: tuple[type, ...]  # that a value may have; None comes last
+    types: tuple[type, ...]  # that a value may have, besides the words; None comes last
     choices: tuple[str | None, ...]  # () where the type allows any value
+    words: tuple[str, ...]  # that may stand in place of a number: 'auto'
     default: object
     help: str
     minimum: float | None
@@ -255,21 +294,27 @@ class Key(NamedTuple):
 
 
 def _read_line(hint: object, field: dataclasses.Field) -> Key:
-    """`int | None` allows two types; Literal["a", "b"] allows these choices, of type str."""
-    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    alternatives = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    types = dict.fromkeys(type(choice) for choice in choices) or alternatives
-    ordered = tuple(sorted(types, key=lambda t: t is NoneType))
-    return Key(ordered, choices, field.default, **field.metadata)
+    """`int | None` allows two types; Literal["a", "b"] allows these choices, of type str; `int |
+    Literal["auto"]` allows numbers and this word."""
+    is_union = typing.get_origin(hint) in (UnionType, Union)
+    alternatives = typing.get_args(hint) if is_union else (hint,)
+    literals = [value for one in alternatives for value in typing.get_args(one)]
+    types = [one for one in alternatives if typing.get_origin(one) is not Literal]
+    choices, words = (literals, []) if not types else ([], literals)
+    allowed = types or dict.fromkeys(type(choice) for choice in choices)
+    ordered = tuple(sorted(allowed, key=lambda t: t is NoneType))
+    return Key(ordered, tuple(choices), tuple(words), field.default, **field.metadata)
 
 
 _HINTS = typing.get_type_hints(TrainConfig)
 KEYS = {field.name: _read_line(_HINTS[field.name], field) for field in dataclasses.fields(TrainConfig)}
 
 # What a resume may change only if allow_changes names it: which samples an iteration sees, and what an update
-# does with them. Errors list them in this order. 'processes' is no key, but how many there are.
-_SAMPLES = ("dataset", "seed", "batch_size", "gradient_accumulation_steps", "processes")
+# does with them. Errors list them in this order.
+_SAMPLES = ("dataset", "seed", "tokens_per_iter")
 GUARDED = (*_SAMPLES, *(name for name in KEYS if KEYS[name].guarded and name not in _SAMPLES))
+# Tokens of an iteration: their product, with block_size. allow_changes may name those that changed, too.
+FACTORS = ("batch_size", "gradient_accumulation_steps", "processes")  # 'processes': how many there are
 
 
 class Alias(NamedTuple):

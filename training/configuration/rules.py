@@ -14,10 +14,10 @@ from collections.abc import Iterable
 
 from common.errors import UserError
 from common.text import shorten, shown
-from training.configuration.keys import GUARDED, KEYS, YEAR, Key, TrainConfig
+from training.configuration.batch import check_batch
+from training.configuration.keys import FACTORS, GUARDED, KEYS, YEAR, Key, TrainConfig
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
-TOKENS_MAX = 2**40  # of one GPU and iteration: 8 TiB of ids
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -28,6 +28,9 @@ def check(config: TrainConfig, world_size: int) -> None:
             hint = did_you_mean(str(values[name]), map(str, known.choices))
             listed = ", ".join(map(repr, known.choices))
             raise UserError(f"{name}={shown(values[name])} is not one of {listed}{hint}")
+        if known.words and isinstance(values[name], str) and values[name] not in known.words:
+            listed = ", ".join(map(repr, known.words))
+            raise UserError(f"{name}={shown(values[name])} is neither a number nor {listed}")
         _check_size(name, known, values[name])
     for name in PATHS:
         _check_path(name, values[name])
@@ -38,11 +41,11 @@ def check(config: TrainConfig, world_size: int) -> None:
         config.model_config()
     except ValueError as error:
         raise UserError(shorten(str(error), 300)) from None
-    tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
-    if tokens > TOKENS_MAX:
+    check_batch(config, world_size)
+    if config.gpu is not None and not config.dry_run:
         raise UserError(
-            f"batch_size x gradient_accumulation_steps x block_size is {tokens:,} tokens, beyond "
-            f"{TOKENS_MAX:,}, the limit; the ids of an iteration are held in memory together"
+            f"gpu={shown(config.gpu)} asks about a GPU that need not be here, so it belongs to a dry run; "
+            "add --dry_run=True, or leave gpu out: a run takes the GPU that it finds"
         )
     _check_checkpoints(config)
     check_schedule(config)
@@ -102,8 +105,8 @@ def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
 def _check_checkpoints(config: TrainConfig) -> None:
     checkpoint_interval(config)
     for name in filter(None, (config.allow_changes or "").split(",")):
-        if name not in GUARDED:
-            hint = did_you_mean(name, GUARDED)
+        if name not in (*GUARDED, *FACTORS):
+            hint = did_you_mean(name, (*GUARDED, *FACTORS))
             raise UserError(f"allow_changes: {shown(name)} is not one of {', '.join(GUARDED)}{hint}")
     if config.resume_from != "latest" and config.init_from != "resume":
         raise UserError(

@@ -86,7 +86,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return FAILED, f"error: {error}"
     if isinstance(error, torch.OutOfMemoryError):
         hint = (
-            "lower --batch_size (raise --gradient_accumulation_steps to keep the tokens), "
+            "state a lower --batch_size (with gradient_accumulation_steps='auto' the tokens stay), "
             "or shard with --use_fsdp=True"
         )
         return FAILED, f"error: out of GPU memory; {hint}\n{error}"

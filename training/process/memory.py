@@ -1,15 +1,17 @@
-"""Tells how much memory this machine has left, and defines GIB and GB. Figures in the run record whose
+"""Tells how much memory this machine has, and has left. Defines GIB and GB. Figures in the run record whose
 names end in _gb are GiB, as torch and nvidia-smi count."""
 
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 from pathlib import Path
 
 GIB = 2**30
 GB = 10**9
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def resident_bytes() -> float:
@@ -20,6 +22,16 @@ def resident_bytes() -> float:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return float(most if sys.platform == "darwin" else 1024 * most)  # bytes there, KiB elsewhere
     return float(pages * resource.getpagesize())
+
+
+def host_bytes() -> int:
+    """Memory that this machine has in all, or that its container may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        limits.append(int(CONTAINER_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or no limit: 'max'
+        pass
+    return min(limits)
 
 
 def free_host_bytes() -> float:

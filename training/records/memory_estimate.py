@@ -90,7 +90,7 @@ class _Sizes:
             compute=BYTES[config.dtype],
             reduce=BYTES[config.reduce_dtype],
             processes=world_size,
-            tokens=config.batch_size * config.block_size,
+            tokens=config.micro_batch * config.block_size,
         )
 
     @property
@@ -154,7 +154,7 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
     """Gradients of all but the last micro-step are summed whole, in reduce_dtype. The last backward reduces
     them block by block to this rank's part; what is outside of the blocks, at its end."""
     config = s.config
-    several = config.gradient_accumulation_steps > 1
+    several = config.micro_steps > 1
     gathered, whole = f"gathered weights ({config.dtype})", f"whole gradients ({config.reduce_dtype})"
     # After an all-gather, its buffer is kept until the next one. If weights stay gathered, there is none in
     # the second micro-step, which is fuller than the first
@@ -188,7 +188,7 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
 def _loss_moments(s: _Sizes) -> list[Moment]:
     """The fullest moments of the forward: the head has the logits of one part of the tokens, and all blocks
     keep their activations (ops/cross_entropy.py)."""
-    C, chunks = s.model.n_embd, s.config.loss_chunks
+    C, chunks = s.model.n_embd, s.config.logit_parts
     part = s.tokens / chunks
     held = 3 + is_recomputed(s.model.n_layer - 1, s.config.activation_checkpointing)
     # x + delta, its norm, delta, and x, if the last block does not keep it anyway
@@ -282,10 +282,10 @@ def _gradients_in_a_block(s: _Sizes) -> float:
 # Most that the allocator held above the peak in the measured runs of one process, DDP and ZeRO-1, with
 # expandable segments (0.68 GiB, fp8 with loss_chunks=4)
 RESERVE = 0.7 * GIB
-# Not the allocator's: CUDA's context with the kernels of torch, cuBLAS, cuDNN and Triton, and NCCL's buffers.
-# As others report them (about 700 MB: pytorch issue 37250; 544 MiB for two GPUs, 688 for more: nccl issue
-# 964); `python -m tools.profile CONFIG --memory` shows what they are on a machine.
-CONTEXT, NCCL = 0.7 * GIB, 0.7 * GIB
+# Not the allocator's: CUDA's context with the kernels of torch, cuBLAS, cuDNN and Triton (0.82 GiB on an H200
+# with torch 2.11), and NCCL's buffers (544 MiB for two GPUs, 688 for more: nccl issue 964).
+# `python -m tools.profile CONFIG --memory` shows what they are on a machine.
+CONTEXT, NCCL = 0.9 * GIB, 0.7 * GIB
 
 
 def needed_memory(model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> float:
@@ -305,5 +305,5 @@ def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, wo
         if s.reduce != s.stored:  # a gradient's part arrives in reduce_dtype first
             reserve += s.reduce * s.rest / s.shards
     if captures_cuda_graphs(config, world_size):  # an evaluation cannot use the memory of the capture
-        reserve += s.tokens / config.loss_chunks * s.compute * model.vocab_size
+        reserve += s.tokens / config.logit_parts * s.compute * model.vocab_size
     return sum(estimate_memory(model, parameters, config, world_size).values()) + reserve / GIB

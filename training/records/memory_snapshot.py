@@ -66,7 +66,7 @@ class MemorySnapshot:
         alive = memory_parts.alive_at_peak(recording.base, events)
         addresses = {at: part for part, at, _ in tensors_at_rest(self.state)} | recording.workspaces
         model_config = self.config.model_config()
-        tokens = self.config.batch_size * self.config.block_size
+        tokens = self.config.micro_batch * self.config.block_size
         item_sizes = ([] if self.config.low_precision == "none" else [1]) + [BYTES[self.config.dtype]]
         widths = memory_parts.widths_of(model_config, tokens, item_sizes)
         table = memory_parts.sort_into_parts(alive, addresses, widths)

@@ -1,24 +1,21 @@
-"""Writes the start-up report to the console and the log. It is the whole output of --dry_run=True."""
+"""Writes the start-up report to the console and the log. A dry run prints it, too."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from pathlib import Path
 from typing import Any
 
 from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
-from training.hardware.description import describe_hardware
-from training.hardware.peaks import Peak
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
 from training.records import units
 from training.records.machine import machine_lines, speed_line
 from training.records.run_record import RunRecord, accumulation_steps
-from training.records.startup_info import startup_info
-from training.records.utilization import count_flops
 
 log = logging.getLogger("nanomfu")
 
@@ -65,23 +62,6 @@ def closing_lines(
     if speed := speed_line(summary):
         lines.append(f"GPU:         {speed}")
     return [*lines, f"Data:        the loop waited {waited_seconds:.2f} s for batches in all"]
-
-
-def dry_run(config: TrainConfig, world_size: int) -> list[str]:
-    """The lines of the report of a model on the meta device: no GPU, no data, no process group, no file."""
-    stated = config.peak_tflops if isinstance(config.peak_tflops, float) else None
-    reason = None if stated else "a dry run looks at no device; state one with --peak_tflops=..."
-    source = "stated by peak_tflops" if stated else "none"
-    line = f"asked for {config.attention_backend}; chosen on the device, not in a dry run"
-    info = startup_info(
-        config,
-        count_flops(config),
-        Peak(stated, source, reason, config.use_sparse_specs),
-        {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"},
-        {"line": line},
-        world_size,
-    )
-    return [*report_lines(config, info), *(f"\nwarning: {text}" for text in info["warnings"])]
 
 
 # --- text ---
@@ -157,9 +137,9 @@ def _training(config: TrainConfig, info: dict) -> Section:
     groups = info["optimizer"]["param_groups"]
     return [
         *_datasets(config, info),
-        ("Micro-batch per GPU", f"{config.batch_size} x {config.block_size} tokens"),
+        ("Micro-batch per GPU", _micro_batch(config, info)),
         ("Accumulation steps", f"{per_gpu} per GPU ({everywhere} over {gpus} GPU{'s' * (gpus > 1)})"),
-        ("Tokens per iteration", f"{info['tokens_per_iter']:,}"),
+        ("Tokens per iteration", _tokens_per_iter(info)),
         ("Iterations", _iterations(config, info)),
         ("Learning rate", schedule),
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
@@ -172,6 +152,25 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
     ]
+
+
+def _micro_batch(config: TrainConfig, info: dict) -> str:
+    text = f"{config.micro_batch} x {config.block_size} tokens"
+    if config.logit_parts > 1:
+        text += f", the logits in {config.logit_parts} parts"
+    chosen = info["micro_batch"]["stated"]["batch_size"] == AUTO
+    return f"{text} (auto: the largest that fits by the estimate)" if chosen else text
+
+
+def _tokens_per_iter(info: dict) -> str:
+    text = f"{info['tokens_per_iter']:,}"
+    if not info["micro_batch"]["set_aside"]:
+        return text
+    stated = info["micro_batch"]["stated"]
+    return (
+        f"{text}; tokens_per_iter={stated['tokens_per_iter']:,} was set aside, because batch_size and "
+        "gradient_accumulation_steps are stated"
+    )
 
 
 def _iterations(config: TrainConfig, info: dict) -> str:
@@ -280,7 +279,16 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
         *([("  fp8", _peak(hardware["peak_fp8"]))] if "peak_fp8" in hardware else []),
         ("Estimated memory per GPU", units.memory(total)),
         *((f"  {name}", units.memory(size)) for name, size in estimate.items()),
+        ("  with a reserve", _fit(info["micro_batch"])),
     ]
+
+
+def _fit(micro_batch: dict) -> str:
+    needed, available = micro_batch["needed_gib"], micro_batch["available_gib"]
+    if available == math.inf:  # a dry run for no GPU
+        return units.memory(needed)
+    verdict = "fits" if needed <= available else "does not fit"
+    return f"{units.memory(needed)} of {units.memory(available)}: {verdict} by the estimate"
 
 
 def _parallelism(config: TrainConfig, strategy: str) -> str:

@@ -19,6 +19,7 @@ from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
 from training.records.machine import machine_info
 from training.records.memory_estimate import estimate_memory
+from training.records.micro_batch import MicroBatch
 from training.strategies.parallelize import strategy_name
 
 # versions that a number depends on
@@ -32,6 +33,7 @@ def startup_info(
     machine: dict[str, Any],
     attention: dict[str, Any],
     world_size: int,
+    micro_batch: MicroBatch,
 ) -> dict[str, Any]:
     """Everything that does not depend on the data or on an earlier run. `flops` is the result of
     count_flops(), `machine` that of describe_hardware()."""
@@ -62,8 +64,9 @@ def startup_info(
         **({"cuda_graphs": graphs} if obstacle else {}),
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
+        "micro_batch": micro_batch.to_dict(),
         "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),
-        "warnings": schedule_warnings(config),
+        "warnings": [*schedule_warnings(config), *micro_batch.warnings()],
     }
 
 

@@ -1,0 +1,117 @@
+"""A run with batch_size='auto' on machines of different memory: the same training, evaluations and resume."""
+
+import json
+import re
+
+import pytest
+from support.helpers import TINY, last_run, make_dataset, write_config
+
+from training.configuration.files_and_flags import load_config
+from training.hardware.gpu_memory import DeviceMemory
+from training.records import micro_batch
+from training.records.micro_batch import choose
+
+AUTO = {"batch_size": "auto", "gradient_accumulation_steps": "auto", "tokens_per_iter": 8 * 32}
+KEYS = {**TINY, **AUTO, "eval_interval": 2, "eval_batch_size": 4, "gradient_log_interval": 0}
+EVALUATION = ("--init_from=resume", "--eval_only=True")
+
+
+@pytest.fixture
+def machine(monkeypatch, run, tmp_path):
+    """machine(batch_size, *flags): a run, on a machine whose memory holds just this micro-batch."""
+    make_dataset(tmp_path / "tokens")
+    config = write_config(tmp_path / "run.py", **KEYS, dataset=tmp_path / "tokens", out_dir=tmp_path / "out")
+
+    def machine(batch_size: int, *flags: object) -> int:
+        stated = load_config([str(config), f"--batch_size={batch_size}"])
+        _, found = choose(stated, 1, DeviceMemory(0.0, "nothing"))
+        memory = DeviceMemory(found.needed_gib, f"a GPU for {batch_size} sequences")
+        monkeypatch.setattr(micro_batch, "device_memory", lambda device, local_size: memory)
+        return run(config, *flags)
+
+    return machine
+
+
+def rows(record: dict, section: str, *names: str) -> list[tuple]:
+    return [tuple(row[name] for name in names) for row in record[section]]
+
+
+def test_the_training_and_the_evaluations_are_those_of_any_other_machine(machine, tmp_path, capfd):
+    records = {}
+    for batch_size in (8, 2, 1):
+        assert machine(batch_size, f"--out_dir={tmp_path / str(batch_size)}") == 0
+        record = records[batch_size] = last_run(tmp_path / str(batch_size))
+        config, info = record["config"], record["startup_info"]
+        assert (config["batch_size"], config["gradient_accumulation_steps"]) == (batch_size, 8 // batch_size)
+        assert config["tokens_per_iter"] == info["tokens_per_iter"] == 256
+        assert info["micro_batch"]["stated"] == {**AUTO, "loss_chunks": "auto"}
+        assert info["micro_batch"]["device"] == f"a GPU for {batch_size} sequences"
+        assert f"{batch_size} x 32 tokens (auto: the largest that fits" in capfd.readouterr().out
+    for section, names in (
+        ("training_iterations", ("iter", "loss")),
+        ("eval_steps", ("val_loss", "train_loss")),
+    ):
+        first, *others = (rows(record, section, *names) for record in records.values())
+        assert len(first) >= 2
+        for other in others:
+            assert [value for row in other for value in row] == pytest.approx(
+                [value for row in first for value in row], rel=1e-5
+            )
+
+
+def test_a_resume_on_a_machine_of_another_memory_needs_nothing_to_be_allowed(machine, tmp_path, capfd):
+    assert machine(8, "--max_iters=4", f"--out_dir={tmp_path / 'whole'}") == 0
+    assert machine(8, "--max_iters=2") == 0
+    assert machine(2, "--max_iters=4", "--init_from=resume") == 0
+    assert "batch_size was 8 when it was saved, is 2 now" in capfd.readouterr().out
+    resumed, whole = last_run(tmp_path / "out"), last_run(tmp_path / "whole")
+    expected = [loss for (loss,) in rows(whole, "training_iterations", "loss")]
+    assert [loss for (loss,) in rows(resumed, "training_iterations", "loss")] == pytest.approx(
+        expected, rel=1e-5
+    )
+    state = json.loads((tmp_path / "out/checkpoints/step-00000004/state.json").read_text())
+    assert state["samples_seen"] == 4 * 8 and state["config"]["batch_size"] == 2
+
+
+def test_a_resume_with_other_tokens_per_iteration_is_refused_with_all_factors(machine, capfd):
+    assert machine(8, "--max_iters=2") == 0
+    other = ("--init_from=resume", "--max_iters=4", "--tokens_per_iter=512")
+    assert machine(8, *other) == 2
+    message = capfd.readouterr().err
+    was, now = (
+        f"{tokens} (batch_size 8 x gradient_accumulation_steps {steps} x processes 1 x block_size 32)"
+        for tokens, steps in ((256, 1), (512, 2))
+    )
+    assert f"tokens_per_iter: checkpoint {was}, now {now}" in message
+    assert machine(8, *other, "--allow_changes=tokens_per_iter") == 0
+
+
+def test_where_nothing_fits_the_run_ends_before_the_model_is_built(
+    run, machine, monkeypatch, tmp_path, capfd
+):
+    small = DeviceMemory(0.5, "a small GPU")
+    monkeypatch.setattr(micro_batch, "device_memory", lambda device, local_size: small)
+    monkeypatch.setattr("train.build", lambda *_: pytest.fail("the model was built"))
+    assert run(tmp_path / "run.py") == 2
+    message = capfd.readouterr().err
+    needs = r"1 x 32 tokens with loss_chunks=1 need [\d.]+ GB by the estimate, and a small GPU has 0.50 GB"
+    assert re.search(needs, message)
+
+
+def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(machine, tmp_path):
+    assert machine(8, "--max_iters=2") == 0
+    trained = last_run(tmp_path / "out")["eval_steps"][-1]["val_loss"]
+    assert machine(1, *EVALUATION) == 0
+    (path,) = (tmp_path / "out").glob("eval_*.json")
+    content = json.loads(path.read_text())
+    assert content["eval_steps"][0]["val_loss"] == pytest.approx(trained, rel=1e-5)
+    assert content["config"]["batch_size"] < 4
+
+
+def test_stated_numbers_set_tokens_per_iter_aside_and_the_report_says_so(machine, tmp_path, capfd):
+    assert machine(8, "--batch_size=2", "--gradient_accumulation_steps=3", "--max_iters=1") == 0
+    report = capfd.readouterr().out
+    assert (
+        "192; tokens_per_iter=256 was set aside, because batch_size and gradient_accumulation_steps" in report
+    )
+    assert last_run(tmp_path / "out")["startup_info"]["micro_batch"]["set_aside"] is True

@@ -1,0 +1,325 @@
+"""batch_size='auto': what fits and how it is chosen, the same tokens on any GPUs, and what a dry run says of
+a GPU that is not here."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from support.helpers import ROOT, STATED
+
+from common.errors import UserError
+from training.batches.loader import IterationBatches
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.evaluation import eval_batches
+from training.hardware import gpu_memory
+from training.hardware.gpu_memory import CARDS, DeviceMemory, card_memory, device_memory, find_card
+from training.hardware.peaks import table_peak
+from training.process.memory import GIB
+from training.process.world import World
+from training.records import dry_run, micro_batch
+from training.records.micro_batch import FAST_PART, choose, resolve_micro_batch
+
+FULL = sorted(path.name for path in ROOT.glob("config/full_*.py"))
+PUBLISHED_TOKENS = {
+    "full_gpt2_1.36b.py": 524_288,
+    "full_llama3_2.2b_chinchilla.py": 524_288,
+    "full_llama_1.36b.py": 786_432,
+    "full_llama2_1.36b_b200_optimal.py": 786_432,
+    "full_llama3_1.5b_optimal.py": 786_432,
+    "full_qwen3_1.8b_optimal.py": 786_432,
+    "full_qwen3_1.8b_b200_optimal.py": 4_194_304,
+}
+QWEN = "full_qwen3_1.8b_optimal.py"
+CHOSEN = {"batch_size", "gradient_accumulation_steps", "loss_chunks", "eval_batch_size"}
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch):
+    """The parameters of a model, which no test here changes, are counted once."""
+    monkeypatch.setattr(micro_batch, "_count_parameters", parameters)
+
+
+COUNT = micro_batch._count_parameters
+KNOWN: dict[tuple, int] = {}
+
+
+def parameters(config: TrainConfig) -> int:
+    key = config.arch_preset, config.n_layer, config.n_embd, config.d_ff
+    if key not in KNOWN:
+        KNOWN[key] = COUNT(config)
+    return KNOWN[key]
+
+
+def full(name: str, *flags: str, processes: int = 1) -> TrainConfig:
+    return load_config([str(ROOT / "config" / name), *flags], processes)
+
+
+def chosen(name: str, card: str, *flags: str, processes: int = 1):
+    return choose(full(name, *flags, processes=processes), processes, card_memory(CARDS[card]))
+
+
+# --- the full configs ---
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_config_fits_from_48_gb_on_and_keeps_its_tokens_on_every_number_of_gpus(name):
+    for processes in range(1, 9):
+        if PUBLISHED_TOKENS[name] % (2048 * processes):
+            with pytest.raises(UserError, match=r"cannot be reached exactly.*or use 1, 2, .*8 GPUs$"):
+                full(name, processes=processes)
+            continue
+        for card in ("A6000", "H100", "H200", "B200"):
+            config, found = chosen(name, card, processes=processes)
+            assert found.fits, (card, processes, found)
+            assert config.samples_per_iter(processes) * 2048 == PUBLISHED_TOKENS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in FULL if "b200" not in name])
+def test_the_published_commands_for_one_a6000_fit_without_further_flags(name):
+    config, found = chosen(name, "A6000", "--max_iters=10", "--compile=False")
+    assert found.fits and config.activation_checkpointing == "none"
+
+
+@pytest.mark.parametrize("card", ["RTX-4090", "T4"])
+@pytest.mark.parametrize("name", FULL)
+def test_24_and_16_gb_are_refused_before_the_model_is_built(name, card, monkeypatch):
+    memory = card_memory(CARDS[card])
+    monkeypatch.setattr(micro_batch, "device_memory", lambda device, local_size: memory)
+    with pytest.raises(UserError) as error:
+        resolve_micro_batch(full(name), ALONE)
+    text = str(error.value)
+    needs, has = re.search(r"need ([\d.]+) GB by the estimate, and .* has ([\d.]+) GB", text).groups()
+    assert "1 x 2048 tokens" in text and float(needs) > 22 and float(has) == round(memory.gib, 2)
+    assert "8 GPUs: --use_fsdp=True" in text or (card == "T4" and "it needs more GPUs" in text)
+
+
+def test_an_evaluation_alone_is_not_refused_and_takes_any_number_of_processes(monkeypatch):
+    monkeypatch.setattr(micro_batch, "device_memory", lambda *_: card_memory(CARDS["RTX-4090"]))
+    world = dataclasses.replace(ALONE, size=5)
+    monkeypatch.setattr(micro_batch, "gather_objects", lambda value, world: [value] * world.size)
+    config, _ = resolve_micro_batch(full(QWEN, "--eval_only=True", processes=5), world)
+    assert (config.batch_size, config.gradient_accumulation_steps, config.eval_batch_size) == (1, 1, 16)
+
+
+# --- the rule ---
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
+
+
+def needed(config: TrainConfig, **numbers) -> float:
+    return micro_batch._measure(config, 1, parameters(config))(dataclasses.replace(config, **numbers))
+
+
+def with_memory_for(**numbers) -> tuple[int, int]:
+    """(batch_size, loss_chunks) that Qwen3 1.8B gets in exactly the memory that these need."""
+    config = full(QWEN)
+    memory = DeviceMemory(needed(config, gradient_accumulation_steps=1, **numbers), "a GPU")
+    resolved, found = choose(config, 1, memory)
+    assert found.fits and found.needed_gib <= memory.gib
+    changed = {name for name, value in resolved.to_dict().items() if value != config.to_dict()[name]}
+    assert changed <= CHOSEN
+    return resolved.batch_size, resolved.loss_chunks
+
+
+def test_the_largest_micro_batch_that_fits_is_chosen_up_to_where_more_is_not_faster():
+    for batch_size in (16, 12, 8):
+        assert with_memory_for(batch_size=batch_size, loss_chunks=1) == (batch_size, 1)
+    assert with_memory_for(batch_size=64, loss_chunks=1) == (16, 1)
+
+
+def test_large_micro_batches_keep_their_logits_in_one_part():
+    """12 x 2048 in four parts needs little more than 8 x 2048 in one, which has 16,384 tokens."""
+    assert needed(full(QWEN), batch_size=12, loss_chunks=4, gradient_accumulation_steps=1) < 80
+    assert with_memory_for(batch_size=12, loss_chunks=4) == (8, 1)
+
+
+def test_small_micro_batches_grow_by_more_parts_of_the_logits():
+    grown, parts = with_memory_for(batch_size=6, loss_chunks=2)
+    assert (grown, parts) == (6, 2) and grown * 2048 / parts >= FAST_PART
+    assert with_memory_for(batch_size=6, loss_chunks=1) == (6, 1)
+
+
+def test_parts_become_small_only_where_nothing_else_fits():
+    assert with_memory_for(batch_size=1, loss_chunks=1)[0] == 1
+    assert with_memory_for(batch_size=1, loss_chunks=4) == (1, 4)
+
+
+def test_a_stated_number_of_parts_is_kept():
+    config, _ = chosen(QWEN, "A6000", "--loss_chunks=8")
+    assert config.loss_chunks == 8
+    assert load_config([str(ROOT / "config/quickstart.py")]).logit_parts == 1
+
+
+def test_all_ranks_choose_for_the_smallest_memory(monkeypatch):
+    ranks = [card_memory(CARDS[name]) for name in ("H200", "A6000", "H100")]
+    monkeypatch.setattr(micro_batch, "gather_objects", lambda value, world: ranks)
+    monkeypatch.setattr(micro_batch, "device_memory", lambda *_: ranks[0])
+    config, found = resolve_micro_batch(full(QWEN, processes=3), dataclasses.replace(ALONE, size=3))
+    assert found.device == "NVIDIA RTX A6000"
+    assert config == chosen(QWEN, "A6000", processes=3)[0]
+
+
+# --- what the user states ---
+
+
+def test_two_numbers_win_and_tokens_per_iter_is_set_aside():
+    config, found = chosen(QWEN, "A6000", "--batch_size=22", "--gradient_accumulation_steps=2")
+    assert (config.batch_size, config.gradient_accumulation_steps, config.loss_chunks) == (22, 2, 1)
+    assert found.set_aside and not found.fits
+    (warning,) = found.warnings()
+    assert "NVIDIA RTX A6000 has 47.50 GB; batch_size='auto' finds what fits" in warning
+    assert not chosen(QWEN, "H200", *STATED, "--tokens_per_iter=131072")[1].set_aside
+
+
+def test_of_one_number_the_other_follows_exactly():
+    config, _ = chosen(QWEN, "A6000", "--batch_size=16", processes=2)
+    assert (config.batch_size, config.gradient_accumulation_steps) == (16, 12)
+    config, _ = chosen(QWEN, "H200", "--gradient_accumulation_steps=48", processes=4)
+    assert (config.batch_size, config.gradient_accumulation_steps) == (2, 48)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "named"),
+    [
+        (["--batch_size=22"], 1, "set tokens_per_iter to 765,952 or 811,008, or batch_size to 16 or 24"),
+        (["--gradient_accumulation_steps=7"], 2, "gradient_accumulation_steps to 6 or 8"),
+        (["--batch_size=400"], 1, "or batch_size to 384"),
+        ([], 5, "set tokens_per_iter to 778,240 or 788,480, or use 1, 2, 3, 4, 6 or 8 GPUs"),
+        (["--tokens_per_iter=1000"], 1, "make multiples of 2,048 tokens; set tokens_per_iter to 2,048"),
+        (["--tokens_per_iter=None"], 1, "batch_size='auto' .* needs tokens_per_iter"),
+        (["--tokens_per_iter=0"], 1, "tokens_per_iter=0 must be at least 1"),
+        (
+            ["--batch_size=none"],
+            1,
+            "batch_size='none' in the flag --batch_size is .*, expected int or 'auto'",
+        ),
+        (["--tokens_per_iter=9007199254740992"], 1, "beyond 1,099,511,627,776, the limit"),
+    ],
+)
+def test_what_cannot_be_exact_names_the_nearest_that_can(flags, processes, named):
+    with pytest.raises(UserError, match=named):
+        full(QWEN, *flags, processes=processes)
+
+
+def test_numbers_that_are_left_out_stay_as_they_were():
+    """A config without 'auto' needs no tokens_per_iter, and its memory decides nothing."""
+    config = TrainConfig(**{"batch_size": 3, "gradient_accumulation_steps": 5})
+    resolved, found = choose(config, 1, DeviceMemory(0.0, "a GPU"))
+    assert resolved == dataclasses.replace(config, loss_chunks=1) and not found.set_aside
+
+
+# --- the same samples ---
+
+
+class Split:
+    """A split of so many windows, of which nothing is read."""
+
+    count = 1000
+
+
+def samples(config: TrainConfig, processes: int, position: int) -> list[int]:
+    """The sequences of an iteration over all ranks, in the order of their numbers."""
+    worlds = [dataclasses.replace(ALONE, rank=rank, size=processes) for rank in range(processes)]
+    numbers = (IterationBatches(Split(), config, world).numbers_at(position).ravel() for world in worlds)
+    return sorted(int(number) for rank in numbers for number in rank)
+
+
+def test_every_gpu_and_every_number_of_gpus_sees_the_same_samples_in_each_iteration():
+    seen = {
+        tuple(samples(chosen(QWEN, card, processes=processes)[0], processes, position=384))
+        for card in ("A6000", "H100", "H200")
+        for processes in (1, 2, 3, 8)
+    }
+    assert seen == {tuple(range(384, 768))}
+
+
+def test_every_gpu_evaluates_the_same_windows():
+    configs = [chosen(QWEN, card, "--eval_iters=3")[0] for card in ("A6000", "H100", "H200")]
+    assert [config.batch_size for config in configs] == [3, 8, 16]
+    batches = [eval_batches(Split(), config) for config in configs]
+    assert [order.shape for order in batches] == [(24, 2), (6, 8), (3, 16)]
+    assert len({tuple(order.ravel()) for order in batches}) == 1
+
+
+# --- memory of the device ---
+
+
+def test_a_limit_for_this_process_is_honored(monkeypatch):
+    properties = type("Properties", (), {"total_memory": 80 * GIB, "major": 9, "minor": 0, "name": "X"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    fractions = {0: 0.5, None: 1.0}  # None is the current device
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fractions.get)
+    assert device_memory(torch.device("cuda", 0), 8) == DeviceMemory(40.0, "X")
+    assert device_memory(torch.device("cuda"), 8) == DeviceMemory(80.0, "X")
+
+
+def test_processes_share_the_memory_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "host_bytes", lambda: 64 * GIB)
+    assert device_memory(torch.device("cpu"), 4).gib == 8.0
+
+
+def test_a_gpu_is_found_by_its_short_and_by_its_whole_name_and_has_its_own_peak():
+    for names in (("H100", "h100", "NVIDIA H100 80GB HBM3"), ("4090", "rtx-4090", "GeForce RTX 4090")):
+        assert len({find_card(name) for name in names}) == 1
+    without = {name for name, card in CARDS.items() if table_peak(card.device, "bfloat16").tflops is None}
+    assert without == {"RTX-3090", "T4"}
+    with pytest.raises(UserError, match="gpu='H1000' is not one of B200, "):
+        find_card("H1000")
+
+
+# --- the dry run ---
+
+
+@pytest.fixture(scope="module")
+def flops():
+    return dry_run.count_flops(full(QWEN))
+
+
+@pytest.fixture
+def answer(flops, monkeypatch):
+    """answer(flags...): the text of a dry run of Qwen3 1.8B, whose FLOPs are audited once."""
+    monkeypatch.setattr(dry_run, "count_flops", lambda config: flops)
+    return lambda *flags, processes=1: "\n".join(
+        dry_run.dry_run(full(QWEN, "--dry_run=True", *flags, processes=processes), processes)
+    )
+
+
+def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
+    text = answer("--gpu=H100")
+    assert "8 x 2048 tokens (auto: the largest that fits by the estimate)" in text
+    assert re.search(r"Fits: +yes, with [\d.]+ GB \(\d+ %\) to spare", text)
+    assert re.search(r"Tokens/s at 50 % MFU: +47,923\n", text)  # 989.4 TFLOPS / 10.32 GF / 2
+    assert "does not fit" not in text and "as --gpu names none" not in text
+    assert re.search("HBM3, as --gpu names none, 79.10 GB", answer())
+
+
+def test_a_dry_run_says_what_is_missing_and_which_settings_would_fit(answer):
+    text = answer("--gpu=A100-40GB", *STATED)
+    assert re.search(r"Fits: +no, [\d.]+ GB \(\d+ %\) is missing", text)
+    lines = re.findall(r"^  (\d GPUs?): (.*) \((\d+) x 2048 tokens, ([\d.]+) GB\)$", text, re.M)
+    assert {gpus for gpus, *_ in lines} == {"1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"}
+    for gpus, flags, batch_size, gib in lines:
+        processes = int(gpus[0])
+        config, found = chosen(QWEN, "A100-40GB", *flags.split(), processes=processes)
+        assert found.fits and found.needed_gib == pytest.approx(float(gib), abs=0.01)
+        assert config.batch_size == int(batch_size)
+        assert config.samples_per_iter(processes) == 16 * 4  # the stated tokens
+
+
+def test_a_dry_run_of_stated_numbers_for_no_gpu_has_no_opinion(answer):
+    assert "DOES IT FIT" not in answer(*STATED) and math.isinf(dry_run.ANY.gib)
+
+
+def test_a_dry_run_warns_of_what_the_gpu_cannot_do(answer):
+    text = answer("--gpu=T4", "--low_precision=fp8_tensorwise")
+    assert "Tesla T4 has no bfloat16; use --dtype=float16" in text and "Tesla T4 has no fp8" in text
+
+
+def test_gpu_belongs_to_a_dry_run():
+    with pytest.raises(UserError, match="it belongs to a dry run; add --dry_run=True"):
+        full(QWEN, "--gpu=H100")
+    with pytest.raises(UserError, match="gpu and device='cpu' contradict each other"):
+        dry_run.dry_run(full(QWEN, "--gpu=H100", "--dry_run=True", "--device=cpu"), 1)

@@ -1,0 +1,89 @@
+"""Divides the tokens of an iteration: what follows from the numbers that a user states, before a device is
+known. Whatever cannot be exact is an error that names the nearest numbers that can.
+
+tokens_per_iter = GPUs x gradient_accumulation_steps x batch_size x block_size
+"""
+
+from __future__ import annotations
+
+from common.errors import UserError
+from training.configuration.keys import AUTO, TrainConfig
+
+TOKENS_MAX = 2**40  # of one GPU and iteration: 8 TiB of ids
+EVAL_BATCH = 16  # eval_batch_size where batch_size is 'auto': losses must not depend on the GPU's memory
+GPUS_NAMED = 8  # how many GPUs an error names, of those among which the tokens can be divided
+
+
+def check_batch(config: TrainConfig, world_size: int) -> None:
+    """Raises UserError if the stated numbers cannot give the tokens of an iteration exactly."""
+    if is_auto(config):
+        if config.tokens_per_iter is None:
+            raise UserError(
+                f"{_stated(config)} needs tokens_per_iter, or the training would depend on the memory of the "
+                "GPU; set --tokens_per_iter=524288, or state both numbers"
+            )
+        tokens = -(-config.tokens_per_iter // world_size)
+    else:
+        tokens = config.micro_batch * config.micro_steps * config.block_size
+    if tokens > TOKENS_MAX:
+        raise UserError(
+            f"batch_size x gradient_accumulation_steps x block_size is {tokens:,} tokens, beyond "
+            f"{TOKENS_MAX:,}, the limit; the ids of an iteration are held in memory together"
+        )
+    if is_auto(config) and not config.eval_only:  # an evaluation alone has no iterations
+        _check_division(config, world_size)
+
+
+def is_auto(config: TrainConfig) -> bool:
+    return AUTO in (config.batch_size, config.gradient_accumulation_steps)
+
+
+def sequences_per_gpu(config: TrainConfig, world_size: int) -> int:
+    """What each GPU has to do in an iteration, or in a batch of an evaluation alone, where 'auto' stands."""
+    if config.eval_only or config.tokens_per_iter is None:
+        return config.eval_batch_size or EVAL_BATCH
+    return config.tokens_per_iter // (config.block_size * world_size)
+
+
+def divisors(number: int) -> list[int]:
+    """In rising order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _check_division(config: TrainConfig, world_size: int) -> None:
+    assert config.tokens_per_iter is not None
+    stated = [number for number in (config.batch_size, config.gradient_accumulation_steps) if number != AUTO]
+    unit = config.block_size * world_size * (stated[0] if stated else 1)
+    if config.tokens_per_iter % unit == 0:
+        return
+    below = config.tokens_per_iter // unit * unit
+    nearest = " or ".join(f"{tokens:,}" for tokens in (below, below + unit) if tokens)
+    fixes = [f"set tokens_per_iter to {nearest}"]
+    sequences, rest = divmod(config.tokens_per_iter, config.block_size)
+    if not rest and sequences % world_size == 0:
+        name = "batch_size" if config.gradient_accumulation_steps == AUTO else "gradient_accumulation_steps"
+        possible = divisors(sequences // world_size)
+        near = [max((d for d in possible if d < stated[0]), default=None)]
+        near += [min((d for d in possible if d > stated[0]), default=None)]
+        fixes.append(f"{name} to {' or '.join(str(d) for d in near if d)}")
+    elif not rest:
+        fixes.append(f"use {_listed(divisors(sequences))} GPUs")
+    raise UserError(
+        f"tokens_per_iter={config.tokens_per_iter:,} cannot be reached exactly: {_stated(config)}, "
+        f"block_size={config.block_size} and {world_size} process{'es' * (world_size > 1)} make multiples of "
+        f"{unit:,} tokens; {', or '.join(fixes)}"
+    )
+
+
+def _stated(config: TrainConfig) -> str:
+    return (
+        f"batch_size={config.batch_size!r} with gradient_accumulation_steps="
+        f"{config.gradient_accumulation_steps!r}"
+    )
+
+
+def _listed(numbers: list[int]) -> str:
+    """'1, 2, 3, 4, 6 or 8'."""
+    shown = [str(number) for number in numbers if number <= GPUS_NAMED]
+    return " or ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

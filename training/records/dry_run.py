@@ -1,0 +1,109 @@
+"""Answers --dry_run=True: the start-up report of a model on the meta device, and whether a run fits a GPU
+that need not be here. It uses no GPU, no data, no process group and no file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from common.errors import UserError
+from training.configuration.batch import is_auto
+from training.configuration.keys import TrainConfig
+from training.hardware.description import describe_hardware
+from training.hardware.gpu_memory import (
+    Card,
+    DeviceMemory,
+    card_capability,
+    card_memory,
+    device_memory,
+    find_card,
+)
+from training.hardware.peaks import Peak, table_peak
+from training.process.world import machine_size
+from training.records import units
+from training.records.micro_batch import MicroBatch, choose, settings_that_fit
+from training.records.report import report_lines
+from training.records.startup_info import startup_info
+from training.records.utilization import count_flops
+
+ASSUMED = "H100"  # for 'auto' where --gpu names none
+ANY = DeviceMemory(math.inf, "a GPU that --gpu does not name")  # stated numbers need no memory to be known
+
+
+def dry_run(config: TrainConfig, world_size: int) -> list[str]:
+    """The lines of the report, for the GPU that --gpu names."""
+    if config.gpu is not None and config.device == "cpu":
+        raise UserError("gpu and device='cpu' contradict each other; leave one of them out")
+    card = find_card(config.gpu or ASSUMED)
+    memory = _memory(config, card)
+    asked = config
+    config, micro_batch = choose(config, world_size, memory)
+    line = f"asked for {config.attention_backend}; chosen on the device, not in a dry run"
+    machine = {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"}
+    if config.gpu:
+        machine |= {"gpu_name": f"{card.device} (dry run)", "gpu_memory_gb": card.gib}
+    flops, peak = count_flops(config), _peak(config, card if config.gpu else None)
+    info = startup_info(config, flops, peak, machine, {"line": line}, world_size, micro_batch)
+    lines = report_lines(config, info)
+    if memory != ANY:
+        lines += _fit_lines(asked, micro_batch, world_size, memory)
+    problems = _unsupported(config, card) if config.gpu else []
+    return [*lines, *(f"\nwarning: {text}" for text in [*info["warnings"], *problems])]
+
+
+def _memory(config: TrainConfig, card: Card) -> DeviceMemory:
+    if config.device == "cpu":
+        return device_memory(torch.device("cpu"), machine_size())
+    if config.gpu:
+        return card_memory(card)
+    return DeviceMemory(card.gib, f"{card.device}, as --gpu names none") if is_auto(config) else ANY
+
+
+def _peak(config: TrainConfig, card: Card | None) -> Peak:
+    """The stated peak, or that of the GPU that --gpu names."""
+    if isinstance(config.peak_tflops, float):
+        return Peak(config.peak_tflops, "stated by peak_tflops", None, config.use_sparse_specs)
+    if card is None:
+        reason = "a dry run looks at no device; name one with --gpu=H100, or state one with --peak_tflops=..."
+        return Peak(None, "none", reason, config.use_sparse_specs)
+    peak, fp8 = (
+        table_peak(card.device, precision, config.use_sparse_specs) for precision in (config.dtype, "fp8")
+    )
+    return peak if config.low_precision == "none" else replace(peak, fp8=fp8)
+
+
+def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory) -> list[str]:
+    """Whether the run fits, with what margin, and the settings that would."""
+    spare = memory.gib - found.needed_gib
+    margin = f"{units.memory(abs(spare))} ({100 * abs(spare) / memory.gib:.0f} %)"
+    lines = [
+        "",
+        "=" * 78,
+        "DOES IT FIT",
+        "=" * 78,
+        f"{'Memory of:':<28} {memory.device}, {units.memory(memory.gib)}",
+    ]
+    if found.fits:
+        return [*lines, f"{'Fits:':<28} yes, with {margin} to spare"]
+    if config.eval_only:
+        return [*lines, f"{'Fits:':<28} training does not; an evaluation alone needs less than the estimate"]
+    fits = settings_that_fit(config, world_size, memory) or ["nothing that was tried: it needs more GPUs"]
+    return [
+        *lines,
+        f"{'Fits:':<28} no, {margin} is missing",
+        "Settings that would:",
+        *(f"  {s}" for s in fits),
+    ]
+
+
+def _unsupported(config: TrainConfig, card: Card) -> list[str]:
+    """Why the run would be refused on this GPU, apart from its memory."""
+    here, problems = card_capability(card), []
+    if config.dtype == "bfloat16" and not here.bf16:
+        problems.append(f"{card.device} has no bfloat16; use --dtype=float16")
+    if config.low_precision != "none" and here.fp8 is None:
+        problems.append(f"{card.device} has no fp8; use --low_precision=none")
+    return problems

@@ -1,0 +1,236 @@
+"""Resolves batch_size='auto': the micro-batch that fits by the estimate of memory, and as many of them as
+make tokens_per_iter.
+
+All ranks choose the same, for the smallest memory among them. Only batch_size, gradient_accumulation_steps
+and loss_chunks change, never what is recomputed or sharded, so the samples of each iteration and their order
+are the same on every GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import model_builder
+from common.errors import UserError
+from training.configuration.batch import EVAL_BATCH, divisors, is_auto, sequences_per_gpu
+from training.configuration.keys import AUTO, TrainConfig
+from training.configuration.rules import check
+from training.hardware.gpu_memory import CPU_NAME, DeviceMemory, device_memory
+from training.process.world import World, gather_objects
+from training.records import units
+from training.records.memory_estimate import needed_memory
+
+# More is not faster: Qwen3 1.8B on one H200 had 61.4 % MFU with 16 x 2048, 60.3 % with 22 x 2048 (LOG.md).
+MOST_TOKENS = 32_768
+ENOUGH_TOKENS = 16_384  # matmuls of so many rows are fast, so the logits stay in one part
+# Each part of the logits reads and writes the head's whole gradient: below the first figure this costs more
+# than a larger micro-batch gains; below the second it is only worth it if nothing else fits.
+FAST_PART, SMALLEST_PART = 4096, 512
+
+# What else could make a run fit, from the least slowdown to the greatest.
+REMEDIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "full", "adam_dtype": "bfloat16"},
+    {"activation_checkpointing": "full", "adam_dtype": "bfloat16", "param_dtype": "bfloat16"},
+)
+MOST_REMEDIES = 3  # so many of those that fit are shown
+FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
+FSDP_GPUS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What was asked, and whether what is used fits. The used numbers are in the record's config."""
+
+    stated: dict[str, Any]  # the four keys as they were stated
+    set_aside: bool  # tokens_per_iter, because the stated numbers make another product
+    needed_gib: float  # by the estimate, with the reserve
+    available_gib: float
+    device: str
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_gib <= self.available_gib
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the program chose the size, and not the user."""
+        return bool(self.stated["batch_size"] == AUTO)
+
+    def warnings(self) -> list[str]:
+        """What the report warns of: stated numbers are used even if the estimate speaks against them."""
+        if self.fits or self.is_chosen or self.device == CPU_NAME:
+            return []
+        return [
+            f"by the estimate this needs {units.memory(self.needed_gib)}, and {self.device} has "
+            f"{units.memory(self.available_gib)}; batch_size='auto' finds what fits"
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resolve_micro_batch(config: TrainConfig, world: World) -> tuple[TrainConfig, MicroBatch]:
+    """The configuration with numbers in place of 'auto'. All ranks. Raises UserError if nothing fits."""
+    memories = gather_objects(device_memory(world.device, world.local_size), world)
+    memory = min(memories, key=lambda one: one.gib)
+    resolved, micro_batch = choose(config, world.size, memory)
+    if micro_batch.is_chosen and not micro_batch.fits and not config.eval_only:
+        raise UserError("\n".join(_refusal(config, resolved, micro_batch, world.size, memory)))
+    return resolved, micro_batch
+
+
+def choose(config: TrainConfig, world_size: int, memory: DeviceMemory) -> tuple[TrainConfig, MicroBatch]:
+    """The configuration with numbers, and whether they fit. If nothing fits: the smallest micro-batch."""
+    return _choose(config, world_size, memory, _count_parameters(config))
+
+
+def _count_parameters(config: TrainConfig) -> int:
+    model = model_builder.build_model(config.model_config())  # on the meta device
+    return model.count_parameters()["total"]
+
+
+def _choose(
+    config: TrainConfig, world_size: int, memory: DeviceMemory, parameters: int
+) -> tuple[TrainConfig, MicroBatch]:
+    needed = _measure(config, world_size, parameters)
+    candidates = list(_candidates(config, world_size))
+    numbers = next((one for one in candidates if needed(one) <= memory.gib), candidates[-1])
+    names = ("batch_size", "gradient_accumulation_steps", "loss_chunks", "tokens_per_iter")
+    stated = {name: getattr(config, name) for name in names}
+    made = numbers.samples_per_iter(world_size) * config.block_size
+    set_aside = not is_auto(config) and config.tokens_per_iter not in (None, made)
+    return numbers, MicroBatch(stated, set_aside, needed(numbers), memory.gib, memory.device)
+
+
+def _measure(config: TrainConfig, world_size: int, parameters: int) -> Callable[[TrainConfig], float]:
+    """A function that returns the GiB that a process needs, with the reserve, for other numbers."""
+    model = config.model_config()
+    return lambda numbers: needed_memory(model, parameters, numbers, world_size)
+
+
+# --- the rule ---
+
+
+def _candidates(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
+    """Settings with numbers, the best first; at least one.
+
+    1. the largest micro-batch, up to MOST_TOKENS, with the logits in one part, if it has ENOUGH_TOKENS;
+    2. the largest one with logits in the fewest parts that are not below FAST_PART tokens;
+    3. the largest one with logits in the fewest parts that are not below SMALLEST_PART tokens.
+
+    A number that the user states stays.
+    """
+    T = config.block_size
+    batches = _batch_sizes(config, world_size)
+    if config.batch_size == AUTO:
+        yield from (_with(config, B, 1, world_size) for B in batches if B * T >= ENOUGH_TOKENS)
+        for least in (FAST_PART, SMALLEST_PART):
+            for B in batches:
+                yield from (_with(config, B, parts, world_size) for parts in _parts(B * T, least))
+    else:
+        yield _with(config, batches[0], config.logit_parts, world_size)
+
+
+def _batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
+    """Sequences of a micro-batch that divide those of the iteration, the largest first."""
+    if config.batch_size != AUTO:
+        return [config.batch_size]
+    sequences = sequences_per_gpu(config, world_size)
+    if config.gradient_accumulation_steps != AUTO and not config.eval_only:
+        return [sequences // config.gradient_accumulation_steps]
+    return [d for d in reversed(divisors(sequences)) if d * config.block_size <= MOST_TOKENS or d == 1]
+
+
+def _parts(tokens: int, least: int) -> list[int]:
+    """1, 2, 4, ... equal parts of the logits, none below `least` tokens; one part may be of any size."""
+    powers = (2**n for n in range(1, tokens.bit_length()))
+    return [1] + [parts for parts in powers if tokens % parts == 0 and tokens // parts >= least]
+
+
+def _with(config: TrainConfig, batch_size: int, parts: int, world_size: int) -> TrainConfig:
+    steps = config.gradient_accumulation_steps
+    if steps == AUTO:
+        steps = 1 if config.eval_only else sequences_per_gpu(config, world_size) // batch_size
+    chunks = parts if config.loss_chunks == AUTO else config.loss_chunks
+    evaluation = config.eval_batch_size or (EVAL_BATCH if config.batch_size == AUTO else None)
+    return replace(
+        config,
+        batch_size=batch_size,
+        gradient_accumulation_steps=steps,
+        loss_chunks=chunks,
+        eval_batch_size=evaluation,
+    )
+
+
+# --- if it does not fit ---
+
+
+def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory) -> list[str]:
+    """A line for each way to train this model with these tokens per iteration in this memory."""
+    tokens = config.tokens_per_iter
+    if tokens is None or not is_auto(config):
+        tokens = config.samples_per_iter(world_size) * config.block_size
+    free = replace(
+        config,
+        batch_size=AUTO,
+        gradient_accumulation_steps=AUTO,
+        loss_chunks=AUTO,
+        tokens_per_iter=tokens,
+        eval_only=False,
+    )
+    stated = not is_auto(config)
+    parameters = _count_parameters(config)
+    found = (_line(free, stated, remedy, world_size, memory, parameters) for remedy in REMEDIES)
+    lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
+    for gpus in FSDP_GPUS:
+        if gpus >= world_size:
+            found = (_line(free, stated, FSDP | one, gpus, memory, parameters) for one in REMEDIES)
+            lines += itertools.islice(filter(None, found), 1)
+    return lines
+
+
+def _line(
+    config: TrainConfig,
+    stated: bool,
+    remedy: dict[str, Any],
+    gpus: int,
+    memory: DeviceMemory,
+    parameters: int,
+) -> str | None:
+    """The flags and what they make, if it fits. stated: the user has set numbers, which flags replace."""
+    changed = {name: value for name, value in remedy.items() if getattr(config, name) != value}
+    if remedy and not changed:
+        return None
+    config = replace(config, **changed)
+    try:
+        check(config, gpus)
+    except UserError:  # for example, the tokens cannot be divided among so many GPUs
+        return None
+    numbers, found = _choose(config, gpus, memory, parameters)
+    if not found.fits:
+        return None
+    if stated:
+        names = ("batch_size", "gradient_accumulation_steps", "loss_chunks")
+        changed |= {name: getattr(numbers, name) for name in names}
+    flags = [f"--{name}={value}" for name, value in changed.items()]
+    made = f"{numbers.batch_size} x {numbers.block_size} tokens, {units.memory(found.needed_gib)}"
+    return f"{gpus} GPU{'s' * (gpus > 1)}: {' '.join(flags)} ({made})"
+
+
+def _refusal(
+    config: TrainConfig, smallest: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory
+) -> list[str]:
+    fits = settings_that_fit(config, world_size, memory) or ["nothing that was tried: it needs more GPUs"]
+    return [
+        f"batch_size='auto' finds nothing that fits: {smallest.batch_size} x {smallest.block_size} tokens "
+        f"with loss_chunks={smallest.loss_chunks} need {units.memory(found.needed_gib)} by the estimate, and "
+        f"{memory.device} has {units.memory(memory.gib)}. These fit:",
+        *(f"  {line}" for line in fits),
+        "Numbers for batch_size and gradient_accumulation_steps are not checked against the estimate.",
+    ]
