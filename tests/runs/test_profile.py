@@ -66,6 +66,7 @@ def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, ca
     falls = content["waterfall"]
     assert 100 - sum(s["points"] or 0 for s in falls["steps"]) == pytest.approx(falls["mfu_percent"])
     assert content["unprofiled"]["mfu_percent"] > 0
+    assert last_run(tmp_path / "out/plain_run")["config"]["profile"] is None
     printed = capsys.readouterr().out
     assert (tmp_path / "out/profile.txt").read_text() in printed
     assert (tmp_path / "out/profile.png").read_bytes().startswith(b"\x89PNG")
@@ -105,7 +106,7 @@ def test_profiling_changes_no_number_of_the_training(config, tmp_path, run):
 def test_each_of_two_ranks_leaves_its_trace(config, tmp_path):
     out_dir = tmp_path / "out"
     run_in_one_launch(tmp_path, [[config, *tool.fixed_flags(), f"--out_dir={out_dir}"]], processes=2)
-    content = analyze(out_dir, None, "left out")
+    content = analyze(out_dir, out_dir, None, "left out")
     assert content["processes"] == 2 and [rank["rank"] for rank in content["ranks"]] == [0, 1]
     assert any(row["part"].startswith("communication: ") for row in content["profiled"]["parts"])
     assert share(content, UNKNOWN) < MOST_UNKNOWN, content["profiled"]["unknown"]

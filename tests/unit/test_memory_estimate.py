@@ -103,7 +103,7 @@ def parameters_of(model) -> int:
 
 def arguments(name: str, flags: str = "", processes: int = 1):
     """What estimate_memory takes."""
-    stated = [f"--{flag}" for flag in f"gradient_accumulation_steps=2 {flags}".split()]
+    stated = [f"--{flag}" for flag in f"batch_size=16 gradient_accumulation_steps=2 {flags}".split()]
     config = load_config([str(ROOT / "config" / f"{name}.py"), *stated], processes)
     model = config.model_config()
     return model, parameters_of(model), config, processes

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tools.profile.parts import WAITING
+from tools.profile.breakdown import split_profiler
+from tools.profile.parts import PROFILER, WAITING, group_of
 from tools.profile.timeline import BETWEEN, LAUNCH
 from tools.profile.waterfall import Work, peak_clock_mhz, waterfall
 
@@ -31,6 +32,23 @@ def test_the_steps_add_up_exactly_to_the_measured_mfu(clock, alone):
     assert found["steps"][-1]["left_percent"] == pytest.approx(found["mfu_percent"], abs=1e-9)
     assert 450 + sum(step["ms"] or 0 for step in found["steps"]) == pytest.approx(FOUND["wall_ms"])
     assert all(step["advice"] for step in found["steps"])
+
+
+@pytest.mark.parametrize(
+    ("unprofiled", "idle", "own"), [(794.0, 4.0, 6.0), (770.0, 0.0, 15.0), (801.0, 10.0, 0)]
+)
+def test_what_only_the_profiler_takes_is_no_idle_time_of_the_training(unprofiled, idle, own):
+    """It comes out of the launch-bound time first, and never out of the kernels."""
+    parts = [{"part": part, "ms": ms, "group": group_of(part)} for part, ms in PARTS.items()]
+    found = {"parts": parts, "wall_ms": FOUND["wall_ms"]}
+    split_profiler(found, unprofiled)
+    ms = {row["part"]: row["ms"] for row in found["parts"]}
+    assert ms.get(PROFILER, 0) == pytest.approx(own) and sum(ms.values()) == pytest.approx(800)
+    assert ms[LAUNCH] == pytest.approx(idle) and ms["casts"] == PARTS["casts"]
+    assert sum(row["percent"] for row in found["parts"]) == pytest.approx(100)
+    falls = waterfall(MODEL, found, 1e15, UNKNOWN_CLOCK, UNKNOWN_CLOCK, None)
+    assert falls["mfu_percent"] == pytest.approx(100 * 450 / (800 - own))
+    assert falls["steps"][-1]["left_percent"] == pytest.approx(falls["mfu_percent"], abs=1e-9)
 
 
 def test_an_unknown_clock_is_null_with_its_reason():

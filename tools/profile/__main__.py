@@ -1,10 +1,11 @@
 """Shows where the time of an iteration goes, and what lies between the peak and the measured MFU.
 
-    python -m tools.profile config/full_qwen3_1.8b_optimal.py --gradient_accumulation_steps=2
+    python -m tools.profile config/full_qwen3_1.8b_optimal.py --tokens_per_iter=65536
     python -m tools.profile config/quickstart.py --nproc=2
     python -m tools.profile config/quickstart.py --memory
 
-It trains for a few iterations in a process of its own; any --key=value of train.py is handed on. The output
+It trains for a few iterations with the profiler and for a few without, each in a process of its own; any
+key of train.py is handed on. The output
 folder has the table and the waterfall as text, JSON and PNG, and the Chrome traces of every rank, for
 https://ui.perfetto.dev. docs/profile.md says how to read them. With --memory, it has a table of the memory of
 one iteration instead, and a snapshot for torch's viewer (docs/tuning.md#memory).
@@ -17,6 +18,7 @@ import datetime
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,11 @@ from common.errors import RunError, UserError
 from common.json_file import MAX_BYTES, read_regular
 from tools.profile.figure import draw
 from tools.profile.memory import MEMORY_KEYS, memory_lines
-from tools.profile.report import analyze, config_of, find_record, lines
+from tools.profile.report import MEASURED_ROW, analyze, config_of, find_record, lines
+from training.configuration.flags import take_flags
 from training.configuration.keys import TrainConfig
 from training.pretrained.settings import load_run_config
-from training.records.profiler import ITERATIONS, LOG_INTERVAL
+from training.records.profiler import ITERATIONS
 
 # Keys that this tool sets itself, so that nothing but training is between the iterations.
 FIXED = {
@@ -47,12 +50,14 @@ FIXED = {
     "always_save_checkpoint": False,
     "checkpoint_interval": 0,
     "drift_check_interval": 0,
-    "log_interval": LOG_INTERVAL,
+    "log_interval": 10,
     "gradient_log_interval": 0,
     "save_log_to_json": True,
     "wandb_log": False,
     "profile": "time",
 }
+# Of the run without the profiler, which tells what an iteration takes.
+PLAIN = {"profile": None, "max_iters": MEASURED_ROW + 1}
 NPROC_MAX = 1024
 TIMEOUT_S = 3600
 
@@ -66,17 +71,18 @@ def main(argv: list[str]) -> int:
     if options.random_tokens:
         tokens = make_random_dataset(folder, config.model_config().vocab_size)
         flags.append(f"--dataset={tokens}")
-    out_dir = folder / "run"
+    out_dir, plain_dir = folder / "run", folder / "plain_run"
     try:
         train(flags, out_dir, options)
         if options.memory:
             return show_memory(folder, out_dir, options.nproc)
+        train([*flags, *as_flags(PLAIN)], plain_dir, options)
         roofline: dict[str, Any] | None = None
         reason: str | None = "not asked for: --no-roofline"
         if options.roofline:
             resolved = config_of(find_record(out_dir))
             roofline, reason = measure_roofline(flags, resolved, folder, options.timeout)
-        content = analyze(out_dir, roofline, reason)
+        content = analyze(out_dir, plain_dir, roofline, reason)
     except RunError as error:
         say(f"error: {error}")
         return FAILED
@@ -100,13 +106,17 @@ def show_memory(folder: Path, out_dir: Path, processes: int) -> int:
 
 
 def fixed_flags(memory: bool = False) -> list[str]:
-    return [f"--{key}={value}" for key, value in {**FIXED, **(MEMORY_KEYS if memory else {})}.items()]
+    return as_flags({**FIXED, **(MEMORY_KEYS if memory else {})})
+
+
+def as_flags(keys: Mapping[str, Any]) -> list[str]:
+    return [f"--{key}={value}" for key, value in keys.items()]
 
 
 def train(flags: list[str], out_dir: Path, options: argparse.Namespace) -> None:
     """Runs train.py. Raises RunError if it fails."""
     out_dir.mkdir()
-    log = out_dir.parent / "console.log"
+    log = out_dir.with_suffix(".log")
     command = python_command(["train.py", *flags, f"--out_dir={out_dir}"], options.nproc)
     print(f"training a few iterations; the console is {log}", flush=True)
     outcome = run_process(command, log, options.timeout, keep_cache=True)
@@ -154,7 +164,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m tools.profile",
         description="Show where the time of an iteration goes.",
-        epilog="--key=value, any setting of train.py, goes to the run.",
+        epilog="--key=value, any key of train.py, goes to the run.",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="a config file of train.py")
@@ -178,7 +188,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=TIMEOUT_S,
         help="seconds for each process (3600)",
     )
-    return parser.parse_known_args(argv)
+    flags, rest = take_flags(argv)
+    options, unknown = parser.parse_known_args(rest)
+    return options, [*flags, *unknown]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ COMMUNICATION = "communication: "
 ATTENTION = {phase: f"attention {phase}" for phase in ("forward", "backward", "recompute")}
 COMPILED = "compiled operators without names"
 WAITING = "waiting for another rank"
+PROFILER = "the profiler itself"  # idle time that the same iterations do not have without it
 HOST = "no operator running"  # on a CPU: Python and autograd between the operators
 
 
@@ -235,13 +236,18 @@ def is_recomputed(part: str) -> bool:
 
 # --- groups of parts: the steps of the waterfall ---
 
-GROUPS = ("matmuls", "attention", "recomputation", "memory-bound", "communication", "ranks", "idle")
+GROUPS = (
+    *("matmuls", "attention", "recomputation", "memory-bound"),
+    *("communication", "ranks", "idle", "profiler"),
+)
 
 
 def group_of(part: str) -> str:
     """The step of the waterfall to which a part of the table belongs."""
     if part == WAITING:
         return "ranks"
+    if part == PROFILER:
+        return "profiler"
     if part in IDLE or part == HOST:
         return "idle"
     if is_communication(part):

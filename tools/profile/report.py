@@ -7,13 +7,12 @@ from typing import Any
 
 from common.json_file import read_json
 from common.text import aligned
-from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_waits
+from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_profiler, split_waits
 from tools.profile.parts import Classifier, groups, is_communication
 from tools.profile.waterfall import model_work, peak_clock_mhz, waterfall
 from training.configuration.keys import KEYS, TrainConfig
-from training.records.profiler import LOG_INTERVAL
 
-UNPROFILED_ROW = 2 * LOG_INTERVAL  # its iterations are in no window
+MEASURED_ROW = 20  # of the run without the profiler: the iterations 11 to 20
 SHOWN_UNKNOWN = 12  # names; the JSON has all
 WIDTH = 46  # characters of a kernel's name in the list of the unknown
 
@@ -33,15 +32,22 @@ def config_of(record: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**{name: value for name, value in record["config"].items() if name in KEYS})
 
 
-def analyze(out_dir: Path, roofline: dict[str, Any] | None, roofline_reason: str | None) -> dict[str, Any]:
-    """The content of profile.json. Raises RunError if a rank has left nothing that can be read."""
+def analyze(
+    out_dir: Path, plain_dir: Path, roofline: dict[str, Any] | None, roofline_reason: str | None
+) -> dict[str, Any]:
+    """The content of profile.json, of a run with the profiler and one without. Raises RunError if a rank has
+    left nothing that can be read."""
     record = find_record(out_dir)
     config, info = config_of(record), record["startup_info"]
     ranks = [read_rank(out_dir, rank) for rank in range(info["hardware"]["num_gpus"])]
     classify = Classifier(config)
     works, waits_known = split_waits(ranks, classify)
     found = [breakdown(rank, work, classify) for rank, work in zip(ranks, works, strict=True)]
-    row = next((row for row in record["training_iterations"] if row["iter"] == UNPROFILED_ROW), None)
+    rows = find_record(plain_dir)["training_iterations"]
+    row = next((row for row in rows if row["iter"] == MEASURED_ROW), None)
+    if row and ranks[0].facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
+        for each in found:
+            split_profiler(each, row["time_ms"])
     return {
         "device": info["hardware"]["gpu_name"],
         "processes": len(ranks),
@@ -151,7 +157,7 @@ def _checks(content: dict[str, Any]) -> list[str]:
     if row:
         slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
         text.append(
-            f"Without the profiler, in the same run: {row['time_ms']:.3f} ms, "
+            f"Without the profiler, in a run of its own: {row['time_ms']:.3f} ms, "
             f"{_number(row['mfu_percent'], 'MFU {:.2f} %') or 'no MFU'}; the profiled iterations take "
             f"{slower:+.1f} %."
         )

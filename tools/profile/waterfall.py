@@ -11,7 +11,7 @@ the formula counts.
     + matmuls    matmuls in the run - matmuls alone
     + attention  attention in the run - its FLOPs at the peak of that clock
     + recomputation, memory-bound operations, communication, waiting for ranks, idle: their time
-    = wall clock
+    = wall clock, without what only the profiler takes
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def waterfall(
     """`found` is breakdown()'s. clock and peak_clock are (MHz, None) or (None, why not). `alone_ms`: the
     iteration's matmuls on this machine with nothing else, by bench.roofline; None: not measured."""
     ms = groups(found["parts"])
+    wall = found["wall_ms"] - ms["profiler"]
     notes = []
     if peak_flops is None:
         steps = [Step(name, label, ms[name]) for name, label in LABELS.items() if ms.get(name)]
@@ -118,7 +119,7 @@ def waterfall(
         "unit": "points",
         "steps": _in_points(steps, ideal),
         "notes": notes,
-        "mfu_percent": 100 * ideal / found["wall_ms"],
+        "mfu_percent": 100 * ideal / wall,
         "clock_mhz": clock[0],
         "peak_clock_mhz": peak_clock[0],
     }

@@ -22,6 +22,7 @@ from common.durable_file import write_bytes
 from training.batches.loader import Loader
 from training.checkpoints.train_state import TrainState
 from training.configuration.keys import TrainConfig
+from training.hardware.capability import capability
 from training.process.world import World
 from training.records.clock import Clock
 from training.records.memory_snapshot import MemorySnapshot
@@ -31,7 +32,6 @@ PLACES, TIMES = "places", "times"
 # (training/cuda_graphs/graphed_step.py). The first iteration of a window begins with an idle GPU, so the
 # figures are of the others, where there are others.
 PLACES_WINDOW, TIMES_WINDOW = range(6, 7), range(22, 25)
-LOG_INTERVAL = 10  # for tools.profile: the row of iterations 11 to 20 is in no window
 ITERATIONS = TIMES_WINDOW.stop + 1  # that a run needs, because a window ends before the next iteration
 MARK = "iteration {}"
 
@@ -103,7 +103,8 @@ class TimeProfiler:
         self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
         if self.on_gpu:
             gpu = torch.cuda.get_device_properties(world.device)
-            self.facts |= {"multiprocessors": gpu.multi_processor_count, "capability": [gpu.major, gpu.minor]}
+            compute = capability(world.device).compute
+            self.facts |= {"multiprocessors": gpu.multi_processor_count, "capability": compute}
 
     def before(self, iteration: int) -> None:
         if not self.windows:

@@ -80,12 +80,12 @@ def test_every_product_of_the_model_is_found_with_its_flops(trace, kernels, clas
     found = {part: classify(work).flops for work, part in kernels[trace] if group_of(part) == "matmuls"}
     directions = ("forward", "dgrad", "wgrad")
     assert set(found) == {f"{n} {d}" for n in ("qkv", "out", "up", "down", "head") for d in directions}
-    config = load_config(TRACES[trace])
+    config = load_config([*TRACES[trace], "--gradient_accumulation_steps=2"])
     layers, model = config.n_layer, config.model_config()
     of_layers = sum(flops for part, flops in found.items() if not part.startswith("head"))
     of_head = sum(flops for part, flops in found.items() if part.startswith("head"))
-    assert of_head == 3 * 2 * config.batch_size * config.block_size * model.n_embd * model.vocab_size
-    steps = config.gradient_accumulation_steps
+    assert of_head == 3 * 2 * config.micro_batch * config.block_size * model.n_embd * model.vocab_size
+    steps = config.micro_steps
     assert steps * (layers * of_layers + of_head) == model_work(config).matmul
 
 
