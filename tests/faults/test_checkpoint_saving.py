@@ -378,7 +378,7 @@ def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_co
         done = run_train(run_config, "--init_from=resume", "--max_iters=6", processes=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert done.returncode == 1 and re.findall(r"exitcode  : (-?\d+)", done.stderr)[-1] == "1"
+    assert done.returncode == 1 and "1" in re.findall(r"exitcode  : (-?\d+)", done.stderr)
     assert "could not write the checkpoint" in done.stderr and "File too large" in done.stderr
     assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000002"]
     assert damage_here(root / "step-00000002") == []

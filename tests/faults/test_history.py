@@ -63,6 +63,7 @@ def add_rows(content: RunRecord, start: int, end: int) -> None:
 # --- killed ---
 
 
+@pytest.mark.slow
 def test_100_kills_while_logging_lose_no_row_and_leave_none_twice(tmp_path):
     command = [sys.executable, "tests/support/record_worker.py", tmp_path, str(KILLS)]
     done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -70,8 +70,9 @@ class Canary:
 
 # what a source file may not name -> the one that may, and why
 ALLOWED = {
-    "exec": "training/configuration/files_and_flags.py",  # the config file, which the user runs
-    "pickle.dumps": "data/pipeline/meta_file.py",  # meta.pkl, written for other programs
+    "exec": ("training/configuration/files_and_flags.py",),  # the config file, which the user runs
+    # meta.pkl, and a memory snapshot: written for other programs
+    "pickle.dumps": ("data/pipeline/meta_file.py", "training/records/memory_snapshot.py"),
 }
 FORBIDDEN = re.compile(
     r"eval|exec|__import__|os\.(system|popen)|marshal\.loads?|shelve\.open|yaml\.\w*load\w*|joblib\.load"
@@ -108,7 +109,7 @@ def test_no_source_file_can_execute_what_it_reads():
     for path in SOURCES:
         name = str(path.relative_to(ROOT))
         used = dangers(path.read_text(encoding="utf-8"))
-        faults += [f"{name}:{line}: {what}" for what, line in used if ALLOWED.get(what) != name]
+        faults += [f"{name}:{line}: {what}" for what, line in used if name not in ALLOWED.get(what, ())]
     assert len(SOURCES) > 60 and faults == []
 
 

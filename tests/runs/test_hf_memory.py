@@ -59,6 +59,7 @@ def test_import_needs_the_model_once(large):
     assert -SLACK < more < limit(large)
 
 
+@pytest.mark.slow
 def test_export_needs_one_tensor_at_a_time(large, tmp_path):
     config = hf_run(tmp_path, max_iters=1, batch_size=1, block_size=64, out_dir=tmp_path / "out")
     done = run_train(config, f"--init_weights=hf:{large}", timeout=200)

@@ -99,7 +99,7 @@ def test_ctrl_c_is_one_line_and_status_130_and_the_same_command_goes_on(tmp_path
     (tmp_path / "in").mkdir()
     for number in range(40):
         write_jsonl(
-            tmp_path / f"in/{number:02}.jsonl", [f"{number} {line} some text " * 60 for line in range(250)]
+            tmp_path / f"in/{number:02}.jsonl", [f"{number} {line} some text " * 60 for line in range(60)]
         )
     (tmp_path / "bpe").mkdir()
     command = ["--input", tmp_path / "in", "--tokenizer", small_bpe(tmp_path / "bpe"), "--workers", 2]

@@ -81,6 +81,7 @@ def slurm(config, folder, tmp_path):
     return slurm
 
 
+@pytest.mark.slow
 def test_the_time_limit_of_a_job_on_two_nodes_saves_and_requeues_it(slurm, folder):
     out = folder / "two-nodes"
     ended, (scancel, scontrol) = slurm(out, nodes=2, processes=1, fault="SIGUSR1 job 10")

@@ -35,6 +35,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -362,6 +363,20 @@ def main() -> None:
         else:
             words = arguments_of(rank["argv"])
     try:
+        status = run_script(words)
+    except KeyboardInterrupt:  # Python ends a script by the signal
+        sys.excepthook(*sys.exc_info())
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        leave(status)
+
+
+def run_script(words: list[str]) -> int:
+    """The exit status of the script."""
+    try:
         if words[0] == "-m":
             sys.argv = words[1:]
             sys.path.insert(0, os.getcwd())
@@ -370,12 +385,27 @@ def main() -> None:
             sys.argv = words
             sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
             runpy.run_path(words[0], run_name="__main__")
-    except KeyboardInterrupt:  # Python ends a script by the signal
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except Exception:
         sys.excepthook(*sys.exc_info())
-        atexit._run_exitfuncs()
+        return 1
+    return 0
+
+
+def leave(status: int) -> None:
+    """Ends as Python does, but without deleting every object: that takes 0.4 s where torch is imported."""
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    try:
         sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        sys.stderr.flush()
+    except (OSError, ValueError):  # Python says so in its own way
+        sys.exit(status)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from data.tokenizers.merges import QWEN_PATTERN  # noqa: E402
 from data.tokenizers.model_file import LLAMA3_PATTERN  # noqa: E402
 from data.tokenizers.tokenizer import open_tokenizer  # noqa: E402
 
-FILES = ["hf/gpt2", "hf/llama2", "llama3/tokenizer.model", "hf/qwen3"]
+LLAMA3 = pytest.param("llama3/tokenizer.model", marks=pytest.mark.slow)  # building its tables takes 9 s
+FILES = ["hf/gpt2", "hf/llama2", LLAMA3, "hf/qwen3"]
 ODD = [
     *HARD,
     "",

@@ -25,7 +25,7 @@ from typing import Any
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
 from bench.random_tokens import make_random_dataset
 from bench.runner import last_json
-from common.arguments import real_number, user_folder, whole_number
+from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import FAILED, run_command, say
 from common.durable_file import write_bytes, write_json
 from common.errors import RunError, UserError
@@ -167,7 +167,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="--key=value, any key of train.py, goes to the run.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="a config file of train.py")
+    parser.add_argument("config", type=user_path, help="a config file of train.py")
     parser.add_argument(
         "--nproc", type=whole_number(1, NPROC_MAX), default=1, help="processes, a GPU each (1)"
     )
