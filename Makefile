@@ -8,9 +8,9 @@ OUT ?= out-quickstart
 BIN := $(VENV)/bin
 
 # The tests start hundreds of processes that import the project: its compiled files spare a tenth of the time.
-test test-all chaos: export PYTHONDONTWRITEBYTECODE :=
+pytest test-all chaos: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all chaos lint clean
+.PHONY: train test pytest test-all chaos lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
@@ -18,7 +18,10 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
 
-test: $(VENV)/.installed-dev lint
+test: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory --jobs=2 lint pytest  # the type checker needs one core for a minute
+
+pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
 
 test-all: $(VENV)/.installed-dev lint

@@ -111,7 +111,7 @@ def wait_for_checkpoint(out_dir, process) -> None:
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_command_goes_on_after_a_kill_without_the_weights(processes, tmp_path):
     folder = save("qwen3", tmp_path / "model")
     config = hf_run(tmp_path, max_iters=60, checkpoint_interval=5)

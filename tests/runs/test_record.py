@@ -560,7 +560,13 @@ def test_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
 # --- dry run ---
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def often(path):
+    """Deep models take seconds; unit/test_published_models.py counts their FLOPs, too."""
+    deep = not path.name.startswith(("full_", "quickstart", "smoke_", "train_"))
+    return pytest.param(path, marks=[pytest.mark.slow] * deep, id=path.name)
+
+
+@pytest.mark.parametrize("path", map(often, SHIPPED))
 def test_dry_run_of_a_shipped_config_reports_and_writes_nothing(run, path, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert run(path, "--dry_run=True") == 0
