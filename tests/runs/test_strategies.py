@@ -33,7 +33,7 @@ from training.strategies.parallelize import parallelize
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 ALL = ["single", *STRATEGIES]
-ITERATIONS, HALF = 4, 2
+ITERATIONS, HALF = 6, 3
 CONFIG = {
     **TINY,
     "n_layer": 3,  # 'selective' recomputes the first and the last
