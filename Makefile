@@ -1,6 +1,7 @@
 # make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint and a plot
-# make test      set up, run the linter and the tests
-# make test-all  the same and the slow tests, with every process started anew
+# make test      set up, run the tests
+# make lint      set up, run the linter and the type checker
+# make test-all  set up, run both and the slow tests, with every process started anew
 # make chaos     set up, run the tests that take minutes: hundreds of kills, faults of every kind
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,9 +9,9 @@ OUT ?= out-quickstart
 BIN := $(VENV)/bin
 
 # The tests start hundreds of processes that import the project: its compiled files spare a tenth of the time.
-pytest test-all chaos: export PYTHONDONTWRITEBYTECODE :=
+test test-all chaos: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test pytest test-all chaos lint clean
+.PHONY: train test test-all chaos lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
@@ -19,9 +20,6 @@ train: $(VENV)/.installed
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
 
 test: $(VENV)/.installed-dev
-	$(MAKE) --no-print-directory --jobs=2 lint pytest  # the type checker needs one core for a minute
-
-pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
 
 test-all: $(VENV)/.installed-dev lint

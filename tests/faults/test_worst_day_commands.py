@@ -456,7 +456,13 @@ def set_texts(record, text):
         row["mfu"] = row["mfu"] | {"calculation_method": text}
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def often(name):
+    """Each text takes seconds: it is drawn four times."""
+    first = name in ("escapes", "formula", "surrogate")
+    return pytest.param(TEXTS[name], id=name, marks=[] if first else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("text", [often(name) for name in TEXTS])
 def test_texts_of_a_record_steer_neither_the_terminal_nor_matplotlib(text, record, plots, tmp_path, capsys):
     set_texts(record, text)
     for row in record["training_iterations"][2:]:
@@ -472,6 +478,7 @@ def test_texts_of_a_record_steer_neither_the_terminal_nor_matplotlib(text, recor
 VALUES = [10**400, -(10**400), 1e308, -1e308, float("nan"), float("inf"), True, "x", None, [1], {"a": 1}]
 
 
+@pytest.mark.slow
 def test_numbers_of_a_record_are_of_any_size_and_type(record, plots, tmp_path, capsys):
     plain_record = json.dumps(record)
     places = [("iter",), ("loss",), ("time_ms",), ("lr",), ("tokens_per_sec",), ("memory",), ("attempt",)]

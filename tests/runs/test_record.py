@@ -566,7 +566,7 @@ def often(path):
     return pytest.param(path, marks=[pytest.mark.slow] * deep, id=path.name)
 
 
-@pytest.mark.parametrize("path", map(often, SHIPPED))
+@pytest.mark.parametrize("path", [often(path) for path in SHIPPED])
 def test_dry_run_of_a_shipped_config_reports_and_writes_nothing(run, path, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert run(path, "--dry_run=True") == 0

@@ -449,7 +449,7 @@ def storages() -> dict[int, int]:
     }
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_zero1_holds_one_copy_of_the_gradients_and_half_of_the_optimizer_s_state(folder, world, compute):
     """Also between micro-steps and after the reduction, when a copy would be there if one were made."""
     before = storages()
