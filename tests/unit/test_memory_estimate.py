@@ -9,8 +9,9 @@ import model_builder
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory, needed_memory, reserved_memory
 
-# The promise is 3 %. On the GPU that the runs were measured on, all of them agree within 0.1 %.
-ACCURACY = 0.005
+# The promise is 3 %. On the GPU that the runs were measured on, all of them agree within 0.1 %, but for one
+# with 0.65 % (eager fp8 blocks that are recomputed).
+ACCURACY = 0.007
 
 GPT2, QWEN, B200 = "full_gpt2_1.36b", "full_qwen3_1.8b_optimal", "full_qwen3_1.8b_b200_optimal"
 LLAMA, LLAMA_1_5B, LLAMA_2_2B = "full_llama_1.36b", "full_llama3_1.5b_optimal", "full_llama3_2.2b_chinchilla"
@@ -33,6 +34,7 @@ MEASURED = [
     (1, GPT2, "batch_size=8 compile=False", 43.83, 43.84),
     (1, GPT2, f"batch_size=8 {SELECTIVE}", 34.40, 34.52),
     (1, GPT2, f"batch_size=8 {FULL}", 26.16, 26.71),
+    (1, GPT2, "batch_size=8 loss_chunks=16", 42.44, 42.45),
     (1, GPT2, "batch_size=16", 65.92, 65.93),
     (1, LLAMA, "batch_size=4", 34.70, 34.70),
     (1, LLAMA, "batch_size=4 compile=False", 34.70, 34.70),
@@ -43,6 +45,11 @@ MEASURED = [
     (1, LLAMA_2_2B, "batch_size=1 compile=False", 43.42, 43.43),
     (1, LLAMA_2_2B, "batch_size=4", 58.71, 58.71),
     (1, LLAMA_2_2B, f"batch_size=4 {FULL}", 42.32, 42.45),
+    (1, QWEN, "batch_size=4 activation=gelu", 47.86, 47.87),
+    (1, QWEN, "batch_size=4 activation=gelu compile=False", 50.11, 50.13),
+    (1, QWEN, f"batch_size=32 loss_chunks=16 {FULL} {FP8_HEAD}", 51.21, 52.22),
+    (1, QWEN, f"batch_size=32 loss_chunks=16 {FULL} {FP8_HEAD} compile=False", 53.93, 54.87),
+    (1, QWEN, f"batch_size=64 loss_chunks=8 {FULL} compile=False", 67.27, 69.50),
     (1, QWEN, "batch_size=1", 35.90, 35.91),
     (1, QWEN, "batch_size=1 compile=False", 35.90, 35.91),
     (1, QWEN, "batch_size=2 compile=False", 39.88, 39.89),

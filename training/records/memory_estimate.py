@@ -300,6 +300,9 @@ def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, wo
     the wrong size or belongs to another stream."""
     s = _Sizes.of(model, parameters, config, world_size)
     reserve = RESERVE
+    if config.activation_checkpointing != "none":  # freed activations of other sizes are in the way
+        widest = model.d_ff * (2 if model.ffn_type == "swiglu" else 1)
+        reserve = max(reserve, s.tokens * s.compute * widest)
     if config.use_fsdp:  # reduced gradients and gathered weights are allocated on streams of their own
         reserve += s.stored * s.parameters / s.shards + s.compute * (s.rest + 2 * s.block)
         if s.reduce != s.stored:  # a gradient's part arrives in reduce_dtype first
