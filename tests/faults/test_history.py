@@ -340,6 +340,7 @@ def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, m
     assert iterations(read(content.path)["training_iterations"]) == list(range(5))
 
 
+@pytest.mark.slow
 def test_disk_that_is_full_all_along_ends_with_status_0_and_a_warning(tmp_path):
     """A limit on the size of files stands in for the disk: the log and the record soon do not fit."""
     dataset = make_dataset(tmp_path / "tokens")

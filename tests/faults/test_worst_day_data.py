@@ -189,7 +189,7 @@ def change_token(path) -> None:
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
-@pytest.mark.parametrize("same_time", [False, True])
+@pytest.mark.parametrize("same_time", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_quickstart_with_a_flipped_bit_is_made_again(monkeypatch, tmp_path, same_time):
     folder = tmp_path / "quickstart"
     assert quickstart.prepare(folder, corpus_bytes=1_000_000)

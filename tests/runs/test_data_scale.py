@@ -199,6 +199,7 @@ def kill_after_units(process: subprocess.Popen, out: Path, count: int):
     assert not (out / "meta.json").exists()
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume_gives_the_bytes_of_an_uninterrupted_run(corpus, tmp_path):
     out = tmp_path / "killed"
     kill_after_units(start_prepare(corpus["options"], out), out, 2)

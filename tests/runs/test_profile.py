@@ -79,9 +79,15 @@ def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, ca
 @pytest.mark.parametrize(
     "settings",
     [
-        {"arch_preset": "gpt2", "num_key_value_heads": None, "d_ff": None, "dropout": 0.1},
+        pytest.param(
+            {"arch_preset": "gpt2", "num_key_value_heads": None, "d_ff": None, "dropout": 0.1},
+            marks=pytest.mark.slow,
+        ),
         {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head", "dtype": "bfloat16"},
-        {"attention_backend": "manual", "activation_checkpointing": "full", "loss_chunks": 2},
+        pytest.param(
+            {"attention_backend": "manual", "activation_checkpointing": "full", "loss_chunks": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gpt2", "fp8", "recomputation"],
 )

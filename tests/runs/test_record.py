@@ -501,7 +501,8 @@ def test_signal_ends_a_run_as_interrupted(record, monkeypatch, number):
     content = record("--max_iters=1000", status=128 + number)
     assert content["status"] == "interrupted" and content["end_time"]
     iterations = [row["iter"] for row in content["training_iterations"]]
-    assert iterations in ([0, 1], [0, 1, 2])  # all ranks stop at one iteration, so not at once
+    # all ranks stop at one iteration, so not at once, but long before the last
+    assert iterations == list(range(len(iterations))) and 2 <= len(iterations) < 200
     assert content["summary"]["final_iter"] == iterations[-1]
 
 

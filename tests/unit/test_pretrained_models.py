@@ -163,7 +163,12 @@ def test_a_round_trip_is_bit_equal_and_what_save_pretrained_writes(name, run, tm
     assert torch.equal(logits_of(tmp_path / "exported", some_ids()), logits_of(source, some_ids()))
 
 
-@pytest.mark.parametrize("name", MODELS)
+def every_second(names):
+    """The others are slow tests: each takes a second."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (place % 2)) for place, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", every_second(MODELS))
 def test_a_trained_checkpoint_gives_our_logits_in_transformers(name, run, tmp_path):
     source = save(name, tmp_path / "source")
     config = hf_run(tmp_path, out_dir=tmp_path / "out")
