@@ -3,9 +3,10 @@
 import pytest
 
 from tools.profile.breakdown import split_profiler
-from tools.profile.parts import PROFILER, WAITING, group_of
+from tools.profile.figure import COLORS
+from tools.profile.parts import GROUPS, PROFILER, WAITING, group_of
 from tools.profile.timeline import BETWEEN, LAUNCH
-from tools.profile.waterfall import Work, peak_clock_mhz, waterfall
+from tools.profile.waterfall import ADVICE, Work, peak_clock_mhz, waterfall
 
 PARTS = {
     "qkv forward": 500.0,
@@ -77,3 +78,7 @@ def test_the_peak_of_an_h100_is_reached_at_its_boost_clock():
         1410, abs=1
     )
     assert peak_clock_mhz(165.2e12, {"capability": [8, 9], "multiprocessors": 128})[0] is None
+
+
+def test_the_figure_has_a_color_for_every_group_and_step():
+    assert {*GROUPS, *ADVICE} <= set(COLORS)

@@ -21,6 +21,7 @@ COLORS = {
     "communication": "tab:red",
     "ranks": "tab:pink",
     "idle": "black",
+    "profiler": "tab:olive",
 }
 SMALLEST = 0.2  # percent of an iteration; smaller parts are one bar together
 
