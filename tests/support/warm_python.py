@@ -375,7 +375,7 @@ def main() -> None:
 
 
 def run_script(words: list[str]) -> int:
-    """The exit status of the script."""
+    """The exit status of the script. Python itself ends it after an exception."""
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
@@ -386,13 +386,9 @@ def run_script(words: list[str]) -> int:
             sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return (end.code or 0) & 0xFF
-        print(end.code, file=sys.stderr)
-        return 1
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        return 1
+        if end.code is not None and not isinstance(end.code, int):
+            raise  # a message, which Python prints
+        return (end.code or 0) & 0xFF
     return 0
 
 
