@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import plan
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
 from bench.random_tokens import make_random_dataset
 from bench.runner import last_json
@@ -40,20 +41,11 @@ from training.records.profiler import ITERATIONS
 
 # Keys that this tool sets itself, so that nothing but training is between the iterations.
 FIXED = {
-    "init_from": "scratch",
+    **plan.FIXED,
     "max_iters": ITERATIONS,
-    "max_epochs": None,
-    "dry_run": False,
-    "eval_interval": 0,
-    "eval_only": False,
-    "eval_at_start": False,
-    "always_save_checkpoint": False,
     "checkpoint_interval": 0,
     "drift_check_interval": 0,
     "log_interval": 10,
-    "gradient_log_interval": 0,
-    "save_log_to_json": True,
-    "wandb_log": False,
     "profile": "time",
 }
 # Of the run without the profiler, which tells what an iteration takes.

@@ -8,6 +8,7 @@ first. A moment in which nothing runs is a gap, which belongs to a cause.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -98,14 +99,8 @@ def _add_gap(
 
 def next_work(work: Sequence[Work], moment: float) -> Work | None:
     """The first that starts at or after the moment. `work` is sorted by start."""
-    low, high = 0, len(work)
-    while low < high:
-        middle = (low + high) // 2
-        if work[middle].start < moment:
-            low = middle + 1
-        else:
-            high = middle
-    return work[low] if low < len(work) else None
+    place = bisect_left(work, moment, key=lambda each: each.start)
+    return work[place] if place < len(work) else None
 
 
 def overlapped(spans: Sequence[Span], others: Sequence[Span]) -> float:

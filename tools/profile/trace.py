@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,7 +105,7 @@ def _of_gpu(events: list[Event], device: list[Event]) -> Recording:
     marks = [event for event in device if GPU_MARK in event["name"]]
     if len(marks) < 2:
         raise RunError(f"the trace has {len(marks)} marks of iterations; it needs two or more")
-    places = _places(events, [launch for launch in launches.values()])
+    places = _places(events, list(launches.values()))
     found = []
     for event in device:
         if GPU_MARK in event["name"]:
@@ -220,9 +220,7 @@ def give_places(recorded: Sequence[Work], known: Sequence[Work]) -> list[Work]:
     places = defaultdict(list)
     for work in known:
         places[work.kind].append(work.place)
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for work in recorded:
-        counts[work.kind] += 1
+    counts = Counter(work.kind for work in recorded)
     positions: dict[tuple[str, str], int] = defaultdict(int)
     placed = []
     for work in recorded:

@@ -25,7 +25,6 @@ from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
 from training.process.world import World
 from training.records.clock import Clock
-from training.records.memory_snapshot import MemorySnapshot
 
 PLACES, TIMES = "places", "times"
 # Iterations of a process. The first five compile; a CUDA graph is checked against iterations 8 and 9
@@ -64,6 +63,9 @@ def make_profiler(
     if config.profile is None:
         return NoProfiler()
     if config.profile == "memory":
+        # here, as it uses names of torch that another version may not have
+        from training.records.memory_snapshot import MemorySnapshot
+
         return MemorySnapshot(config, state, clock, start)
     return TimeProfiler(config, state.world, loader, clock, start)
 
@@ -97,9 +99,8 @@ class TimeProfiler:
         self.on_gpu = world.device.type == "cuda"
         self.windows = windows(self.on_gpu)
         self.running = False
-        self.marks: list[
-            dict[str, float]
-        ] = []  # of the window: one before each iteration, one after the last
+        # of the window: one before each iteration, one after the last
+        self.marks: list[dict[str, float]] = []
         self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
         if self.on_gpu:
             gpu = torch.cuda.get_device_properties(world.device)
