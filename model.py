@@ -191,12 +191,16 @@ class Head(nn.Module):
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, delta: torch.Tensor, targets: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        gradient_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, x, _ = self.norm.add(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks)
+        return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks, gradient_scale)
 
 
 # --- the model ---
@@ -204,7 +208,7 @@ class Head(nn.Module):
 
 class Transformer(nn.Module):
     """Decoder-only transformer. forward(ids (B, T), targets (B, T)) is the mean loss, a scalar in fp32;
-    without targets, the logits (B, T, V).
+    without targets, the logits (B, T, V). gradient_scale: see ops/cross_entropy.py.
 
     documents, if set, keeps the documents of a window from seeing each other (ops/documents.py).
     Build it on meta, then call init_weights(): see model_builder.build_model.
@@ -227,7 +231,12 @@ class Transformer(nn.Module):
             self._set_rotary(device=None)
         self._tie()
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        gradient_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         T = ids.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
@@ -245,7 +254,7 @@ class Transformer(nn.Module):
         delta = torch.zeros_like(x)
         for block in self.blocks:
             x, delta = block(x, delta, rotary, mask)
-        return self.head(x, delta, targets)
+        return self.head(x, delta, targets, gradient_scale)
 
     def init_weights(self, device: torch.device | str, seed: int) -> Transformer:
         """Allocates on device and draws the weights: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L))

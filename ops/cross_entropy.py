@@ -5,23 +5,34 @@ N tokens · C width · V vocabulary
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.float8 import FORWARD, GRADIENT, Float8, matmul, quantize
+from ops.float8 import FORWARD, GRADIENT, Float8, add_float8_weight_gradient, matmul, quantize
 from ops.linear import Linear, add_weight_gradient
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, lm_head: Linear, targets: torch.Tensor, chunks: int
+    x: torch.Tensor,
+    lm_head: Linear,
+    targets: torch.Tensor,
+    chunks: int,
+    gradient_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x (B, T, C), targets (B, T) -> the mean loss of lm_head(x), without logits that outlive it. `chunks`
-    parts of the tokens have their logits one after another."""
+    parts of the tokens have their logits one after another.
+
+    gradient_scale, a scalar in fp32: the gradients of the loss are multiplied by it, and the weight's is in
+    lm_head.weight_grad when this returns. So call backward() on the loss itself: a multiple of it has NaN for
+    its gradients.
+    """
     weight = lm_head.weight.to(x.dtype)
     x, targets = x.flatten(0, 1), targets.flatten()
     total, float8, gradient = lm_head.weight_grad, lm_head.float8, torch.is_grad_enabled()
-    return LinearCrossEntropy.apply(x, weight, targets, total, float8, chunks, gradient)
+    return LinearCrossEntropy.apply(x, weight, targets, total, float8, chunks, gradient, gradient_scale)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -31,46 +42,59 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The forward also makes the gradients, while the logits are there: they are overwritten by their own
     gradient and freed, `chunks` parts of the tokens one after another, so the largest tensor of a step exists
-    once, for a moment (as in Liger-Kernel, Hsu et al. 2024, sec. 3.2). The backward scales what is there.
+    once, for a moment (as in Liger-Kernel, Hsu et al. 2024, sec. 3.2). If their scale is
+    known by then, the matmul adds the weight's gradient to `total` itself. Otherwise, and in float16, where
+    small numbers would be lost, the backward scales what is there and adds it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, total, float8: Float8 | None, chunks: int, gradient: bool):
+    def forward(ctx, x, weight, targets, total, float8: Float8 | None, chunks: int, gradient: bool, scale):
+        counted = (targets >= 0).sum()
+        scale = None if scale is None else scale / counted
+        ctx.in_place = total is not None and scale is not None and x.dtype != torch.float16
+        dweight = None
+        if gradient:
+            dweight = total if ctx.in_place else torch.zeros_like(weight, dtype=torch.float32)
         part = _float8_loss if float8 else _loss
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if gradient else None
         parts = [
-            part(x_part, float8 or weight, target_part, dweight)
+            part(x_part, float8 or weight, target_part, dweight, scale if ctx.in_place else None)
             for x_part, target_part in zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
         ]
         losses, dxs = zip(*parts, strict=True)
-        counted = (targets >= 0).sum()
         if gradient:
-            ctx.save_for_backward(torch.cat(dxs) if len(dxs) > 1 else dxs[0], dweight, counted)
+            dx = torch.cat(dxs) if len(dxs) > 1 else dxs[0]
+            ctx.save_for_backward(dx, None if ctx.in_place else dweight, counted, scale)
             ctx.total, ctx.dtype = total, weight.dtype
         return sum(losses) / counted
 
     @staticmethod
     def backward(ctx, dloss):
-        dx, dweight, counted = ctx.saved_tensors
-        dloss = dloss / counted
-        dx = (dx.float() * dloss).to(dx.dtype)  # not dx * dloss, which would round dloss to dx's dtype
+        dx, dweight, counted, scale = ctx.saved_tensors
+        # of a multiple of the loss, the sum that was made without the factor must not become an update
+        factor = dloss / counted if scale is None else torch.where(dloss == 1, scale, math.nan)
+        dx = (dx.float() * factor).to(dx.dtype)  # not dx * factor, which would round factor to dx's dtype
         if ctx.total is None:
-            return dx, (dweight * dloss).to(ctx.dtype), None, None, None, None, None
-        ctx.total.addcmul_(dweight, dloss)
-        return dx, None, None, None, None, None, None
+            return dx, (dweight * factor).to(ctx.dtype), None, None, None, None, None, None
+        if not ctx.in_place:
+            ctx.total.addcmul_(dweight, factor)
+        return dx, None, None, None, None, None, None, None
 
 
-def _loss(x, weight, targets, dweight):
-    """Sum of the losses, and the gradient of x; adds the weight's to dweight, if there is one."""
+def _loss(x, weight, targets, dweight, scale):
+    """Sum of the losses, and the gradient of x. Adds the weight's to dweight, if there is one, times scale,
+    if there is one."""
+    # scale is for x and not for the logits' gradient, which has many numbers just above -1: in bf16, all of
+    # them times the same scale may be rounded in the same direction
+    scaled = x if scale is None else (x.float() * scale).to(x.dtype)
     logits = F.linear(x, weight)  # (N, V)
     losses = cross_entropy(logits, targets, dweight is not None)
     if dweight is None:
         return losses.sum(), None
-    add_weight_gradient(logits, x, dweight)  # by now, they are their gradient
+    add_weight_gradient(logits, scaled, dweight)  # by now, they are their gradient
     return losses.sum(), logits @ weight
 
 
-def _float8_loss(x, weight: Float8, targets, dweight):
+def _float8_loss(x, weight: Float8, targets, dweight, scale):
     """_loss with a weight in fp8."""
     x8 = quantize(x, FORWARD)
     logits = matmul(x8.values, weight.values, x8.inverse_scale, weight.inverse_scale, x.dtype, fast=True)
@@ -79,7 +103,8 @@ def _float8_loss(x, weight: Float8, targets, dweight):
         return losses.sum(), None
     d8 = quantize(logits, GRADIENT, amax=torch.ones((), device=x.device))  # no probability is above 1
     del logits
-    dweight += matmul(d8.transposed, x8.transposed, d8.inverse_scale, x8.inverse_scale, torch.float32)
+    x_inverse = x8.inverse_scale if scale is None else x8.inverse_scale * scale
+    add_float8_weight_gradient(d8.transposed, x8.transposed, d8.inverse_scale, x_inverse, dweight)
     return losses.sum(), matmul(d8.values, weight.transposed, d8.inverse_scale, weight.inverse_scale, x.dtype)
 
 

@@ -1,6 +1,7 @@
 """Bad numbers: every rank leaves the update out or none does, the run says so and ends where it should;
 replicas that drift apart are found."""
 
+import functools
 import json
 import math
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 from support import warm_python
+from support.bad_losses import changed, times
 from support.graphed_runs import Fake, build, graphed, rate, same, train, weights
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
@@ -160,12 +162,12 @@ def dataset(tmp_path_factory):
 
 
 def spoilt(parts, faults: dict) -> None:
-    """parts whose micro-step number n, counted from now, has faults[n](loss) for its loss."""
+    """parts whose micro-step number n, counted from now, has the fault faults[n]."""
     forward, count = parts.state.strategy.forward, iter(range(10**6))
 
-    def spoil(x, y):
-        loss, n = forward(x, y), next(count)
-        return faults[n](loss) if n in faults else loss
+    def spoil(*arguments):
+        n = next(count)
+        return faults[n](forward, *arguments) if n in faults else forward(*arguments)
 
     parts.state.strategy.forward = spoil
 
@@ -174,12 +176,14 @@ def all_state(parts) -> list[torch.Tensor]:
     return weights(parts) + [tensor.clone() for tensor in parts.state.update_guard.state().values()]
 
 
+NAN = changed(lambda loss: loss + math.nan)  # with a gradient that is finite
 FAULTS = [
-    (lambda loss: loss + math.nan, LOSS),  # the gradient is finite
-    (lambda loss: loss - math.inf, LOSS),
-    (lambda loss: loss * math.nan, LOSS | NORM),
-    (lambda loss: loss * 1e30 * 1e30, LOSS | NORM),
-    (lambda loss: loss * 1000, LOSS_SPIKE | NORM_SPIKE),
+    (NAN, LOSS),
+    (changed(lambda loss: loss - math.inf), LOSS),
+    (changed(lambda loss: loss * math.nan), LOSS | NORM),
+    (times(math.nan), LOSS | NORM),
+    (times(1e60), LOSS | NORM),
+    (times(1000), LOSS_SPIKE | NORM_SPIKE),
 ]
 
 
@@ -211,8 +215,8 @@ def test_a_bad_iteration_leaves_every_bit_and_the_next_update_is_the_one_that_wa
 
 def test_replays_judge_as_the_eager_step_does_and_a_spike_among_them_is_left_out(dataset):
     eager, parts, fake = build(dataset, **SPIKES), build(dataset, **SPIKES), Fake()
-    spoilt(eager, {20: lambda loss: loss * 1000})
-    spoilt(parts, {22: lambda loss: loss * 1000})  # a capture makes two of the iterations before it again
+    spoilt(eager, {20: times(1000)})
+    spoilt(parts, {22: times(1000)})  # a capture makes two of the iterations before it again
     expected = train(eager, sums=())
     results = train(parts, graphed(parts, fake), sums=())
     assert fake.captures == 1 and fake.step.choice["used"] == "CUDA Graph", fake.step.choice
@@ -350,14 +354,14 @@ def inject(monkeypatch):
     """inject(iteration, fault): that iteration's forward, counted from the process's first, is spoilt."""
     forward = model.Transformer.forward
 
-    def inject(iteration: int, fault=lambda loss: loss + math.nan) -> None:
+    def inject(iteration: int, fault=NAN) -> None:
         count = iter(range(10**6))
 
-        def spoil(self, ids, targets=None):
-            loss = forward(self, ids, targets)
-            if not torch.is_grad_enabled() or not self.training or loss.device.type == "meta":
-                return loss
-            return fault(loss) if next(count) == iteration else loss
+        def spoil(self, *arguments):
+            plain = functools.partial(forward, self)
+            if not torch.is_grad_enabled() or not self.training or arguments[0].device.type == "meta":
+                return plain(*arguments)
+            return fault(plain, *arguments) if next(count) == iteration else plain(*arguments)
 
         monkeypatch.setattr(model.Transformer, "forward", spoil)
 
@@ -400,7 +404,7 @@ def test_a_resumed_run_judges_spikes_by_the_window_of_the_run_before(run, config
     """Without it, the window would not be full by then."""
     flags = ["--skip_spikes=6", f"--spike_window={N}", "--max_iters=24", "--learning_rate=1e-3"]
     assert run(config, *flags, "--checkpoint_interval=18", "--keep_all_checkpoints=True") == 0
-    inject(2, lambda loss: loss * 100)
+    inject(2, times(100))
     resume = ["--init_from=resume", "--resume_from=step-00000018"]
     assert run(config, *flags, *resume) == 0
     record = last_run(tmp_path / "out")

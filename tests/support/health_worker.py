@@ -11,6 +11,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 
 import torch
 import torch.distributed as dist
+from support.bad_losses import changed, no_gradient, times
 from torch.distributed.tensor import DTensor
 
 import model_builder
@@ -38,17 +39,11 @@ STRATEGIES = {
 }
 
 
-def bad_gradient(loss):
-    loss = loss * 1
-    loss.register_hook(lambda gradient: gradient * float("nan"))
-    return loss
-
-
 FAULTS = {
-    "nan loss": lambda loss: loss + float("nan"),  # with a gradient that is finite
-    "infinite loss": lambda loss: loss + float("inf"),
-    "nan gradient": bad_gradient,  # with a loss that is finite
-    "spike": lambda loss: loss * 1000,
+    "nan loss": changed(lambda loss: loss + float("nan")),  # with a gradient that is finite
+    "infinite loss": changed(lambda loss: loss + float("inf")),
+    "nan gradient": no_gradient,  # with a loss that is finite
+    "spike": times(1000),
 }
 
 
@@ -76,10 +71,11 @@ class Run:
         self.agreed = loss.item(), norm.item()
         return loss, norm
 
-    def forward(self, x, y):
-        loss, fault = self.model(x, y), self.fault
-        self.fault = None
-        return FAULTS[fault](loss) if fault and self.world.rank == 1 else loss
+    def forward(self, *arguments):
+        fault, self.fault = self.fault, None
+        if fault and self.world.rank == 1:
+            return FAULTS[fault](self.model, *arguments)
+        return self.model(*arguments)
 
     def iterate(self, fault: str | None = None):
         self.fault = fault
@@ -144,9 +140,9 @@ def whole_run(config_path: str, world: World) -> list[str]:
     def with_a_fault(strategy, *arguments, **options):
         model, count = strategy.forward, iter(range(1000))
 
-        def forward(x, y):
+        def forward(*arguments):
             bad = next(count) == 3 and world.rank == 1
-            return model(x, y) + (float("nan") if bad else 0)
+            return model(*arguments) + (float("nan") if bad else 0)
 
         strategy.forward = forward
         return make(strategy, *arguments, **options)

@@ -84,7 +84,7 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     w8 = float8.empty_like(weight)
     float8.requantize(weight, into=w8)
     total = torch.zeros(80, 32)
-    loss = LinearCrossEntropy.apply(x, weight, targets, total, w8, 2, True)
+    loss = LinearCrossEntropy.apply(x, weight, targets, total, w8, 2, True, None)
     loss.backward()
     wide = x.detach().float().requires_grad_(), weight.float().requires_grad_()
     expected = F.cross_entropy(F.linear(*wide), targets)

@@ -44,27 +44,42 @@ def test_an_embedding_with_a_sum_adds_the_gradient_that_autograd_computes():
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("into_sum", [True, False])
-def test_the_loss_and_its_gradients_are_those_of_cross_entropy_in_any_number_of_chunks(chunks, into_sum):
+@pytest.mark.parametrize("scale_is_known", [True, False])
+def test_the_loss_and_its_gradients_are_those_of_cross_entropy_in_any_number_of_chunks(
+    chunks, into_sum, scale_is_known
+):
     x, weight = random(N, C).requires_grad_(), random(V, C).requires_grad_()
     targets = torch.arange(N) % V
     targets[[2, 9]] = -100  # not counted, as in F.cross_entropy
     expected = F.cross_entropy(F.linear(x, weight), targets)
     dx, dweight = gradients(3 * expected, x, weight)
     total = torch.zeros(V, C) if into_sum else None
-    loss = LinearCrossEntropy.apply(x, weight, targets, total, None, chunks, True)
+    scale = torch.tensor(3.0) if scale_is_known else None
+    loss = LinearCrossEntropy.apply(x, weight, targets, total, None, chunks, True, scale)
     torch.testing.assert_close(loss, expected)
-    (3 * loss).backward()
+    (loss if scale_is_known else 3 * loss).backward()
     torch.testing.assert_close(x.grad, dx)
     torch.testing.assert_close(total if into_sum else weight.grad, dweight)
 
 
-def test_a_loss_scale_that_bf16_cannot_hold_scales_the_gradient_exactly():
+def test_a_multiple_of_a_loss_whose_gradient_scale_is_known_has_no_gradients_that_train():
+    """The weight's gradient was summed without the factor, so nothing may be updated."""
+    x, weight = random(N, C).requires_grad_(), random(V, C)
+    arguments = torch.arange(N) % V, torch.zeros(V, C), None, 1, True, torch.tensor(1.0)
+    (2 * LinearCrossEntropy.apply(x, weight, *arguments)).backward()
+    assert x.grad.isnan().all()
+
+
+@pytest.mark.parametrize("scale_is_known", [True, False])
+def test_a_loss_scale_that_bf16_cannot_hold_scales_the_gradient_exactly(scale_is_known):
     """1/45056 (22 sequences of 2048) in bf16 is 0.2 % off, for every gradient below the head alike."""
     weight, targets = random(V, C, dtype=torch.bfloat16), torch.arange(N) % V
     norms = []
     for scale in (1 / 32768, 1 / 45056):
         x = random(N, C, dtype=torch.bfloat16).requires_grad_()
-        loss = LinearCrossEntropy.apply(x, weight, targets, torch.zeros(V, C), None, 1, True)
-        (loss * torch.tensor(scale * N)).backward()
+        factor = torch.tensor(scale * N)
+        given = factor if scale_is_known else None
+        loss = LinearCrossEntropy.apply(x, weight, targets, torch.zeros(V, C), None, 1, True, given)
+        (loss if scale_is_known else loss * factor).backward()
         norms.append(x.grad.double().norm().item())
     assert norms[1] / norms[0] == pytest.approx(32768 / 45056, rel=3e-4)

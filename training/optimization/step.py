@@ -96,13 +96,14 @@ class EagerStep:
         """The mean loss of all micro-steps on this rank. Gradients are summed where the strategy keeps
         them."""
         micro_steps = len(x)
+        gradient_scale = self.loss_scale.scale / micro_steps
         losses = []
         for i in range(micro_steps):
             self.strategy.micro_step(last=i == micro_steps - 1)
-            loss = self.strategy.forward(x[i], y[i])
+            loss = self.strategy.forward(x[i], y[i], gradient_scale)
             if self.timer:
                 self.timer.end_forward()
-            (loss * (self.loss_scale.scale / micro_steps)).backward()
+            loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
