@@ -15,6 +15,7 @@ from tools.profile import __main__ as tool
 from tools.profile import breakdown
 from tools.profile.parts import UNKNOWN
 from tools.profile.report import analyze, lines
+from training.records import memory_snapshot
 from training.records.profiler import ITERATIONS, TIMES, facts_path, trace_path
 
 MOST_UNKNOWN = 0.02  # of a tiny model's iteration, in which the smallest operators count, too
@@ -99,6 +100,12 @@ def test_every_kind_of_run_is_known(config, tmp_path, in_process, settings, monk
     assert content["waterfall"]["unit"] == "ms", "a CPU has no peak"
     recomputed = [row["part"] for row in content["profiled"]["parts"] if row["part"].endswith("recompute")]
     assert bool(recomputed) == ("activation_checkpointing" in settings)
+
+
+@pytest.mark.parametrize("kind, needed", [("time", ITERATIONS), ("memory", memory_snapshot.ITERATIONS)])
+def test_a_run_that_ends_before_the_recording_says_so(config, tmp_path, run, capfd, kind, needed):
+    assert run(config, f"--profile={kind}", f"--max_iters={needed - 1}", f"--out_dir={tmp_path / 'out'}") == 0
+    assert f"--max_iters={needed}" in capfd.readouterr().out
 
 
 def test_profiling_changes_no_number_of_the_training(config, tmp_path, run):

@@ -10,6 +10,7 @@ that it has in the first. On a CPU one window is enough: the times are those of 
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +26,8 @@ from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
 from training.process.world import World
 from training.records.clock import Clock
+
+log = logging.getLogger("nanomfu")
 
 PLACES, TIMES = "places", "times"
 # Iterations of a process. The first five compile; a CUDA graph is checked against iterations 8 and 9
@@ -64,10 +67,21 @@ def make_profiler(
         return NoProfiler()
     if config.profile == "memory":
         # here, as it uses names of torch that another version may not have
-        from training.records.memory_snapshot import MemorySnapshot
+        from training.records import memory_snapshot
 
-        return MemorySnapshot(config, state, clock, start)
+        warn_if_too_short(config, start, memory_snapshot.ITERATIONS)
+        return memory_snapshot.MemorySnapshot(config, state, clock, start)
+    warn_if_too_short(config, start, ITERATIONS)
     return TimeProfiler(config, state.world, loader, clock, start)
+
+
+def warn_if_too_short(config: TrainConfig, start: int, needed: int) -> None:
+    """No error: the run itself, which may be the end of a resumed one, is as good as without."""
+    if config.max_iters - start < needed:
+        log.warning(
+            f"profile={config.profile!r} records nothing: it needs {needed} iterations, and {start} to "
+            f"max_iters={config.max_iters} are too few; state --max_iters={start + needed}"
+        )
 
 
 def windows(on_gpu: bool) -> list[Window]:
