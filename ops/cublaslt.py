@@ -24,15 +24,27 @@ import functools
 import os
 import threading
 import warnings
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int8,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from typing import NamedTuple
 
 import torch
 
 SUCCESS = 0
 COMPUTE_32F = 68
-NOT_TRANSPOSED, TRANSPOSED = 0, 1
-DATA_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+TRANSPOSED = 1
+DATA_TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 TRANSPOSE_A, TRANSPOSE_B, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION = (
     3,
     4,
@@ -130,34 +142,23 @@ class Product(NamedTuple):
 
 
 def define(
-    size: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    transposed: tuple[bool, bool] = (True, False),
-    fast: bool = False,
+    size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], fast: bool
 ) -> Product:
-    """size (m, n, k); dtypes of A, B and D; transposed: A is stored as (k, m), B as (n, k)."""
-    (m, n, k), (of_a, of_b, of_d), (a_transposed, b_transposed) = size, dtypes, transposed
+    """size (m, n, k); dtypes of A, B and D. A is stored as (k, m), B as (k, n), because Hopper's fp8 tensor
+    cores take nothing else."""
+    (m, n, k), (of_a, of_b, of_d) = size, dtypes
     matmul = c_void_p()
     library().cublasLtMatmulDescCreate(byref(matmul), COMPUTE_32F, DATA_TYPES[torch.float32])
-    attributes = [
-        (TRANSPOSE_A, c_int(TRANSPOSED if a_transposed else NOT_TRANSPOSED)),
-        (TRANSPOSE_B, c_int(TRANSPOSED if b_transposed else NOT_TRANSPOSED)),
-        (FAST_ACCUMULATION, ctypes.c_int8(fast)),
-    ]
-    for name, value in attributes:
+    for name, value in ((TRANSPOSE_A, c_int(TRANSPOSED)), (FAST_ACCUMULATION, c_int8(fast))):
         library().cublasLtMatmulDescSetAttribute(matmul, name, byref(value), ctypes.sizeof(value))
-    layouts = (
-        _layout(of_a, k, m) if a_transposed else _layout(of_a, m, k),
-        _layout(of_b, n, k) if b_transposed else _layout(of_b, k, n),
-        _layout(of_d, m, n),
-    )
-    return Product(matmul, layouts, threading.Lock())
+    return Product(matmul, (layout(of_a, k, m), layout(of_b, k, n), layout(of_d, m, n)), threading.Lock())
 
 
-def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
-    layout = c_void_p()
-    library().cublasLtMatrixLayoutCreate(byref(layout), DATA_TYPES[dtype], rows, columns, rows)
-    return layout
+def layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+    """Of a matrix whose columns follow one another."""
+    result = c_void_p()
+    library().cublasLtMatrixLayoutCreate(byref(result), DATA_TYPES[dtype], rows, columns, rows)
+    return result
 
 
 def set_scales(product: Product, a_scale: torch.Tensor, b_scale: torch.Tensor) -> None:
@@ -167,51 +168,41 @@ def set_scales(product: Product, a_scale: torch.Tensor, b_scale: torch.Tensor) -
         library().cublasLtMatmulDescSetAttribute(product.matmul, name, byref(address), ctypes.sizeof(address))
 
 
-def find_algorithms(
-    product: Product, device: int, count: int = 1, workspace_bytes: int = WORKSPACE_BYTES
-) -> list[Algorithm]:
-    """At most `count`, the one that should be fastest first. Raises Unavailable if there is none."""
-    preference, found, results = c_void_p(), c_int(), (Algorithm * count)()
+def find_algorithm(product: Product, device: int) -> Algorithm:
+    """The one that cuBLASLt expects to be fastest. Raises Unavailable if there is none."""
+    preference, found, algorithm = c_void_p(), c_int(), Algorithm()
     a, b, d = product.layouts
     library().cublasLtMatmulPreferenceCreate(byref(preference))
     try:
-        limits = [
-            (MAX_WORKSPACE_BYTES, c_uint64(workspace_bytes)),
-            *((name, ctypes.c_uint32(ALIGNMENT)) for name in MIN_ALIGNMENTS),
-        ]
-        for name, value in limits:
+        limits = [(name, c_uint32(ALIGNMENT)) for name in MIN_ALIGNMENTS]
+        for name, value in [(MAX_WORKSPACE_BYTES, c_uint64(WORKSPACE_BYTES)), *limits]:
             library().cublasLtMatmulPreferenceSetAttribute(
                 preference, name, byref(value), ctypes.sizeof(value)
             )
         library().cublasLtMatmulAlgoGetHeuristic(
-            _handle(device), product.matmul, a, b, d, d, preference, count, results, byref(found)
+            _handle(device), product.matmul, a, b, d, d, preference, 1, byref(algorithm), byref(found)
         )
     finally:
         library().cublasLtMatmulPreferenceDestroy(preference)
-    usable = [algorithm for algorithm in results[: found.value] if algorithm.state == SUCCESS]
-    if not usable:
+    if not found.value or algorithm.state != SUCCESS:
         raise Unavailable("cuBLASLt has no algorithm for this shape")
-    return usable
+    return algorithm
 
 
 def multiply(
-    product: Product,
-    algorithm: Algorithm,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    beta: float,
+    product: Product, algorithm: Algorithm, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, beta: float
 ) -> None:
-    """Runs on torch's current stream."""
+    """Runs on torch's current stream of D's device."""
     of_a, of_b, of_d = product.layouts
-    alpha, factor, bytes_ = c_float(1.0), c_float(beta), algorithm.workspace_bytes
+    one, factor = c_float(1.0), c_float(beta)
     with torch.cuda.device(d.device):
-        workspace = torch.empty(bytes_, dtype=torch.uint8, device=d.device).data_ptr() if bytes_ else None
+        workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=d.device)
         library().cublasLtMatmul(
             *(_handle(d.device.index), product.matmul),
-            *(byref(alpha), a.data_ptr(), of_a, b.data_ptr(), of_b),
+            *(byref(one), a.data_ptr(), of_a, b.data_ptr(), of_b),
             *(byref(factor), d.data_ptr(), of_d, d.data_ptr(), of_d),
-            *(byref(algorithm), workspace, bytes_, torch.cuda.current_stream().cuda_stream),
+            *(byref(algorithm), workspace.data_ptr(), workspace.numel()),
+            torch.cuda.current_stream().cuda_stream,
         )
 
 
@@ -247,7 +238,7 @@ def _plan(
         product = define(size, dtypes, fast=fast)
         one = torch.empty((), device=f"cuda:{device}")  # that there are scales matters, not their values
         set_scales(product, one, one)
-        return product, find_algorithms(product, device)[0]
+        return product, find_algorithm(product, device)
     except Unavailable as error:
         K, N, M = size
         warnings.warn(
