@@ -282,9 +282,11 @@ def _difference_from_torch(device: torch.device) -> float:
         return torch.randn(*shape, generator=generator, device=device)
 
     dyt, xt, total = random(N, M).to(torch.float8_e5m2), random(K, M).to(torch.float8_e4m3fn), random(N, K)
-    scales = [torch.tensor(value, device=device) for value in (0.5, 3.0)]
-    product = torch._scaled_mm(dyt, xt.t(), *scales, out_dtype=torch.float32, use_fast_accum=False)
+    dy_inverse, x_inverse = torch.tensor(0.5, device=device), torch.tensor(3.0, device=device)
+    product = torch._scaled_mm(
+        dyt, xt.t(), dy_inverse, x_inverse, out_dtype=torch.float32, use_fast_accum=False
+    )
     expected = total + product
-    if not add_product(dyt, xt, *scales, total, fast=False):
+    if not add_product(dyt, xt, dy_inverse, x_inverse, total, fast=False):
         raise Unavailable("cuBLASLt has no algorithm for a small product")
     return float((total - expected).norm() / product.norm())
