@@ -29,6 +29,9 @@ amax
 Fast accumulation
     Ada's and Hopper's fp8 tensor cores are faster if partial sums have less precision than fp32. That is
     accurate enough for the forward pass, not for gradients; TransformerEngine chooses the same.
+Sums of weight gradients
+    The matmul adds to them as it writes (ops/cublaslt.py). Where it cannot, it writes a new tensor, which
+    another pass adds; describe_sums says which and why.
 On a CPU
     The same fp8 numbers are multiplied in fp32. It is slower than bf16 and there for tests and small runs.
 What torchao does differently
@@ -44,15 +47,19 @@ Measured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.library import custom_op
 
+from ops import cublaslt
+
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
 ALIGNMENT = 16  # both widths of an fp8 matmul must be multiples of it
+FAST_DGRAD, FAST_WGRAD = False, False  # fast accumulation in the backward's two matmuls
 
 
 class Float8(NamedTuple):
@@ -150,12 +157,29 @@ def add_float8_weight_gradient(
     total: torch.Tensor,
 ) -> None:
     """total (N, K) fp32 += dy^T x, of dy^T (N, M) and x^T (K, M)."""
-    total.add_(matmul(dyt, xt, dy_inverse, x_inverse, torch.float32))
+    possible = why_own_pass(total, dyt, xt) is None
+    if possible and cublaslt.add_product(dyt, xt, dy_inverse, x_inverse, total, FAST_WGRAD):
+        return
+    total.add_(matmul(dyt, xt, dy_inverse, x_inverse, torch.float32, FAST_WGRAD))
 
 
 @add_float8_weight_gradient.register_fake
 def _(dyt, xt, dy_inverse, x_inverse, total):
     return None
+
+
+def why_own_pass(total: torch.Tensor, *operands: torch.Tensor) -> str | None:
+    """Why the matmul itself cannot add to this sum; None if it can."""
+    return cublaslt.unsuited(total, *operands) or cublaslt.unavailable(total.device)
+
+
+def describe_sums(totals: Iterable[torch.Tensor]) -> str:
+    """What adds fp8 weight gradients to these sums, and why, in one line."""
+    reasons = Counter(why_own_pass(total) for total in totals)
+    ways = [f"{count} in a pass of their own ({why})" for why, count in reasons.items() if why]
+    if None in reasons:
+        ways.insert(0, f"{reasons[None]} by the matmul (cuBLASLt {cublaslt.version()})")
+    return ", ".join(ways) or "none: autograd gets the gradients"
 
 
 # --- a Linear ---
@@ -199,9 +223,9 @@ def linear_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dx (M, K), and the weight's gradient (N, K) if there is no sum that it is added to."""
     xt, x_inverse, wt, w_inverse = operands
-    dx = matmul(dy8.values, wt, dy8.inverse_scale, w_inverse, dtype)
+    dx = matmul(dy8.values, wt, dy8.inverse_scale, w_inverse, dtype, FAST_DGRAD)
     if gradient_sum is None:
-        return dx, matmul(dy8.transposed, xt, dy8.inverse_scale, x_inverse, dtype)
+        return dx, matmul(dy8.transposed, xt, dy8.inverse_scale, x_inverse, dtype, FAST_WGRAD)
     add_float8_weight_gradient(dy8.transposed, xt, dy8.inverse_scale, x_inverse, gradient_sum)
     return dx, None
 

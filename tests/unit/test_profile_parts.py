@@ -98,6 +98,16 @@ def test_a_forward_within_the_backward_is_recomputation(classifiers):
     assert group_of("qkv recompute") == group_of("attention recompute") == "recomputation"
 
 
+def test_an_fp8_wgrad_that_adds_by_itself_is_a_matmul_and_on_a_cpu_only_what_is_within(classifiers):
+    classify, operator = classifiers["qwen3_fp8"], "nanomfu::add_float8_weight_gradient"
+    shapes = [(12288, 32768), (2048, 32768), (), (), (12288, 2048)]
+    place = place_of(f"CompiledFunctionBackward > {operator}", shapes, "backward")
+    found = classify(Work("nvjet_sm90_qrsss_128x128_128x6_1x2_h_badd_coopA_TNT", 0, 1, 7, True, place=place))
+    assert (found.part, found.flops) == ("up wgrad", 2 * 12288 * 32768 * 2048)
+    assert classify(Work(operator, 0, 1, 0, False, place=place)).part == "gradient sums"
+    assert classify(Work("Memset (Device)", 0, 1, 7, True, place=place)).part == "zeros"
+
+
 @pytest.mark.parametrize("chunks, rows", [(1, 128), (3, 43), (3, 42)])
 def test_the_head_is_found_in_each_part_of_the_loss(chunks, rows):
     classify = Classifier(tiny(loss_chunks=chunks))

@@ -22,6 +22,8 @@ OPERATORS = {
     "aten::addmm_": (1, 2),
     "aten::_scaled_mm": (0, 1),
 }
+# calls cuBLASLt itself; its factors are the first tensor and the transpose of the second
+FP8_WGRAD = "nanomfu::add_float8_weight_gradient"
 DIRECTIONS = ("forward", "recompute", "dgrad", "wgrad")
 HEAD = "head"
 NAMES = {"lm_head": HEAD}  # of a module: the name that is shown
@@ -80,6 +82,11 @@ def matmul_of(place: Place, model: Linears) -> tuple[str, float]:
     return f"{'/'.join(names)} {direction}", flops
 
 
+def is_product(name: str, place: Place) -> bool:
+    """name: of the kernel. On a CPU it is the operator's own; there, others within compute an fp8 wgrad."""
+    return place.operator in OPERATORS or (place.operator == FP8_WGRAD and name != FP8_WGRAD)
+
+
 def allowed(direction: str, place: Place) -> bool:
     """Whether a product of this direction can be where this one is."""
     return (direction == "forward") == (place.phase != "backward")
@@ -87,8 +94,8 @@ def allowed(direction: str, place: Place) -> bool:
 
 def factors(operator: str, shapes: tuple[Shape, ...]) -> tuple[int, int, int] | None:
     """(rows, inner, columns) of a product of two matrices."""
-    first, second = OPERATORS[operator]
+    first, second = OPERATORS.get(operator, (0, 1))
     if len(shapes) <= second or len(shapes[first]) != 2 or len(shapes[second]) != 2:
         return None
-    (rows, inner), (again, columns) = shapes[first], shapes[second]
+    (rows, inner), (again, columns) = shapes[first], shapes[second][:: -1 if operator == FP8_WGRAD else 1]
     return (rows, inner, columns) if inner == again else None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tools.profile.matmuls import DIRECTIONS, OPERATORS, Linears, linears, matmul_of
+from tools.profile.matmuls import DIRECTIONS, Linears, is_product, linears, matmul_of
 from tools.profile.timeline import IDLE
 from tools.profile.trace import Place, Shape, Work
 from training.configuration.keys import TrainConfig
@@ -176,7 +176,7 @@ class Classifier:
         return self.seen[key]
 
     def _classify(self, name: str, place: Place | None) -> Classified:
-        if place and place.operator in OPERATORS and not name.startswith("Memset"):
+        if place and is_product(name, place) and not name.startswith("Memset"):
             return Classified(*matmul_of(place, self.linears))
         fused = FUSED_NAME.match(name)
         if fused and (part := _fused_part(fused[1])) != UNKNOWN:

@@ -1,0 +1,136 @@
+"""fp8 weight gradients that the matmul adds to their sum, against torch's matmul and an addition."""
+
+import pytest
+import torch
+from support.tensors import E4M3, E5M2, error, random_bf16
+
+from ops import cublaslt, float8
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(64, 96, 128), (256, 2080, 512), (4096, 2048, 4096)]  # N, K, M
+# of the product: tensor cores round their sums of 128 products, and another algorithm's are others
+TOLERANCE = 3e-4
+
+
+def operands(N, K, M):
+    dy = float8.quantize(random_bf16(M, N, device="cuda"), E5M2)
+    x = float8.quantize(random_bf16(M, K, std=3.0, device="cuda"), E4M3)
+    return dy.transposed, x.transposed, dy.inverse_scale, x.inverse_scale
+
+
+def by_torch(arguments):
+    dyt, xt, dy_inverse, x_inverse = arguments
+    return float8.matmul(dyt, xt, dy_inverse, x_inverse, torch.float32)
+
+
+def start_of(N, K):
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def test_the_matmul_is_what_adds_here():
+    total = torch.zeros(64, 64, device="cuda")
+    assert float8.why_own_pass(total) is None
+    assert "1 by the matmul (cuBLASLt 1" in float8.describe_sums([total])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_it_adds_what_torchs_matmul_and_an_addition_do(shape, times):
+    N, K, _ = shape
+    arguments, start = operands(*shape), start_of(N, K)
+    total, product = start.clone(), by_torch(arguments)
+    for _ in range(times):
+        assert cublaslt.add_product(*arguments, total, fast=False)
+    assert error(total - start, times * product) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_as_close_to_fp64_as_torchs_matmul(shape):
+    N, K, _ = shape
+    arguments, start = operands(*shape), start_of(N, K)
+    dyt, xt, *scales = (t.double() for t in arguments)
+    exact = start.double() + dyt @ xt.t() * scales[0] * scales[1]
+    total = start.clone()
+    float8.add_float8_weight_gradient(*arguments, total)
+    own, torchs = ((t.double() - exact).norm() for t in (total, start + by_torch(arguments)))
+    assert own < 1.2 * torchs + 1e-6 * exact.norm()
+
+
+def test_a_sum_that_is_not_aligned_gets_the_same_from_a_pass_of_its_own():
+    N, K, M = SHAPES[0]
+    arguments, flat = operands(N, K, M), torch.zeros(N * K + 8, device="cuda")
+    total = flat[1 : 1 + N * K].view(N, K)
+    assert float8.why_own_pass(total) == "it is not aligned to 16 bytes"
+    float8.add_float8_weight_gradient(*arguments, total)
+    assert torch.equal(total, by_torch(arguments))
+    assert flat[0] == 0 and not flat[1 + N * K :].any()
+
+
+def test_neighbors_in_a_flat_buffer_stay_as_they_are():
+    N, K, M = SHAPES[0]
+    arguments, flat = operands(N, K, M), torch.zeros(N * K + 8, device="cuda")
+    total = flat[4 : 4 + N * K].view(N, K)
+    assert float8.why_own_pass(total) is None
+    float8.add_float8_weight_gradient(*arguments, total)
+    assert error(total, by_torch(arguments)) < TOLERANCE
+    assert not flat[:4].any() and not flat[4 + N * K :].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_replays_of_a_cuda_graph_add_the_bits_of_eager_calls(shape):
+    N, K, _ = shape
+    arguments, start = operands(*shape), start_of(N, K)
+    eager, captured = start.clone(), start.clone()
+    for _ in range(2):
+        float8.add_float8_weight_gradient(*arguments, eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        float8.add_float8_weight_gradient(*arguments, captured)
+    assert torch.equal(captured, start)  # a capture does not run
+    graph.replay()
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+def test_compiled_code_adds_the_bits_of_eager_code():
+    N, K, M = SHAPES[1]
+    arguments = operands(N, K, M)
+
+    def step(total, *arguments):
+        float8.add_float8_weight_gradient(*arguments, total)
+        return total * 2
+
+    eager, compiled = (start_of(N, K) for _ in range(2))
+    expected, found = step(eager, *arguments), torch.compile(step, fullgraph=True)(compiled, *arguments)
+    assert torch.equal(compiled, eager) and torch.equal(found, expected)
+
+
+def test_another_stream_gets_the_same():
+    N, K, M = SHAPES[2]
+    arguments = operands(N, K, M)
+    first, second = (torch.zeros(N, K, device="cuda") for _ in range(2))
+    cublaslt.add_product(*arguments, first, fast=False)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        cublaslt.add_product(*arguments, second, fast=False)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(first, second)
+
+
+def test_the_comparison_leaves_the_random_numbers_of_a_run_as_they_are():
+    torch.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    cublaslt.unavailable.cache_clear()
+    assert cublaslt.unavailable(torch.device("cuda", torch.cuda.current_device())) is None
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_fast_accumulation_is_less_exact_and_close():
+    N, K, M = SHAPES[2]
+    arguments = operands(N, K, M)
+    exact, fast = (torch.zeros(N, K, device="cuda") for _ in range(2))
+    cublaslt.add_product(*arguments, exact, fast=False)
+    cublaslt.add_product(*arguments, fast, fast=True)
+    assert 0 < error(fast, exact) < 0.02
