@@ -9,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ops.triton_kernels.launch import walking_programs
+
 # A token's rows of qkv lie in order: H query, K key, K value heads of D. A program takes HEADS_BLOCK of them,
 # so that it reads the angles once.
 HEADS_BLOCK = 32
-HEADS_PROGRAMS = 1056  # of the backward, 8 on each multiprocessor of an H200; each sums its part of dweight
+HEADS_PROGRAMS = 8  # of the backward, on each multiprocessor; each sums its part of dweight
 
 
 @triton.jit
@@ -127,7 +129,7 @@ def triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps: fl
     B, T, H, D = dq.shape
     K, norm = dk.shape[2], q_weight is not None
     parts = triton.cdiv(H + 2 * K, HEADS_BLOCK)
-    grid = min(triton.cdiv(HEADS_PROGRAMS, parts), B * T), parts
+    grid = min(triton.cdiv(walking_programs(qkv.device, HEADS_PROGRAMS), parts), B * T), parts
     dqkv = torch.empty_like(qkv)
     programs = grid[0] * grid[1]
     partial = torch.empty(programs, 2, D if norm else 0, dtype=torch.float32, device=qkv.device)

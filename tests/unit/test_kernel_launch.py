@@ -1,0 +1,127 @@
+"""Kernels that walk over rows start programs for the GPU at hand; all compile for every GPU of the table."""
+
+import types
+
+import pytest
+import torch
+
+from ops.triton_kernels import launch
+from ops.triton_kernels.launch import walking_programs
+from training.hardware.capability import TABLE
+
+# multiprocessors: what CUDA reports for these GPUs
+GPUS = {"A100": 108, "RTX 4090": 128, "H200": 132, "B200": 148}
+SHARED_MEMORY = 48 * 1024  # bytes of a program that every GPU gives without being asked for more
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(count): torch reports a GPU with so many multiprocessors."""
+
+    def gpu(count):
+        properties = types.SimpleNamespace(multi_processor_count=count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    return gpu
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_multiprocessor_gets_the_same_number_of_programs(gpu, name):
+    gpu(GPUS[name])
+    assert walking_programs(CUDA, 4) == 4 * GPUS[name]
+
+
+def test_a_cpu_is_not_asked_for_its_multiprocessors_and_still_adds_several_sums(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert walking_programs(torch.device("cpu"), 4) > 4
+
+
+# --- with Triton, which compiles for a GPU that is not there ---
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(compute): a dict that kernels, which do not run, enter: {name: (what Triton made, grid)}."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compiled(compute):
+        target, kernels = GPUTarget("cuda", 10 * compute[0] + compute[1], 32), {}
+
+        def compile_only(function, *args, grid, warmup, **options):
+            kernel = run(function, *args, grid=grid, warmup=True, **options)
+            kernels[function.__name__] = kernel, grid
+
+        fake = types.SimpleNamespace(
+            get_current_device=lambda: f"a fake {compute}",
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target,
+            get_active_torch_device=lambda: torch.device("cpu"),
+        )
+        monkeypatch.setattr(type(driver), "active", fake)
+        monkeypatch.setattr(JITFunction, "run", compile_only)
+        return kernels
+
+    return compiled
+
+
+def start_backwards(tokens: int, heads: int = 16) -> None:
+    from ops.triton_kernels.heads import triton_heads_backward
+    from ops.triton_kernels.rms_norm import triton_add_rms_norm_backward
+
+    x, weight = torch.zeros(tokens, 2048, dtype=BF16), torch.ones(2048)
+    triton_add_rms_norm_backward(x, x, x, weight, 1e-6)
+    dq, dk = (torch.zeros(1, tokens, n, 128, dtype=BF16) for n in (heads, heads // 2))
+    qkv, angles = torch.zeros(1, tokens, heads * 256, dtype=BF16), torch.zeros(tokens, 64)
+    triton_heads_backward(dq, dk, dk, qkv, weight[:128], weight[:128], angles, angles, 1e-6)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_backward_starts_programs_for_this_gpus_multiprocessors(gpu, compiled, monkeypatch, name):
+    kernels = compiled((9, 0))
+    gpu(GPUS[name])
+    count = launch.multiprocessors  # the tensors are on the CPU
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: count(CUDA))
+    start_backwards(tokens=2048)
+    grids = {kernel: grid for kernel, (_, grid) in kernels.items()}
+    assert grids == {"_add_rms_norm_backward": (4 * GPUS[name],), "_heads_backward": (8 * GPUS[name], 1)}
+
+
+def test_no_more_programs_start_than_there_are_rows(compiled):
+    kernels = compiled((9, 0))
+    start_backwards(tokens=3)
+    assert [grid[0] for _, grid in kernels.values()] == [3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", TABLE)
+def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
+    kernels = compiled(compute)
+    from ops.triton_kernels.cross_entropy import triton_cross_entropy
+    from ops.triton_kernels.embedding import triton_add_embedding_gradient
+    from ops.triton_kernels.float8 import triton_quantize
+    from ops.triton_kernels.heads import triton_heads
+    from ops.triton_kernels.rms_norm import triton_add_rms_norm
+    from ops.triton_kernels.swiglu import triton_swiglu, triton_swiglu_backward
+
+    x, weight, ids = torch.zeros(16, 2048, dtype=BF16), torch.ones(2048), torch.zeros(16, dtype=torch.int64)
+    triton_add_rms_norm(x, x, weight, 1e-6)
+    angles = torch.zeros(16, 64)
+    triton_heads(x[None].repeat(1, 1, 2), weight[:128], weight[:128], angles, angles, 16, 8, 1e-6)
+    start_backwards(tokens=16)
+    triton_swiglu(x, 1024)
+    triton_swiglu_backward(x, x[:, :1024].contiguous(), 1024)
+    triton_cross_entropy(x, ids, True)
+    triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
+    expected = 8
+    if TABLE[compute].fp8:  # Triton refuses fp8 numbers for GPUs without
+        triton_quantize(x, weight[0], torch.float8_e4m3fn)
+        expected += 1
+    assert len(kernels) == expected
+    for name, (kernel, _) in kernels.items():
+        assert kernel.metadata.shared <= SHARED_MEMORY, name
