@@ -58,6 +58,7 @@ from training.hardware.attention_kernels import AttentionChoice, choose_attentio
 from training.hardware.capability import capability, require_low_precision
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
+from training.hardware.matmul_algorithms import choose_algorithms
 from training.hardware.peaks import agree_on_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
@@ -170,11 +171,15 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
+    with watchdog.during("measuring matmul algorithms"):  # before anything is compiled
+        algorithms = choose_algorithms(model, config, world, resume.matmul_algorithms)
+
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     monitor = watch_gpus(world)
     machine = describe_hardware(world.device)
     info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
+    info |= algorithms.info
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
     logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss, monitor)
@@ -185,7 +190,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
     profiler = make_profiler(config, state, loader, clock, start)
-    saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
+    saved = {"data": data, "pretrained": pretrained, "matmul_algorithms": algorithms.saved}
+    saver = Saver(config, state, {"run": path.stem, **saved}, start)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch.library import custom_op
 
 from ops.float8 import FORWARD, GRADIENT, Float8, add_float8_weight_gradient, matmul, quantize
 from ops.linear import Linear, add_weight_gradient
+from ops.matmul import input_gradient, linear
 
 
 def linear_cross_entropy(
@@ -86,12 +86,12 @@ def _loss(x, weight, targets, dweight, scale):
     # scale is for x and not for the logits' gradient, which has many numbers just above -1: in bf16, all of
     # them times the same scale may be rounded in the same direction
     scaled = x if scale is None else (x.float() * scale).to(x.dtype)
-    logits = F.linear(x, weight)  # (N, V)
+    logits = linear(x, weight)  # (N, V)
     losses = cross_entropy(logits, targets, dweight is not None)
     if dweight is None:
         return losses.sum(), None
     add_weight_gradient(logits, scaled, dweight)  # by now, they are their gradient
-    return losses.sum(), logits @ weight
+    return losses.sum(), input_gradient(logits, weight)
 
 
 def _float8_loss(x, weight: Float8, targets, dweight, scale):

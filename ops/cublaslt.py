@@ -1,9 +1,10 @@
-"""Adds fp8 products to an fp32 sum inside the matmul: calls cuBLASLt, as torch's own fp8 matmul does.
+"""Calls cuBLASLt, as torch does: for fp8 products added to an fp32 sum, and to choose a matmul's algorithm.
 
 Why
     A weight's gradient is summed over micro-steps in fp32. torch._scaled_mm only writes a new tensor, which
     another pass reads and adds: 16 bytes of traffic for each weight. With beta = 1, the matmul adds as it
-    writes: 8 bytes.
+    writes: 8 bytes. And torch always takes the algorithm that cuBLASLt expects to be fastest; ops/matmul.py
+    can take another.
 How
     ctypes calls the library that torch has already loaded, so nothing is installed or compiled. The numbers
     below are from cublasLt.h, cublas_api.h and library_types.h, and the same in CUDA 12 and 13. The first use
@@ -44,7 +45,7 @@ import torch
 SUCCESS = 0
 COMPUTE_32F = 68
 TRANSPOSED = 1
-DATA_TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+DATA_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 TRANSPOSE_A, TRANSPOSE_B, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION = (
     3,
     4,
@@ -142,16 +143,20 @@ class Product(NamedTuple):
 
 
 def define(
-    size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], fast: bool
+    size: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    fast: bool,
+    a_transposed: bool = True,
 ) -> Product:
-    """size (m, n, k); dtypes of A, B and D. A is stored as (k, m), B as (k, n), because Hopper's fp8 tensor
-    cores take nothing else."""
+    """size (m, n, k); dtypes of A, B and D. B is stored as (k, n), and A as (k, m), because Hopper's fp8
+    tensor cores take nothing else; in bf16 A may also be stored as it is, (m, k)."""
     (m, n, k), (of_a, of_b, of_d) = size, dtypes
     matmul = c_void_p()
     library().cublasLtMatmulDescCreate(byref(matmul), COMPUTE_32F, DATA_TYPES[torch.float32])
-    for name, value in ((TRANSPOSE_A, c_int(TRANSPOSED)), (FAST_ACCUMULATION, c_int8(fast))):
+    for name, value in ((TRANSPOSE_A, c_int(TRANSPOSED * a_transposed)), (FAST_ACCUMULATION, c_int8(fast))):
         library().cublasLtMatmulDescSetAttribute(matmul, name, byref(value), ctypes.sizeof(value))
-    return Product(matmul, (layout(of_a, k, m), layout(of_b, k, n), layout(of_d, m, n)), threading.Lock())
+    a = layout(of_a, k, m) if a_transposed else layout(of_a, m, k)
+    return Product(matmul, (a, layout(of_b, k, n), layout(of_d, m, n)), threading.Lock())
 
 
 def layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
@@ -168,9 +173,16 @@ def set_scales(product: Product, a_scale: torch.Tensor, b_scale: torch.Tensor) -
         library().cublasLtMatmulDescSetAttribute(product.matmul, name, byref(address), ctypes.sizeof(address))
 
 
-def find_algorithm(product: Product, device: int) -> Algorithm:
-    """The one that cuBLASLt expects to be fastest. Raises Unavailable if there is none."""
-    preference, found, algorithm = c_void_p(), c_int(), Algorithm()
+def set_any_scales(product: Product, device: int) -> None:
+    """For find_algorithms: that fp8 operands have scales matters to it, not their values."""
+    one = torch.empty((), device=f"cuda:{device}")
+    set_scales(product, one, one)
+
+
+def find_algorithms(product: Product, device: int, count: int) -> list[Algorithm]:
+    """At most `count`, the one that cuBLASLt expects to be fastest first. Raises Unavailable if there is
+    none."""
+    preference, found, results = c_void_p(), c_int(), (Algorithm * count)()
     a, b, d = product.layouts
     library().cublasLtMatmulPreferenceCreate(byref(preference))
     try:
@@ -180,13 +192,14 @@ def find_algorithm(product: Product, device: int) -> Algorithm:
                 preference, name, byref(value), ctypes.sizeof(value)
             )
         library().cublasLtMatmulAlgoGetHeuristic(
-            _handle(device), product.matmul, a, b, d, d, preference, 1, byref(algorithm), byref(found)
+            _handle(device), product.matmul, a, b, d, d, preference, count, results, byref(found)
         )
     finally:
         library().cublasLtMatmulPreferenceDestroy(preference)
-    if not found.value or algorithm.state != SUCCESS:
+    usable = [algorithm for algorithm in results[: found.value] if algorithm.state == SUCCESS]
+    if not usable:
         raise Unavailable("cuBLASLt has no algorithm for this shape")
-    return algorithm
+    return usable
 
 
 def multiply(
@@ -236,9 +249,8 @@ def _plan(
 ) -> tuple[Product, Algorithm] | None:
     try:
         product = define(size, dtypes, fast=fast)
-        one = torch.empty((), device=f"cuda:{device}")  # that there are scales matters, not their values
-        set_scales(product, one, one)
-        return product, find_algorithm(product, device)
+        set_any_scales(product, device)
+        return product, find_algorithms(product, device, 1)[0]
     except Unavailable as error:
         K, N, M = size
         warnings.warn(

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ops import float8
 from ops.float8 import Float8, Float8Linear, Float8Weight
+from ops.matmul import chosen, input_gradient, linear
 
 
 class Linear(nn.Linear):
@@ -33,6 +34,8 @@ class Linear(nn.Linear):
             y = Float8Linear.apply(x, amax, *self.float8_arguments)
         elif self.weight_grad is not None:
             y = LinearFunction.apply(x, self.weight, self.weight_grad)
+        elif chosen.plans_exist:
+            y = LinearFunction.apply(x, self.weight.to(x.dtype), None)
         else:
             return F.linear(x, self.weight.to(x.dtype), bias)
         return y if bias is None else y + bias
@@ -46,7 +49,8 @@ class Linear(nn.Linear):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x (..., K), weight (N, K) -> x weight^T (..., N). The backward adds the weight's gradient to `total`.
+    """x (..., K), weight (N, K) -> x weight^T (..., N). The backward adds the weight's gradient to
+    `total`, if there is one.
 
     Autograd would write it in the weight's dtype, read it back, and add it to an fp32 sum in another pass.
     """
@@ -55,13 +59,17 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, total):
         ctx.save_for_backward(x, weight)
         ctx.total = total
-        return F.linear(x, weight)
+        return linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        add_weight_gradient(dy.flatten(0, -2), x.flatten(0, -2), ctx.total)
-        return dy @ weight, None, None
+        rows, x_rows, dweight = dy.flatten(0, -2), x.flatten(0, -2), None
+        if ctx.total is None:
+            dweight = rows.t() @ x_rows
+        else:
+            add_weight_gradient(rows, x_rows, ctx.total)
+        return input_gradient(dy, weight), dweight, None
 
 
 @custom_op("nanomfu::add_weight_gradient", mutates_args=("total",))

@@ -21,8 +21,8 @@ HEADER = {
     "FAST_ACCUMULATION": 25,  # CUBLASLT_MATMUL_DESC_FAST_ACCUM
     "MAX_WORKSPACE_BYTES": 1,  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
     "MIN_ALIGNMENTS": (5, 6, 7, 8),  # CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES to _D_BYTES
-    # CUDA_R_32F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2
-    "DATA_TYPES": {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29},
+    # CUDA_R_32F, CUDA_R_16BF, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2
+    "DATA_TYPES": {torch.float32: 0, torch.bfloat16: 14, E4M3: 28, E5M2: 29},
 }
 # cublasLtMatmulHeuristicResult_t: uint64_t[8], size_t, an enum, float, int[4]
 OFFSETS = {"configuration": 0, "workspace_bytes": 64, "state": 72, "waves": 76, "reserved": 80}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from bench.roofline import matmul_shapes
 from tools.profile.trace import Place, Shape
 from training.configuration.keys import TrainConfig
+from training.hardware.matmul_algorithms import head_tokens
 
 # {operator: which of its tensors are the two factors}
 OPERATORS = {
@@ -22,8 +23,8 @@ OPERATORS = {
     "aten::addmm_": (1, 2),
     "aten::_scaled_mm": (0, 1),
 }
-# calls cuBLASLt itself; its factors are the first tensor and the transpose of the second
-FP8_WGRAD = "nanomfu::add_float8_weight_gradient"
+# These call cuBLASLt themselves. The factors are the first tensor and the second or its transpose.
+OWN_OPERATORS = ("nanomfu::add_float8_weight_gradient", "nanomfu::matmul")
 DIRECTIONS = ("forward", "recompute", "dgrad", "wgrad")
 HEAD = "head"
 NAMES = {"lm_head": HEAD}  # of a module: the name that is shown
@@ -48,12 +49,10 @@ class Linears(NamedTuple):
 
 
 def linears(config: TrainConfig) -> Linears:
-    tokens = config.micro_batch * config.block_size
-    part = -(-tokens // config.logit_parts)  # as torch.chunk divides
     sizes: dict[str, set[tuple[int, int]]] = {}
     for name, inputs, outputs in matmul_shapes(config.model_config()):
         sizes.setdefault(NAMES.get(name, name), set()).add((inputs, outputs))
-    return Linears(tokens, tuple({part, tokens % part} - {0}), sizes)
+    return Linears(config.micro_batch * config.block_size, tuple(set(head_tokens(config))), sizes)
 
 
 def matmul_of(place: Place, model: Linears) -> tuple[str, float]:
@@ -83,8 +82,8 @@ def matmul_of(place: Place, model: Linears) -> tuple[str, float]:
 
 
 def is_product(name: str, place: Place) -> bool:
-    """name: of the kernel. On a CPU it is the operator's own; there, others within compute an fp8 wgrad."""
-    return place.operator in OPERATORS or (place.operator == FP8_WGRAD and name != FP8_WGRAD)
+    """name: of the kernel. On a CPU it is the operator's own; there, operators within ours compute."""
+    return place.operator in OPERATORS or (place.operator in OWN_OPERATORS and name != place.operator)
 
 
 def allowed(direction: str, place: Place) -> bool:
@@ -97,5 +96,7 @@ def factors(operator: str, shapes: tuple[Shape, ...]) -> tuple[int, int, int] | 
     first, second = OPERATORS.get(operator, (0, 1))
     if len(shapes) <= second or len(shapes[first]) != 2 or len(shapes[second]) != 2:
         return None
-    (rows, inner), (again, columns) = shapes[first], shapes[second][:: -1 if operator == FP8_WGRAD else 1]
+    (rows, inner), (again, columns) = shapes[first], shapes[second]
+    if operator in OWN_OPERATORS and inner == columns:  # transposed; of a square one, both give the same
+        again, columns = columns, again
     return (rows, inner, columns) if inner == again else None

@@ -114,6 +114,7 @@ class Resume:
     run: str | None = None  # name of the record of the run that saved the checkpoint
     start: int = 0  # the first iteration
     pretrained: dict[str, Any] | None = None  # the weights that the run began with
+    matmul_algorithms: dict[str, Any] | None = None  # measured by the run
 
 
 def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -> Resume:
@@ -129,7 +130,7 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
         if not config.eval_only:
             refuse_changes(checkpoint, saved, config, world.size, data)
         changed = changed_settings(saved, config)
-        facts = saved.run, saved.iteration, saved.pretrained
+        facts = saved.run, saved.iteration, saved.pretrained, saved.matmul_algorithms
         resume = Resume(config, checkpoint, changed, renamed, *facts)
     if problem := gather_objects(
         _aside_problem(resume.config, resume.start) if world.is_main else None, world

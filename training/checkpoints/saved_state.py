@@ -42,6 +42,8 @@ class SavedState:
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
     pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
+    # chosen by measurement: the GPU and cuBLASLt, and {matmul: its algorithm}
+    matmul_algorithms: dict[str, Any] | None = None
 
 
 def step_number(folder: Path) -> int | None:
@@ -89,6 +91,7 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
         data=data,
         run=run,
         pretrained=_pretrained(content.get("pretrained")),
+        matmul_algorithms=_matmul_algorithms(content.get("matmul_algorithms")),
     )
 
 
@@ -166,6 +169,19 @@ def _pretrained(value: object) -> dict[str, Any] | None:
     for file, facts in _object("pretrained.files", found.get("files")).items():
         _check(f"pretrained.files.{file}", _object(file, facts).get("sha256"), str)
     _object("pretrained.config", found.get("config"))
+    return found
+
+
+def _matmul_algorithms(value: object) -> dict[str, Any] | None:
+    """As training/hardware/matmul_algorithms.py chose them; null stands for torch's own."""
+    if value is None:
+        return None
+    found = _object("matmul_algorithms", value)
+    for name in ("gpu", "cublaslt"):
+        _check(f"matmul_algorithms.{name}", found.get(name), str)
+    algorithms = _object("matmul_algorithms.algorithms", found.get("algorithms"))
+    for matmul, algorithm in algorithms.items():
+        _check(f"matmul_algorithms.algorithms.{matmul}", algorithm, str, type(None))
     return found
 
 

@@ -208,6 +208,9 @@ class TrainConfig:
     compile: bool = key(True, "use torch.compile")
     compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")
+    matmul_algorithms: Literal["cublas", "measured"] = key(
+        "cublas", "the matmul algorithms that cuBLAS expects to be fastest, or those measured at the start"
+    )
     loss_chunks: int | Literal["auto"] = key(
         AUTO,
         "compute logits and loss in so many parts; auto: 1, or as few as batch_size=auto needs to fit",

@@ -148,6 +148,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Precision", _precision(config)),
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
+        *_matmul_algorithms(config, info),
         ("CUDA Graph", _cuda_graphs(config, gpus)),
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
@@ -255,6 +256,12 @@ def _cuda_graphs(config: TrainConfig, processes: int) -> str:
         return "off, the eager step runs"
     obstacle = cuda_graphs_obstacle(config, processes)
     return f"not used, the eager step runs: {obstacle}" if obstacle else "asked for; used if its check passes"
+
+
+def _matmul_algorithms(config: TrainConfig, info: dict) -> Section:
+    not_yet = {"line": "measured at the start of a run, not in a dry run"}
+    line = info.get("matmul_algorithms", not_yet)["line"]
+    return [("Matmul algorithms", line)] if config.matmul_algorithms == "measured" else []
 
 
 def _dataloader(config: TrainConfig) -> str:
