@@ -58,9 +58,9 @@ from training.hardware.attention_kernels import AttentionChoice, choose_attentio
 from training.hardware.capability import capability, require_low_precision
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
-from training.hardware.matmul_algorithms import choose_algorithms
 from training.hardware.peaks import agree_on_peak
 from training.optimization.compile import compile_and_checkpoint
+from training.optimization.matmul_algorithms import choose_algorithms
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale, use_low_precision
 from training.optimization.schedule import learning_rate

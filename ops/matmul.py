@@ -1,9 +1,9 @@
 """Computes a matmul by the algorithm that training has measured to be fastest, where it has measured any.
 
 cuBLASLt knows several algorithms for a matmul (tile, cluster, order), and torch takes the first of its list.
-training/hardware/matmul_algorithms.py measures the others and puts a Plan for each matmul that has a better
-one into `chosen`. As long as there is none, nothing here runs but torch's own functions, and torch.compile
-sees nothing else.
+training/optimization/matmul_algorithms.py measures the others, and puts a Plan for each matmul that has a
+better one into `chosen`. As long as there is none, nothing here runs but torch's own functions, and
+torch.compile sees nothing else.
 
     M tokens · K, N widths: a (M, K) b -> (M, N)
 """

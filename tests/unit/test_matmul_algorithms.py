@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from support.helpers import TINY, last_run, make_dataset, write_config
 from support.tensors import E4M3, E5M2, random_bf16
 from torch._dynamo.backends.common import aot_autograd
@@ -20,8 +21,8 @@ from ops.matmul import Matmul, Plan, chosen, chosen_matmul
 from training.checkpoints.saved_state import _matmul_algorithms
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.hardware import matmul_algorithms
-from training.hardware.matmul_algorithms import (
+from training.optimization import matmul_algorithms
+from training.optimization.matmul_algorithms import (
     Timing,
     choose_algorithms,
     head_tokens,
@@ -331,7 +332,7 @@ def graphs_of(linear, x):
 
     def compiler(module, inputs):
         code.append(module.code)
-        return module.forward
+        return make_boxed_func(module.forward)
 
     run = torch.compile(
         linear.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=compiler)

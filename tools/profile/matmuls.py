@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bench.roofline import matmul_shapes
 from tools.profile.trace import Place, Shape
 from training.configuration.keys import TrainConfig
-from training.hardware.matmul_algorithms import head_tokens
+from training.optimization.matmul_algorithms import head_tokens
 
 # {operator: which of its tensors are the two factors}
 OPERATORS = {

@@ -173,7 +173,7 @@ def _pretrained(value: object) -> dict[str, Any] | None:
 
 
 def _matmul_algorithms(value: object) -> dict[str, Any] | None:
-    """As training/hardware/matmul_algorithms.py chose them; null stands for torch's own."""
+    """As training/optimization/matmul_algorithms.py chose them; null stands for torch's own."""
     if value is None:
         return None
     found = _object("matmul_algorithms", value)
