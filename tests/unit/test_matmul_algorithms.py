@@ -423,3 +423,30 @@ def test_a_cpu_run_says_why_nothing_is_measured(run, tmp_path):
     assert info["used"] == "cublas" and info["reason"] == "device='cpu' has no cuBLASLt"
     (log_file,) = (tmp_path / "out").glob("run_*.log")
     assert "Matmul algorithms:           not measured" in log_file.read_text()
+
+
+def test_a_resumed_run_takes_the_algorithms_of_its_checkpoint(library, run, tmp_path, monkeypatch):
+    """Of a library that multiplies as torch does, and tells which matmuls it was asked for."""
+    used = set()
+
+    def multiply(plan, a, b, N, *scales):
+        used.add((N, bytes(plan.algorithm.configuration).hex()))
+        return matmul_module.matmul_by_torch(a, b, True, *scales, False)
+
+    def machine(config, device):
+        return {"gpu": library.gpu, "cublaslt": library.version}
+
+    monkeypatch.setattr(matmul_algorithms, "_machine", machine)
+    monkeypatch.setattr(matmul_module, "multiply", multiply)
+    make_dataset(tmp_path / "tokens")
+    keys = {**TINY, "dtype": "bfloat16", "matmul_algorithms": "measured", "dataset": str(tmp_path / "tokens")}
+    write_config(tmp_path / "run.py", **keys)
+    out = f"--out_dir={tmp_path / 'out'}"
+    assert run(tmp_path / "run.py", out, "--max_iters=2") == 0
+    before, chosen_before = set(used), set(chosen.plans)
+    assert {algorithm for _, algorithm in before} == {hex_of(3)}
+    used.clear()
+    assert run(tmp_path / "run.py", out, "--init_from=resume") == 0
+    assert used == before and set(chosen.plans) == chosen_before
+    assert len(library.measured) == 1
+    assert "as in the checkpoint" in last_run(tmp_path / "out")["startup_info"]["matmul_algorithms"]["line"]
