@@ -171,10 +171,11 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
-    with watchdog.during("measuring matmul algorithms"):  # before anything is compiled
+    # 7) choose the algorithms of matmuls; before the first iteration, which compiles with them
+    with watchdog.during("measuring matmul algorithms"):
         algorithms = choose_algorithms(model, config, world, resume.matmul_algorithms)
 
-    # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
+    # 8) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     monitor = watch_gpus(world)
     machine = describe_hardware(world.device)
     info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
@@ -185,7 +186,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss, monitor)
     watchdog.logger = logger
 
-    # 8) make what the loop calls
+    # 9) make what the loop calls
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)

@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_builder
+from common.errors import UserError
 from ops import cublaslt, float8
 from ops import matmul as matmul_module
 from ops.linear import Linear
@@ -238,6 +239,21 @@ def test_where_nothing_can_be_measured_cublas_chooses_and_the_reason_is_told(lib
     choice = choose(**keys)
     assert reason in choice.info["matmul_algorithms"]["line"]
     assert choice.saved is None and not chosen.plans_exist and not library.measured
+
+
+def test_ranks_on_different_gpus_keep_cublas_algorithms(library, monkeypatch):
+    """The choice of rank 0 would not hold for the others."""
+    other = {"gpu": "NVIDIA H100", "cublaslt": "13.1.0"}
+    monkeypatch.setattr(matmul_algorithms, "gather_objects", lambda value, world: [value, other])
+    line = choose().info["matmul_algorithms"]["line"]
+    assert "the ranks differ: NVIDIA H200 with cuBLASLt 13.1.0, and NVIDIA H100 with" in line
+    assert not chosen.plans_exist and not library.measured
+
+
+def test_a_rank_that_is_not_offered_the_choice_says_what_to_do(library):
+    library.offered = [1, 2]
+    with pytest.raises(UserError, match=r"rank 0: cuBLASLt does not offer .* set matmul_algorithms='cublas'"):
+        choose()
 
 
 def test_by_default_nothing_is_measured_and_plans_of_another_run_are_gone(library):
