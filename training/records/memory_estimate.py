@@ -137,9 +137,10 @@ def _replicated_moments(s: _Sizes) -> list[Moment]:
         items[f"working weights ({config.dtype})"] = s.compute * s.parameters
     # in bf16, gradients are copied to be sent; copies are kept until the end of the backward
     sent = s.reduce if s.processes > 1 and config.reduce_dtype != "float32" else 0
-    head_sum = {"head's gradient (float32)": 4 * s.head}
+    # in float16 alone, the head's gradient is summed by itself first (ops/cross_entropy.py)
+    head_sum = {"head's gradient (float32)": 4 * s.head} if config.dtype == "float16" else {}
     moments = [
-        *({**moment, **head_sum} for moment in _loss_moments(s)),
+        {**_loss_moment(s), **head_sum},
         {**_head_backward(s), **head_sum},
         {**_block_backward(s), "gradients being sent": sent * (s.head + s.block)},
         {"activations": 0.0, "gradients being sent": sent * s.parameters},
@@ -172,7 +173,7 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
     rest = (max(s.reduce, s.compute) if several else s.compute) * s.rest + s.reduce * s.rest
     part = {f"gradients ({config.param_dtype})": s.stored * s.parameters / s.shards}
     moments = [
-        *({**in_forward, **moment, **head} for moment in _loss_moments(s)),
+        {**in_forward, **_loss_moment(s), **head},
         {**in_forward, **_head_backward(s, 3 * s.compute), **head_twice},
         {**in_backward, **_block_backward(s), whole: block},
         {"activations": 0.0, whole: rest, **part},  # the weights are freed before the gradients are reduced
@@ -185,8 +186,8 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
 # --- activations ---
 
 
-def _loss_moments(s: _Sizes) -> list[Moment]:
-    """The fullest moments of the forward: the head has the logits of one part of the tokens, and all blocks
+def _loss_moment(s: _Sizes) -> Moment:
+    """The fullest moment of the forward: the head has the logits of one part of the tokens, and all blocks
     keep their activations (ops/cross_entropy.py)."""
     C, chunks = s.model.n_embd, s.config.logit_parts
     part = s.tokens / chunks
@@ -196,15 +197,11 @@ def _loss_moments(s: _Sizes) -> list[Moment]:
     logits, dx = part * s.compute * s.model.vocab_size, part * s.compute * C
     kept = {"activations": s.tokens * sum(_kept_by_blocks(s))}
     if not s.fp8_head:  # the logits are their own gradient by then, and dx is being computed from them
-        return [{**kept, "logits": logits, "head's inputs": beside + chunks * dx}]
+        scaled = 0 if s.config.use_fsdp or s.config.dtype == "float16" else dx  # the input for the sum
+        return {**kept, "logits": logits, "head's inputs": beside + chunks * dx + scaled}
     beside += part * 2 * C  # the part's input in fp8, both layouts
-    # their gradient in fp8, both layouts, while they are there; or a product for the head's gradient
-    quantized = part * 2 * s.model.vocab_size
-    earlier = beside + (chunks - 1) * dx
-    return [
-        {**kept, "logits": logits + quantized, "head's inputs": earlier},
-        {**kept, "logits": quantized + 4 * s.head, "head's inputs": earlier},
-    ]
+    quantized = part * 2 * s.model.vocab_size  # their gradient in fp8, both layouts, while they are there
+    return {**kept, "logits": logits + quantized, "head's inputs": beside + (chunks - 1) * dx}
 
 
 def _head_backward(s: _Sizes, wide: int = 8) -> Moment:
