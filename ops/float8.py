@@ -25,7 +25,7 @@ amax
     SwiGLU's backward and the heads' backward also write the largest magnitude of each part that a program
     handles. An argument `amax` is such a tensor of any shape, whose maximum is that of all of x, or None if
     nobody knows it; then quantize() computes it. The gradient of the head's logits needs none: softmax -
-    one_hot is at most 1, so its scale is fixed.
+    one_hot is at most 1, so its scale is fixed, and the loss writes it in fp8 at once.
 Fast accumulation
     Ada's and Hopper's fp8 tensor cores are faster if partial sums have less precision than fp32. That is
     accurate enough for the forward pass, not for gradients; TransformerEngine chooses the same.
