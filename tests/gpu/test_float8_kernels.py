@@ -8,7 +8,7 @@ from model import rotary_angles
 from ops import float8
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
 from ops.heads import Float8Heads, HeadLayout, Rotary, heads_forward
-from ops.swiglu import swiglu_backward, swiglu_with_amax
+from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 
 pytestmark = pytest.mark.gpu
 
@@ -40,16 +40,29 @@ def test_the_loss_writes_the_bits_that_a_cast_of_its_gradient_gives(shape):
     assert same_bits(fused.transposed, apart.transposed)
 
 
-@pytest.mark.parametrize("shape", [(128, 64), (272, 1056), (64, 6144)])
-def test_the_swiglu_kernels_know_the_largest_magnitude_of_what_they_write(shape):
+SWIGLU_SHAPES = [(128, 64), (272, 1056), (64, 6144)]
+
+
+@pytest.mark.parametrize("shape", SWIGLU_SHAPES)
+def test_the_swiglu_kernel_knows_the_largest_magnitude_of_what_it_writes(shape):
+    x = random_bf16(shape[0], 2 * shape[1])
+    h, amax = swiglu_with_amax(x.cuda())
+    plain, plain_amax = swiglu_with_amax(x)
+    assert error(h.cpu(), plain) < 3e-3
+    assert amax.shape == plain_amax.shape
+    assert amax.amax() == h.abs().amax()
+
+
+@pytest.mark.parametrize("shape", SWIGLU_SHAPES)
+def test_the_backward_of_swiglu_in_fp8_has_the_bits_of_a_cast_of_the_one_in_bf16(shape):
     M, F_ = shape
-    g, dh = random_bf16(M, 2 * F_), random_bf16(M, F_)
-    for function, inputs in ((swiglu_with_amax, (g,)), (swiglu_backward, (g, dh))):
-        written, amax = function(*(t.cuda() for t in inputs))
-        plain, plain_amax = function(*inputs)
-        assert error(written.cpu(), plain) < 3e-3
-        assert amax.shape == plain_amax.shape
-        assert amax.amax() == written.abs().amax()
+    x, dh = random_bf16(M, 2 * F_), random_bf16(M, F_)
+    dx = swiglu_backward(x.cuda(), dh.cuda())
+    assert error(dx.cpu(), swiglu_backward(x, dh)) < 3e-3
+    fused, apart = swiglu_backward_float8(x.cuda(), dh.cuda()), float8.quantize(dx, E5M2)
+    assert fused.inverse_scale == apart.inverse_scale
+    assert same_bits(fused.values, apart.values)
+    assert same_bits(fused.transposed, apart.transposed)
 
 
 @pytest.mark.parametrize("norm", [True, False])
