@@ -62,3 +62,11 @@ def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
                 "head_dim, d_ff or vocab_size, or set low_precision='none'"
             )
         module.float8 = float8.empty_like(module.weight)
+
+
+def describe_low_precision(model: nn.Module) -> dict[str, str]:
+    """For the start-up report of a model with fp8 matmuls: what adds its weight gradients to their sums. The
+    first call on a GPU compares a small product and waits for it (ops/cublaslt.py)."""
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.float8 is not None]
+    sums = [layer.weight_grad for layer in layers if layer.weight_grad is not None]
+    return {"fp8_weight_gradients": float8.describe_sums(sums)} if layers else {}
