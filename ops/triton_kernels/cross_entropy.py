@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.triton_kernels.float8 import as_bytes, empty_pair, float8_bits, launch, store_both, tile, tiles
+from ops.triton_kernels.float8 import as_bytes, empty_pair, float8_bytes, launch, store_both, tile, tiles
 
 LOSS_BLOCK = 4096
 
@@ -47,8 +47,8 @@ def _cross_entropy(
 
 @triton.jit
 def _cross_entropy_float8(
-    logits, targets, log_sums, scale, y, yt, N, V, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    LIMIT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    logits, targets, log_sums, scale, y, yt, N, V, LIMIT: tl.constexpr, FORMAT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     token, column, inside = tile(N, V, TILE_M, TILE_N)
     x = tl.load(logits + token[:, None] * V + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def _cross_entropy_float8(
     p = tl.where(column[None, :] == target, p - 1.0, p)
     # rounded as _cross_entropy rounds it, so that both forms give the same numbers
     p = tl.where(target >= 0, p, 0.0).to(logits.dtype.element_ty).to(tl.float32)
-    bits = float8_bits(p * tl.load(scale), MANTISSA, BIAS, LIMIT)
+    bits = float8_bytes(p * tl.load(scale), LIMIT, FORMAT)
     store_both(y, yt, bits, token, column, N, V, inside)
 
 

@@ -2,12 +2,13 @@
 contiguous, so an operand that a weight gradient needs too exists twice, as it is and transposed. One kernel
 reads the source once and writes both.
 
-Kernels that compute what they cast (swiglu.py, cross_entropy.py) use float8_bits and store_both, too.
+Kernels that compute what they cast (swiglu.py, cross_entropy.py) use float8_bytes and store_both, too.
 
-Trap: fp8 numbers leave a kernel as bytes that integer arithmetic made, and never as fp8. On Hopper, a kernel
-that converts to fp8 and stores the numbers straight and transposed may store wrong ones, a fault of the ptxas
-that comes with Triton (triton-lang/triton issue 11111): 37 % of the transposed values with SwiGLU computed in
-the same kernel, 44 % where four bytes are joined to a word (LOG.md).
+Trap: fp8 numbers leave a kernel as bytes, each by itself. On Hopper, a kernel that stores fp8 numbers as they
+are and transposed may store wrong ones, a fault of the ptxas that comes with Triton (triton-lang/triton issue
+11111): 37 % of the transposed values with SwiGLU computed in the same kernel, 44 % where four bytes were
+joined to a word (LOG.md). So training/optimization/precision.py compares each kernel with plain arithmetic at
+the start.
 
 M rows · N columns
 """
@@ -19,30 +20,13 @@ import triton
 import triton.language as tl
 
 TILE_M, TILE_N, NUM_WARPS = 128, 64, 8  # 128 rows make a transposed row's piece one cache line
-# of a number: bits of mantissa, bias of the exponent (Micikevicius et al. 2022, table 1), the largest number
-FORMATS = {
-    dtype: {"MANTISSA": mantissa, "BIAS": bias, "LIMIT": torch.finfo(dtype).max}
-    for dtype, mantissa, bias in ((torch.float8_e4m3fn, 3, 7), (torch.float8_e5m2, 2, 15))
-}
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
-def float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr):
-    """x (fp32), saturated and rounded to the nearest fp8 number, of two equally near ones to the even one: as
-    bytes."""
-    x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    DROPPED: tl.constexpr = 23 - MANTISSA  # bits of fp32's mantissa
-    rounded = magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
-    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # below the smallest normal number, all are multiples of one number: adding a number whose last bit is
-    # worth as much makes fp32's own addition round
-    ADDED: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
-    added = tl.full(x.shape, ADDED, tl.uint32).to(tl.float32, bitcast=True)
-    subnormal = (tl.abs(x) + added).to(tl.uint32, bitcast=True) - ADDED
-    is_normal = magnitude >= ((127 + 1 - BIAS) << 23)
-    return (tl.where(is_normal, normal, subnormal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+def float8_bytes(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr):
+    """x (fp32), saturated and rounded to fp8: as bytes."""
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(FORMAT).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -62,12 +46,12 @@ def tile(M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    x, scale, y, yt, M, N, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    x, scale, y, yt, M, N, LIMIT: tl.constexpr, FORMAT: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     m, n, inside = tile(M, N, TILE_M, TILE_N)
     values = tl.load(x + m[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
-    store_both(y, yt, float8_bits(values, MANTISSA, BIAS, LIMIT), m, n, M, N, inside)
+    store_both(y, yt, float8_bytes(values, LIMIT, FORMAT), m, n, M, N, inside)
 
 
 def triton_quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, out=None):
@@ -96,4 +80,5 @@ def tiles(M: int, N: int) -> tuple[int, int]:
 
 def launch(dtype: torch.dtype) -> dict:
     """The constants of a kernel that writes dtype in tiles."""
-    return {**FORMATS[dtype], "TILE_M": TILE_M, "TILE_N": TILE_N, "num_warps": NUM_WARPS}
+    constants = {"LIMIT": torch.finfo(dtype).max, "FORMAT": FORMATS[dtype]}
+    return {**constants, "TILE_M": TILE_M, "TILE_N": TILE_N, "num_warps": NUM_WARPS}

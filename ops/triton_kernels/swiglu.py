@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.triton_kernels.float8 import as_bytes, empty_pair, float8_bits, launch, store_both, tile, tiles
+from ops.triton_kernels.float8 import as_bytes, empty_pair, float8_bytes, launch, store_both, tile, tiles
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _swiglu_backward(x, dh, to, F, AMAX: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward_float8(
-    x, dh, scale, y, yt, N, F, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    x, dh, scale, y, yt, N, F, LIMIT: tl.constexpr, FORMAT: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     token, column, inside = tile(N, F, TILE_M, TILE_N)
     at = x + token[:, None] * 2 * F + column[None, :]
@@ -62,9 +62,9 @@ def _swiglu_backward_float8(
     d = tl.load(dh + token[:, None] * F + column[None, :], mask=inside, other=0.0)
     dgate, dup = _gradients(gate, up, d)
     factor = tl.load(scale)
-    bits = float8_bits(dgate.to(tl.float32) * factor, MANTISSA, BIAS, LIMIT)
+    bits = float8_bytes(dgate.to(tl.float32) * factor, LIMIT, FORMAT)
     store_both(y, yt, bits, token, column, N, 2 * F, inside)
-    bits = float8_bits(dup.to(tl.float32) * factor, MANTISSA, BIAS, LIMIT)
+    bits = float8_bytes(dup.to(tl.float32) * factor, LIMIT, FORMAT)
     store_both(y, yt, bits, token, column + F, N, 2 * F, inside)
 
 
