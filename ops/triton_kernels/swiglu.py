@@ -44,7 +44,7 @@ def triton_swiglu(x: torch.Tensor, amax_columns: int) -> tuple[torch.Tensor, tor
     N, F = x.shape[0], x.shape[1] // 2
     h = torch.empty(N, F, dtype=x.dtype, device=x.device)
     amax = torch.empty(N, triton.cdiv(F, amax_columns), dtype=torch.float32, device=x.device)
-    _swiglu_forward[tuple(amax.shape)](x, h, amax, F, BLOCK=amax_columns)
+    _swiglu_forward[tuple(amax.shape)](x, h, amax, F, BLOCK=amax_columns, num_warps=8)
     return h, amax
 
 
@@ -55,5 +55,5 @@ def triton_swiglu_backward(
     N, F = dh.shape
     dx = torch.empty_like(x)
     amax = torch.empty(N, triton.cdiv(F, amax_columns), dtype=torch.float32, device=x.device)
-    _swiglu_backward[tuple(amax.shape)](x, dh, dx, amax, F, BLOCK=amax_columns)
+    _swiglu_backward[tuple(amax.shape)](x, dh, dx, amax, F, BLOCK=amax_columns, num_warps=8)
     return dx, amax
