@@ -73,7 +73,7 @@ def triton_swiglu(x: torch.Tensor, amax_columns: int) -> tuple[torch.Tensor, tor
     N, F = x.shape[0], x.shape[1] // 2
     h = torch.empty(N, F, dtype=x.dtype, device=x.device)
     amax = torch.empty(N, triton.cdiv(F, amax_columns), dtype=torch.float32, device=x.device)
-    _swiglu_forward[tuple(amax.shape)](x, h, amax, F, BLOCK=amax_columns)
+    _swiglu_forward[tuple(amax.shape)](x, h, amax, F, BLOCK=amax_columns, num_warps=8)
     return h, amax
 
 
@@ -81,7 +81,7 @@ def triton_swiglu_backward(x: torch.Tensor, dh: torch.Tensor, columns: int) -> t
     """dh (N, F) -> dx (N, 2F); a program handles `columns` columns of a row."""
     N, F = dh.shape
     dx = torch.empty_like(x)
-    _swiglu_backward[N, triton.cdiv(F, columns)](x, dh, dx, F, AMAX=False, BLOCK=columns)
+    _swiglu_backward[N, triton.cdiv(F, columns)](x, dh, dx, F, AMAX=False, BLOCK=columns, num_warps=8)
     return dx
 
 
@@ -89,7 +89,7 @@ def triton_swiglu_backward_amax(x: torch.Tensor, dh: torch.Tensor, columns: int)
     """The largest magnitudes of triton_swiglu_backward's dx, one for each program."""
     N, F = dh.shape
     amax = torch.empty(N, triton.cdiv(F, columns), dtype=torch.float32, device=x.device)
-    _swiglu_backward[tuple(amax.shape)](x, dh, amax, F, AMAX=True, BLOCK=columns)
+    _swiglu_backward[tuple(amax.shape)](x, dh, amax, F, AMAX=True, BLOCK=columns, num_warps=8)
     return amax
 
 

@@ -7,7 +7,7 @@ from support.tensors import E4M3, E5M2, error, fp8_linear, random_bf16
 from model import rotary_angles
 from ops import float8
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
-from ops.heads import Float8Heads, HeadLayout, Rotary, heads_forward
+from ops.heads import Float8Heads, HeadLayout, Rotary, SplitHeads
 from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 
 pytestmark = pytest.mark.gpu
@@ -83,10 +83,9 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
         leaves = [x, *(n for n in norms if n is not None)]
         return [*parts, *torch.autograd.grad(loss, leaves), layer.weight_grad]
 
-    eps = 1e-6 if norm else 0.0
-    layout = HeadLayout(H, K, rotary, eps)
+    layout = HeadLayout(H, K, rotary, 1e-6 if norm else 0.0)
     fused = run(lambda x: Float8Heads.apply(x, None, *layer.float8_arguments, *norms, layout))
-    apart = run(lambda x: heads_forward(layer(x), *norms, *rotary, H, K, eps))
+    apart = run(lambda x: SplitHeads.apply(layer(x), *norms, layout))
     for a, b in zip(fused, apart, strict=True):
         assert error(a, b) < 1e-6
 

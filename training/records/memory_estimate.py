@@ -249,7 +249,7 @@ def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
     gated = model.ffn_type == "swiglu"
     size = 2 * compute * C  # the two residual sums, which the norms' backward needs
     size += 2 * operand * C  # the inputs of qkv and up
-    size += compute * qkv * (2 if model.position_encoding == "rope" else 1)  # before and after rotation
+    size += compute * (qkv + _columns_of_rotated_copies(model))
     size += compute * A + 4 * model.n_head  # attention's output, and its log-sum-exp in float32
     size += 0 if operand == compute else operand * A  # the input of out, if it is not that output
     size += compute * F * (2 if gated else 1) + operand * F  # the output of up, and the input of down
@@ -258,6 +258,18 @@ def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
     if model.normalization == "layernorm":
         size += 2 * 2 * 4  # mean and deviation in float32, of two norms
     return size + 2 * C * (config.dropout > 0)  # two masks of one byte
+
+
+def _columns_of_rotated_copies(model: ModelConfig) -> int:
+    """Columns of q and k if they are kept beside the qkv that they were computed from, of which v is a part.
+
+    Without norms, the backward of ops/heads.py's kernel needs nothing that was computed before, so qkv is
+    freed. That kernel is for head widths that are a power of two.
+    """
+    D = model.head_dim
+    if model.position_encoding != "rope" or (not model.qk_norm and D & (D - 1) == 0):
+        return 0
+    return model.attention_width + model.n_kv_head * D
 
 
 def _gradients_in_a_block(s: _Sizes) -> float:
