@@ -171,7 +171,7 @@ def _choose(groups: list[dict], shards: list[Shard], config: TrainConfig) -> tor
         if importlib.util.find_spec("triton") is None:
             raise UserError(
                 "device='cuda' needs Triton, which computes AdamW's update and other operations, but it is "
-                "not installed; torch's CUDA wheels bring it along: reinstall torch, or pip install triton"
+                "not installed; torch's CUDA wheels bring it along, so reinstall torch with them"
             )
         return OnePassAdamW(groups, {shard.local: shard.working_copy for shard in shards}, rate, betas)
     plain = DTYPES[config.adam_dtype] == DTYPES[config.param_dtype] == torch.float32
