@@ -77,7 +77,7 @@ def triton_adamw(
     if not n:
         return  # this rank may have no row of a sharded matrix
     beta1, beta2 = betas
-    _adamw[(triton.cdiv(n, BLOCK),)](
+    _adamw[(-(-n // BLOCK),)](  # triton.cdiv takes the host as long as all the rest of this function
         *tensors, *scalars, n, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay,
         COPY=copy is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
