@@ -103,6 +103,7 @@ def test_no_more_programs_start_than_there_are_rows(compiled):
 @pytest.mark.parametrize("compute", TABLE)
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
+    from ops.triton_kernels.adamw import Scalars, triton_adamw
     from ops.triton_kernels.cross_entropy import triton_cross_entropy
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_quantize
@@ -119,7 +120,9 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_swiglu_backward(x, x[:, :1024].contiguous(), 2048)
     triton_cross_entropy(x, ids, True)
     triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
-    expected = 8
+    one = torch.ones(())
+    triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 5), (0.9, 0.95), 1e-8, 0.1)
+    expected = 9
     if TABLE[compute].fp8:  # Triton refuses fp8 numbers for GPUs without
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
         expected += 1
