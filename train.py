@@ -62,7 +62,7 @@ from training.hardware.peaks import agree_on_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.matmul_algorithms import choose_algorithms
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale, use_low_precision
+from training.optimization.precision import LossScale, describe_low_precision, use_low_precision
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
@@ -179,6 +179,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     monitor = watch_gpus(world)
     machine = describe_hardware(world.device)
     info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
+    info |= describe_low_precision(model)
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
     info |= algorithms.info
     record = open_record(config, world, lock, path, info, resume.run, start)

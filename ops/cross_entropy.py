@@ -10,7 +10,7 @@ import math
 import torch
 from torch.library import custom_op
 
-from ops.float8 import FORWARD, GRADIENT, Float8, add_float8_weight_gradient, matmul, quantize
+from ops.float8 import FORWARD, GRADIENT, Float8, add_float8_weight_gradient, matmul, quantize, scale_of
 from ops.linear import Linear, add_weight_gradient
 from ops.matmul import input_gradient, linear
 
@@ -98,14 +98,40 @@ def _float8_loss(x, weight: Float8, targets, dweight, scale):
     """_loss with a weight in fp8."""
     x8 = quantize(x, FORWARD)
     logits = matmul(x8.values, weight.values, x8.inverse_scale, weight.inverse_scale, x.dtype, fast=True)
-    losses = cross_entropy(logits, targets, dweight is not None)
     if dweight is None:
-        return losses.sum(), None
-    d8 = quantize(logits, GRADIENT, amax=torch.ones((), device=x.device))  # no probability is above 1
+        return cross_entropy(logits, targets, gradient=False).sum(), None
+    losses, d8 = cross_entropy_float8(logits, targets)
     del logits
     x_inverse = x8.inverse_scale if scale is None else x8.inverse_scale * scale
     add_float8_weight_gradient(d8.transposed, x8.transposed, d8.inverse_scale, x_inverse, dweight)
     return losses.sum(), matmul(d8.values, weight.transposed, d8.inverse_scale, weight.inverse_scale, x.dtype)
+
+
+def cross_entropy_float8(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Float8]:
+    """cross_entropy's losses, and its gradients in fp8. Overwrites the logits on a CPU."""
+    amax = torch.ones((), device=logits.device)  # no probability is above 1
+    if logits.is_cuda:
+        scale = scale_of(amax, GRADIENT)
+        losses, values, transposed = _cross_entropy_float8(logits, targets, scale)
+        return losses, Float8(values, transposed, scale.reciprocal())
+    losses = cross_entropy(logits, targets, True)
+    return losses, quantize(logits, GRADIENT, amax)
+
+
+@custom_op("nanomfu::cross_entropy_float8", mutates_args=())
+def _cross_entropy_float8(
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from ops.triton_kernels.cross_entropy import triton_cross_entropy_float8
+
+    return triton_cross_entropy_float8(logits, targets, scale, GRADIENT)
+
+
+@_cross_entropy_float8.register_fake
+def _(logits, targets, scale):
+    N, V = logits.shape
+    losses = logits.new_empty(N, dtype=torch.float32)
+    return losses, logits.new_empty(N, V, dtype=GRADIENT), logits.new_empty(V, N, dtype=GRADIENT)
 
 
 @custom_op("nanomfu::cross_entropy", mutates_args=("logits",))

@@ -55,8 +55,7 @@ def project_heads(
     """x (B, T, C), its amax or None -> q (B, T, H, D), k and v (B, T, K, D), ready for attention: split_heads
     of qkv(x)."""
     if qkv.float8 is not None and qkv.bias is None and rotary is not None and _kernel_fits(x, rotary):
-        layout = HeadLayout(n_head, n_kv_head, rotary, 0.0 if q_norm is None else q_norm.eps)
-        norms = _norm_weights(q_norm, k_norm)
+        layout, norms = _kernel_arguments(n_head, n_kv_head, rotary, q_norm, k_norm)
         return Float8Heads.apply(x, amax, *qkv.float8_arguments, *norms, layout)
     return split_heads(qkv(x, amax), n_head, n_kv_head, rotary, q_norm, k_norm)
 
@@ -72,8 +71,8 @@ def split_heads(
     """qkv (B, T, (H + 2K) D), a row q, then k, then v -> q (B, T, H, D), k and v (B, T, K, D); q and k
     normalized and rotated, if there are norms and angles."""
     if rotary is not None and _kernel_fits(qkv, rotary):
-        eps = q_norm.eps if q_norm is not None else 0.0
-        return heads_forward(qkv, *_norm_weights(q_norm, k_norm), *rotary, n_head, n_kv_head, eps)
+        layout, norms = _kernel_arguments(n_head, n_kv_head, rotary, q_norm, k_norm)
+        return SplitHeads.apply(qkv, *norms, layout)
     B, T, width = qkv.shape
     D = width // (n_head + 2 * n_kv_head)
     q, k, v = qkv.view(B, T, -1, D).split((n_head, n_kv_head, n_kv_head), dim=2)
@@ -97,8 +96,21 @@ def _kernel_fits(x: torch.Tensor, rotary: Rotary) -> bool:
     return x.is_cuda and D & (D - 1) == 0
 
 
-def _norm_weights(q_norm: HeadNorm | None, k_norm: HeadNorm | None):
-    return None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight
+def _kernel_arguments(
+    n_head: int, n_kv_head: int, rotary: Rotary, q_norm: HeadNorm | None, k_norm: HeadNorm | None
+) -> tuple[HeadLayout, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """The layout, and the norms' weights: these need gradients, so they are arguments by themselves."""
+    layout = HeadLayout(n_head, n_kv_head, rotary, 0.0 if q_norm is None else q_norm.eps)
+    return layout, (None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight)
+
+
+class HeadLayout(NamedTuple):
+    """How a row of qkv divides into heads, and what is applied to them, but for the norms' weights."""
+
+    n_head: int
+    n_kv_head: int
+    rotary: Rotary
+    norm_eps: float
 
 
 # --- the Triton form ---
@@ -114,8 +126,8 @@ def heads_forward(
     n_head: int,
     n_kv_head: int,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """split_heads on a GPU."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of split_heads."""
     from ops.triton_kernels.heads import triton_heads
 
     return triton_heads(qkv.contiguous(), q_weight, k_weight, cos, sin, n_head, n_kv_head, eps)
@@ -124,7 +136,7 @@ def heads_forward(
 @heads_forward.register_fake
 def _(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
     B, T, D = qkv.shape[0], qkv.shape[1], 2 * cos.shape[1]
-    return tuple(qkv.new_empty(B, T, heads, D) for heads in (n_head, n_kv_head, n_kv_head))
+    return tuple(qkv.new_empty(B, T, heads, D) for heads in (n_head, n_kv_head))
 
 
 @custom_op("nanomfu::heads_backward", mutates_args=())
@@ -132,53 +144,68 @@ def heads_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | None,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dqkv, its amax (one number), and the norm weights' gradients (2, D), or (2, 0)."""
+    """dqkv, its amax (one number), and the norm weights' gradients (2, D), or (2, 0). Only norms need qkv."""
     from ops.triton_kernels.heads import triton_heads_backward
 
     dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
-    return triton_heads_backward(dq, dk, dv, qkv.contiguous(), q_weight, k_weight, cos, sin, eps)
+    qkv = None if qkv is None else qkv.contiguous()
+    return triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps)
 
 
 @heads_backward.register_fake
 def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
-    D = 0 if q_weight is None else dq.shape[-1]
+    B, T, H, D = dq.shape
     wide = {"dtype": torch.float32}
-    return qkv.new_empty(qkv.shape), qkv.new_empty((), **wide), qkv.new_empty(2, D, **wide)
+    width = (H + 2 * dk.shape[2]) * D
+    dweights = dq.new_empty(2, 0 if q_weight is None else D, **wide)
+    return dq.new_empty(B, T, width), dq.new_empty((), **wide), dweights
 
 
-def _heads_setup(ctx, inputs, output):
-    qkv, q_weight, k_weight, cos, sin, _, _, ctx.eps = inputs
-    ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+def _split(qkv, q_weight, k_weight, layout: HeadLayout) -> tuple[Heads, tuple[torch.Tensor | None, ...]]:
+    """split_heads, and what its backward needs.
+
+    Norms need qkv in their backward, so v stays inside of it and is not copied. Without norms nobody needs
+    qkv, and a copy of v lets it be freed.
+    """
+    n_head, n_kv_head, rotary, eps = layout
+    q, k = heads_forward(qkv, q_weight, k_weight, *rotary, n_head, n_kv_head, eps)
+    v = qkv.unflatten(-1, (-1, q.shape[-1]))[:, :, n_head + n_kv_head :]
+    if q_weight is None:
+        return (q, k, v.contiguous()), (None, None, None, *rotary)
+    return (q, k, v), (qkv, q_weight, k_weight, *rotary)
 
 
-def _heads_autograd(ctx, dq, dk, dv):
-    qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-    dqkv, _, dweights = heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
-    dweights = (None, None) if q_weight is None else dweights.to(q_weight.dtype).unbind(0)
-    return dqkv, *dweights, None, None, None, None, None
+def _split_backward(gradients: Heads, kept, eps: float):
+    """dqkv, its amax, and the gradients of both norms' weights, or None twice."""
+    dqkv, amax, dweights = heads_backward(*gradients, *kept, eps)
+    q_weight = kept[1]
+    return dqkv, amax, (None, None) if q_weight is None else dweights.to(q_weight.dtype).unbind(0)
 
 
-heads_forward.register_autograd(_heads_autograd, setup_context=_heads_setup)
+class SplitHeads(torch.autograd.Function):
+    """split_heads on a GPU: an operator for torch.compile may not return a view, a function may."""
+
+    @staticmethod
+    def forward(ctx, qkv, q_weight, k_weight, layout: HeadLayout):
+        heads, kept = _split(qkv, q_weight, k_weight, layout)
+        ctx.save_for_backward(*kept)
+        ctx.eps = layout.norm_eps
+        return heads
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        dqkv, _, dnorms = _split_backward((dq, dk, dv), ctx.saved_tensors, ctx.eps)
+        return dqkv, *dnorms, None
 
 
 # --- fp8 ---
-
-
-class HeadLayout(NamedTuple):
-    """How a row of qkv divides into heads, and what is applied to them, but for the norms' weights: they need
-    gradients, so they are arguments by themselves."""
-
-    n_head: int
-    n_kv_head: int
-    rotary: Rotary
-    norm_eps: float
 
 
 class Float8Heads(torch.autograd.Function):
@@ -189,16 +216,16 @@ class Float8Heads(torch.autograd.Function):
     def forward(ctx, x, amax, weight, float8: Float8Weight, q_weight, k_weight, layout: HeadLayout):
         y, operands = linear_forward(x, amax, float8)
         qkv = y.unflatten(0, x.shape[:-1])  # (B, T, (H + 2K) D)
-        n_head, n_kv_head, rotary, ctx.eps = layout
-        ctx.save_for_backward(*operands, qkv, q_weight, k_weight, *rotary)
-        ctx.gradient_sum = float8.gradient_sum
-        return heads_forward(qkv, q_weight, k_weight, *rotary, n_head, n_kv_head, ctx.eps)
+        heads, kept = _split(qkv, q_weight, k_weight, layout)
+        ctx.save_for_backward(*operands, *kept)
+        ctx.gradient_sum, ctx.eps = float8.gradient_sum, layout.norm_eps
+        return heads
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        *operands, qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        dqkv, amax, dnorms = heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
+        x_transposed, x_inverse, weight_transposed, weight_inverse, *kept = ctx.saved_tensors
+        operands = BackwardOperands(x_transposed, x_inverse, weight_transposed, weight_inverse)
+        dqkv, amax, dnorms = _split_backward((dq, dk, dv), kept, ctx.eps)
         dqkv8 = quantize(dqkv.flatten(0, -2), GRADIENT, amax)
-        dx, dweight = linear_backward(dqkv8, BackwardOperands(*operands), ctx.gradient_sum, dq.dtype)
-        dnorms = (None, None) if q_weight is None else dnorms.to(q_weight.dtype).unbind(0)
-        return dx.unflatten(0, qkv.shape[:-1]), None, dweight, None, *dnorms, None
+        dx, dweight = linear_backward(dqkv8, operands, ctx.gradient_sum, dq.dtype)
+        return dx.unflatten(0, dq.shape[:2]), None, dweight, None, *dnorms, None

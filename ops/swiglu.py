@@ -11,15 +11,17 @@ from torch.library import custom_op
 
 from ops.float8 import (
     GRADIENT,
+    Float8,
     Float8Weight,
     linear_backward,
     linear_forward,
     quantize,
+    scale_of,
     unpack_operands,
 )
 from ops.linear import Linear
 
-AMAX_COLUMNS = 1024  # of a row: a kernel's program, which writes one amax
+AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
 
 
 def swiglu_feed_forward(x: torch.Tensor, amax: torch.Tensor | None, up: Linear, down: Linear) -> torch.Tensor:
@@ -61,8 +63,8 @@ def _(x):
 
 
 @custom_op("nanomfu::swiglu_backward", mutates_args=())
-def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x (M, 2F), for dh (M, F), and its amax: gate's and up's columns of a part share one."""
+def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    """The gradient of x (M, 2F), for dh (M, F)."""
     if x.is_cuda:
         from ops.triton_kernels.swiglu import triton_swiglu_backward
 
@@ -70,25 +72,62 @@ def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, to
     gate, up = x.float().chunk(2, dim=-1)
     sigmoid, dh = gate.sigmoid(), dh.float()
     parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
-    dx = torch.cat(parts, dim=-1).to(x.dtype)
-    return dx, dx.abs().float().amax(-1, keepdim=True).repeat(1, _amax_parts(dh.shape[1]))
+    return torch.cat(parts, dim=-1).to(x.dtype)
 
 
 @swiglu_backward.register_fake
 def _(x, dh):
+    return x.new_empty(x.shape)
+
+
+def swiglu_backward_float8(x: torch.Tensor, dh: torch.Tensor) -> Float8:
+    """swiglu_backward in fp8. On a GPU it is computed twice, first for its amax alone: that moves fewer bytes
+    than a gradient in bf16 that a cast reads again, and needs no room for it."""
+    if not x.is_cuda:
+        return quantize(swiglu_backward(x, dh), GRADIENT)
+    scale = scale_of(_swiglu_backward_amax(x, dh).amax(), GRADIENT)
+    values, transposed = _swiglu_backward_float8(x, dh, scale)
+    return Float8(values, transposed, scale.reciprocal())
+
+
+@custom_op("nanomfu::swiglu_backward_amax", mutates_args=())
+def _swiglu_backward_amax(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    """The amax of swiglu_backward: gate's and up's columns of a part share one."""
+    from ops.triton_kernels.swiglu import triton_swiglu_backward_amax
+
+    return triton_swiglu_backward_amax(x.contiguous(), dh.contiguous(), AMAX_COLUMNS)
+
+
+@_swiglu_backward_amax.register_fake
+def _(x, dh):
     M, width = dh.shape
-    return x.new_empty(x.shape), x.new_empty(M, _amax_parts(width), dtype=torch.float32)
+    return x.new_empty(M, _amax_parts(width), dtype=torch.float32)
+
+
+@custom_op("nanomfu::swiglu_backward_float8", mutates_args=())
+def _swiglu_backward_float8(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ops.triton_kernels.swiglu import triton_swiglu_backward_float8
+
+    return triton_swiglu_backward_float8(x.contiguous(), dh.contiguous(), scale, GRADIENT)
+
+
+@_swiglu_backward_float8.register_fake
+def _(x, dh, scale):
+    M, N = x.shape
+    return x.new_empty(M, N, dtype=GRADIENT), x.new_empty(N, M, dtype=GRADIENT)
 
 
 swiglu_with_amax.register_autograd(
-    lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh)[0],
+    lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 
 
 class Float8SwiGLU(torch.autograd.Function):
-    """swiglu_feed_forward with fp8 matmuls. One function, so that the amax of SwiGLU's result and of its
-    gradient, which autograd has no way to hand on, reach the matmul that needs them."""
+    """swiglu_feed_forward with fp8 matmuls. One function, so that the amax of SwiGLU's result and its
+    gradient in fp8, which autograd has no way to hand on, reach the matmul that needs them."""
 
     @staticmethod
     def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight):
@@ -105,6 +144,6 @@ class Float8SwiGLU(torch.autograd.Function):
         up_operands, down_operands = unpack_operands(operands)
         up_sum, down_sum = ctx.sums
         dh, ddown = linear_backward(quantize(dy.flatten(0, -2), GRADIENT), down_operands, down_sum, dy.dtype)
-        dgate_up, amax = swiglu_backward(gate_up, dh)
-        dx, dup = linear_backward(quantize(dgate_up, GRADIENT, amax), up_operands, up_sum, dy.dtype)
+        dgate_up = swiglu_backward_float8(gate_up, dh)
+        dx, dup = linear_backward(dgate_up, up_operands, up_sum, dy.dtype)
         return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None

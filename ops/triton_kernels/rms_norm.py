@@ -12,8 +12,11 @@ import triton.language as tl
 from ops.triton_kernels.launch import walking_programs
 
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a width of 2048 they are
-# all resident: 8 warps of 60 registers a thread, compiled for 8.0, 8.9 or 9.0.
+# all resident: 4 warps of 104 registers a thread, and 12 KiB, compiled for 9.0.
 NORM_PROGRAMS = 4
+# Up to this width, the backward loads a row into shared memory while it computes the row before (two stages).
+# A wider row of three tensors could be more than a multiprocessor has, so the kernel's loads wait for it.
+STAGED_WIDTH = 2048
 
 
 @triton.jit
@@ -35,21 +38,24 @@ def _add_rms_norm_forward(x, delta, weight, total, normed, amax, C, eps, BLOCK: 
 
 
 @triton.jit
-def _add_rms_norm_backward(total, dnormed, dtotal, weight, dx, partial, rows, C, eps, BLOCK: tl.constexpr):
+def _add_rms_norm_backward(
+    total, dnormed, dtotal, weight, dx, partial, rows, C, eps, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     column = tl.arange(0, BLOCK)
     inside = column < C
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * C + column  # type: ignore[attr-defined]  # in a kernel, range gives tensors
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        at = tl.cast(row, tl.int64) * C + column
         sums = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
         dn = tl.load(dnormed + at, mask=inside, other=0.0).to(tl.float32)
         ds = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(sums * sums, 0) / C + eps)
+        # neither sum needs the other: the mean of dn * w * n is scale times the second
+        squares, along = tl.sum(sums * sums, 0) / C, tl.sum(sums * dn * w, 0) / C
+        scale = tl.rsqrt(squares + eps)
         n = sums * scale
         dweight += dn * n
-        dn *= w
-        tl.store(dx + at, ds + scale * (dn - n * (tl.sum(dn * n, 0) / C)), mask=inside)
+        tl.store(dx + at, ds + scale * (dn * w - n * (scale * along)), mask=inside)
     tl.store(partial + tl.program_id(0) * C + column, dweight, mask=inside)
 
 
@@ -70,7 +76,8 @@ def triton_add_rms_norm_backward(total, dnormed, dtotal, weight, eps: float):
     programs = min(walking_programs(total.device, NORM_PROGRAMS), N)
     partial = torch.empty(programs, C, dtype=torch.float32, device=total.device)
     block = triton.next_power_of_2(C)
+    stages, warps = (2, 4) if block <= STAGED_WIDTH else (1, 8)
     _add_rms_norm_backward[(programs,)](
-        total, dnormed, dtotal, weight, dx, partial, N, C, eps, BLOCK=block, num_warps=8
+        total, dnormed, dtotal, weight, dx, partial, N, C, eps, BLOCK=block, STAGES=stages, num_warps=warps
     )
     return dx, partial.sum(0)

@@ -59,7 +59,7 @@ def test_a_profile_of_the_compiled_kernel_shows_cudnn(kv):
     assert any("bprop" in name or "bwd" in name for name in cudnn), on_gpu
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3"])
 def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
     config = model_config(
         preset,
@@ -69,7 +69,7 @@ def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
         d_ff=1024,
         vocab_size=97,
         block_size=256,
-        n_kv_head=4 if preset == "qwen3" else None,
+        n_kv_head=None if preset == "gpt2" else 4,
     )
     attend = choose("sdpa", config, torch.bfloat16, GPU).attend
     block = Block(config, attend).to(GPU)
@@ -77,7 +77,7 @@ def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
     with torch.no_grad():
         for p in block.parameters():
             p.copy_((p.ndim == 1) + 0.03 * torch.randn(p.shape, device=GPU, generator=generator))
-    rotary = rotary_angles(256, config.head_dim, config.rope_theta, GPU) if preset == "qwen3" else None
+    rotary = rotary_angles(256, config.head_dim, config.rope_theta, GPU) if preset != "gpt2" else None
     x, above = torch.randn(2, 2, 256, 1024, device=GPU, generator=generator).to(torch.bfloat16)
     x.requires_grad_()
 

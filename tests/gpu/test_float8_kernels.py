@@ -6,32 +6,63 @@ from support.tensors import E4M3, E5M2, error, fp8_linear, random_bf16
 
 from model import rotary_angles
 from ops import float8
-from ops.heads import Float8Heads, HeadLayout, Rotary, heads_forward
-from ops.swiglu import swiglu_backward, swiglu_with_amax
+from ops.cross_entropy import cross_entropy, cross_entropy_float8
+from ops.heads import Float8Heads, HeadLayout, Rotary, SplitHeads
+from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", [(128, 64), (300, 6144), (2048, 2080)])
+def same_bits(a, b):
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (300, 6144), (301, 96), (2048, 2080)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_cast_kernel_gives_the_bits_of_the_plain_form(shape, dtype):
     x = random_bf16(*shape, std=3.0)
     plain, fused = float8.quantize(x, dtype), float8.quantize(x.cuda(), dtype)
     assert fused.inverse_scale.item() == plain.inverse_scale.item()
     for a, b in zip(fused[:2], plain[:2], strict=True):
-        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+        assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("shape", [(128, 64), (272, 1056), (64, 6144)])
-def test_the_swiglu_kernels_know_the_largest_magnitude_of_what_they_write(shape):
+@pytest.mark.parametrize("shape", [(64, 48), (272, 1056), (2048, 50304)])
+def test_the_loss_writes_the_bits_that_a_cast_of_its_gradient_gives(shape):
+    logits = random_bf16(*shape, std=3.0, device="cuda")
+    targets = torch.randint(0, shape[1], shape[:1], device="cuda")
+    targets[::5] = -1  # not counted
+    losses, fused = cross_entropy_float8(logits.clone(), targets)
+    assert torch.equal(losses, cross_entropy(logits, targets, True))
+    apart = float8.quantize(logits, E5M2, torch.ones((), device="cuda"))  # by now, they are their gradient
+    assert fused.inverse_scale == apart.inverse_scale
+    assert same_bits(fused.values, apart.values)
+    assert same_bits(fused.transposed, apart.transposed)
+
+
+SWIGLU_SHAPES = [(128, 64), (272, 1056), (64, 6144)]
+
+
+@pytest.mark.parametrize("shape", SWIGLU_SHAPES)
+def test_the_swiglu_kernel_knows_the_largest_magnitude_of_what_it_writes(shape):
+    x = random_bf16(shape[0], 2 * shape[1])
+    h, amax = swiglu_with_amax(x.cuda())
+    plain, plain_amax = swiglu_with_amax(x)
+    assert error(h.cpu(), plain) < 3e-3
+    assert amax.shape == plain_amax.shape
+    assert amax.amax() == h.abs().amax()
+
+
+@pytest.mark.parametrize("shape", SWIGLU_SHAPES)
+def test_the_backward_of_swiglu_in_fp8_has_the_bits_of_a_cast_of_the_one_in_bf16(shape):
     M, F_ = shape
-    g, dh = random_bf16(M, 2 * F_), random_bf16(M, F_)
-    for function, inputs in ((swiglu_with_amax, (g,)), (swiglu_backward, (g, dh))):
-        written, amax = function(*(t.cuda() for t in inputs))
-        plain, plain_amax = function(*inputs)
-        assert error(written.cpu(), plain) < 3e-3
-        assert amax.shape == plain_amax.shape
-        assert amax.amax() == written.abs().amax()
+    x, dh = random_bf16(M, 2 * F_), random_bf16(M, F_)
+    dx = swiglu_backward(x.cuda(), dh.cuda())
+    assert error(dx.cpu(), swiglu_backward(x, dh)) < 3e-3
+    fused, apart = swiglu_backward_float8(x.cuda(), dh.cuda()), float8.quantize(dx, E5M2)
+    assert fused.inverse_scale == apart.inverse_scale
+    assert same_bits(fused.values, apart.values)
+    assert same_bits(fused.transposed, apart.transposed)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -52,10 +83,9 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
         leaves = [x, *(n for n in norms if n is not None)]
         return [*parts, *torch.autograd.grad(loss, leaves), layer.weight_grad]
 
-    eps = 1e-6 if norm else 0.0
-    layout = HeadLayout(H, K, rotary, eps)
+    layout = HeadLayout(H, K, rotary, 1e-6 if norm else 0.0)
     fused = run(lambda x: Float8Heads.apply(x, None, *layer.float8_arguments, *norms, layout))
-    apart = run(lambda x: heads_forward(layer(x), *norms, *rotary, H, K, eps))
+    apart = run(lambda x: SplitHeads.apply(layer(x), *norms, layout))
     for a, b in zip(fused, apart, strict=True):
         assert error(a, b) < 1e-6
 

@@ -15,7 +15,7 @@ from ops.swiglu import swiglu
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 2 * 64), (2, 7, 2 * 1000), (1, 300, 2 * 6144)])
+@pytest.mark.parametrize("shape", [(3, 5, 2 * 64), (2, 7, 2 * 1000), (1, 3, 2 * 2049), (1, 300, 2 * 6144)])
 def test_the_swiglu_kernel_equals_its_plain_form(shape):
     x = random(*shape, dtype=torch.bfloat16)
     dh = random(*shape[:-1], shape[-1] // 2, dtype=torch.bfloat16)
@@ -30,7 +30,9 @@ def test_the_swiglu_kernel_equals_its_plain_form(shape):
 
 
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (18, 18, 128), (3, 1, 32), (5, 1, 80)])
+@pytest.mark.parametrize(
+    "heads", [(16, 8, 128), (18, 18, 128), (25, 5, 64), (40, 8, 128), (3, 1, 32), (5, 1, 80)]
+)
 def test_the_heads_kernel_equals_its_plain_form(heads, norm):
     H, K, D = heads
     B, T = 3, 67
@@ -87,7 +89,7 @@ def test_weight_gradients_are_summed_in_fp32_by_the_matmul():
     torch.testing.assert_close(summed.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("C", [64, 2048, 2304])
+@pytest.mark.parametrize("C", [64, 2048, 2304, 5120])
 def test_the_residual_norm_kernel_equals_its_plain_form(C):
     x, delta, weight = random(5, 133, C), random(5, 133, C, std=0.5), 1 + 0.3 * random(C)
     dtotal, dnormed = random(5, 133, C, std=2.0), random(5, 133, C, std=3.0)

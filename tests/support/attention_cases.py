@@ -19,14 +19,16 @@ def choose(asked, config, dtype=torch.float32, device=CPU):
 
 
 def inputs(config, dtype=torch.float32, device=CPU, batch=2, seed=0):
-    """q (B, T, H, D), k and v (B, T, K, D), all leaves, and the gradient that arrives from above."""
+    """q (B, T, H, D), k and v (B, T, K, D), all leaves, and the gradient that arrives from above. v has the
+    strides of a part of qkv, as ops/heads.py hands it over."""
     generator = torch.Generator().manual_seed(seed)
-    heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
-    q, k, v, above = (
+    heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+    qkv, above = (
         torch.randn(batch, config.block_size, n, config.head_dim, generator=generator).to(device, dtype)
-        for n in heads
+        for n in (sum(heads), config.n_head)
     )
-    return [t.requires_grad_() for t in (q, k, v)], above
+    q, k, v = qkv.split(heads, dim=2)
+    return [t.requires_grad_() for t in (q.contiguous(), k.contiguous(), v)], above
 
 
 def forward_and_gradients(attend, qkv, above):

@@ -115,5 +115,5 @@ def graphed(parts: Parts, fake: Fake, step=None, paused=contextlib.nullcontext, 
 
 
 def captured(parts: Parts, step=None, start=0) -> GraphedStep:
-    graphs = CudaGraphs(parts.state.optimizer)
+    graphs = CudaGraphs()
     return GraphedStep(step or parts.step, parts.state, graphs, contextlib.nullcontext, start)

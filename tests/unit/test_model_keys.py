@@ -245,12 +245,15 @@ def memory(parameters=10**6, **overrides):
 
 
 @pytest.mark.parametrize("low_precision", ["none", "fp8_tensorwise"])
-def test_wider_heads_are_estimated_to_need_more_memory(low_precision):
-    usual, stated, wide = (memory(head_dim=d, low_precision=low_precision) for d in (None, 16, 32))
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_wider_heads_are_estimated_to_need_more_memory(low_precision, qk_norm):
+    settings = {"low_precision": low_precision, "qk_norm": qk_norm}
+    usual, stated, wide = (memory(head_dim=d, **settings) for d in (None, 16, 32))
     assert stated == usual
     more = (wide["activations"] - usual["activations"]) * 2**30
     tokens = 8 * 1024
-    columns = 7 * 64  # q, k and v before and after rotation, and what attention gives
+    # what attention gives; q, k and v; with norms, q and k as they were before, too
+    columns = (6 if qk_norm else 4) * 64
     extra = 64 if low_precision != "none" else 0  # bytes: attention's output, once more in fp8
     assert more == pytest.approx(2 * tokens * (2 * columns + extra))
     if extra:

@@ -168,6 +168,18 @@ def test_a_fused_kernel_has_the_names_of_all_its_parts(name, part):
     assert classify(Work(name, 0, 1, 7, True)).part == part, "also where nothing else is known"
 
 
+def test_the_update_and_the_norm_are_the_optimizer_and_fills_are_zeros():
+    """In the eager step, too; before the kernel that also writes the working copies, that was a cast."""
+    classify = Classifier(tiny())
+    for name, path, part in (
+        ("_adamw", "Optimizer.step#OnePassAdamW.step", "optimizer"),
+        ("CatArrayBatchedCopy", "Optimizer.step#OnePassAdamW.step > aten::stack > aten::cat", "optimizer"),
+        ("reduce_kernel<512, 1, NormTwoOps", "aten::linalg_vector_norm", "optimizer"),
+        ("vectorized_elementwise_kernel<4, FillFunctor", "aten::zero_ > aten::fill_", "zeros"),
+    ):
+        assert part_of(classify, name, path, phase="update") == part, name
+
+
 def test_rotary_without_qk_norm_has_its_own_name():
     for qk_norm, part in ((True, "QK-norm and rotary"), (False, "rotary")):
         assert part_of(Classifier(tiny(qk_norm=qk_norm)), "_heads_forward", "nanomfu::heads") == part
@@ -178,6 +190,11 @@ def test_a_kernel_without_a_place_is_sorted_by_its_name_alone():
     for name, part in (
         ("nvjet_sm90_tst", LOST_MATMUL),
         ("Memset (Device)", "zeros"),
+        ("_adamw", "optimizer"),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps",
+            "optimizer",
+        ),
         ("new_kernel", UNKNOWN),
     ):
         assert classify(Work(name, 0, 1, 7, True)).part == part

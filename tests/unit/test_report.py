@@ -120,6 +120,11 @@ def lines(tmp_path):
     return lines
 
 
+def test_the_report_names_the_update_that_runs(lines):
+    assert lines("--device=cuda")["Optimizer"] == "AdamW (one pass, Triton), betas 0.9 0.95"
+    assert lines("--device=cpu")["Optimizer"] == "AdamW (fused), betas 0.9 0.95"
+
+
 def test_the_report_names_the_dtypes_that_are_stored(lines):
     assert lines()["Precision"] == "bfloat16 compute, float32 weights and optimizer state"
     mixed = lines("--adam_dtype=bfloat16")["Precision"]

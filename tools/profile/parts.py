@@ -112,7 +112,7 @@ RULES = (
     Rule(HEAD_NORM, shape="D"),
     Rule(NORMS, shape="C"),
     # with nothing but the kernel's name
-    Rule(OPTIMIZER, name=r"FusedAdam|LpNorm|lpnorm"),
+    Rule(OPTIMIZER, name=r"FusedAdam|^_adamw$|LpNorm|lpnorm|NormTwoOps"),
     Rule(GRADIENT_SUMS, name=r"^_add_embedding_gradient"),
     Rule(NORMS, name=r"^_add_rms_norm|^_rms_norm|layer_norm"),
     Rule(ACTIVATION, name=r"^_swiglu|Gelu|Silu"),

@@ -27,8 +27,7 @@ class CudaGraphs:
     """The captures and their memory. Every eager iteration before them runs on the stream that will be
     captured, so that nothing is initialized during a capture and activations are kept for only one stream."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
+    def __init__(self):
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.refused: list[torch.cuda.CUDAGraph] = []  # the allocator may still refer to them
@@ -66,7 +65,7 @@ class CudaGraphs:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # frees eager activations for captured ones
-        with torch.cuda.stream(self.stream), _no_collection(), _capturable(self.optimizer):
+        with torch.cuda.stream(self.stream), _no_collection():
             graph, output = self._record(run)
         self.graphs.append(graph)
         reserved = torch.cuda.memory_reserved()
@@ -128,17 +127,3 @@ def _no_collection():
     finally:
         if enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _capturable(optimizer: torch.optim.Optimizer):
-    """Sets the optimizer's flag `capturable`. The fused kernel reads step, rate and scale on the device, so
-    it could do without; but torch demands the flag, and warns if it is set outside of a capture."""
-    groups = [group for group in optimizer.param_groups if group.get("fused")]
-    for group in groups:
-        group["capturable"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["capturable"] = False

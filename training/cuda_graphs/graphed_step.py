@@ -64,7 +64,7 @@ def graphed(
     """The same step, replayed from a CUDA graph once a capture of it is trusted. `paused` stops the clock of
     the log rows, so that no log row's time contains a capture. `start` is this process's first iteration.
     `info`, the record's startup_info, gets the outcome during the run."""
-    graphed_step = GraphedStep(step, state, CudaGraphs(state.optimizer), paused, start)
+    graphed_step = GraphedStep(step, state, CudaGraphs(), paused, start)
     info["cuda_graphs"] = graphed_step.choice
     return graphed_step
 

@@ -90,12 +90,12 @@ def choose_attention(
 
 
 def _probe(attend, config: ModelConfig, dtype, device, manual, mask=None) -> str | None:
-    """Runs one forward and backward with the model's own head counts; None, or what went wrong."""
-    T, D = min(PROBE_TOKENS, config.block_size), config.head_dim
-    q, k, v = (
-        torch.randn(1, T, heads, D, dtype=dtype, device=device, requires_grad=True)
-        for heads in (config.n_head, config.n_kv_head, config.n_kv_head)
-    )
+    """Runs one forward and backward with the model's own head counts, and with v a part of qkv, as
+    ops/heads.py hands it over; None, or what went wrong."""
+    T, D, heads = min(PROBE_TOKENS, config.block_size), config.head_dim, (config.n_head, config.n_kv_head)
+    qkv = torch.randn(1, T, sum(heads) + config.n_kv_head, D, dtype=dtype, device=device)
+    q, k, v = qkv.split((*heads, config.n_kv_head), dim=2)
+    q, k, v = (t.requires_grad_() for t in (q.contiguous(), k.contiguous(), v))
     numbers = torch.arange(T, dtype=torch.int32, device=device)[None] * 3 // T  # three documents
     try:
         y = attend(q, k, v, config.dropout, *([mask(numbers)] if mask else []))

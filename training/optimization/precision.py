@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from common.errors import UserError
+from common.errors import RunError, UserError
 from ops import float8
+from ops.cross_entropy import cross_entropy, cross_entropy_float8
+from ops.float8 import FORWARD, GRADIENT, quantize
 from ops.linear import Linear
+from ops.swiglu import swiglu_backward, swiglu_backward_float8
 from training.configuration.keys import TrainConfig
 
 INITIAL_SCALE = 65536.0  # the values of torch.amp.GradScaler
@@ -47,7 +50,8 @@ class LossScale:
 
 def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
     """Gives the Linear layers in low_precision_scope their fp8 weights; refresh_weights fills them.
-    Embeddings and norms never have any. Raises UserError for a width that an fp8 matmul cannot have."""
+    Embeddings and norms never have any. Raises UserError for a width that an fp8 matmul cannot have, and
+    RunError for a GPU on which a kernel stores wrong numbers."""
     if config.low_precision == "none":
         return
     parts = ("blocks.", "head.") if config.low_precision_scope == "layers_and_head" else ("blocks.",)
@@ -62,3 +66,43 @@ def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
                 "head_dim, d_ff or vocab_size, or set low_precision='none'"
             )
         module.float8 = float8.empty_like(module.weight)
+    device = next(model.parameters()).device
+    if device.type == "cuda":  # where kernels write fp8
+        check_low_precision(device)
+
+
+def check_low_precision(device: torch.device) -> None:
+    """Compares the kernels that write fp8 with plain arithmetic, bit by bit: a compiler's fault has made such
+    kernels store wrong numbers (ops/triton_kernels/float8.py). Raises RunError. Sync point."""
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    x, dh, logits = (
+        torch.randn(256, width, generator=generator, device=device).to(torch.bfloat16)
+        for width in (512, 256, 512)
+    )
+    targets = torch.arange(256, device=device)
+    losses_and_gradients = cross_entropy_float8(logits.clone(), targets)
+    cross_entropy(logits, targets, True)  # by now, logits are their gradient
+    written = {
+        "cast to e4m3": (x, quantize(x, FORWARD)),
+        "cast to e5m2": (x, quantize(x, GRADIENT)),
+        "backward of SwiGLU": (swiglu_backward(x, dh), swiglu_backward_float8(x, dh)),
+        "gradient of the logits": (logits, losses_and_gradients[1]),
+    }
+    for name, (source, found) in written.items():
+        expected = (source.float() / found.inverse_scale).double()
+        for matrix, kernel in ((expected, found.values), (expected.t(), found.transposed)):
+            step = torch.finfo(kernel.dtype).eps * matrix.abs().clamp(min=torch.finfo(kernel.dtype).tiny)
+            if not ((kernel.double() - matrix).abs() <= step).all():
+                raise RunError(
+                    f"the kernel of the {name} stores wrong fp8 numbers on this GPU, with Triton's compiler "
+                    "as it is installed; another version of torch brings another one, low_precision='none' "
+                    "needs none"
+                )
+
+
+def describe_low_precision(model: nn.Module) -> dict[str, str]:
+    """For the start-up report of a model with fp8 matmuls: what adds its weight gradients to their sums. The
+    first call on a GPU compares a small product and waits for it (ops/cublaslt.py)."""
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.float8 is not None]
+    sums = [layer.weight_grad for layer in layers if layer.weight_grad is not None]
+    return {"fp8_weight_gradients": float8.describe_sums(sums)} if layers else {}

@@ -9,6 +9,7 @@ import torch
 
 from ops.documents import Documents
 from training.configuration.keys import TrainConfig
+from training.optimization.optimizer import OnePassAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.work_timer import WorkTimer
@@ -79,14 +80,14 @@ class EagerStep:
         verdict, overflow = self.update_guard.judge(mean_loss, grad_norm)
         grad_sum = _gradient_sum(self.strategy.shards) / scale if with_gradient_sum else None
 
-        # The fused kernel divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
+        # The update divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
         # and unscaling cost no pass of their own, and a bad update never reaches the weights.
         # torch does not declare these two attributes, although its fused optimizers read them.
         self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[attr-defined]
         self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
         self.optimizer.step()
-        self.strategy.publish()
+        self.strategy.publish(copied=isinstance(self.optimizer, OnePassAdamW))
         self.strategy.clear_gradients()
         self.loss_scale.update(overflow)
         attended = self.documents.length_per_token(x) if self.documents else self.whole_window

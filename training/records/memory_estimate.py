@@ -137,9 +137,10 @@ def _replicated_moments(s: _Sizes) -> list[Moment]:
         items[f"working weights ({config.dtype})"] = s.compute * s.parameters
     # in bf16, gradients are copied to be sent; copies are kept until the end of the backward
     sent = s.reduce if s.processes > 1 and config.reduce_dtype != "float32" else 0
-    head_sum = {"head's gradient (float32)": 4 * s.head}
+    # in float16 alone, the head's gradient is summed by itself first (ops/cross_entropy.py)
+    head_sum = {"head's gradient (float32)": 4 * s.head} if config.dtype == "float16" else {}
     moments = [
-        *({**moment, **head_sum} for moment in _loss_moments(s)),
+        {**_loss_moment(s), **head_sum},
         {**_head_backward(s), **head_sum},
         {**_block_backward(s), "gradients being sent": sent * (s.head + s.block)},
         {"activations": 0.0, "gradients being sent": sent * s.parameters},
@@ -172,7 +173,7 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
     rest = (max(s.reduce, s.compute) if several else s.compute) * s.rest + s.reduce * s.rest
     part = {f"gradients ({config.param_dtype})": s.stored * s.parameters / s.shards}
     moments = [
-        *({**in_forward, **moment, **head} for moment in _loss_moments(s)),
+        {**in_forward, **_loss_moment(s), **head},
         {**in_forward, **_head_backward(s, 3 * s.compute), **head_twice},
         {**in_backward, **_block_backward(s), whole: block},
         {"activations": 0.0, whole: rest, **part},  # the weights are freed before the gradients are reduced
@@ -185,8 +186,8 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
 # --- activations ---
 
 
-def _loss_moments(s: _Sizes) -> list[Moment]:
-    """The fullest moments of the forward: the head has the logits of one part of the tokens, and all blocks
+def _loss_moment(s: _Sizes) -> Moment:
+    """The fullest moment of the forward: the head has the logits of one part of the tokens, and all blocks
     keep their activations (ops/cross_entropy.py)."""
     C, chunks = s.model.n_embd, s.config.logit_parts
     part = s.tokens / chunks
@@ -196,15 +197,11 @@ def _loss_moments(s: _Sizes) -> list[Moment]:
     logits, dx = part * s.compute * s.model.vocab_size, part * s.compute * C
     kept = {"activations": s.tokens * sum(_kept_by_blocks(s))}
     if not s.fp8_head:  # the logits are their own gradient by then, and dx is being computed from them
-        return [{**kept, "logits": logits, "head's inputs": beside + chunks * dx}]
+        scaled = 0 if s.config.use_fsdp or s.config.dtype == "float16" else dx  # the input for the sum
+        return {**kept, "logits": logits, "head's inputs": beside + chunks * dx + scaled}
     beside += part * 2 * C  # the part's input in fp8, both layouts
-    # their gradient in fp8, both layouts, while they are there; or a product for the head's gradient
-    quantized = part * 2 * s.model.vocab_size
-    earlier = beside + (chunks - 1) * dx
-    return [
-        {**kept, "logits": logits + quantized, "head's inputs": earlier},
-        {**kept, "logits": quantized + 4 * s.head, "head's inputs": earlier},
-    ]
+    quantized = part * 2 * s.model.vocab_size  # their gradient in fp8, both layouts, while they are there
+    return {**kept, "logits": logits + quantized, "head's inputs": beside + (chunks - 1) * dx}
 
 
 def _head_backward(s: _Sizes, wide: int = 8) -> Moment:
@@ -252,7 +249,7 @@ def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
     gated = model.ffn_type == "swiglu"
     size = 2 * compute * C  # the two residual sums, which the norms' backward needs
     size += 2 * operand * C  # the inputs of qkv and up
-    size += compute * qkv * (2 if model.position_encoding == "rope" else 1)  # before and after rotation
+    size += compute * (qkv + _columns_of_rotated_copies(model))
     size += compute * A + 4 * model.n_head  # attention's output, and its log-sum-exp in float32
     size += 0 if operand == compute else operand * A  # the input of out, if it is not that output
     size += compute * F * (2 if gated else 1) + operand * F  # the output of up, and the input of down
@@ -261,6 +258,18 @@ def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
     if model.normalization == "layernorm":
         size += 2 * 2 * 4  # mean and deviation in float32, of two norms
     return size + 2 * C * (config.dropout > 0)  # two masks of one byte
+
+
+def _columns_of_rotated_copies(model: ModelConfig) -> int:
+    """Columns of q and k if they are kept beside the qkv that they were computed from, of which v is a part.
+
+    Without norms, the backward of ops/heads.py's kernel needs nothing that was computed before, so qkv is
+    freed. That kernel is for head widths that are a power of two.
+    """
+    D = model.head_dim
+    if model.position_encoding != "rope" or (not model.qk_norm and D & (D - 1) == 0):
+        return 0
+    return model.attention_width + model.n_kv_head * D
 
 
 def _gradients_in_a_block(s: _Sizes) -> float:

@@ -146,6 +146,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
         ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
         ("Precision", _precision(config)),
+        *_fp8_weight_gradients(info),
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
         *_matmul_algorithms(config, info),
@@ -153,6 +154,11 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
     ]
+
+
+def _fp8_weight_gradients(info: dict) -> list[tuple[str, str]]:
+    found = info.get("fp8_weight_gradients")
+    return [("  fp8 weight gradients", f"added to their sums: {found}")] if found else []
 
 
 def _micro_batch(config: TrainConfig, info: dict) -> str:

@@ -89,8 +89,9 @@ class Fsdp:
         loss, squares = both.unbind()
         return loss, squares.sqrt()
 
-    def publish(self) -> None:
-        """The next forward gathers the new weights. If they must be quantized, they are gathered here."""
+    def publish(self, copied: bool = False) -> None:
+        """The next forward gathers the new weights and casts them: there are no working copies to write. If
+        weights must be quantized, they are gathered here."""
         if not self.quantized:
             return
         units = self._units()

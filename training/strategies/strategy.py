@@ -24,6 +24,8 @@ class Shard:
     parameter: nn.Parameter
     local: nn.Parameter
     replicas: int = 1  # number of ranks that hold this same part
+    # this part of `parameter`, shaped like `local`, if the strategy keeps it in another tensor than `local`
+    working_copy: torch.Tensor | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -59,8 +61,9 @@ class Strategy(Protocol):
         """The mean over the ranks of reduce_gradients()'s loss, which may be rounded to reduce_dtype, and the
         global gradient norm: device tensors, equal on all ranks."""
 
-    def publish(self) -> None:
-        """After the update, or after loading: gives every rank the new working weights."""
+    def publish(self, copied: bool = False) -> None:
+        """After the update, or after loading: gives every rank the new working weights. `copied` says that
+        the update has already written the working copies of this rank's shards."""
 
     def clear_gradients(self) -> None: ...
 
@@ -78,10 +81,11 @@ class Strategy(Protocol):
         """Whether any gradient is not zero. Sync point."""
 
 
-def norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Norm of this rank's gradients, a 0-d fp32 tensor."""
-    if grads[0].is_cuda:
-        return get_total_norm(grads).float()
+def norm(grads: list[torch.Tensor], foreach: bool = True) -> torch.Tensor:
+    """Norm of this rank's gradients, a 0-d fp32 tensor. foreach: in one launch on a GPU, for many tensors. A
+    launch for each of a few large ones reads faster: 1.7 ms instead of 2.2 for 1.8e9 elements on an H200."""
+    if grads[0].is_cuda:  # both ways add squares in fp32, at most some hundred one after another
+        return get_total_norm(grads, foreach=foreach).float()
     # torch's CPU kernel adds fp32 squares one by one: an error of 1e-4 at 5 M elements, also for clipping
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms)).float()

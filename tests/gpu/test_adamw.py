@@ -1,0 +1,238 @@
+"""AdamW in one kernel against torch's, in every dtype that the keys allow; and in whole runs."""
+
+import itertools
+
+import pytest
+import torch
+from support.graphed_runs import ON_GPU, build, train
+from support.helpers import make_dataset
+from torch.nn.utils import get_total_norm
+
+from training.optimization.optimizer import OnePassAdamW
+from training.strategies.strategy import norm
+
+pytestmark = pytest.mark.gpu
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+STORED = (FP32, BF16)
+BETAS, DECAYS, SCALE, STEPS = (0.9, 0.95), (0.1, 0.0), 3.7, 20
+MATRICES, VECTORS = ((300, 1030), (64, 16), (0, 7)), ((2048,), (5,), (1,))
+ROUNDING = 2.0**-8 * 1.001  # of a bf16 number, to nearest; truncation is twice as far off
+
+
+class Case:
+    """Weights, working copies and an optimizer, with gradients of several magnitudes."""
+
+    def __init__(self, device: str, stored=FP32, moments=FP32, copies: torch.dtype | None = None):
+        self.device, self.generator = device, torch.Generator().manual_seed(0)
+        shapes = (*MATRICES, *VECTORS)
+        self.weights = [torch.nn.Parameter((0.02 * self.random(shape)).to(stored)) for shape in shapes]
+        self.copies = {w: None if copies is None else w.detach().to(copies, copy=True) for w in self.weights}
+        groups = (self.weights[: len(MATRICES)], self.weights[len(MATRICES) :])
+        decays = zip(groups, DECAYS, strict=True)
+        self.optimizer = OnePassAdamW(
+            [{"params": weights, "weight_decay": decay} for weights, decay in decays],
+            self.copies,
+            torch.zeros((), device=device),
+            BETAS,
+        )
+        for weight in self.weights:
+            mean, square = (torch.zeros_like(weight, dtype=moments) for _ in range(2))
+            step = torch.zeros((), device=device)
+            self.optimizer.state[weight] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.grad_scale, self.optimizer.found_inf = self.scalar(SCALE), self.scalar(0.0)
+
+    def random(self, shape) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def scalar(self, value: float) -> torch.Tensor:
+        return torch.full((), value, device=self.device)
+
+    def prepare(self, i: int, found_inf: float = 0.0) -> float:
+        """Writes gradients, rate and verdict of update i where the optimizer reads them. Returns the rate."""
+        for weight in self.weights:
+            weight.grad.copy_(SCALE * 10.0 ** (i % 3 - 3) * self.random(weight.shape))
+            if found_inf:
+                weight.grad.fill_(float("nan"))
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(1e-2 / (1 + i))
+        self.optimizer.found_inf.fill_(found_inf)
+        return 1e-2 / (1 + i)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that an update changes."""
+        states = [t for weight in self.weights for t in self.optimizer.state[weight].values()]
+        return [*self.weights, *states, *(copy for copy in self.copies.values() if copy is not None)]
+
+    def kept(self) -> list[torch.Tensor]:
+        return [tensor.detach().clone() for tensor in self.tensors()]
+
+    def triples(self) -> list[tuple[torch.Tensor, ...]]:
+        states = [self.optimizer.state[weight] for weight in self.weights]
+        return [
+            (w.detach(), s["exp_avg"], s["exp_avg_sq"]) for w, s in zip(self.weights, states, strict=True)
+        ]
+
+    def torch_updates(self, rate: float) -> list[tuple[torch.Tensor, ...]]:
+        """Weights and moments after torch's own update of this state, in fp32 and not fused."""
+        results = []
+        for i, (weight, triple) in enumerate(zip(self.weights, self.triples(), strict=True)):
+            wide, mean, square = (tensor.to(FP32, copy=True) for tensor in triple)
+            wide = torch.nn.Parameter(wide)
+            wide.grad = weight.grad.float() / SCALE
+            decay = DECAYS[i >= len(MATRICES)]
+            theirs = torch.optim.AdamW([wide], rate, BETAS, weight_decay=decay, fused=False, foreach=False)
+            step = self.optimizer.state[weight]["step"].cpu().clone()
+            theirs.state[wide] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+            theirs.step()
+            results.append((wide.detach(), mean, square))
+        return results
+
+
+def assert_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    if ours.dtype == FP32:
+        assert (ours - exact).norm() <= 1e-6 * exact.norm()
+    else:
+        # a sum of terms that cancel is off by a rounding error of the terms
+        allowed = ROUNDING * exact.abs() + 1e-6 * exact.abs().amax() if exact.numel() else exact
+        assert ((ours.float() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "moments", "copies"), [*itertools.product(STORED, STORED, (None, FP32, BF16, FP16))]
+)
+def test_every_update_is_torch_s_rounded_to_what_is_stored(stored, moments, copies):
+    """With weight decay, a gradient that is divided, a rate that changes, and updates that are skipped."""
+    case = Case("cuda", stored, moments, copies)
+    for i in range(STEPS):
+        if i in (0, 7):
+            before = case.kept()
+            case.prepare(i, found_inf=1.0)
+            case.optimizer.step()
+            assert all(torch.equal(now, was) for now, was in zip(case.tensors(), before, strict=True))
+        expected = case.torch_updates(case.prepare(i))
+        before_weights = [weight.detach().clone() for weight in case.weights]
+        gradients = [weight.grad.clone() for weight in case.weights]
+        case.optimizer.step()
+        for ours, exact in zip(case.triples(), expected, strict=True):
+            for tensor, wanted in zip(ours, exact, strict=True):
+                assert_rounded(tensor, wanted)
+        for weight, copy in case.copies.items():
+            assert copy is None or torch.equal(copy, weight.detach().to(copy.dtype))
+        for weight, gradient in zip(case.weights, gradients, strict=True):
+            assert torch.equal(weight.grad, gradient)  # nothing is written back
+        if stored == FP32:
+            for weight, was, (wanted, *_) in zip(case.weights, before_weights, expected, strict=True):
+                allowed = 1e-5 * (wanted - was).norm() + 2.5e-7 * was.norm()  # of the change; two last bits
+                assert (weight.detach() - wanted).norm() <= allowed
+    assert all(case.optimizer.state[weight]["step"] == STEPS for weight in case.weights)
+
+
+def test_twenty_updates_in_fp32_are_torch_s():
+    case = Case("cuda")
+    theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in case.weights]
+    split = len(MATRICES)
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in zip((theirs[:split], theirs[split:]), DECAYS, strict=True)
+    ]
+    reference = torch.optim.AdamW(groups, betas=BETAS, fused=False)
+    for i in range(STEPS):
+        new_rate = case.prepare(i)
+        for group in reference.param_groups:
+            group["lr"] = new_rate
+        for weight, other in zip(case.weights, theirs, strict=True):
+            other.grad = weight.grad / SCALE
+        case.optimizer.step()
+        reference.step()
+    states = [reference.state[other] for other in theirs]
+    wanted = theirs, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+    for ours, expected in zip(zip(*case.triples(), strict=True), wanted, strict=True):
+        ours, expected = (torch.cat([t.detach().flatten() for t in tensors]) for tensors in (ours, expected))
+        assert (ours - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(("stored", "moments"), [*itertools.product(STORED, STORED)])
+def test_a_captured_update_is_the_eager_one_bit_for_bit(stored, moments):
+    """New gradients, rates and verdicts at each replay: a capture reads them all on the device."""
+    eager, graphed = (Case("cuda", stored, moments, BF16) for _ in range(2))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for i in range(3):
+            for case in (eager, graphed):
+                case.prepare(i)
+                case.optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.optimizer.step()
+    for i in range(3, STEPS):
+        for case in (eager, graphed):
+            case.prepare(i, found_inf=float(i % 5 == 0))
+        eager.optimizer.step()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(eager.tensors(), graphed.tensors(), strict=True))
+
+
+def test_an_update_does_not_wait_for_the_gpu():
+    case = Case("cuda", copies=BF16)
+    case.prepare(0)
+    case.optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
+    ],
+    ids=lambda keys: "-".join(keys.values()),
+)
+def test_a_run_learns_as_with_torch_s_fused_adamw_and_publish_copies_nothing(tmp_path, monkeypatch, keys):
+    """With clipping. torch's fused kernel can be compared where weights and moments have one dtype."""
+    dataset = make_dataset(tmp_path / "tokens", train_tokens=50_000)
+    parts = build(dataset, **{**ON_GPU, **keys})
+    assert isinstance(parts.step.optimizer, OnePassAdamW)
+    strategy = parts.state.strategy
+    monkeypatch.setattr(strategy, "_copy_back", None)
+    losses = [row[0] for row in train(parts, iterations=range(12), sums=())]
+    for shard in strategy.shards:
+        copy = shard.working_copy
+        assert copy is None or torch.equal(copy, shard.local.detach().to(copy.dtype)), shard.name
+    assert losses[-1] < losses[0] - 0.1
+    if keys.get("param_dtype") != keys.get("adam_dtype"):
+        return
+    other = build(dataset, **{**ON_GPU, **keys})
+    ours = other.step.optimizer
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]} for group in ours.param_groups
+    ]
+    theirs = torch.optim.AdamW(groups, lr=other.step.learning_rate, betas=ours.defaults["betas"], fused=True)
+    theirs.state = ours.state
+    other.step.optimizer = theirs
+    expected = [row[0] for row in train(other, iterations=range(12), sums=())]
+    assert losses == pytest.approx(expected, rel=1e-4 if keys["dtype"] == "float32" else 5e-3)
+
+
+def test_the_norm_of_whole_buckets_is_as_exact_as_that_of_single_gradients():
+    """1e8 elements of several magnitudes, and an offset, whose rounding errors would add up."""
+    flat = torch.randn(2**27 + 4, device="cuda") * 1e-3 + 1e-4
+    flat[: 2**20] *= 100
+    gradients = flat[:-4]
+    exact = torch.stack([part.double().square().sum() for part in gradients.split(2**24)]).sum().sqrt()
+    whole = norm([gradients, gradients[: 2**20]], foreach=False)
+    exact_both = (exact.square() + gradients[: 2**20].double().square().sum()).sqrt()
+    assert whole.item() == pytest.approx(exact_both.item(), rel=1e-6)
+    single = get_total_norm(list(gradients.split(2**22)))
+    alone = norm([gradients], foreach=False)
+    assert abs(alone - exact) <= max(2 * abs(single - exact), 1e-6 * exact)

@@ -1,0 +1,259 @@
+"""The GPU's optimizer without a GPU: who owns a working copy, when publish() copies, what is kept.
+
+A plain form is in place of the kernel, which tests/gpu/test_adamw.py compares with torch's.
+"""
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.graphed_runs import build
+from support.helpers import TINY, make_dataset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import model_builder
+from common.errors import UserError
+from training.configuration.dtypes import DTYPES
+from training.configuration.keys import TrainConfig
+from training.optimization.optimizer import OnePassAdamW, build_optimizer
+from training.process.world import World
+from training.strategies.parallelize import parallelize
+from training.strategies.replicated import Bucket
+from training.strategies.strategy import Shard, norm
+
+
+class Scalars(NamedTuple):
+    """As in ops/triton_kernels/adamw.py, which cannot be imported without Triton."""
+
+    rate: torch.Tensor
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
+    correction1: torch.Tensor
+    root2: torch.Tensor
+
+
+def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay) -> None:
+    """Loshchilov and Hutter 2019, alg. 2."""
+    if scalars.found_inf:
+        return
+    g = gradient.float() / scalars.grad_scale
+    m = betas[0] * mean.float() + (1 - betas[0]) * g
+    v = betas[1] * square.float() + (1 - betas[1]) * g * g
+    w = weight.float() * (1 - scalars.rate * decay)
+    w -= scalars.rate / scalars.correction1 * m / (v.sqrt() / scalars.root2 + eps)
+    for kept, now in ((weight, w), (mean, m), (square, v)):
+        kept.copy_(now)
+    if copy is not None:
+        copy.copy_(weight)
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    fake = types.SimpleNamespace(Scalars=Scalars, triton_adamw=plain_adamw)
+    monkeypatch.setitem(sys.modules, "ops.triton_kernels.adamw", fake)
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    found = types.ModuleType("triton")
+    found.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", found)
+
+
+def one_pass(optimizer: torch.optim.AdamW, shards: list[Shard]) -> OnePassAdamW:
+    """The optimizer that a GPU would have in place of this one, with the same state and rate."""
+    keys = ("params", "weight_decay", "lr")
+    groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]
+    copies = {shard.local: shard.working_copy for shard in shards}
+    made = OnePassAdamW(groups, copies, optimizer.defaults["lr"], optimizer.defaults["betas"])
+    made.state = optimizer.state
+    return made
+
+
+# --- the update ---
+
+
+def test_each_weight_has_its_own_step_rate_decay_and_bias_correction():
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (6, 4)]
+    others = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    ours = OnePassAdamW(
+        [{"params": [weight], "weight_decay": 0.1 * i} for i, weight in enumerate(weights)],
+        dict.fromkeys(weights),
+        1e-2,
+        (0.9, 0.999),
+    )
+    theirs = torch.optim.AdamW(
+        [{"params": [weight], "weight_decay": 0.1 * i} for i, weight in enumerate(others)], betas=(0.9, 0.999)
+    )
+    for weight in weights:
+        zeros = [torch.zeros_like(weight) for _ in range(2)]
+        ours.state[weight] = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+    for i in range(6):
+        for weight, other in zip(weights, others, strict=True):
+            late = weight is weights[1] and i < 2  # its step is behind that of the other
+            other.grad = None if late else torch.full_like(other, 10.0 ** (i % 3 - 1))
+            weight.grad = None if late else 4 * other.grad
+        ours.grad_scale, rate = torch.tensor(4.0), 1e-2 / (1 + i)
+        for group, other_group in zip(ours.param_groups, theirs.param_groups, strict=True):
+            group["lr"], other_group["lr"] = torch.tensor(rate) if i % 2 else rate, rate
+        ours.found_inf = torch.tensor(0.0)
+        ours.step()
+        theirs.step()
+        before = [weight.detach().clone() for weight in weights]
+        ours.found_inf = torch.tensor(1.0)
+        ours.step()
+        assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
+    for weight, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-8)
+        for name, expected in theirs.state[other].items():
+            torch.testing.assert_close(ours.state[weight][name], expected, rtol=1e-6, atol=1e-9)
+
+
+# --- which optimizer a device has ---
+
+
+class OnGpu(torch.nn.Parameter):
+    """A parameter that says so."""
+
+    is_cuda = True
+
+
+def gpu_shards(dtype=torch.float32) -> list[Shard]:
+    locals_ = [OnGpu(torch.ones(shape, dtype=dtype)) for shape in ((3, 2), (3,))]
+    return [Shard(f"w{i}", local, local) for i, local in enumerate(locals_)]
+
+
+@pytest.mark.parametrize("adam_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_gpu_s_optimizer_keeps_what_a_cpu_s_keeps(triton, param_dtype, adam_dtype):
+    """The same names and dtypes in every combination: so their checkpoints are interchangeable."""
+    config = TrainConfig(param_dtype=param_dtype, adam_dtype=adam_dtype)
+    dtype = DTYPES[param_dtype]
+    on_cpu = [Shard(s.name, s.local, torch.nn.Parameter(s.local.data)) for s in gpu_shards(dtype)]
+    kept = []
+    for shards in (gpu_shards(dtype), on_cpu):
+        optimizer = build_optimizer(shards, config)
+        assert isinstance(optimizer, OnePassAdamW) == (shards is not on_cpu)
+        states = [optimizer.state[shard.local] for shard in shards]
+        kept.append([{name: (t.dtype, t.shape) for name, t in state.items()} for state in states])
+    assert kept[0] == kept[1]
+
+
+def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(UserError, match="needs Triton.*not installed.*reinstall torch"):
+        build_optimizer(gpu_shards(), TrainConfig())
+
+
+# --- working copies ---
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("adamw") / "tokens", train_tokens=20_000)
+
+
+def copied(parts, monkeypatch) -> list[int]:
+    """A list that gets an entry when working copies are copied from the optimizer's weights."""
+    calls, copy_back = [], parts.state.strategy._copy_back
+    monkeypatch.setattr(parts.state.strategy, "_copy_back", lambda: (calls.append(1), copy_back()))
+    return calls
+
+
+def assert_copies_are_the_rounded_weights(shards: list[Shard]) -> None:
+    for shard in shards:
+        if shard.working_copy is not None:
+            rounded = shard.local.detach().to(shard.working_copy.dtype)
+            assert torch.equal(shard.working_copy, rounded), shard.name
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float32")])
+def test_the_update_writes_the_copies_and_publish_copies_only_after_loading(dataset, monkeypatch, dtypes):
+    keys = {"dtype": dtypes[0], "param_dtype": dtypes[1]}
+    parts, reference = (build(dataset, **keys) for _ in range(2))
+    shards = parts.state.strategy.shards
+    parts.step.optimizer = one_pass(parts.step.optimizer, shards)
+    ours, theirs = copied(parts, monkeypatch), copied(reference, monkeypatch)
+    for i in range(4):
+        batch = parts.loader.next()
+        loss, expected = (p.step(*batch, 1e-2 / (1 + i)).loss for p in (parts, reference))
+        assert abs(loss - expected) < (1e-2 if "bfloat16" in dtypes else 1e-5), i
+        assert_copies_are_the_rounded_weights(shards)
+    assert (len(ours), len(theirs)) == (0, 4)
+    for shard in shards:
+        shard.local.data.add_(0.5)  # as a checkpoint that is loaded
+    parts.state.after_load({})
+    assert len(ours) == 1
+    assert_copies_are_the_rounded_weights(shards)
+    model = parts.state.strategy.module
+    for shard, parameter in zip(shards, model.parameters(), strict=True):
+        assert torch.equal(parameter, shard.local.to(parameter.dtype))
+
+
+def test_a_skipped_update_leaves_the_copies(dataset):
+    parts = build(dataset, dtype="bfloat16")
+    shards = parts.state.strategy.shards
+    parts.step.optimizer = one_pass(parts.step.optimizer, shards)
+    parts.step(*parts.loader.next(), 1e-2)
+    before = [t.clone() for s in shards for t in (s.local, s.parameter)]
+    shards[0].local.data.view(-1)[0] = float("nan")  # of the embedding: the loss is not finite
+    shards[0].working_copy.view(-1)[0] = float("nan")
+    x, y = parts.loader.next()
+    result = parts.step(x * 0, y, 1e-2)
+    assert result.verdict > 0
+    after = [t for s in shards for t in (s.local, s.parameter)]
+    for now, was in zip(after[2:], before[2:], strict=True):
+        assert torch.equal(now, was)
+
+
+@pytest.fixture(params=[0, 1])
+def world(request):
+    """One of two ranks; the other one is imagined."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
+    yield World(request.param, request.param, 2, torch.device("cpu"), local_size=2)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("use_zero1", [True, False])
+def test_a_working_copy_is_the_memory_that_the_model_computes_with(world, use_zero1, dtype):
+    """With ZeRO-1 that is this rank's rows, also if they are fewer and if both dtypes are fp32."""
+    config = TrainConfig(**{**TINY, "vocab_size": 65, "dtype": dtype, "use_zero1": use_zero1})
+    model = model_builder.build_model(config.model_config(), dtype=DTYPES[dtype]).init_weights("cpu", 0)
+    strategy = parallelize(model, config, world)
+    optimizer = one_pass(build_optimizer(strategy.shards, config), strategy.shards)
+    for shard in strategy.shards:
+        has_copy = shard.is_matrix and (use_zero1 or dtype == "bfloat16")
+        assert (shard.working_copy is not None) == has_copy, shard.name
+        shard.local.grad = torch.ones_like(shard.local)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert_copies_are_the_rounded_weights(strategy.shards)
+    for shard in strategy.shards:
+        changed = (shard.parameter != before[shard.name]).flatten(1 if shard.is_matrix else 0).any(-1)
+        rows = -(-len(shard.parameter) // 2)
+        mine = slice(world.rank * rows, (world.rank + 1) * rows)
+        if shard.is_matrix and use_zero1:
+            assert changed[mine].all() and changed.sum() == len(shard.local), shard.name
+        else:
+            assert changed.all(), shard.name
+
+
+# --- the norm ---
+
+
+def test_the_norm_of_a_whole_bucket_is_that_of_its_gradients():
+    """Neither the rows that pad a matrix count, nor the loss behind the gradients."""
+    sizes = {"a": (65, 3), "b": (7, 5), "c": (5,)}
+    bucket = Bucket({name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}, 4)
+    bucket.loss.fill_(100.0)
+    grads = [torch.randn(size) for size in sizes.values()]
+    for (name, size), grad in zip(sizes.items(), grads, strict=True):
+        bucket.views[name][: size[0]].add_(grad)
+    assert len(bucket.views["a"]) == 68
+    expected = torch.cat([grad.flatten() for grad in grads]).double().norm()
+    assert norm([bucket.gradients]).item() == pytest.approx(expected.item(), rel=1e-7)
