@@ -111,7 +111,7 @@ def _copied_backward(
     dv, dqkv, amax, first, COUNT, tokens,
     ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """_rotated_backward of value heads, which nothing was done to."""
+    """The same for value heads, whose gradient is only copied."""
     head = first + tl.arange(0, BLOCK)[:, None]
     at, inside = head * D + tl.arange(0, D)[None, :], head < COUNT
     largest = tl.zeros((BLOCK, D), tl.float32)
