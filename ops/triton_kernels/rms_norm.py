@@ -12,7 +12,7 @@ import triton.language as tl
 from ops.triton_kernels.launch import walking_programs
 
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a width of 2048 they are
-# all resident: 4 warps of 104 registers a thread, and 12 KiB, compiled for 9.0.
+# all resident: 4 warps of 104 registers a thread or fewer, and 12 KiB, compiled for 8.0, 8.9, 9.0 or 10.0.
 NORM_PROGRAMS = 4
 # Up to this width, the backward loads a row into shared memory while it computes the row before (two stages).
 # A wider row of three tensors could be more than a multiprocessor has, so the kernel's loads wait for it.

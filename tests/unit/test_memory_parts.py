@@ -112,8 +112,9 @@ def test_tensors_of_a_compiled_block_are_told_apart_by_their_width():
     config = SimpleNamespace(attention_width=4, n_kv_head=1, head_dim=2, d_ff=12, n_embd=4)
     widths = parts.widths_of(config, tokens=10, item_sizes=[2])
     block = [COMPILED, in_model(model.Block)]
-    found = {columns: part(*block, size=10 * 2 * columns, widths=widths) for columns in (4, 8, 12, 24, 5)}
+    found = {columns: part(*block, size=10 * 2 * columns, widths=widths) for columns in (2, 4, 8, 12, 24, 5)}
     assert found == {
+        2: parts.ATTENTION,
         4: parts.STREAM,
         8: parts.ATTENTION,
         12: parts.FEED_FORWARD,

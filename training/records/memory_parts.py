@@ -203,8 +203,8 @@ def _name(block: Allocation) -> str:
 def widths_of(config: ModelConfig, tokens: int, item_sizes: Iterable[int]) -> dict[int, str]:
     """Bytes of the tensors that a block makes -> place. Attention's output is often as wide as the stream,
     and then counts as that. Of several item sizes, the last decides."""
-    qkv = config.attention_width + 2 * config.n_kv_head * config.head_dim
-    columns = [(qkv, ATTENTION), (config.attention_width, ATTENTION)]
+    A, v = config.attention_width, config.n_kv_head * config.head_dim  # v by itself: ops/heads.py copies it
+    columns = [(A + 2 * v, ATTENTION), (A, ATTENTION), (v, ATTENTION)]
     columns += [(config.d_ff, FEED_FORWARD), (2 * config.d_ff, FEED_FORWARD), (config.n_embd, STREAM)]
     return {tokens * item * width: place for item in item_sizes for width, place in columns}
 
