@@ -36,6 +36,8 @@ SMALL = {
     "max_iters": 20,
     "eval_interval": 10,
     "warmup_iters": 5,
+    "learning_rate": 1e-3,
+    "min_lr": 1e-4,
     "keep_all_checkpoints": True,
 }
 FP8 = ["--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head"]
@@ -141,6 +143,8 @@ def folder(tmp_path_factory):
 
 def measured(folder, out, *flags):
     """A run by other algorithms than the first, in a process of its own."""
+    if "--low_precision=fp8_tensorwise" in flags and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs fp8 matmuls")
     command = [sys.executable, WORKER, folder / "run.py", f"--out_dir={folder / out}"]
     command += ["--matmul_algorithms=measured", *flags]
     done = subprocess.run(
@@ -176,10 +180,10 @@ def test_a_run_resumes_bit_for_bit_without_measuring_again(folder, name):
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_the_loss_is_that_of_cublas_algorithms(folder, name):
+    other = losses(measured(folder, f"{name}-other", *VARIANTS[name]))
     done = run_train(folder / "run.py", f"--out_dir={folder / name}-cublas", *VARIANTS[name], timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     usual = losses(last_run(folder / f"{name}-cublas"))
-    other = losses(measured(folder, f"{name}-other", *VARIANTS[name]))
     assert len(usual) == len(other) == 20
     assert other == pytest.approx(usual, rel=1e-3)
 

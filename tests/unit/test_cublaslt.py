@@ -85,6 +85,42 @@ def test_functions_have_as_many_arguments_as_in_the_header():
     assert {name: len(types) for name, types in cublaslt.SIGNATURES.items()} == ARGUMENTS
 
 
+# --- algorithms ---
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """The states of the algorithms that the library finds."""
+    states = []
+
+    def find(handle, matmul, a, b, c, d, preference, count, results, found):
+        for result, (number, state) in zip(results, enumerate(states), strict=False):
+            result.configuration[0], result.state = number, state
+        found._obj.value = min(count, len(states))
+
+    functions = {name: lambda *arguments: None for name in cublaslt.SIGNATURES}
+    functions["cublasLtMatmulAlgoGetHeuristic"] = find
+    monkeypatch.setattr(cublaslt, "library", lambda: types.SimpleNamespace(**functions))
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    return states
+
+
+def test_algorithms_keep_their_order_without_those_that_do_not_fit(offered):
+    offered += [0, 15, 0, 0]
+    product = cublaslt.define((64, 32, 16), (torch.bfloat16,) * 3, fast=False, a_transposed=False)
+    numbers = [found.configuration[0] for found in cublaslt.find_algorithms(product, 0, 8)]
+    assert numbers == [0, 2, 3]
+    assert [found.configuration[0] for found in cublaslt.find_algorithms(product, 0, 1)] == [0]
+
+
+@pytest.mark.parametrize("states", [[], [15]])
+def test_a_shape_without_an_algorithm_is_unavailable(offered, states):
+    offered += states
+    product = cublaslt.define((64, 32, 16), (E4M3, E4M3, torch.bfloat16), fast=True)
+    with pytest.raises(cublaslt.Unavailable, match="no algorithm for this shape"):
+        cublaslt.find_algorithms(product, 0, 8)
+
+
 # --- when it is not used ---
 
 
