@@ -9,9 +9,8 @@ import model_builder
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory, needed_memory, reserved_memory
 
-# The promise is 3 %. On the GPU that the runs were measured on, all of them agree within 0.1 %, but for one
-# with 0.65 % (eager fp8 blocks that are recomputed).
-ACCURACY = 0.007
+# The promise is 3 %. On the GPU that the runs were measured on, all of them agree within 0.1 %.
+ACCURACY = 0.001
 
 GPT2, QWEN, B200 = "full_gpt2_1.36b", "full_qwen3_1.8b_optimal", "full_qwen3_1.8b_b200_optimal"
 LLAMA, LLAMA_1_5B, LLAMA_2_2B = "full_llama_1.36b", "full_llama3_1.5b_optimal", "full_llama3_2.2b_chinchilla"
@@ -24,74 +23,57 @@ FSDP = "use_fsdp=True"
 # otherwise: processes, config, flags, GiB that were allocated and reserved at most
 # (max_allocated_gb and max_reserved_gb of the last row of the run's record).
 MEASURED = [
-    (1, GPT2, "batch_size=2 compile=False", 27.26, 27.28),
-    (1, GPT2, "batch_size=2 dtype=float32", 30.42, 30.44),
-    (1, GPT2, "batch_size=4", 32.79, 32.81),
-    (1, GPT2, "batch_size=4 bias=True", 32.79, 32.82),
-    (1, GPT2, "batch_size=4 dropout=0.1", 33.44, 33.45),
-    (1, GPT2, "batch_size=4 dropout=0.1 compile=False", 33.44, 33.46),
-    (1, GPT2, "batch_size=8", 43.83, 43.84),
-    (1, GPT2, "batch_size=8 compile=False", 43.83, 43.84),
-    (1, GPT2, f"batch_size=8 {SELECTIVE}", 34.40, 34.52),
-    (1, GPT2, f"batch_size=8 {FULL}", 26.16, 26.71),
-    (1, GPT2, "batch_size=8 loss_chunks=16", 42.44, 42.45),
-    (1, GPT2, "batch_size=16", 65.92, 65.93),
-    (1, LLAMA, "batch_size=4", 34.70, 34.70),
-    (1, LLAMA, "batch_size=4 compile=False", 34.70, 34.70),
-    (1, LLAMA, f"batch_size=8 {FP8}", 47.18, 47.41),
-    (1, LLAMA, "batch_size=16", 72.68, 72.70),
-    (1, LLAMA_1_5B, "batch_size=2 compile=False", 33.47, 33.49),
-    (1, LLAMA_1_5B, "batch_size=4", 40.00, 40.01),
-    (1, LLAMA_2_2B, "batch_size=1 compile=False", 43.42, 43.43),
-    (1, LLAMA_2_2B, "batch_size=4", 58.71, 58.71),
-    (1, LLAMA_2_2B, f"batch_size=4 {FULL}", 42.32, 42.45),
-    (1, QWEN, "batch_size=4 activation=gelu", 47.86, 47.87),
-    (1, QWEN, "batch_size=4 activation=gelu compile=False", 50.11, 50.13),
-    (1, QWEN, f"batch_size=32 loss_chunks=16 {FULL} {FP8_HEAD}", 51.21, 52.22),
-    (1, QWEN, f"batch_size=32 loss_chunks=16 {FULL} {FP8_HEAD} compile=False", 53.93, 54.87),
-    (1, QWEN, f"batch_size=64 loss_chunks=8 {FULL} compile=False", 67.27, 69.50),
-    (1, QWEN, "batch_size=1", 35.90, 35.91),
-    (1, QWEN, "batch_size=1 compile=False", 35.90, 35.91),
-    (1, QWEN, "batch_size=2 compile=False", 39.88, 39.89),
-    (1, QWEN, "batch_size=4", 47.86, 47.87),
-    (1, QWEN, "batch_size=4 gradient_accumulation_steps=1", 47.86, 47.87),
-    (1, QWEN, "batch_size=4 compile=False", 47.86, 47.87),
-    (1, QWEN, "batch_size=4 compile=False loss_chunks=4", 46.12, 46.13),
-    (1, QWEN, f"batch_size=4 compile=False {SELECTIVE}", 41.51, 41.54),
-    (1, QWEN, f"batch_size=4 compile=False {FULL}", 35.88, 35.91),
-    (1, QWEN, f"batch_size=4 compile=False {FP8_HEAD}", 51.51, 51.72),
-    (1, QWEN, f"batch_size=4 loss_chunks=4 {FP8_HEAD}", 48.61, 49.30),
-    (1, QWEN, "batch_size=4 dtype=float16", 47.86, 47.87),
-    (1, QWEN, "batch_size=4 adam_dtype=bfloat16", 41.04, 41.05),
-    (1, QWEN, "batch_size=4 param_dtype=bfloat16", 44.45, 44.49),
-    (1, QWEN, f"batch_size=4 param_dtype=bfloat16 adam_dtype=bfloat16 {FP8}", 38.39, 38.50),
-    (1, QWEN, "batch_size=4 use_cuda_graphs=True", 47.86, 48.36),
-    (1, QWEN, "batch_size=4 block_size=4096", 63.82, 63.84),
-    (1, QWEN, "batch_size=8", 63.82, 63.84),
-    (1, QWEN, "batch_size=8 loss_chunks=4", 60.34, 60.36),
-    (1, QWEN, f"batch_size=8 {SELECTIVE}", 51.12, 51.13),
-    (1, QWEN, f"batch_size=8 {FULL}", 39.86, 40.13),
-    (1, QWEN, f"batch_size=8 {FP8}", 63.07, 63.25),
-    (1, QWEN, f"batch_size=8 {FP8_HEAD}", 68.29, 68.47),
-    (1, QWEN, f"batch_size=8 {FP8_HEAD} {SELECTIVE}", 57.09, 57.36),
-    (1, QWEN, f"batch_size=8 {FP8_HEAD} {FULL}", 47.33, 47.71),
-    (1, QWEN, "batch_size=16", 95.73, 95.75),
-    (1, QWEN, f"batch_size=16 loss_chunks=8 {FULL}", 39.69, 40.24),
-    (1, QWEN, f"batch_size=16 {FP8_HEAD}", 101.83, 102.16),
-    (2, QWEN, "batch_size=4", 47.86, 47.87),
-    (2, QWEN, "batch_size=4 use_zero1=True", 37.63, 37.65),
-    (2, QWEN, f"batch_size=4 use_zero1=True {FP8_HEAD}", 41.28, 41.39),
-    (2, QWEN, f"batch_size=4 {FSDP}", 37.63, 42.85),
-    (2, QWEN, f"batch_size=4 {FSDP} gradient_accumulation_steps=1", 30.91, 36.01),
-    (2, QWEN, f"batch_size=4 {FSDP} reshard_after_forward=True", 35.48, 40.64),
-    (2, QWEN, f"batch_size=4 {FSDP} reduce_dtype=bfloat16", 34.23, 40.04),
-    (2, QWEN, f"batch_size=4 {FSDP} {SELECTIVE}", 31.28, 36.55),
-    (2, QWEN, f"batch_size=4 {FSDP} {FP8_HEAD}", 41.28, 46.58),
+    (1, GPT2, "batch_size=2 compile=False", 26.85, 26.87),
+    (1, GPT2, "batch_size=2 dtype=float32", 30.02, 30.05),
+    (1, GPT2, "batch_size=8", 43.47, 43.49),
+    (1, GPT2, "batch_size=8 compile=False", 43.47, 43.49),
+    (1, GPT2, f"batch_size=8 {FULL}", 25.80, 26.37),
+    (1, GPT2, "batch_size=8 loss_chunks=16", 42.00, 42.02),
+    (1, GPT2, "batch_size=16", 65.63, 65.64),
+    (1, LLAMA, "batch_size=4", 32.56, 32.57),
+    (1, LLAMA, f"batch_size=8 {FP8}", 43.17, 43.33),
+    (1, LLAMA, "batch_size=16", 64.96, 65.05),
+    (1, LLAMA_2_2B, "batch_size=1 compile=False", 41.98, 42.00),
+    (1, LLAMA_2_2B, "batch_size=4", 55.88, 55.90),
+    (1, LLAMA_2_2B, f"batch_size=4 {FULL}", 41.37, 41.42),
+    (1, QWEN, "batch_size=4 activation=gelu", 46.36, 46.37),
+    (1, QWEN, "batch_size=4 activation=gelu compile=False", 48.61, 48.63),
+    (1, QWEN, f"batch_size=32 loss_chunks=16 {FULL} {FP8_HEAD}", 51.09, 52.12),
+    (1, QWEN, f"batch_size=32 loss_chunks=16 {FULL} {FP8_HEAD} compile=False", 52.21, 53.25),
+    (1, QWEN, f"batch_size=64 loss_chunks=8 {FULL} compile=False", 67.01, 69.29),
+    (1, QWEN, "batch_size=1", 34.65, 34.66),
+    (1, QWEN, "batch_size=1 compile=False", 34.65, 34.66),
+    (1, QWEN, "batch_size=4 gradient_accumulation_steps=1", 46.36, 46.37),
+    (1, QWEN, "batch_size=4 compile=False loss_chunks=4", 44.60, 44.61),
+    (1, QWEN, f"batch_size=4 compile=False {SELECTIVE}", 40.20, 40.21),
+    (1, QWEN, f"batch_size=4 compile=False {FULL}", 34.75, 34.79),
+    (1, QWEN, f"batch_size=4 compile=False {FP8_HEAD}", 49.98, 50.16),
+    (1, QWEN, "batch_size=4 dtype=float16", 47.49, 47.50),
+    (1, QWEN, "batch_size=4 param_dtype=bfloat16", 42.95, 42.99),
+    (1, QWEN, f"batch_size=4 param_dtype=bfloat16 adam_dtype=bfloat16 {FP8}", 36.88, 36.97),
+    (1, QWEN, "batch_size=4 use_cuda_graphs=True", 46.36, 46.88),
+    (1, QWEN, "batch_size=4 block_size=4096", 61.97, 61.98),
+    (1, QWEN, "batch_size=8", 61.97, 61.98),
+    (1, QWEN, "batch_size=8 loss_chunks=4", 58.45, 58.47),
+    (1, QWEN, f"batch_size=8 {FP8}", 61.22, 61.34),
+    (1, QWEN, f"batch_size=8 {FP8_HEAD}", 66.38, 66.55),
+    (1, QWEN, f"batch_size=8 {FP8_HEAD} {SELECTIVE}", 55.55, 55.82),
+    (1, QWEN, f"batch_size=8 {FP8_HEAD} {FULL}", 46.17, 46.75),
+    (1, QWEN, "batch_size=16", 93.19, 93.21),
+    (1, QWEN, f"batch_size=16 loss_chunks=8 {FULL}", 39.56, 40.01),
+    (1, QWEN, f"batch_size=16 {FP8_HEAD}", 99.18, 99.52),
 ]
 
-# From LOG.md: three with full recomputation whose fullest moment is a block's backward, and documents that do
-# not see each other. What was reserved is not known.
-LOGGED = [
+# Measured before v stayed a part of qkv and the head's gradient had no sum of its own, which the estimate knows
+# (LOG.md, 2026-11-22): processes, config, flags, GiB that were allocated at most.
+EARLIER = [
+    (1, GPT2, "batch_size=4 bias=True", 32.79),
+    (1, GPT2, "batch_size=4 dropout=0.1", 33.44),
+    (1, GPT2, "batch_size=4 dropout=0.1 compile=False", 33.44),
+    (1, GPT2, f"batch_size=8 {SELECTIVE}", 34.40),
+    (1, LLAMA_1_5B, "batch_size=4", 40.00),
+    (1, QWEN, "batch_size=4 adam_dtype=bfloat16", 41.04),
+    (1, QWEN, f"batch_size=8 {SELECTIVE}", 51.12),
     (1, B200, f"batch_size=64 gradient_accumulation_steps=4 loss_chunks=8 {FULL}", 66.3),
     (1, B200, f"batch_size=96 loss_chunks=8 {FULL}", 84.0),
     (1, B200, f"batch_size=128 loss_chunks=8 {FULL}", 101.8),
@@ -100,7 +82,14 @@ LOGGED = [
     (2, QWEN, f"batch_size=16 {FSDP}", 85.50),
     (2, QWEN, "batch_size=8 use_zero1=True", 53.59),
     (2, QWEN, f"batch_size=8 {FSDP}", 53.59),
+    (2, QWEN, f"batch_size=4 use_zero1=True {FP8_HEAD}", 41.28),
+    (2, QWEN, f"batch_size=4 {FSDP} gradient_accumulation_steps=1", 30.91),
+    (2, QWEN, f"batch_size=4 {FSDP} reshard_after_forward=True", 35.48),
+    (2, QWEN, f"batch_size=4 {FSDP} reduce_dtype=bfloat16", 34.23),
+    (2, QWEN, f"batch_size=4 {FSDP} {SELECTIVE}", 31.28),
+    (2, QWEN, f"batch_size=4 {FSDP} {FP8_HEAD}", 41.28),
 ]
+MOST_SAVED = 0.055  # of a peak, by what changed since
 
 
 @functools.cache
@@ -135,9 +124,9 @@ def test_the_estimate_is_the_measured_peak(processes, config, flags, peak, reser
     assert reserved < reserved_memory(*given) < 1.03 * reserved + (3 if "graphs" in flags else 0)
 
 
-@pytest.mark.parametrize(("processes", "config", "flags", "peak"), LOGGED)
-def test_the_estimate_is_the_peak_that_the_log_has(processes, config, flags, peak):
-    assert total(config, flags, processes) == pytest.approx(peak, rel=ACCURACY)
+@pytest.mark.parametrize(("processes", "config", "flags", "peak"), EARLIER)
+def test_the_estimate_is_an_earlier_peak_without_what_was_saved_since(processes, config, flags, peak):
+    assert (1 - MOST_SAVED) * peak < total(config, flags, processes) < peak
 
 
 # --- terms that the table cannot show apart ---
