@@ -1,6 +1,6 @@
 # Llama 3.2 1B: 1,235,814,400 parameters, the published number; 262,668,288 are the tied embedding.
 # Source: https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 112.5 GiB estimated on one. Unmeasured.
+# GPU: one or eight with 140 GB, such as H200; 111.8 GiB estimated on one. Unmeasured.
 # rope_scaling is part of the published model, and acts at every length.
 out_dir = "out-llama3.2-1b"
 dataset = "slimpajama_6b_llama3"

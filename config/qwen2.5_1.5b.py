@@ -1,6 +1,6 @@
 # Qwen2.5-1.5B: 1,543,714,304 parameters, the published number; 233,373,696 are the tied embedding.
 # Source: https://huggingface.co/Qwen/Qwen2.5-1.5B/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 99.1 GiB estimated on one. Unmeasured.
+# GPU: one or eight with 140 GB, such as H200; 98.3 GiB estimated on one. Unmeasured.
 # Its tokenizer is Qwen3's without four special tokens, so the same dataset serves both.
 out_dir = "out-qwen2.5-1.5b"
 dataset = "slimpajama_6b_qwen3"

@@ -1,6 +1,6 @@
 # Qwen3-0.6B: 596,049,920 parameters, the published number; 155,582,464 are the tied embedding.
 # Source: https://huggingface.co/Qwen/Qwen3-0.6B-Base/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 106.8 GiB estimated on one. Unmeasured.
+# GPU: one or eight with 140 GB, such as H200; 106.3 GiB estimated on one. Unmeasured.
 out_dir = "out-qwen3-0.6b"
 dataset = "slimpajama_6b_qwen3"
 

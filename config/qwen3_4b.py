@@ -1,6 +1,6 @@
 # Qwen3-4B: 4,022,468,096 parameters, the published number; 388,956,160 are the tied embedding.
 # Source: https://huggingface.co/Qwen/Qwen3-4B-Base/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 101.5 GiB estimated on one. Unmeasured.
+# GPU: one or eight with 140 GB, such as H200; 100.1 GiB estimated on one. Unmeasured.
 out_dir = "out-qwen3-4b"
 dataset = "slimpajama_6b_qwen3"
 

@@ -1,6 +1,6 @@
 # SmolLM2-360M: 361,821,120 parameters, the published number; 47,185,920 are the tied embedding.
 # Source: https://huggingface.co/HuggingFaceTB/SmolLM2-360M/blob/main/config.json
-# GPU: one or eight with 140 GB, such as H200; 67.9 GiB estimated on one. Unmeasured.
+# GPU: one or eight with 140 GB, such as H200; 67.8 GiB estimated on one. Unmeasured.
 # Its tokenizer has 49,152 ids, and no folder in data/ uses it. Make a dataset of your text with
 # data/text/prepare.py --tokenizer hf:HuggingFaceTB/SmolLM2-360M --output data/smollm2.
 out_dir = "out-smollm2-360m"

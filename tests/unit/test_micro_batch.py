@@ -238,9 +238,9 @@ def test_every_gpu_and_every_number_of_gpus_sees_the_same_samples_in_each_iterat
 
 def test_every_gpu_evaluates_the_same_windows():
     configs = [chosen(QWEN, card, "--eval_iters=3")[0] for card in ("A6000", "H100", "H200")]
-    assert [config.batch_size for config in configs] == [3, 8, 16]
+    assert [config.batch_size for config in configs] == [4, 8, 16]
     batches = [eval_batches(Split(), config) for config in configs]
-    assert [order.shape for order in batches] == [(24, 2), (6, 8), (3, 16)]
+    assert [order.shape for order in batches] == [(12, 4), (6, 8), (3, 16)]
     assert len({tuple(order.ravel()) for order in batches}) == 1
 
 
