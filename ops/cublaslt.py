@@ -9,7 +9,7 @@ How
     ctypes calls the library that torch has already loaded, so nothing is installed or compiled. The numbers
     below are from cublasLt.h, cublas_api.h and library_types.h, and the same in CUDA 12 and 13. The first use
     on a device compares a small product with torch's (`unavailable`).
-    Which algorithm runs depends on shape, device, `fast` and the library's version, but not on addresses:
+    Which algorithm runs depends on shape, device and the library's version, but not on addresses:
     cuBLASLt is told that tensors are aligned to 16 bytes and no more. So the same run gives the same bits.
     An algorithm's workspace is a tensor of each call. torch's allocator then keeps streams and CUDA Graphs
     apart, and most algorithms need none.
@@ -228,12 +228,11 @@ def add_product(
     dy_inverse: torch.Tensor,
     x_inverse: torch.Tensor,
     total: torch.Tensor,
-    fast: bool,
 ) -> bool:
     """total (N, K) fp32 += dy^T x, of dy^T (N, M) and x^T (K, M) in fp8. False if there is no algorithm for
     this shape; then total is as it was. For tensors that `unsuited` and `unavailable` accept."""
     (N, M), K = dyt.shape, xt.shape[0]
-    plan = _plan((K, N, M), (xt.dtype, dyt.dtype, total.dtype), total.device.index, fast)
+    plan = _plan((K, N, M), (xt.dtype, dyt.dtype, total.dtype), total.device.index)
     if plan is None:
         return False
     product, algorithm = plan
@@ -245,10 +244,10 @@ def add_product(
 
 @functools.cache
 def _plan(
-    size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: int, fast: bool
+    size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: int
 ) -> tuple[Product, Algorithm] | None:
     try:
-        product = define(size, dtypes, fast=fast)
+        product = define(size, dtypes, fast=False)
         set_any_scales(product, device)
         return product, find_algorithms(product, device, 1)[0]
     except Unavailable as error:
@@ -299,6 +298,6 @@ def _difference_from_torch(device: torch.device) -> float:
         dyt, xt.t(), dy_inverse, x_inverse, out_dtype=torch.float32, use_fast_accum=False
     )
     expected = total + product
-    if not add_product(dyt, xt, dy_inverse, x_inverse, total, fast=False):
+    if not add_product(dyt, xt, dy_inverse, x_inverse, total):
         raise Unavailable("cuBLASLt has no algorithm for a small product")
     return float((total - expected).norm() / product.norm())

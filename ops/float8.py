@@ -29,7 +29,9 @@ amax
     fp8 at once.
 Fast accumulation
     Ada's and Hopper's fp8 tensor cores are faster if partial sums have less precision than fp32. That is
-    accurate enough for the forward pass, not for gradients; TransformerEngine chooses the same.
+    accurate enough for the forward pass, which sums over some thousand columns. Gradients sum over more, up
+    to all tokens: where the products share a sign, sums come out 8 % too small, and the loss after 300
+    iterations was 0.7 % higher (LOG.md, 2026-11-22). TransformerEngine chooses the same.
 Sums of weight gradients
     The matmul adds to them as it writes (ops/cublaslt.py). Where it cannot, it writes a new tensor, which
     another pass adds; describe_sums says which and why.
@@ -61,7 +63,6 @@ from ops.matmul import chosen, chosen_matmul, scaled_matmul
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
 ALIGNMENT = 16  # both widths of an fp8 matmul must be multiples of it
-FAST_DGRAD, FAST_WGRAD = False, False  # fast accumulation in the backward's two matmuls
 
 
 class Float8(NamedTuple):
@@ -158,9 +159,9 @@ def add_float8_weight_gradient(
 ) -> None:
     """total (N, K) fp32 += dy^T x, of dy^T (N, M) and x^T (K, M)."""
     possible = why_own_pass(total, dyt, xt) is None
-    if possible and cublaslt.add_product(dyt, xt, dy_inverse, x_inverse, total, FAST_WGRAD):
+    if possible and cublaslt.add_product(dyt, xt, dy_inverse, x_inverse, total):
         return
-    total.add_(matmul(dyt, xt, dy_inverse, x_inverse, torch.float32, FAST_WGRAD))
+    total.add_(matmul(dyt, xt, dy_inverse, x_inverse, torch.float32))
 
 
 @add_float8_weight_gradient.register_fake
@@ -223,9 +224,9 @@ def linear_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dx (M, K), and the weight's gradient (N, K) if there is no sum that it is added to."""
     xt, x_inverse, wt, w_inverse = operands
-    dx = matmul(dy8.values, wt, dy8.inverse_scale, w_inverse, dtype, FAST_DGRAD)
+    dx = matmul(dy8.values, wt, dy8.inverse_scale, w_inverse, dtype)
     if gradient_sum is None:
-        return dx, matmul(dy8.transposed, xt, dy8.inverse_scale, x_inverse, dtype, FAST_WGRAD)
+        return dx, matmul(dy8.transposed, xt, dy8.inverse_scale, x_inverse, dtype)
     add_float8_weight_gradient(dy8.transposed, xt, dy8.inverse_scale, x_inverse, gradient_sum)
     return dx, None
 

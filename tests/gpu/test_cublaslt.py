@@ -41,7 +41,7 @@ def test_it_adds_what_torchs_matmul_and_an_addition_do(shape, times):
     arguments, start = operands(*shape), start_of(N, K)
     total, product = start.clone(), by_torch(arguments)
     for _ in range(times):
-        assert cublaslt.add_product(*arguments, total, fast=False)
+        assert cublaslt.add_product(*arguments, total)
     assert error(total - start, times * product) < TOLERANCE
 
 
@@ -110,11 +110,11 @@ def test_another_stream_gets_the_same():
     N, K, M = SHAPES[2]
     arguments = operands(N, K, M)
     first, second = (torch.zeros(N, K, device="cuda") for _ in range(2))
-    cublaslt.add_product(*arguments, first, fast=False)
+    cublaslt.add_product(*arguments, first)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        cublaslt.add_product(*arguments, second, fast=False)
+        cublaslt.add_product(*arguments, second)
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(first, second)
 
@@ -125,12 +125,3 @@ def test_the_comparison_leaves_the_random_numbers_of_a_run_as_they_are():
     cublaslt.unavailable.cache_clear()
     assert cublaslt.unavailable(torch.device("cuda", torch.cuda.current_device())) is None
     assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-def test_fast_accumulation_is_less_exact_and_close():
-    N, K, M = SHAPES[2]
-    arguments = operands(N, K, M)
-    exact, fast = (torch.zeros(N, K, device="cuda") for _ in range(2))
-    cublaslt.add_product(*arguments, exact, fast=False)
-    cublaslt.add_product(*arguments, fast, fast=True)
-    assert 0 < error(fast, exact) < 0.02

@@ -200,7 +200,7 @@ def test_a_shape_without_an_algorithm_warns_once_and_leaves_the_sum(monkeypatch)
     on_gpu = types.SimpleNamespace(dtype=total.dtype, device=torch.device("cuda", 0))
     with pytest.warns(UserWarning, match=r"weights \(32, 48\) from 64 tokens .* no algorithm") as warned:
         for _ in range(2):
-            assert not cublaslt.add_product(*operands(), on_gpu, fast=False)
+            assert not cublaslt.add_product(*operands(), on_gpu)
     assert len(warned) == 1
 
 
@@ -212,7 +212,7 @@ def test_the_operation_takes_the_matmul_where_it_can_and_a_pass_of_its_own_elsew
     added = []
     expected = (dyt.float() @ xt.float().t()) * scales[0] * scales[1]
 
-    def add_product(dyt, xt, dy_inverse, x_inverse, total, fast):
+    def add_product(dyt, xt, dy_inverse, x_inverse, total):
         added.append(total.shape)
         return len(added) > 1  # the first has no algorithm
 

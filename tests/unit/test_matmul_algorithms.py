@@ -127,7 +127,7 @@ def test_fp8_matmuls_have_the_dtypes_and_the_accumulation_of_the_step():
     found = {name: matmul for name, matmul in step_matmuls(model_of(config), config)}
     assert (found["up forward"].a, found["up forward"].b, found["up forward"].fast) == (E4M3, E4M3, True)
     dgrad = found["up dgrad"]
-    assert (dgrad.a, dgrad.b, dgrad.transposed) == (E5M2, E4M3, True) and dgrad.fast == float8.FAST_DGRAD
+    assert (dgrad.a, dgrad.b, dgrad.transposed) == (E5M2, E4M3, True) and not dgrad.fast
     assert found["lm_head forward"].a == torch.bfloat16
 
 

@@ -64,8 +64,8 @@ MEASURED = [
     (1, QWEN, f"batch_size=16 {FP8_HEAD}", 99.18, 99.52),
 ]
 
-# Measured before v stayed a part of qkv and the head's gradient had no sum of its own, which the estimate knows
-# (LOG.md, 2026-11-22): processes, config, flags, GiB that were allocated at most.
+# Measured before v stayed a part of qkv and the head's gradient had no sum of its own, which the estimate
+# knows (LOG.md, 2026-11-22): processes, config, flags, GiB that were allocated at most.
 EARLIER = [
     (1, GPT2, "batch_size=4 bias=True", 32.79),
     (1, GPT2, "batch_size=4 dropout=0.1", 33.44),

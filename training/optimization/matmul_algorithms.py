@@ -84,9 +84,9 @@ def _step_matmuls(model: Transformer, config: TrainConfig) -> Iterator[tuple[str
                 yield f"{name} forward", Matmul(M, K, N, *bf16, transposed=True, fast=False)
                 yield f"{name} dgrad", Matmul(M, N, K, *bf16, transposed=False, fast=False)
             else:
-                weight, fast = float8.FORWARD, float8.FAST_DGRAD
+                weight = float8.FORWARD
                 yield f"{name} forward", Matmul(M, K, N, float8.FORWARD, weight, transposed=True, fast=True)
-                yield f"{name} dgrad", Matmul(M, N, K, float8.GRADIENT, weight, transposed=True, fast=fast)
+                yield f"{name} dgrad", Matmul(M, N, K, float8.GRADIENT, weight, transposed=True, fast=False)
 
 
 def head_tokens(config: TrainConfig) -> list[int]:

@@ -282,8 +282,8 @@ def _gradients_in_a_block(s: _Sizes) -> float:
     if not s.fp8:
         return gradients - compute * F  # the input of down is no longer needed
     if not s.config.compile and model.ffn_type == "swiglu":
-        # one function (Float8SwiGLU): at its end, the gradients of its output, of h, of up's output in fp8, both
-        # layouts, and of its input are there
+        # one function (Float8SwiGLU): at its end, the gradients of its output, of h, of up's output (in fp8,
+        # both layouts) and of its input are there
         return compute * (2 * model.n_embd + F) + 2 * up
     return gradients - F
 
