@@ -108,6 +108,7 @@ def test_a_run_that_ends_before_the_recording_says_so(config, tmp_path, run, cap
     assert f"--max_iters={needed}" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_profiling_changes_no_number_of_the_training(config, tmp_path, run):
     for name, value in (("without", None), ("with", "time")):
         assert run(config, f"--profile={value}", f"--out_dir={tmp_path / name}") == 0

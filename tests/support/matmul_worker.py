@@ -1,4 +1,4 @@
-"""Run by tests/gpu/test_matmul_algorithms.py: train.py that takes the last algorithm of every matmul, as if
+"""Run by tests/gpu/test_measured_algorithms.py: train.py that takes the last algorithm of every matmul, as if
 it had won, after blocks that are short.
 
 matmul_worker.py CONFIG.py --key=value ...
