@@ -21,8 +21,9 @@ import numpy as np
 from common.errors import UserError
 
 # Standard deviation of the tokens/s of equal runs on one machine, as a share, and how many runs it is worth.
-# An estimate from repeated measurements on single H200s, which lie within 0.2 to 0.8 % of each other (LOG.md,
-# 2026-11-21): 0.7 % between the extremes of five values is a standard deviation of 0.3 %.
+# Repeated measurements on single H200s, hours apart, lie within 0.2 to 0.8 % of each other (LOG.md,
+# 2026-11-21): 0.7 % between the extremes of five values is a standard deviation of 0.3 %. Ten equal runs in a
+# row had 0.15 %, and none of their 45 pairs was called a difference (LOG.md, 2026-11-22).
 RUN_NOISE, RUN_NOISE_RUNS = 0.003, 5
 OUTLIER = 3.0  # standard deviations from the median from which a row counts as one at this distance
 MIN_BLOCKS = 4  # fewer say too little about their own spread
