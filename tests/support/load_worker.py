@@ -77,11 +77,12 @@ def main(config_path: str, folders: list[str], save_to: str | None) -> None:
             *folders,
             *(save(*found, Path(save_to) / f"{n}-{world.size}") for n, found in loads.items()),
         ]
+    iteration = int(Path(folders[0]).name.removeprefix("step-"))  # of all: copies are of the first
     for folder in folders:
         expected = checkpoint_tensors(folder)
         for name in names:
             _, state, progress = load(name, config_path, world, folder)
-            assert progress.iteration == 5, progress
+            assert progress.iteration == iteration, progress
             wrong = differences(state, expected)
             assert not wrong, (folder, name, world, wrong)
     if world.is_main:
