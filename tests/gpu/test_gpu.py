@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, run_train, write_config
+from support.helpers import SMALL, last_run, make_dataset, run_train, write_config
 
 import model_builder
 from model import manual_attention
@@ -24,18 +24,6 @@ from training.strategies.parallelize import parallelize
 
 pytestmark = pytest.mark.gpu
 
-SMALL = {
-    **TINY,
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "compile": True,
-    "n_embd": 256,
-    "n_head": 4,
-    "num_key_value_heads": 2,
-    "d_ff": 512,
-    "block_size": 128,
-    "gradient_accumulation_steps": 2,
-}
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from support.helpers import ROOT, TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.helpers import ROOT, SMALL, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 from support.tensors import E4M3, E5M2, error
 
 from ops.matmul import Matmul, candidates, chosen, chosen_matmul, matmul_by_torch, multiply
@@ -22,17 +22,8 @@ MATMULS = {
     "fp8 dgrad": Matmul(4096, 1536, 1024, E5M2, E4M3, True, False),
     "three sizes": Matmul(192, 256, 384, BF16, BF16, False, False),
 }
-SMALL = {
-    **TINY,
-    "device": "cuda",
-    "dtype": "bfloat16",
-    "compile": True,
-    "n_embd": 256,
-    "n_head": 4,
-    "num_key_value_heads": 2,
-    "d_ff": 512,
-    "block_size": 128,
-    "gradient_accumulation_steps": 2,
+RUN = {
+    **SMALL,
     "max_iters": 20,
     "eval_interval": 10,
     "warmup_iters": 5,
@@ -137,7 +128,7 @@ def test_a_measurement_times_all_and_leaves_the_random_numbers_of_a_run():
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matmuls")
     make_dataset(folder / "tokens", train_tokens=200_000)
-    write_config(folder / "run.py", **SMALL, dataset=str(folder / "tokens"))
+    write_config(folder / "run.py", **RUN, dataset=str(folder / "tokens"))
     return folder
 
 

@@ -43,6 +43,17 @@ TINY = {
     "warmup_iters": 2,
     "lr_decay_iters": 100,
 }
+# The same for a GPU: compiled, with shapes that its kernels take.
+SMALL = {
+    **TINY,
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "compile": True,
+    "n_embd": 256,
+    "d_ff": 512,
+    "block_size": 128,
+    "gradient_accumulation_steps": 2,
+}
 
 
 def make_dataset(

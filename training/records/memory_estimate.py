@@ -200,7 +200,9 @@ def _loss_moment(s: _Sizes) -> Moment:
         scaled = 0 if s.config.use_fsdp or s.config.dtype == "float16" else dx  # the input for the sum
         return {**kept, "logits": logits, "head's inputs": beside + chunks * dx + scaled}
     beside += part * 2 * C  # the part's input in fp8, both layouts
-    quantized = part * 2 * s.model.vocab_size  # their gradient in fp8, both layouts, while they are there
+    # their gradient in fp8, both layouts, while they are there. The matmul adds to the head's sum; where it
+    # cannot (ops/cublaslt.py), a product as large as the head comes after them, which is not counted here
+    quantized = part * 2 * s.model.vocab_size
     return {**kept, "logits": logits + quantized, "head's inputs": beside + (chunks - 1) * dx}
 
 

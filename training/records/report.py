@@ -156,7 +156,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
     ]
 
 
-def _fp8_weight_gradients(info: dict) -> list[tuple[str, str]]:
+def _fp8_weight_gradients(info: dict) -> Section:
     found = info.get("fp8_weight_gradients")
     return [("  fp8 weight gradients", f"added to their sums: {found}")] if found else []
 
