@@ -98,15 +98,16 @@ def empty_like(matrix: torch.Tensor) -> Float8:
 
 def requantize(matrix: torch.Tensor, into: Float8) -> None:
     """Writes matrix in fp8 into the tensors of `into`, whose addresses stay: captured code has them."""
-    scale = scale_of(matrix.abs().amax(-1).amax(), FORWARD)
-    into.inverse_scale.copy_(scale.reciprocal())
     if matrix.is_cuda:
-        from ops.triton_kernels.float8 import triton_quantize
+        from ops.triton_kernels.float8 import triton_amax, triton_quantize
 
+        scale = scale_of(triton_amax(matrix).amax(), FORWARD)
         triton_quantize(matrix, scale, FORWARD, out=(into.values, into.transposed))
-        return
-    into.values.copy_(_saturated(matrix.float() * scale, FORWARD))
-    into.transposed.copy_(into.values.t())
+    else:
+        scale = scale_of(matrix.abs().amax(), FORWARD)
+        into.values.copy_(_saturated(matrix.float() * scale, FORWARD))
+        into.transposed.copy_(into.values.t())
+    into.inverse_scale.copy_(scale.reciprocal())
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

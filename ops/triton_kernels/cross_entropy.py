@@ -9,78 +9,124 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.triton_kernels.float8 import as_bytes, empty_pair, float8_bytes, launch, store_both, tile, tiles
+from ops.triton_kernels.arithmetic import LOG2_E, exp2, rounded
+from ops.triton_kernels.float8 import (
+    E4M3,
+    as_words,
+    empty_pair,
+    launch,
+    one_byte,
+    pair_tile,
+    store_both,
+    tiles,
+)
 
-LOSS_BLOCK = 4096
+# A thread reads VECTOR neighbors at once, PARTS times before it computes: so many loads are on their way.
+VECTOR, PARTS, LOSS_WARPS = 8, 4, 8
+TARGETS = 128  # of a program that handles nothing else
+
+
+@triton.jit
+def _row_part(logits, start, part: tl.constexpr, V, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns of a row, (THREADS, VECTOR), so that a thread has VECTOR neighbors and a sum over them is its
+    own; and which of them exist."""
+    column = start + part * THREADS * VECTOR + tl.arange(0, THREADS)[:, None] * VECTOR
+    column += tl.arange(0, VECTOR)[None, :]
+    return column, column < V
+
+
+@triton.jit
+def _probability(x, log2_sum):
+    """softmax, fp32. log2_sum = inf: 0."""
+    return exp2(x.to(tl.float32) * LOG2_E - log2_sum)
 
 
 @triton.jit
 def _cross_entropy(
-    logits, targets, losses, log_sums, V, GRADIENT: tl.constexpr, LOG_SUMS: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, targets, losses, log2_sums, V, GRADIENT: tl.constexpr, LOG_SUMS: tl.constexpr,
+    THREADS: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A row a program. Each thread has its own maximum and sum, in powers of 2; they meet at the end."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
-    target = tl.load(targets + row)
-    highest = -float("inf")
-    total = 0.0
-    for start in range(0, V, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + column, mask=column < V, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(highest, tl.max(x, 0))
-        total = total * tl.exp(highest - new) + tl.sum(tl.exp(x - new), 0)
+    highest = tl.full((THREADS,), -1e30, tl.float32)  # not -inf, whose differences are NaN
+    total = tl.zeros((THREADS,), tl.float32)
+    for start in range(0, V, THREADS * VECTOR * PARTS):
+        new, parts = highest, ()
+        for part in tl.static_range(PARTS):
+            column, inside = _row_part(logits, start, part, V, THREADS, VECTOR)
+            x = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
+            parts += (x,)
+        for part in tl.static_range(PARTS):
+            new = tl.maximum(new, tl.max(parts[part], 1) * LOG2_E)
+        total *= exp2(highest - new)
+        for part in tl.static_range(PARTS):
+            total += tl.sum(exp2(parts[part] * LOG2_E - new[:, None]), 1)
         highest = new
-    log_sum = highest + tl.log(total)
+    top = tl.max(highest, 0)
+    log2_sum = top + tl.log2(tl.sum(total * exp2(highest - top), 0))
+    target = tl.load(targets + row)
     counted = target >= 0
-    picked = tl.load(logits + target, mask=counted, other=0.0).to(tl.float32)
-    tl.store(losses + row, tl.where(counted, log_sum - picked, 0.0))
+    picked = tl.load(logits + target, mask=counted, other=0.0)
+    tl.store(losses + row, tl.where(counted, log2_sum / LOG2_E - picked.to(tl.float32), 0.0))
+    log2_sum = tl.where(counted, log2_sum, float("inf"))
     if LOG_SUMS:
-        tl.store(log_sums + row, log_sum)
+        tl.store(log2_sums + row, log2_sum)
     if GRADIENT:
         tl.debug_barrier()  # the target's logit has been read by all before it is overwritten
-        for start in range(0, V, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(logits + column, mask=column < V, other=-float("inf")).to(tl.float32)
-            p = tl.exp(x - log_sum)
-            p = tl.where(column == target, p - 1.0, p)
-            tl.store(logits + column, tl.where(counted, p, 0.0), mask=column < V)
+        for start in range(0, V, THREADS * VECTOR * PARTS):
+            for part in tl.static_range(PARTS):
+                column, inside = _row_part(logits, start, part, V, THREADS, VECTOR)
+                x = tl.load(logits + column, mask=inside, other=0.0)
+                tl.store(logits + column, _probability(x, log2_sum).to(x.dtype), mask=inside)
+        tl.debug_barrier()
+        # the one-hot vector by itself: one comparison a row and not one a number
+        p = _probability(picked, log2_sum) - 1.0
+        tl.store(logits + target, p.to(logits.dtype.element_ty), mask=counted)
 
 
 @triton.jit
 def _cross_entropy_float8(
-    logits, targets, log_sums, scale, y, yt, N, V, LIMIT: tl.constexpr, FORMAT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    logits, log2_sums, scale, y, yt, N, V, E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
-    token, column, inside = tile(N, V, TILE_M, TILE_N)
-    x = tl.load(logits + token[:, None] * V + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    target = tl.load(targets + token, mask=token < N, other=-1)[:, None]
-    p = tl.exp(x - tl.load(log_sums + token, mask=token < N, other=0.0)[:, None])
-    p = tl.where(column[None, :] == target, p - 1.0, p)
-    # rounded as _cross_entropy rounds it, so that both forms give the same numbers
-    p = tl.where(target >= 0, p, 0.0).to(logits.dtype.element_ty).to(tl.float32)
-    bits = float8_bytes(p * tl.load(scale), LIMIT, FORMAT)
-    store_both(y, yt, bits, token, column, N, V, inside)
+    """All but the one-hot vector. Rounded as _cross_entropy rounds, so that both forms give the same numbers."""
+    pair, column, inside = pair_tile(N, V, TILE_M, TILE_N)
+    at, factor, exists = logits + pair[:, None] * 2 * V + column[None, :], tl.load(scale), pair < N // 2
+    even, odd = tl.load(at, mask=inside, other=0.0), tl.load(at + V, mask=inside, other=0.0)
+    even_sum = tl.load(log2_sums + 2 * pair, mask=exists, other=0.0)[:, None]
+    odd_sum = tl.load(log2_sums + 2 * pair + 1, mask=exists, other=0.0)[:, None]
+    even = rounded(_probability(even, even_sum), even.dtype) * factor
+    odd = rounded(_probability(odd, odd_sum), odd.dtype) * factor
+    store_both(y, yt, even, odd, pair, column, N, V, inside, E4M3)
+
+
+@triton.jit
+def _subtract_one_hot(
+    logits, targets, log2_sums, scale, y, yt, N, V, E4M3: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The targets' numbers in y and yt (V, N), bytes, over what _cross_entropy_float8 wrote there."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + token, mask=token < N, other=-1)
+    counted = target >= 0
+    x = tl.load(logits + token * V + target, mask=counted, other=0.0)
+    p = _probability(x, tl.load(log2_sums + token, mask=counted, other=0.0)) - 1.0
+    bits = one_byte(rounded(p, x.dtype) * tl.load(scale), E4M3)
+    tl.store(y + token * V + target, bits, mask=counted)
+    tl.store(yt + target * N + token, bits, mask=counted)
 
 
 def triton_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, gradient: bool, log_sums: torch.Tensor | None = None
+    logits: torch.Tensor, targets: torch.Tensor, gradient: bool, log2_sums: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Losses (N,) fp32 of logits (N, V), 0 for a negative target; with gradient=True the logits become
-    softmax - one_hot, or 0: in place, so there is no second (N, V) tensor. The logarithms of the softmax's
-    sums go to log_sums (N,) fp32, if it is given."""
+    softmax - one_hot, or 0: in place, so there is no second (N, V) tensor. The logarithms to base 2 of the
+    softmax's sums go to log2_sums (N,) fp32, if it is given; inf for a negative target."""
     N, V = logits.shape
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
-    block = min(LOSS_BLOCK, triton.next_power_of_2(V))
     _cross_entropy[(N,)](
-        logits,
-        targets,
-        losses,
-        log_sums,
-        V,
-        GRADIENT=gradient,
-        LOG_SUMS=log_sums is not None,
-        BLOCK=block,
-        num_warps=8,
-    )
+        logits, targets, losses, log2_sums, V, GRADIENT=gradient, LOG_SUMS=log2_sums is not None,
+        THREADS=32 * LOSS_WARPS, VECTOR=VECTOR, PARTS=PARTS, num_warps=LOSS_WARPS,
+    )  # fmt: skip
     return losses
 
 
@@ -90,10 +136,12 @@ def triton_cross_entropy_float8(
     """triton_cross_entropy's losses, and its gradient times scale in fp8, (N, V) and (V, N). The gradient in
     bf16 is never written: three passes over the largest tensor of a step instead of five."""
     N, V = logits.shape
-    log_sums = torch.empty(N, dtype=torch.float32, device=logits.device)
-    losses = triton_cross_entropy(logits, targets, False, log_sums)
+    log2_sums = torch.empty(N, dtype=torch.float32, device=logits.device)
+    losses = triton_cross_entropy(logits, targets, False, log2_sums)
     y, yt = empty_pair(logits, dtype)
-    _cross_entropy_float8[tiles(N, V)](
-        logits, targets, log_sums, scale, as_bytes(y), as_bytes(yt), N, V, **launch(dtype)
-    )
+    _cross_entropy_float8[tiles(N, V)](logits, log2_sums, scale, *as_words(y, yt), N, V, **launch(dtype))
+    _subtract_one_hot[(triton.cdiv(N, TARGETS),)](
+        logits, targets, log2_sums, scale, y.view(torch.uint8), yt.view(torch.uint8), N, V,
+        E4M3=E4M3[dtype], BLOCK=TARGETS, num_warps=1,
+    )  # fmt: skip
     return losses, y, yt

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.triton_kernels.float8 import as_bytes, empty_pair, float8_bytes, launch, store_both, tile, tiles
+from ops.triton_kernels.arithmetic import rounded, sigmoid
+from ops.triton_kernels.float8 import as_words, empty_pair, launch, pair_tile, store_both, tiles
 
 
 @triton.jit
@@ -19,18 +20,24 @@ def _swiglu_forward(x, h, amax, F, BLOCK: tl.constexpr):
     inside = column < F
     gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
-    y = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
-    tl.store(h + row * F + column, y, mask=inside)
-    tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.abs(y.to(tl.float32)), 0))
+    y = gate * sigmoid(gate) * up
+    tl.store(h + row * F + column, y.to(h.dtype.element_ty), mask=inside)
+    tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), _largest(y, h.dtype.element_ty))
+
+
+@triton.jit
+def _largest(y, dtype: tl.constexpr):
+    """The largest magnitude of y (fp32) rounded to dtype: that of y, rounded, since rounding keeps order."""
+    return tl.max(tl.abs(y), 0).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _gradients(gate, up, d):
-    """Of gate and up, rounded as they are: what one kernel finds the largest of is what another casts."""
-    dtype = gate.dtype
+    """Of gate and up, fp32."""
     gate, up, d = gate.to(tl.float32), up.to(tl.float32), d.to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    return (d * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), (d * gate * sigmoid).to(dtype)
+    s = sigmoid(gate)
+    ds = d * s
+    return ds * up * (1 + gate * (1 - s)), ds * gate
 
 
 @triton.jit
@@ -43,29 +50,32 @@ def _swiglu_backward(x, dh, to, F, AMAX: tl.constexpr, BLOCK: tl.constexpr):
     d = tl.load(dh + row * F + column, mask=inside, other=0.0)
     dgate, dup = _gradients(gate, up, d)
     if AMAX:
-        largest = tl.max(tl.maximum(tl.abs(dgate.to(tl.float32)), tl.abs(dup.to(tl.float32))), 0)
+        largest = _largest(tl.maximum(tl.abs(dgate), tl.abs(dup)), gate.dtype)
         tl.store(to + row * tl.num_programs(1) + tl.program_id(1), largest)
     else:
-        tl.store(to + row * 2 * F + column, dgate, mask=inside)
-        tl.store(to + row * 2 * F + F + column, dup, mask=inside)
+        tl.store(to + row * 2 * F + column, dgate.to(gate.dtype), mask=inside)
+        tl.store(to + row * 2 * F + F + column, dup.to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _row_gradients(at, d, F, factor, inside):
+    """_gradients of a tile's rows, times factor: rounded first, as _swiglu_backward rounds them."""
+    gate = tl.load(at, mask=inside, other=0.0)
+    dgate, dup = _gradients(gate, tl.load(at + F, mask=inside, other=0.0), tl.load(d, mask=inside, other=0.0))
+    return rounded(dgate, gate.dtype) * factor, rounded(dup, gate.dtype) * factor
 
 
 @triton.jit
 def _swiglu_backward_float8(
-    x, dh, scale, y, yt, N, F, LIMIT: tl.constexpr, FORMAT: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    x, dh, scale, y, yt, N, F, E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
-    token, column, inside = tile(N, F, TILE_M, TILE_N)
-    at = x + token[:, None] * 2 * F + column[None, :]
-    gate = tl.load(at, mask=inside, other=0.0)
-    up = tl.load(at + F, mask=inside, other=0.0)
-    d = tl.load(dh + token[:, None] * F + column[None, :], mask=inside, other=0.0)
-    dgate, dup = _gradients(gate, up, d)
-    factor = tl.load(scale)
-    bits = float8_bytes(dgate.to(tl.float32) * factor, LIMIT, FORMAT)
-    store_both(y, yt, bits, token, column, N, 2 * F, inside)
-    bits = float8_bytes(dup.to(tl.float32) * factor, LIMIT, FORMAT)
-    store_both(y, yt, bits, token, column + F, N, 2 * F, inside)
+    pair, column, inside = pair_tile(N, F, TILE_M, TILE_N)
+    at, factor = x + pair[:, None] * 4 * F + column[None, :], tl.load(scale)
+    d = dh + pair[:, None] * 2 * F + column[None, :]
+    even_dgate, even_dup = _row_gradients(at, d, F, factor, inside)
+    odd_dgate, odd_dup = _row_gradients(at + 2 * F, d + F, F, factor, inside)
+    store_both(y, yt, even_dgate, odd_dgate, pair, column, N, 2 * F, inside, E4M3)
+    store_both(y, yt, even_dup, odd_dup, pair, column + F, N, 2 * F, inside, E4M3)
 
 
 def triton_swiglu(x: torch.Tensor, amax_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,5 +109,5 @@ def triton_swiglu_backward_float8(
     """triton_swiglu_backward's dx times scale in fp8, (N, 2F) and (2F, N)."""
     N, F = dh.shape
     y, yt = empty_pair(x, dtype)
-    _swiglu_backward_float8[tiles(N, F)](x, dh, scale, as_bytes(y), as_bytes(yt), N, F, **launch(dtype))
+    _swiglu_backward_float8[tiles(N, F)](x, dh, scale, *as_words(y, yt), N, F, **launch(dtype))
     return y, yt
