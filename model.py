@@ -21,9 +21,10 @@ from model_config import ModelConfig
 from ops.cross_entropy import linear_cross_entropy
 from ops.documents import Documents
 from ops.embedding import Embedding
+from ops.float8 import amax_of
 from ops.heads import Rotary, project_heads
 from ops.linear import Linear
-from ops.rms_norm import add_rms_norm, rms_norm
+from ops.rms_norm import Delta, add_rms_norm, rms_norm
 from ops.swiglu import swiglu_feed_forward
 from rope_scaling import RopeScaling
 
@@ -56,7 +57,7 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor
 
 # --- layers ---
 
-# what a norm's add(x, delta) gives: x + delta, its norm, and the norm's amax
+# what a norm's add(x, delta) gives: their sum, its norm, and the norm's amax
 AddedAndNormed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -71,7 +72,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> AddedAndNormed:
+    def add(self, x: torch.Tensor, delta: Delta) -> AddedAndNormed:
         return add_rms_norm(x, delta, self.weight, self.eps)
 
 
@@ -88,8 +89,9 @@ class LayerNorm(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> AddedAndNormed:
-        x = x + delta
+    def add(self, x: torch.Tensor, delta: Delta) -> AddedAndNormed:
+        assert delta.gradient_amax is None, "torch's backward does not find it"
+        x = x + delta.value
         return x, self(x), None
 
 
@@ -110,6 +112,11 @@ def rotary_angles(
     return Rotary(angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale)
 
 
+def finds_gradient_amax(config: ModelConfig) -> bool:
+    """Whether the norm that adds a Delta finds the amax of its gradient, and nothing lies between."""
+    return config.normalization == "rmsnorm" and config.dropout == 0
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads (Ainslie et al. 2023); K = H is multi-head."""
 
@@ -117,6 +124,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.dropout, self.attend = config.dropout, attend
+        self.gradient_amax = finds_gradient_amax(config)
         qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         # one matmul: q, then k, then v
         self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias or config.qkv_bias)
@@ -126,13 +134,14 @@ class Attention(nn.Module):
 
     def forward(
         self, x: torch.Tensor, amax: torch.Tensor | None, rotary: Rotary | None, mask: Mask = None
-    ) -> torch.Tensor:
+    ) -> Delta:
         norms = self.q_norm, self.k_norm
         q, k, v = project_heads(x, amax, self.qkv, self.n_head, self.n_kv_head, rotary, *norms)
         dropout = self.dropout if self.training else 0.0
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
         y = self.attend(q, k, v, dropout) if mask is None else self.attend(q, k, v, dropout, mask)
-        return self.out(y.flatten(2))  # (B, T, H, D) -> (B, T, A) -> (B, T, C)
+        y = y.flatten(2)  # (B, T, H, D) -> (B, T, A)
+        return self.out.delta(y, None if self.out.float8 is None else amax_of(y), self.gradient_amax)
 
 
 ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
@@ -146,17 +155,18 @@ class FeedForward(nn.Module):
         self.gated = config.ffn_type == "swiglu"
         self.swiglu = self.gated and config.activation == "silu"
         self.activation = ACTIVATIONS[config.activation]
+        self.gradient_amax = finds_gradient_amax(config)
         self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
-    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> Delta:
         if self.swiglu:
-            return swiglu_feed_forward(x, amax, self.up, self.down)
+            return swiglu_feed_forward(x, amax, self.up, self.down, self.gradient_amax)
         x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): gate, then up
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * up)
-        return self.down(self.activation(x))
+            return self.down.delta(self.activation(gate) * up, None, self.gradient_amax)
+        return self.down.delta(self.activation(x), None, self.gradient_amax)
 
 
 class Block(nn.Module):
@@ -171,12 +181,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: torch.Tensor, delta: torch.Tensor, rotary: Rotary | None, mask: Mask = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, delta: Delta, rotary: Rotary | None, mask: Mask = None
+    ) -> tuple[torch.Tensor, Delta]:
         x, normed, amax = self.attn_norm.add(x, delta)
-        delta = self.dropout(self.attn(normed, amax, rotary, mask))
+        delta = self._drop(self.attn(normed, amax, rotary, mask))
         x, normed, amax = self.ffn_norm.add(x, delta)
-        return x, self.dropout(self.ffn(normed, amax))
+        return x, self._drop(self.ffn(normed, amax))
+
+    def _drop(self, delta: Delta) -> Delta:
+        return delta._replace(value=self.dropout(delta.value))
 
 
 class Head(nn.Module):
@@ -193,7 +206,7 @@ class Head(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        delta: torch.Tensor,
+        delta: Delta,
         targets: torch.Tensor | None = None,
         gradient_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -251,7 +264,7 @@ class Transformer(nn.Module):
         else:  # scores depend on differences of positions alone, so these need not begin again
             rotary = Rotary(self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))
-        delta = torch.zeros_like(x)
+        delta = Delta(torch.zeros_like(x))
         for block in self.blocks:
             x, delta = block(x, delta, rotary, mask)
         return self.head(x, delta, targets, gradient_scale)

@@ -62,6 +62,7 @@ from ops.matmul import chosen, chosen_matmul, scaled_matmul
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
+AMAX_PART = 16384  # numbers whose amax a program of the kernel finds
 ALIGNMENT = 16  # both widths of an fp8 matmul must be multiples of it
 
 
@@ -101,7 +102,7 @@ def requantize(matrix: torch.Tensor, into: Float8) -> None:
     if matrix.is_cuda:
         from ops.triton_kernels.float8 import triton_amax, triton_quantize
 
-        scale = scale_of(triton_amax(matrix).amax(), FORWARD)
+        scale = scale_of(triton_amax(matrix, AMAX_PART).amax(), FORWARD)
         triton_quantize(matrix, scale, FORWARD, out=(into.values, into.transposed))
     else:
         scale = scale_of(matrix.abs().amax(), FORWARD)
@@ -113,6 +114,27 @@ def requantize(matrix: torch.Tensor, into: Float8) -> None:
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The amax of what an operation wrote that torch.compile does not make, on a GPU, by a pass of its own:
+    half as long as the one that torch.compile would make. Elsewhere None: quantize() computes it."""
+    return _amax(x) if x.is_cuda else None
+
+
+@custom_op("nanomfu::amax", mutates_args=())
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    from ops.triton_kernels.float8 import triton_amax
+
+    return triton_amax(x.contiguous(), AMAX_PART)
+
+
+@_amax.register_fake
+def _(x):
+    return x.new_empty(-(-x.numel() // AMAX_PART), dtype=torch.float32)
+
+
+_amax.register_autograd(lambda ctx, damax: None)
 
 
 @custom_op("nanomfu::float8_cast", mutates_args=())
@@ -233,18 +255,19 @@ def linear_backward(
 
 
 class Float8Linear(torch.autograd.Function):
-    """x (..., K), its amax or None, weight (N, K) -> x weight^T (..., N)."""
+    """x (..., K), its amax or None, weight (N, K) -> y = x weight^T (..., N), and the tensor whose gradient is
+    the amax of y's (ops/rms_norm.py, Delta), or None without hands_amax."""
 
     @staticmethod
-    def forward(ctx, x, amax, weight, float8: Float8Weight):
+    def forward(ctx, x, amax, weight, float8: Float8Weight, hands_amax: bool):
         y, operands = linear_forward(x, amax, float8)
         ctx.save_for_backward(*operands)
-        ctx.gradient_sum = float8.gradient_sum
-        return y.unflatten(0, x.shape[:-1])
+        ctx.gradient_sum, ctx.hands_amax = float8.gradient_sum, hands_amax
+        return y.unflatten(0, x.shape[:-1]), y.new_empty((), dtype=torch.float32) if hands_amax else None
 
     @staticmethod
-    def backward(ctx, dy):
-        dy8 = quantize(dy.flatten(0, -2), GRADIENT)
+    def backward(ctx, dy, dy_amax):
+        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax if ctx.hands_amax else None)
         operands = BackwardOperands(*ctx.saved_tensors)
         dx, dweight = linear_backward(dy8, operands, ctx.gradient_sum, dy.dtype)
-        return dx.unflatten(0, dy.shape[:-1]), None, dweight, None
+        return dx.unflatten(0, dy.shape[:-1]), None, dweight, None, None

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ops import float8
 from ops.float8 import Float8, Float8Linear, Float8Weight
 from ops.matmul import chosen, input_gradient, linear
+from ops.rms_norm import Delta
 
 
 class Linear(nn.Linear):
@@ -31,7 +32,7 @@ class Linear(nn.Linear):
         """amax: of x, if it is known (ops/float8.py); fp8 alone uses it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.float8 is not None:
-            y = Float8Linear.apply(x, amax, *self.float8_arguments)
+            y, _ = Float8Linear.apply(x, amax, *self.float8_arguments, False)
         elif self.weight_grad is not None:
             y = LinearFunction.apply(x, self.weight, self.weight_grad)
         elif chosen.plans_exist:
@@ -39,6 +40,13 @@ class Linear(nn.Linear):
         else:
             return F.linear(x, self.weight.to(x.dtype), bias)
         return y if bias is None else y + bias
+
+    def delta(self, x: torch.Tensor, amax: torch.Tensor | None, gradient_amax: bool) -> Delta:
+        """forward(), for the residual stream. gradient_amax: whether what adds it can find the amax of its
+        gradient, which fp8 alone wants."""
+        if self.float8 is None or self.bias is not None or not (gradient_amax and x.is_cuda):
+            return Delta(self(x, amax))
+        return Delta(*Float8Linear.apply(x, amax, *self.float8_arguments, True))
 
     @property
     def float8_arguments(self) -> tuple[torch.Tensor, Float8Weight]:

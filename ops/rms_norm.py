@@ -5,9 +5,23 @@ N tokens · C width
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch.library import custom_op
+
+
+class Delta(NamedTuple):
+    """What a layer wants added to the residual stream.
+
+    gradient_amax is for fp8. The layer's last matmul needs the amax of value's gradient. The backward of sum
+    and norm finds it in passing, but can hand a tensor on only as a gradient. So gradient_amax is a tensor
+    that nobody reads, () fp32, whose gradient is that amax; or None, if nobody needs it.
+    """
+
+    value: torch.Tensor  # (..., C)
+    gradient_amax: torch.Tensor | None = None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,20 +30,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: Delta, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """x, delta (..., C) -> x + delta, its RMSNorm, and the amax of that (ops/float8.py): one number a token
-    where the Triton form runs, else None."""
+    """x (..., C) and its delta -> their sum, its RMSNorm, and the amax of that (ops/float8.py): one number a
+    token where the Triton form runs, else None."""
     if x.is_cuda:
-        total, normed, amax = _add_rms_norm(x.flatten(0, -2), delta.flatten(0, -2), weight, eps)
+        rows, delta_rows = x.flatten(0, -2), delta.value.flatten(0, -2)
+        total, normed, amax = _add_rms_norm(rows, delta_rows, weight, eps, delta.gradient_amax)
         return total.view_as(x), normed.view_as(x), amax
-    total = x + delta
+    assert delta.gradient_amax is None, "only the Triton form finds it"
+    total = x + delta.value
     return total, rms_norm(total, weight, eps), None
 
 
 @custom_op("nanomfu::add_rms_norm", mutates_args=())
 def _add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gradient_amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from ops.triton_kernels.rms_norm import triton_add_rms_norm
 
@@ -37,34 +57,41 @@ def _add_rms_norm(
 
 
 @_add_rms_norm.register_fake
-def _(x, delta, weight, eps):
+def _(x, delta, weight, eps, gradient_amax):
     shape = x.shape
     return x.new_empty(shape), x.new_empty(shape), x.new_empty(shape[0], dtype=torch.float32)
 
 
 @custom_op("nanomfu::add_rms_norm_backward", mutates_args=())
 def _add_rms_norm_backward(
-    total: torch.Tensor, dnormed: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    total: torch.Tensor,
+    dnormed: torch.Tensor,
+    dtotal: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    amax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from ops.triton_kernels.rms_norm import triton_add_rms_norm_backward
 
-    return triton_add_rms_norm_backward(total, dnormed.contiguous(), dtotal.contiguous(), weight, eps)
+    return triton_add_rms_norm_backward(total, dnormed.contiguous(), dtotal.contiguous(), weight, eps, amax)
 
 
 @_add_rms_norm_backward.register_fake
-def _(total, dnormed, dtotal, weight, eps):
-    return total.new_empty(total.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+def _(total, dnormed, dtotal, weight, eps, amax):
+    dweight = weight.new_empty(weight.shape, dtype=torch.float32)
+    return total.new_empty(total.shape), dweight, dweight.new_empty(())
 
 
 def _add_rms_norm_setup(ctx, inputs, output):
-    _, _, weight, ctx.eps = inputs
+    _, _, weight, ctx.eps, gradient_amax = inputs
+    ctx.wants_amax = gradient_amax is not None
     ctx.save_for_backward(output[0], weight)
 
 
 def _add_rms_norm_autograd(ctx, dtotal, dnormed, damax):
     total, weight = ctx.saved_tensors
-    dx, dweight = _add_rms_norm_backward(total, dnormed, dtotal, weight, ctx.eps)
-    return dx, dx, dweight.to(weight.dtype), None
+    dx, dweight, amax = _add_rms_norm_backward(total, dnormed, dtotal, weight, ctx.eps, ctx.wants_amax)
+    return dx, dx, dweight.to(weight.dtype), None, amax if ctx.wants_amax else None
 
 
 _add_rms_norm.register_autograd(_add_rms_norm_autograd, setup_context=_add_rms_norm_setup)

@@ -20,16 +20,20 @@ from ops.float8 import (
     unpack_operands,
 )
 from ops.linear import Linear
+from ops.rms_norm import Delta
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
 
 
-def swiglu_feed_forward(x: torch.Tensor, amax: torch.Tensor | None, up: Linear, down: Linear) -> torch.Tensor:
+def swiglu_feed_forward(
+    x: torch.Tensor, amax: torch.Tensor | None, up: Linear, down: Linear, gradient_amax: bool
+) -> Delta:
     """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) is gate, then up (..., 2F).
-    Shazeer 2020."""
+    Shazeer 2020. gradient_amax: as in Linear.delta."""
     if up.float8 is not None and up.bias is None:
-        return Float8SwiGLU.apply(x, amax, *up.float8_arguments, *down.float8_arguments)
-    return down(swiglu(up(x, amax)))
+        hands_amax = gradient_amax and x.is_cuda
+        return Delta(*Float8SwiGLU.apply(x, amax, *up.float8_arguments, *down.float8_arguments, hands_amax))
+    return down.delta(swiglu(up(x, amax)), None, gradient_amax)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -126,24 +130,25 @@ swiglu_with_amax.register_autograd(
 
 
 class Float8SwiGLU(torch.autograd.Function):
-    """swiglu_feed_forward with fp8 matmuls. One function, so that the amax of SwiGLU's result and its
-    gradient in fp8, which autograd has no way to hand on, reach the matmul that needs them."""
+    """swiglu_feed_forward with fp8 matmuls, both parts of its Delta. One function, so that the amax of
+    SwiGLU's result, and its gradient in fp8, reach the matmul that needs them."""
 
     @staticmethod
-    def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight):
+    def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight, hands_amax: bool):
         gate_up, up_operands = linear_forward(x, amax, up_float8)  # (M, 2F): gate, then up
         h, h_amax = swiglu_with_amax(gate_up)
         y, down_operands = linear_forward(h, h_amax, down_float8)
         ctx.save_for_backward(gate_up, *up_operands, *down_operands)
-        ctx.sums = up_float8.gradient_sum, down_float8.gradient_sum
-        return y.unflatten(0, x.shape[:-1])
+        ctx.sums, ctx.hands_amax = (up_float8.gradient_sum, down_float8.gradient_sum), hands_amax
+        return y.unflatten(0, x.shape[:-1]), y.new_empty((), dtype=torch.float32) if hands_amax else None
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, dy_amax):
         gate_up, *operands = ctx.saved_tensors
         up_operands, down_operands = unpack_operands(operands)
         up_sum, down_sum = ctx.sums
-        dh, ddown = linear_backward(quantize(dy.flatten(0, -2), GRADIENT), down_operands, down_sum, dy.dtype)
+        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax if ctx.hands_amax else None)
+        dh, ddown = linear_backward(dy8, down_operands, down_sum, dy.dtype)
         dgate_up = swiglu_backward_float8(gate_up, dh)
         dx, dup = linear_backward(dgate_up, up_operands, up_sum, dy.dtype)
-        return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None
+        return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None, None

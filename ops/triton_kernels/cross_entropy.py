@@ -52,11 +52,12 @@ def _cross_entropy(
     highest = tl.full((THREADS,), -1e30, tl.float32)  # not -inf, whose differences are NaN
     total = tl.zeros((THREADS,), tl.float32)
     for start in range(0, V, THREADS * VECTOR * PARTS):
-        new, parts = highest, ()
+        new = highest
+        parts = ()
         for part in tl.static_range(PARTS):
             column, inside = _row_part(logits, start, part, V, THREADS, VECTOR)
             x = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
-            parts += (x,)
+            parts += (x,)  # type: ignore[assignment]  # Triton unrolls the loop
         for part in tl.static_range(PARTS):
             new = tl.maximum(new, tl.max(parts[part], 1) * LOG2_E)
         total *= exp2(highest - new)
@@ -89,7 +90,7 @@ def _cross_entropy(
 def _cross_entropy_float8(
     logits, log2_sums, scale, y, yt, N, V, E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
-    """All but the one-hot vector. Rounded as _cross_entropy rounds, so that both forms give the same numbers."""
+    """All but the one-hot vector. Rounded as _cross_entropy rounds, so both forms give the same numbers."""
     pair, column, inside = pair_tile(N, V, TILE_M, TILE_N)
     at, factor, exists = logits + pair[:, None] * 2 * V + column[None, :], tl.load(scale), pair < N // 2
     even, odd = tl.load(at, mask=inside, other=0.0), tl.load(at + V, mask=inside, other=0.0)

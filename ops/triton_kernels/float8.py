@@ -7,8 +7,8 @@ comes as its even and its odd rows: two numbers of neighboring rows become two b
 transposed and not bytes, which takes a third of the instructions.
 
 Trap: fp8 numbers do not exist in these kernels as Triton's fp8. On Hopper, a kernel that stores such numbers
-as they are and transposed may store wrong ones, a fault of the ptxas that comes with Triton (triton-lang/triton
-issue 11111): 37 % of the transposed values with SwiGLU computed in the same kernel (LOG.md). So
+as they are and transposed may store wrong ones, a fault of the ptxas that comes with Triton
+(triton-lang/triton issue 11111): 37 % of the transposed values with SwiGLU in the same kernel (LOG.md). So
 training/optimization/precision.py compares each kernel with plain arithmetic at the start.
 
 M rows, an even number · N columns
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 TILE_M, TILE_N, NUM_WARPS = 256, 64, 8  # 256 rows make a piece of two cache lines of a transposed row
-AMAX_BLOCK = 16384
 E4M3 = {torch.float8_e4m3fn: True, torch.float8_e5m2: False}
 
 
@@ -98,11 +97,11 @@ def _amax(x, parts, n, BLOCK: tl.constexpr):
     tl.store(parts + tl.program_id(0), tl.max(tl.abs(values), 0))
 
 
-def triton_amax(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each AMAX_BLOCK numbers of x, contiguous: fp32."""
+def triton_amax(x: torch.Tensor, part: int) -> torch.Tensor:
+    """The largest magnitude of each `part` numbers of x, contiguous: fp32."""
     n = x.numel()
-    parts = torch.empty(triton.cdiv(n, AMAX_BLOCK), dtype=torch.float32, device=x.device)
-    _amax[(len(parts),)](x, parts, n, BLOCK=AMAX_BLOCK, num_warps=8)
+    parts = torch.empty(triton.cdiv(n, part), dtype=torch.float32, device=x.device)
+    _amax[(len(parts),)](x, parts, n, BLOCK=part, num_warps=8)
     return parts
 
 

@@ -39,12 +39,14 @@ def _add_rms_norm_forward(x, delta, weight, total, normed, amax, C, eps, BLOCK: 
 
 @triton.jit
 def _add_rms_norm_backward(
-    total, dnormed, dtotal, weight, dx, partial, rows, C, eps, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+    total, dnormed, dtotal, weight, dx, partial, amax, rows, C, eps, AMAX: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < C
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         at = tl.cast(row, tl.int64) * C + column
         sums = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
@@ -55,8 +57,13 @@ def _add_rms_norm_backward(
         scale = tl.rsqrt(squares + eps)
         n = sums * scale
         dweight += dn * n
-        tl.store(dx + at, ds + scale * (dn * w - n * (scale * along)), mask=inside)
+        d = ds + scale * (dn * w - n * (scale * along))
+        tl.store(dx + at, d, mask=inside)
+        if AMAX:
+            largest = tl.maximum(largest, tl.abs(d))
     tl.store(partial + tl.program_id(0) * C + column, dweight, mask=inside)
+    if AMAX:  # rounding keeps order, so this is the largest of what was stored
+        tl.store(amax + tl.program_id(0), tl.max(largest, 0).to(dx.dtype.element_ty).to(tl.float32))
 
 
 def triton_add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float):
@@ -69,15 +76,18 @@ def triton_add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tens
     return total, normed, amax
 
 
-def triton_add_rms_norm_backward(total, dnormed, dtotal, weight, eps: float):
-    """Gradients of the norm and of the sum (N, C) -> dx, which is ddelta too, and dweight (C,) fp32."""
+def triton_add_rms_norm_backward(total, dnormed, dtotal, weight, eps: float, amax: bool = False):
+    """Gradients of the norm and of the sum (N, C) -> dx, which is ddelta too, dweight (C,) fp32, and dx's
+    largest magnitude, () fp32, if amax."""
     N, C = total.shape
     dx = torch.empty_like(total)
     programs = min(walking_programs(total.device, NORM_PROGRAMS), N)
     partial = torch.empty(programs, C, dtype=torch.float32, device=total.device)
+    largest = torch.empty(programs, dtype=torch.float32, device=total.device)
     block = triton.next_power_of_2(C)
     stages, warps = (2, 4) if block <= STAGED_WIDTH else (1, 8)
     _add_rms_norm_backward[(programs,)](
-        total, dnormed, dtotal, weight, dx, partial, N, C, eps, BLOCK=block, STAGES=stages, num_warps=warps
-    )
-    return dx, partial.sum(0)
+        total, dnormed, dtotal, weight, dx, partial, largest, N, C, eps,
+        AMAX=amax, BLOCK=block, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dx, partial.sum(0), largest.amax() if amax else largest.new_empty(())

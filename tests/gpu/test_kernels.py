@@ -9,7 +9,7 @@ from ops.cross_entropy import cross_entropy
 from ops.embedding import add_embedding_gradient
 from ops.heads import Rotary, split_heads
 from ops.linear import add_weight_gradient
-from ops.rms_norm import add_rms_norm
+from ops.rms_norm import Delta, add_rms_norm
 from ops.swiglu import swiglu
 
 pytestmark = pytest.mark.gpu
@@ -97,11 +97,16 @@ def test_the_residual_norm_kernel_equals_its_plain_form(C):
     def run(device, dtype):
         start = [t.to(device, dtype).requires_grad_() for t in (x, delta)]
         w = weight.to(device).requires_grad_()
-        total, normed, amax = add_rms_norm(*start, w, 1e-6)
-        if amax is not None:
-            assert amax.amax() == normed.abs().amax()
+        handed = torch.empty((), device=device, requires_grad=True) if device == "cuda" else None
+        total, normed, amax = add_rms_norm(start[0], Delta(start[1], handed), w, 1e-6)
         loss = (total * dtotal.to(device, dtype)).sum() + (normed * dnormed.to(device, dtype)).sum()
-        return [t.float().cpu() for t in (total, normed, *gradients(loss, *start, w))]
+        if handed is None:
+            found = gradients(loss, *start, w)
+        else:
+            *found, gradient_amax = gradients(loss, *start, w, handed)
+            assert amax.amax() == normed.abs().amax()
+            assert gradient_amax == found[1].abs().amax()
+        return [t.float().cpu() for t in (total, normed, *found)]
 
     x, delta, dtotal, dnormed = (t.bfloat16().float() for t in (x, delta, dtotal, dnormed))
     plain = run("cpu", torch.float32)
