@@ -255,8 +255,8 @@ def linear_backward(
 
 
 class Float8Linear(torch.autograd.Function):
-    """x (..., K), its amax or None, weight (N, K) -> y = x weight^T (..., N), and the tensor whose gradient is
-    the amax of y's (ops/rms_norm.py, Delta), or None without hands_amax."""
+    """x (..., K), its amax or None, weight (N, K) -> y = x weight^T (..., N), and, if hands_amax, the tensor
+    whose gradient is the amax of y's (ops/rms_norm.py, Delta); else None."""
 
     @staticmethod
     def forward(ctx, x, amax, weight, float8: Float8Weight, hands_amax: bool):
