@@ -90,8 +90,9 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
 
     def add(self, x: torch.Tensor, delta: Delta) -> AddedAndNormed:
-        assert delta.gradient_amax is None, "torch's backward does not find it"
-        x = x + delta.value
+        value, gradient_amax = delta
+        assert gradient_amax is None, "torch's backward does not find it"
+        x = x + value
         return x, self(x), None
 
 
@@ -189,7 +190,8 @@ class Block(nn.Module):
         return x, self._drop(self.ffn(normed, amax))
 
     def _drop(self, delta: Delta) -> Delta:
-        return delta._replace(value=self.dropout(delta.value))
+        value, gradient_amax = delta
+        return self.dropout(value), gradient_amax
 
 
 class Head(nn.Module):
@@ -264,7 +266,7 @@ class Transformer(nn.Module):
         else:  # scores depend on differences of positions alone, so these need not begin again
             rotary = Rotary(self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))
-        delta = Delta(torch.zeros_like(x))
+        delta: Delta = (torch.zeros_like(x), None)
         for block in self.blocks:
             x, delta = block(x, delta, rotary, mask)
         return self.head(x, delta, targets, gradient_scale)

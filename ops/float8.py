@@ -255,19 +255,20 @@ def linear_backward(
 
 
 class Float8Linear(torch.autograd.Function):
-    """x (..., K), its amax or None, weight (N, K) -> y = x weight^T (..., N), and, if hands_amax, the tensor
-    whose gradient is the amax of y's (ops/rms_norm.py, Delta); else None."""
+    """x (..., K), its amax or None, weight (N, K) -> x weight^T (..., N), or, if hands_amax, a Delta
+    (ops/rms_norm.py)."""
 
     @staticmethod
     def forward(ctx, x, amax, weight, float8: Float8Weight, hands_amax: bool):
         y, operands = linear_forward(x, amax, float8)
         ctx.save_for_backward(*operands)
-        ctx.gradient_sum, ctx.hands_amax = float8.gradient_sum, hands_amax
-        return y.unflatten(0, x.shape[:-1]), y.new_empty((), dtype=torch.float32) if hands_amax else None
+        ctx.gradient_sum = float8.gradient_sum
+        y = y.unflatten(0, x.shape[:-1])
+        return (y, y.new_empty((), dtype=torch.float32)) if hands_amax else y
 
     @staticmethod
-    def backward(ctx, dy, dy_amax):
-        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax if ctx.hands_amax else None)
+    def backward(ctx, dy, dy_amax=None):
+        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax)
         operands = BackwardOperands(*ctx.saved_tensors)
         dx, dweight = linear_backward(dy8, operands, ctx.gradient_sum, dy.dtype)
         return dx.unflatten(0, dy.shape[:-1]), None, dweight, None, None

@@ -32,7 +32,7 @@ class Linear(nn.Linear):
         """amax: of x, if it is known (ops/float8.py); fp8 alone uses it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.float8 is not None:
-            y, _ = Float8Linear.apply(x, amax, *self.float8_arguments, False)
+            y = Float8Linear.apply(x, amax, *self.float8_arguments, False)
         elif self.weight_grad is not None:
             y = LinearFunction.apply(x, self.weight, self.weight_grad)
         elif chosen.plans_exist:
@@ -45,8 +45,8 @@ class Linear(nn.Linear):
         """forward(), for the residual stream. gradient_amax: whether what adds it can find the amax of its
         gradient, which fp8 alone wants."""
         if self.float8 is None or self.bias is not None or not (gradient_amax and x.is_cuda):
-            return Delta(self(x, amax))
-        return Delta(*Float8Linear.apply(x, amax, *self.float8_arguments, True))
+            return self(x, amax), None
+        return Float8Linear.apply(x, amax, *self.float8_arguments, True)
 
     @property
     def float8_arguments(self) -> tuple[torch.Tensor, Float8Weight]:

@@ -5,23 +5,16 @@ N tokens · C width
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-
-class Delta(NamedTuple):
-    """What a layer wants added to the residual stream.
-
-    gradient_amax is for fp8. The layer's last matmul needs the amax of value's gradient. The backward of sum
-    and norm finds it in passing, but can hand a tensor on only as a gradient. So gradient_amax is a tensor
-    that nobody reads, () fp32, whose gradient is that amax; or None, if nobody needs it.
-    """
-
-    value: torch.Tensor  # (..., C)
-    gradient_amax: torch.Tensor | None = None
+# What a layer wants added to the residual stream: delta (..., C), and its gradient_amax, which is for fp8.
+# The layer's last matmul needs the amax of delta's gradient. The backward of sum and norm finds it in
+# passing, but can hand a tensor on only as a gradient. So gradient_amax is a tensor that nobody reads, ()
+# fp32, whose gradient is that amax; or None, if nobody needs it. A plain tuple, because torch.compile of 2.11
+# cannot return a NamedTuple.
+Delta = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,12 +27,14 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x (..., C) and its delta -> their sum, its RMSNorm, and the amax of that (ops/float8.py): one number a
     token where the Triton form runs, else None."""
+    value, gradient_amax = delta
     if x.is_cuda:
-        rows, delta_rows = x.flatten(0, -2), delta.value.flatten(0, -2)
-        total, normed, amax = _add_rms_norm(rows, delta_rows, weight, eps, delta.gradient_amax)
+        total, normed, amax = _add_rms_norm(
+            x.flatten(0, -2), value.flatten(0, -2), weight, eps, gradient_amax
+        )
         return total.view_as(x), normed.view_as(x), amax
-    assert delta.gradient_amax is None, "only the Triton form finds it"
-    total = x + delta.value
+    assert gradient_amax is None, "only the Triton form finds it"
+    total = x + value
     return total, rms_norm(total, weight, eps), None
 
 

@@ -31,8 +31,10 @@ def swiglu_feed_forward(
     """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) is gate, then up (..., 2F).
     Shazeer 2020. gradient_amax: as in Linear.delta."""
     if up.float8 is not None and up.bias is None:
-        hands_amax = gradient_amax and x.is_cuda
-        return Delta(*Float8SwiGLU.apply(x, amax, *up.float8_arguments, *down.float8_arguments, hands_amax))
+        both = *up.float8_arguments, *down.float8_arguments
+        if gradient_amax and x.is_cuda:
+            return Float8SwiGLU.apply(x, amax, *both, True)
+        return Float8SwiGLU.apply(x, amax, *both, False), None
     return down.delta(swiglu(up(x, amax)), None, gradient_amax)
 
 
@@ -130,8 +132,8 @@ swiglu_with_amax.register_autograd(
 
 
 class Float8SwiGLU(torch.autograd.Function):
-    """swiglu_feed_forward with fp8 matmuls, both parts of its Delta. One function, so that the amax of
-    SwiGLU's result, and its gradient in fp8, reach the matmul that needs them."""
+    """swiglu_feed_forward with fp8 matmuls: its Delta if hands_amax, else delta alone. One function, so that
+    the amax of SwiGLU's result, and its gradient in fp8, reach the matmul that needs them."""
 
     @staticmethod
     def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight, hands_amax: bool):
@@ -139,15 +141,16 @@ class Float8SwiGLU(torch.autograd.Function):
         h, h_amax = swiglu_with_amax(gate_up)
         y, down_operands = linear_forward(h, h_amax, down_float8)
         ctx.save_for_backward(gate_up, *up_operands, *down_operands)
-        ctx.sums, ctx.hands_amax = (up_float8.gradient_sum, down_float8.gradient_sum), hands_amax
-        return y.unflatten(0, x.shape[:-1]), y.new_empty((), dtype=torch.float32) if hands_amax else None
+        ctx.sums = up_float8.gradient_sum, down_float8.gradient_sum
+        y = y.unflatten(0, x.shape[:-1])
+        return (y, y.new_empty((), dtype=torch.float32)) if hands_amax else y
 
     @staticmethod
-    def backward(ctx, dy, dy_amax):
+    def backward(ctx, dy, dy_amax=None):
         gate_up, *operands = ctx.saved_tensors
         up_operands, down_operands = unpack_operands(operands)
         up_sum, down_sum = ctx.sums
-        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax if ctx.hands_amax else None)
+        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax)
         dh, ddown = linear_backward(dy8, down_operands, down_sum, dy.dtype)
         dgate_up = swiglu_backward_float8(gate_up, dh)
         dx, dup = linear_backward(dgate_up, up_operands, up_sum, dy.dtype)

@@ -6,7 +6,6 @@ from support.attention_cases import assert_agrees, choose, forward_and_gradients
 
 from model import Block, rotary_angles
 from model_config import model_config
-from ops.rms_norm import Delta
 from training.hardware import attention_kernels as attention
 from training.hardware.capability import CUDNN, capability
 
@@ -83,8 +82,8 @@ def test_a_compiled_block_computes_what_the_eager_block_computes(preset):
     x.requires_grad_()
 
     def results(module):
-        total, delta = module(x, Delta(torch.zeros_like(x)), rotary)
-        y = total + delta.value
+        total, (value, _) = module(x, (torch.zeros_like(x), None), rotary)
+        y = total + value
         return y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], above)
 
     eager, compiled = results(block), results(torch.compile(block, fullgraph=True, dynamic=False))
