@@ -22,7 +22,7 @@ HEADS_PROGRAMS = 8
 @triton.jit
 def _normalized(x1, x2, eps, HALF: tl.constexpr):
     """Both halves of rows divided by their root mean square, and the factor."""
-    scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
+    scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
     return x1 * scale, x2 * scale, scale
 
 
@@ -94,7 +94,7 @@ def _rotated_backward(
             dw2 += dn2 * n2
             dn1 *= w1
             dn2 *= w2
-            along = ((tl.sum(dn1 * n1, 1) + tl.sum(dn2 * n2, 1)) / (2 * HALF))[:, None]
+            along = (tl.sum(dn1 * n1 + dn2 * n2, 1) / (2 * HALF))[:, None]
             dn1, dn2 = scale * (dn1 - n1 * along), scale * (dn2 - n2 * along)
         y1, y2 = dn1.to(dqkv.dtype.element_ty), dn2.to(dqkv.dtype.element_ty)
         tl.store(dqkv + row, y1, mask=inside)
