@@ -22,6 +22,7 @@ from ops.cross_entropy import linear_cross_entropy
 from ops.documents import Documents
 from ops.embedding import Embedding
 from ops.float8 import amax_of
+from ops.gelu import gelu
 from ops.heads import Rotary, project_heads
 from ops.linear import Linear
 from ops.rms_norm import Delta, add_rms_norm, rms_norm
@@ -145,7 +146,7 @@ class Attention(nn.Module):
         return self.out.delta(y, None if self.out.float8 is None else amax_of(y), self.gradient_amax)
 
 
-ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+ACTIVATIONS = {"gelu": gelu, "silu": F.silu}
 
 
 class FeedForward(nn.Module):

@@ -129,7 +129,7 @@ RULES = (
 # {a word in the name of a kernel of torch.compile: its part}
 FUSED = {
     r"layer_norm|rms_norm|rsqrt": NORMS,
-    r"gelu|silu|sigmoid": ACTIVATION,
+    r"gelu|silu|sigmoid|exp2": ACTIVATION,
     r"amax|float8": CASTS,
     r"embedding": EMBEDDING,
     r"softmax|nll|logsumexp": LOSS,
