@@ -25,7 +25,7 @@ from ops.float8 import amax_of
 from ops.gelu import gelu
 from ops.heads import Rotary, project_heads
 from ops.linear import Linear
-from ops.rms_norm import Delta, add_rms_norm, rms_norm
+from ops.norm import Delta, Norm, add_norm, normalize
 from ops.swiglu import swiglu_feed_forward
 from rope_scaling import RopeScaling
 
@@ -58,46 +58,38 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor
 
 # --- layers ---
 
-# what a norm's add(x, delta) gives: their sum, its norm, and the norm's amax
-AddedAndNormed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, statistics in fp32. Zhang and Sennrich 2019."""
 
+    centered = False
+    bias: nn.Parameter | None
+
     def __init__(self, width: int, config: ModelConfig):
         super().__init__()
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(width))
+        biased = self.centered and config.bias
+        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if biased else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return normalize(x, self._norm())
 
-    def add(self, x: torch.Tensor, delta: Delta) -> AddedAndNormed:
-        return add_rms_norm(x, delta, self.weight, self.eps)
+    def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x + delta, its norm, and the norm's amax, in one pass."""
+        return add_norm(x, delta, self._norm())
+
+    def _norm(self) -> Norm:
+        return Norm(self.weight, self.bias, self.eps, self.centered)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(RMSNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias, statistics in fp32. Ba et al. 2016; bias optional."""
 
-    def __init__(self, width: int, config: ModelConfig):
-        super().__init__()
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if config.bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
-
-    def add(self, x: torch.Tensor, delta: Delta) -> AddedAndNormed:
-        value, gradient_amax = delta
-        assert gradient_amax is None, "torch's backward does not find it"
-        x = x + value
-        return x, self(x), None
+    centered = True
 
 
-NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
 def rotary_angles(
@@ -114,11 +106,6 @@ def rotary_angles(
     return Rotary(angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale)
 
 
-def finds_gradient_amax(config: ModelConfig) -> bool:
-    """Whether the norm that adds a Delta finds the amax of its gradient, and nothing lies between."""
-    return config.normalization == "rmsnorm" and config.dropout == 0
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads (Ainslie et al. 2023); K = H is multi-head."""
 
@@ -126,7 +113,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.dropout, self.attend = config.dropout, attend
-        self.gradient_amax = finds_gradient_amax(config)
+        self.gradient_amax = config.dropout == 0  # else it is not the gradient of what is added
         qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         # one matmul: q, then k, then v
         self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias or config.qkv_bias)
@@ -146,7 +133,7 @@ class Attention(nn.Module):
         return self.out.delta(y, None if self.out.float8 is None else amax_of(y), self.gradient_amax)
 
 
-ACTIVATIONS = {"gelu": gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": gelu, "silu": F.silu}
 
 
 class FeedForward(nn.Module):
@@ -157,7 +144,7 @@ class FeedForward(nn.Module):
         self.gated = config.ffn_type == "swiglu"
         self.swiglu = self.gated and config.activation == "silu"
         self.activation = ACTIVATIONS[config.activation]
-        self.gradient_amax = finds_gradient_amax(config)
+        self.gradient_amax = config.dropout == 0  # else it is not the gradient of what is added
         self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 

@@ -21,7 +21,7 @@ Layout
     transposed. A Float8 holds both; together they are as large as the matrix in bf16.
 amax
     A scale needs the tensor's largest magnitude (amax) before the cast, which by itself is one more pass over
-    the tensor. A kernel that writes the tensor gets it for nothing: residual sum and RMSNorm, SwiGLU and the
+    the tensor. A kernel that writes the tensor gets it for nothing: residual sum and norm, SwiGLU and the
     heads' backward also write the largest magnitude of each part that a program handles. SwiGLU's backward is
     computed twice, for its amax and then in fp8. An argument `amax` is such a tensor of any shape, whose
     maximum is that of all of x, or None if nobody knows it; then quantize() computes it. The gradient of the
@@ -256,7 +256,7 @@ def linear_backward(
 
 class Float8Linear(torch.autograd.Function):
     """x (..., K), its amax or None, weight (N, K) -> x weight^T (..., N), or, if hands_amax, a Delta
-    (ops/rms_norm.py)."""
+    (ops/norm.py)."""
 
     @staticmethod
     def forward(ctx, x, amax, weight, float8: Float8Weight, hands_amax: bool):

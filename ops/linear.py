@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ops import float8
 from ops.float8 import Float8, Float8Linear, Float8Weight
 from ops.matmul import chosen, input_gradient, linear
-from ops.rms_norm import Delta
+from ops.norm import Delta
 
 
 class Linear(nn.Linear):

@@ -20,7 +20,7 @@ from ops.float8 import (
     unpack_operands,
 )
 from ops.linear import Linear
-from ops.rms_norm import Delta
+from ops.norm import Delta
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
 

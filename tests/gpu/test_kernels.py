@@ -9,7 +9,7 @@ from ops.cross_entropy import cross_entropy
 from ops.embedding import add_embedding_gradient
 from ops.heads import Rotary, split_heads
 from ops.linear import add_weight_gradient
-from ops.rms_norm import add_rms_norm
+from ops.norm import Norm, add_norm
 from ops.swiglu import swiglu
 
 pytestmark = pytest.mark.gpu
@@ -90,20 +90,22 @@ def test_weight_gradients_are_summed_in_fp32_by_the_matmul():
 
 
 @pytest.mark.parametrize("C", [64, 2048, 2304, 5120])
-def test_the_residual_norm_kernel_equals_its_plain_form(C):
-    x, delta, weight = random(5, 133, C), random(5, 133, C, std=0.5), 1 + 0.3 * random(C)
-    dtotal, dnormed = random(5, 133, C, std=2.0), random(5, 133, C, std=3.0)
+@pytest.mark.parametrize("centered, bias", [(False, False), (True, False), (True, True)])
+def test_the_residual_norm_kernel_equals_its_plain_form(C, centered, bias):
+    x, delta, weight = 0.5 + random(5, 133, C), random(5, 133, C, std=0.5), 1 + 0.3 * random(C)
+    dtotal, dnormed, shift = random(5, 133, C, std=2.0), random(5, 133, C, std=3.0), random(C)
 
     def run(device, dtype):
         start = [t.to(device, dtype).requires_grad_() for t in (x, delta)]
-        w = weight.to(device).requires_grad_()
+        weights = [t.to(device).requires_grad_() for t in (weight, shift)[: 1 + bias]]
+        norm = Norm(weights[0], weights[1] if bias else None, 1e-6, centered)
         handed = torch.empty((), device=device, requires_grad=True) if device == "cuda" else None
-        total, normed, amax = add_rms_norm(start[0], (start[1], handed), w, 1e-6)
+        total, normed, amax = add_norm(start[0], (start[1], handed), norm)
         loss = (total * dtotal.to(device, dtype)).sum() + (normed * dnormed.to(device, dtype)).sum()
         if handed is None:
-            found = gradients(loss, *start, w)
+            found = gradients(loss, *start, *weights)
         else:
-            *found, gradient_amax = gradients(loss, *start, w, handed)
+            *found, gradient_amax = gradients(loss, *start, *weights, handed)
             assert amax.amax() == normed.abs().amax()
             assert gradient_amax == found[1].abs().amax()
         return [t.float().cpu() for t in (total, normed, *found)]

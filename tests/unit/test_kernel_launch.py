@@ -72,10 +72,10 @@ def compiled(monkeypatch):
 
 def start_backwards(tokens: int, heads: int = 16) -> None:
     from ops.triton_kernels.heads import triton_heads_backward
-    from ops.triton_kernels.rms_norm import triton_add_rms_norm_backward
+    from ops.triton_kernels.norm import triton_add_norm_backward
 
     x, weight = torch.zeros(tokens, 2048, dtype=BF16), torch.ones(2048)
-    triton_add_rms_norm_backward(x, x, x, weight, 1e-6)
+    triton_add_norm_backward(x, x, x, weight, torch.zeros(2, tokens), False, False, True)
     dq, dk = (torch.zeros(1, tokens, n, 128, dtype=BF16) for n in (heads, heads // 2))
     qkv, angles = torch.zeros(1, tokens, heads * 256, dtype=BF16), torch.zeros(tokens, 64)
     triton_heads_backward(dq, dk, dk, qkv, weight[:128], weight[:128], angles, angles, 1e-6)
@@ -90,7 +90,7 @@ def test_a_backward_starts_programs_for_this_gpus_multiprocessors(gpu, compiled,
     start_backwards(tokens=2048)
     grids = {kernel: grid for kernel, (_, grid) in kernels.items()}
     # 16 query, 8 key and 8 value heads are 4 blocks of heads
-    assert grids == {"_add_rms_norm_backward": (4 * GPUS[name],), "_heads_backward": (4, 2 * GPUS[name])}
+    assert grids == {"_add_norm_backward": (4 * GPUS[name],), "_heads_backward": (4, 2 * GPUS[name])}
 
 
 def test_no_more_programs_start_than_there_are_rows(compiled):
@@ -108,11 +108,11 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_quantize
     from ops.triton_kernels.heads import triton_heads
-    from ops.triton_kernels.rms_norm import triton_add_rms_norm
+    from ops.triton_kernels.norm import triton_add_norm
     from ops.triton_kernels.swiglu import triton_swiglu, triton_swiglu_backward
 
     x, weight, ids = torch.zeros(16, 2048, dtype=BF16), torch.ones(2048), torch.zeros(16, dtype=torch.int64)
-    triton_add_rms_norm(x, x, weight, 1e-6)
+    triton_add_norm(x, x, weight, None, 1e-6, False)
     angles = torch.zeros(16, 64)
     triton_heads(x[None].repeat(1, 1, 2), weight[:128], weight[:128], angles, angles, 16, 8, 1e-6)
     start_backwards(tokens=16)

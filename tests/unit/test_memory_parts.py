@@ -76,7 +76,7 @@ def test_what_no_rule_knows_is_shown_with_its_name():
         ([in_repository("ops/linear.py", "forward"), in_model(model.FeedForward)], parts.FEED_FORWARD),
         ([in_repository("ops/linear.py", "forward"), in_model(model.Attention)], parts.ATTENTION),
         ([in_repository("ops/linear.py", "backward")], parts.BACKWARD),
-        ([in_repository("ops/rms_norm.py", "_add_rms_norm"), in_model(model.Head)], parts.NORMS),
+        ([in_repository("ops/norm.py", "_add_norm"), in_model(model.Head)], parts.NORMS),
         ([in_repository("ops/cross_entropy.py", "_loss"), in_model(model.Head)], parts.LOSS),
         ([in_repository("ops/cross_entropy.py", "backward")], parts.LOSS),
         ([in_repository("ops/triton_kernels/heads.py", "triton_heads_backward")], parts.BACKWARD),

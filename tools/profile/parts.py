@@ -72,7 +72,7 @@ RULES = (
     # what our own operators do, with everything that they launch
     Rule(EMBEDDING, path=r"EmbeddingFunction|EmbeddingBackward|aten::embedding"),
     Rule("QK-norm and rotary", path=r"nanomfu::heads"),
-    Rule(NORMS, path=r"nanomfu::(add_)?rms_norm|layer_norm|LayerNorm|rms_norm|RsqrtBackward|MeanBackward"),
+    Rule(NORMS, path=r"nanomfu::add_norm|layer_norm|LayerNorm|rms_norm|RsqrtBackward|MeanBackward"),
     Rule(ACTIVATION, path=r"nanomfu::swiglu"),
     Rule(CASTS, path=r"nanomfu::float8_cast"),
     Rule(CASTS, path=r"nanomfu::add_weight_gradient > aten::(to|contiguous|clone)"),
@@ -114,7 +114,7 @@ RULES = (
     # with nothing but the kernel's name
     Rule(OPTIMIZER, name=r"FusedAdam|^_adamw$|LpNorm|lpnorm|NormTwoOps"),
     Rule(GRADIENT_SUMS, name=r"^_add_embedding_gradient"),
-    Rule(NORMS, name=r"^_add_rms_norm|^_rms_norm|layer_norm"),
+    Rule(NORMS, name=r"^_add_norm|layer_norm"),
     Rule(ACTIVATION, name=r"^_swiglu|Gelu|Silu"),
     Rule("QK-norm and rotary", name=r"^_heads_"),
     Rule(LOSS, name=r"^_cross_entropy"),

@@ -61,7 +61,7 @@ RULES = (
     Rule("/ops/", ANY_BACKWARD, BACKWARD),
     Rule("ops/swiglu.py", "", FEED_FORWARD),
     Rule("ops/heads.py", "", ATTENTION),
-    Rule("ops/rms_norm.py", "", NORMS),
+    Rule("ops/norm.py", "", NORMS),
     Rule("ops/embedding.py", "", EMBEDDING),
     Rule("ops/documents.py", "", OTHER),
     Rule("training/hardware/attention_kernels.py", "", ATTENTION),

@@ -1,0 +1,119 @@
+"""LayerNorm and RMSNorm, and the residual sum before them in the same pass.
+
+N tokens · C width
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.library import custom_op
+
+# What a layer wants added to the residual stream: delta (..., C), and its gradient_amax, which is for fp8.
+# The layer's last matmul needs the amax of delta's gradient. The backward of sum and norm finds it in
+# passing, but can hand a tensor on only as a gradient. So gradient_amax is a tensor that nobody reads, ()
+# fp32, whose gradient is that amax; or None, if nobody needs it. A plain tuple, because torch.compile of 2.11
+# cannot return a NamedTuple.
+Delta = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Norm(NamedTuple):
+    """What a norm computes: x, less its mean if `centered`, divided by the root of its mean square, times
+    weight, plus bias. Statistics are fp32."""
+
+    weight: torch.Tensor  # (C,)
+    bias: torch.Tensor | None  # (C,)
+    eps: float
+    centered: bool  # LayerNorm (Ba et al. 2016), else RMSNorm (Zhang and Sennrich 2019)
+
+
+def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x (..., C) -> (..., C)."""
+    weight, bias, eps, centered = norm
+    bias = None if bias is None else bias.to(x.dtype)
+    if centered:
+        return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias, eps)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def add_norm(
+    x: torch.Tensor, delta: Delta, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x (..., C) and its delta -> their sum, its norm, and the amax of that (ops/float8.py): one number a
+    token where the Triton form runs, else None."""
+    value, gradient_amax = delta
+    if x.is_cuda:
+        rows = x.flatten(0, -2), value.flatten(0, -2)
+        total, normed, amax, _ = _add_norm(*rows, *norm, gradient_amax)
+        return total.view_as(x), normed.view_as(x), amax
+    assert gradient_amax is None, "only the Triton form finds it"
+    total = x + value
+    return total, normalize(total, norm), None
+
+
+@custom_op("nanomfu::add_norm", mutates_args=())
+def _add_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    gradient_amax: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum, its norm, the norm's amax (N,), and each row's mean and factor (2, N)."""
+    from ops.triton_kernels.norm import triton_add_norm
+
+    return triton_add_norm(x.contiguous(), delta.contiguous(), weight, bias, eps, centered)
+
+
+@_add_norm.register_fake
+def _(x, delta, weight, bias, eps, centered, gradient_amax):
+    N, wide = x.shape[0], {"dtype": torch.float32}
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(N, **wide), x.new_empty(2, N, **wide)
+
+
+@custom_op("nanomfu::add_norm_backward", mutates_args=())
+def _add_norm_backward(
+    total: torch.Tensor,
+    dnormed: torch.Tensor,
+    dtotal: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    centered: bool,
+    bias: bool,
+    amax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, which is ddelta too, the gradients of weight and, if there is one, bias (1 or 2, C), and dx's amax,
+    if it is wanted."""
+    from ops.triton_kernels.norm import triton_add_norm_backward
+
+    gradients = dnormed.contiguous(), dtotal.contiguous()
+    return triton_add_norm_backward(total, *gradients, weight, rows, centered, bias, amax)
+
+
+@_add_norm_backward.register_fake
+def _(total, dnormed, dtotal, weight, rows, centered, bias, amax):
+    dweights = weight.new_empty(1 + bias, *weight.shape, dtype=torch.float32)
+    return total.new_empty(total.shape), dweights, dweights.new_empty(())
+
+
+def _setup(ctx, inputs, output):
+    _, _, weight, bias, _, ctx.centered, gradient_amax = inputs
+    total, _, _, rows = output
+    ctx.save_for_backward(total, weight, rows)
+    ctx.bias, ctx.wants_amax = bias is not None, gradient_amax is not None
+
+
+def _autograd(ctx, dtotal, dnormed, damax, drows):
+    total, weight, rows = ctx.saved_tensors
+    settings = ctx.centered, ctx.bias, ctx.wants_amax
+    dx, dweights, amax = _add_norm_backward(total, dnormed, dtotal, weight, rows, *settings)
+    dweights = dweights.to(weight.dtype)
+    dbias = dweights[1] if ctx.bias else None
+    return dx, dx, dweights[0], dbias, None, None, amax if ctx.wants_amax else None
+
+
+_add_norm.register_autograd(_autograd, setup_context=_setup)
