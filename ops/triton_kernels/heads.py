@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ops.triton_kernels.launch import walking_programs
+from ops.triton_kernels.sum_parts import sum_parts
 
 # A token's rows of qkv lie in order: H query, K key, K value heads of D. A program works on HEADS_BLOCK heads
 # of one kind at a time; where their number is no multiple of it, masks leave out the rest.
@@ -185,4 +186,5 @@ def triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps: fl
         cos, sin, dqkv, partial, amax, B * T, T, eps,
         H=H, K=K, HALF=D // 2, NORM=norm, BLOCK=HEADS_BLOCK, num_warps=4,
     )  # fmt: skip
-    return dqkv, amax.amax(), partial.sum(0)
+    dweights, largest = sum_parts(partial, amax)
+    return dqkv, largest, dweights

@@ -1,7 +1,7 @@
 """Decides how many programs a kernel starts if each of them walks over many rows: some a multiprocessor.
 
 Such a kernel sums over all rows (the gradient of a norm's weight): each program adds up its own rows, then
-the programs' sums are added. A fixed number fits one GPU only: 528 programs are 4 on each multiprocessor of
+the programs' sums are added (sum_parts.py). A fixed number fits one GPU only: 528 programs are 4 on each multiprocessor of
 an H200 (132), but on a B200 (148) some would have 4 and some 3, and all would wait for those with 4.
 
 Trap: the number of programs is the order of the additions, and so the last bits of the gradient. It may
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import torch
 
-INTERPRETER_MULTIPROCESSORS = (
-    2  # of a CPU, where kernels run in Triton's interpreter: more than one sum to add
-)
+# of a CPU, where kernels run in Triton's interpreter: more than one sum to add
+INTERPRETER_MULTIPROCESSORS = 2
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ops.triton_kernels.launch import walking_programs
+from ops.triton_kernels.sum_parts import sum_parts
 
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a width of 2048 they are
 # all resident: 4 warps of 128 registers a thread or fewer, and 12 KiB, compiled for 8.0, 8.9, 9.0 or 10.0.
@@ -131,4 +132,4 @@ def triton_add_norm_backward(
         total, dnormed, dtotal, weight, rows, dx, partial, largest, N, C,
         CENTERED=centered, BIAS=bias, AMAX=amax, BLOCK=block, STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    return dx, partial.sum(0), largest.amax() if amax else largest.new_empty(())
+    return dx, *sum_parts(partial, largest if amax else None)

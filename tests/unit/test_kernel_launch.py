@@ -88,7 +88,7 @@ def test_a_backward_starts_programs_for_this_gpus_multiprocessors(gpu, compiled,
     count = launch.multiprocessors  # the tensors are on the CPU
     monkeypatch.setattr(launch, "multiprocessors", lambda _: count(CUDA))
     start_backwards(tokens=2048)
-    grids = {kernel: grid for kernel, (_, grid) in kernels.items()}
+    grids = {kernel: grid for kernel, (_, grid) in kernels.items() if kernel != "_sum_parts"}
     # 16 query, 8 key and 8 value heads are 4 blocks of heads
     assert grids == {"_add_norm_backward": (4 * GPUS[name],), "_heads_backward": (4, 2 * GPUS[name])}
 
@@ -96,7 +96,8 @@ def test_a_backward_starts_programs_for_this_gpus_multiprocessors(gpu, compiled,
 def test_no_more_programs_start_than_there_are_rows(compiled):
     kernels = compiled((9, 0))
     start_backwards(tokens=3)
-    assert [grid for _, grid in kernels.values()] == [(3,), (4, 3)]
+    assert kernels["_add_norm_backward"][1] == (3,)
+    assert kernels["_heads_backward"][1] == (4, 3)
 
 
 @pytest.mark.slow
@@ -104,12 +105,16 @@ def test_no_more_programs_start_than_there_are_rows(compiled):
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
     from ops.triton_kernels.adamw import Scalars, triton_adamw
-    from ops.triton_kernels.cross_entropy import triton_cross_entropy
+    from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
-    from ops.triton_kernels.float8 import triton_quantize
+    from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
     from ops.triton_kernels.norm import triton_add_norm
-    from ops.triton_kernels.swiglu import triton_swiglu, triton_swiglu_backward
+    from ops.triton_kernels.swiglu import (
+        triton_swiglu,
+        triton_swiglu_backward,
+        triton_swiglu_backward_float8,
+    )
 
     x, weight, ids = torch.zeros(16, 2048, dtype=BF16), torch.ones(2048), torch.zeros(16, dtype=torch.int64)
     triton_add_norm(x, x, weight, None, 1e-6, False)
@@ -122,10 +127,13 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
     one = torch.ones(())
     triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 5), (0.9, 0.95), 1e-8, 0.1)
-    expected = 9
-    if TABLE[compute].fp8:  # Triton refuses fp8 numbers for GPUs without
+    expected = 10
+    if TABLE[compute].fp8:  # others have no instruction for it
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
-        expected += 1
+        triton_amax(x, 16384)
+        triton_swiglu_backward_float8(x, x[:, :1024].contiguous(), weight[0], torch.float8_e5m2)
+        triton_cross_entropy_float8(x, ids, weight[0], torch.float8_e5m2)
+        expected += 5
     assert len(kernels) == expected
     for name, (kernel, _) in kernels.items():
         assert kernel.metadata.shared <= SHARED_MEMORY, name
