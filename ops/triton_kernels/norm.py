@@ -15,9 +15,9 @@ from ops.triton_kernels.sum_parts import sum_parts
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a width of 2048 they are
 # all resident: 4 warps of 128 registers a thread or fewer, and 12 KiB, compiled for 8.0, 8.9, 9.0 or 10.0.
 NORM_PROGRAMS = 4
-# Up to this width, the backward loads a row into shared memory while it computes the row before (two stages).
-# A wider row of three tensors could be more than a multiprocessor has, so the kernel's loads wait for it.
-STAGED_WIDTH = 2048
+# What a program of the backward may load into shared memory ahead of its work. Four programs fit into an H200's
+# multiprocessor, two into that of an RTX 4090.
+STAGED_BYTES = 48 * 1024
 
 
 @triton.jit
@@ -127,9 +127,18 @@ def triton_add_norm_backward(
     partial = torch.empty(programs, 1 + bias, C, dtype=torch.float32, device=total.device)
     largest = torch.empty(programs, dtype=torch.float32, device=total.device)
     block = triton.next_power_of_2(C)
-    stages, warps = (2, 4) if block <= STAGED_WIDTH else (1, 8)
+    stages, warps = _stages_and_warps(block, total.itemsize)
     _add_norm_backward[(programs,)](
         total, dnormed, dtotal, weight, rows, dx, partial, largest, N, C,
         CENTERED=centered, BIAS=bias, AMAX=amax, BLOCK=block, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, *sum_parts(partial, largest if amax else None)
+
+
+def _stages_and_warps(block: int, itemsize: int) -> tuple[int, int]:
+    """Measured on an H200 at widths of 1536, 2048, 2304 and 4096 (LOG.md). Stages are rows of three tensors in
+    shared memory, and the one that is computed."""
+    if block > 4096:
+        return 1, 8
+    wanted = 2 if block <= 2048 else 3
+    return min(wanted, 1 + STAGED_BYTES // (3 * block * itemsize)), 4

@@ -31,8 +31,8 @@ def _sum_parts(
 
 
 def sum_parts(parts: torch.Tensor, largest: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each program has found, fp32: parts (P, ...) -> their sum (...), in a fixed order; and largest (P,),
-    if it is given, -> its maximum ()."""
+    """What each program has found, fp32: parts (P, ...) -> their sum (...), in a fixed order; and, if it is
+    given, largest (P,) -> its maximum ()."""
     P, n = parts.shape[0], parts[0].numel()
     sums, amax = parts.new_empty(parts.shape[1:]), parts.new_empty(())
     _sum_parts[(max(triton.cdiv(n, COLUMNS), 1),)](
