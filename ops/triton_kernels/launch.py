@@ -1,8 +1,9 @@
 """Decides how many programs a kernel starts if each of them walks over many rows: some a multiprocessor.
 
 Such a kernel sums over all rows (the gradient of a norm's weight): each program adds up its own rows, then
-the programs' sums are added (sum_parts.py). A fixed number fits one GPU only: 528 programs are 4 on each multiprocessor of
-an H200 (132), but on a B200 (148) some would have 4 and some 3, and all would wait for those with 4.
+sum_parts.py adds the programs' sums. A fixed number fits one GPU only: 528 programs are 4 on each
+multiprocessor of an H200 (132), but on a B200 (148) some would have 4 and some 3, and all would wait for those
+with 4.
 
 Trap: the number of programs is the order of the additions, and so the last bits of the gradient. It may
 depend on the device and on shapes, and on nothing that differs from one start to the next: no timing, no free

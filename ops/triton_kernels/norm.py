@@ -15,8 +15,8 @@ from ops.triton_kernels.sum_parts import sum_parts
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a width of 2048 they are
 # all resident: 4 warps of 128 registers a thread or fewer, and 12 KiB, compiled for 8.0, 8.9, 9.0 or 10.0.
 NORM_PROGRAMS = 4
-# What a program of the backward may load into shared memory ahead of its work. Four programs fit into an H200's
-# multiprocessor, two into that of an RTX 4090.
+# What a program of the backward may load into shared memory ahead of its work. Four programs fit into a
+# multiprocessor of an H200, two into one of an RTX 4090.
 STAGED_BYTES = 48 * 1024
 
 
@@ -136,7 +136,7 @@ def triton_add_norm_backward(
 
 
 def _stages_and_warps(block: int, itemsize: int) -> tuple[int, int]:
-    """Measured on an H200 at widths of 1536, 2048, 2304 and 4096 (LOG.md). Stages are rows of three tensors in
+    """Measured on an H200 at widths of 1536, 2048, 2304 and 4096 (LOG.md). Stages: rows of three tensors in
     shared memory, and the one that is computed."""
     if block > 4096:
         return 1, 8
