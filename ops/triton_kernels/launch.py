@@ -2,8 +2,8 @@
 
 Such a kernel sums over all rows (the gradient of a norm's weight): each program adds up its own rows, then
 sum_parts.py adds the programs' sums. A fixed number fits one GPU only: 528 programs are 4 on each
-multiprocessor of an H200 (132), but on a B200 (148) some would have 4 and some 3, and all would wait for those
-with 4.
+multiprocessor of an H200 (132), but on a B200 (148) some would have 4 and some 3, and all would wait for
+those with 4.
 
 Trap: the number of programs is the order of the additions, and so the last bits of the gradient. It may
 depend on the device and on shapes, and on nothing that differs from one start to the next: no timing, no free

@@ -1,5 +1,7 @@
 """ops/swiglu.py on a GPU: SwiGLU and its backward, in bf16 or fp8, and the largest magnitudes of the results.
 
+x and its gradient (N, 2F) have gate and up beside each other: gate 0, up 0, gate 1, up 1, ...
+
 N tokens · F feed-forward width
 """
 
@@ -14,13 +16,21 @@ from ops.triton_kernels.float8 import as_words, empty_pair, launch, pair_tile, s
 
 
 @triton.jit
+def _load_pairs(x, row, F, BLOCK: tl.constexpr):
+    """gate and up of this program's BLOCK columns of a row of x (N, 2F)."""
+    both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    values = tl.load(x + row * 2 * F + both, mask=both < 2 * F, other=0.0)
+    return tl.split(tl.reshape(values, (BLOCK, 2)))
+
+
+@triton.jit
 def _swiglu_forward(x, h, amax, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
-    y = gate * sigmoid(gate) * up
+    gate, up = _load_pairs(x, row, F, BLOCK)
+    gate = gate.to(tl.float32)
+    y = gate * sigmoid(gate) * up.to(tl.float32)
     tl.store(h + row * F + column, y.to(h.dtype.element_ty), mask=inside)
     tl.store(amax + row * tl.num_programs(1) + tl.program_id(1), _largest(y, h.dtype.element_ty))
 
@@ -45,41 +55,44 @@ def _swiglu_backward(x, dh, to, F, AMAX: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0)
-    up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0)
+    gate, up = _load_pairs(x, row, F, BLOCK)
     d = tl.load(dh + row * F + column, mask=inside, other=0.0)
     dgate, dup = _gradients(gate, up, d)
     if AMAX:
         largest = _largest(tl.maximum(tl.abs(dgate), tl.abs(dup)), gate.dtype)
         tl.store(to + row * tl.num_programs(1) + tl.program_id(1), largest)
     else:
-        tl.store(to + row * 2 * F + column, dgate.to(gate.dtype), mask=inside)
-        tl.store(to + row * 2 * F + F + column, dup.to(gate.dtype), mask=inside)
+        both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+        dx = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,)).to(gate.dtype)
+        tl.store(to + row * 2 * F + both, dx, mask=both < 2 * F)
 
 
 @triton.jit
-def _row_gradients(at, d, F, factor, inside):
-    """_gradients of a tile's rows, times factor: rounded first, as _swiglu_backward rounds them."""
-    gate = tl.load(at, mask=inside, other=0.0)
-    dgate, dup = _gradients(gate, tl.load(at + F, mask=inside, other=0.0), tl.load(d, mask=inside, other=0.0))
-    return rounded(dgate, gate.dtype) * factor, rounded(dup, gate.dtype) * factor
+def _row_gradients(x, dh, row, both, column, F, factor, inside, inside_h):
+    """dx of these rows and columns, `both` of x and `column` of h, times factor: rounded first, as
+    _swiglu_backward rounds."""
+    values = tl.load(x + row[:, None] * 2 * F + both[None, :], mask=inside, other=0.0)
+    gate, up = tl.split(tl.reshape(values, (row.shape[0], column.shape[0], 2)))
+    d = tl.load(dh + row[:, None] * F + column[None, :], mask=inside_h, other=0.0)
+    dgate, dup = _gradients(gate, up, d)
+    dgate, dup = rounded(dgate, x.dtype.element_ty) * factor, rounded(dup, x.dtype.element_ty) * factor
+    return tl.reshape(tl.join(dgate, dup), (row.shape[0], both.shape[0]))
 
 
 @triton.jit
 def _swiglu_backward_float8(
     x, dh, scale, y, yt, N, F, E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
-    pair, column, inside = pair_tile(N, F, TILE_M, TILE_N)
-    at, factor = x + pair[:, None] * 4 * F + column[None, :], tl.load(scale)
-    d = dh + pair[:, None] * 2 * F + column[None, :]
-    even_dgate, even_dup = _row_gradients(at, d, F, factor, inside)
-    odd_dgate, odd_dup = _row_gradients(at + 2 * F, d + F, F, factor, inside)
-    store_both(y, yt, even_dgate, odd_dgate, pair, column, N, 2 * F, inside, E4M3)
-    store_both(y, yt, even_dup, odd_dup, pair, column + F, N, 2 * F, inside, E4M3)
+    _, column, inside_h = pair_tile(N, F, TILE_M, TILE_N // 2)
+    pair, both, inside = pair_tile(N, 2 * F, TILE_M, TILE_N)
+    factor = tl.load(scale)
+    even = _row_gradients(x, dh, 2 * pair, both, column, F, factor, inside, inside_h)
+    odd = _row_gradients(x, dh, 2 * pair + 1, both, column, F, factor, inside, inside_h)
+    store_both(y, yt, even, odd, pair, both, N, 2 * F, inside, E4M3)
 
 
 def triton_swiglu(x: torch.Tensor, amax_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (N, 2F), gate then up -> silu(gate) * up (N, F), and the largest magnitudes of its parts."""
+    """x (N, 2F) -> silu(gate) * up (N, F), and the largest magnitudes of its parts."""
     N, F = x.shape[0], x.shape[1] // 2
     h = torch.empty(N, F, dtype=x.dtype, device=x.device)
     amax = torch.empty(N, triton.cdiv(F, amax_columns), dtype=torch.float32, device=x.device)
@@ -109,5 +122,5 @@ def triton_swiglu_backward_float8(
     """triton_swiglu_backward's dx times scale in fp8, (N, 2F) and (2F, N)."""
     N, F = dh.shape
     y, yt = empty_pair(x, dtype)
-    _swiglu_backward_float8[tiles(N, F)](x, dh, scale, *as_words(y, yt), N, F, **launch(dtype))
+    _swiglu_backward_float8[tiles(N, 2 * F)](x, dh, scale, *as_words(y, yt), N, F, **launch(dtype))
     return y, yt
