@@ -179,6 +179,18 @@ def test_a_width_that_fp8_cannot_have_is_an_error_that_names_the_matrix(folder, 
     assert "multiples of 16" in done.stderr and matrix in done.stderr and "head_dim" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [(["--block_size=15"], "is 60"), (["--loss_chunks=4", "--block_size=8"], "in 4 loss_chunks")],
+)
+def test_a_number_of_tokens_that_fp8_cannot_have_is_an_error_that_says_how_many(folder, flags, got):
+    config = write_config(folder / "tokens.py", **{**FP8, "dataset": folder / "data", "batch_size": 4})
+    scope = "--low_precision_scope=layers_and_head"
+    done = run_train(config, f"--out_dir={folder / 'tokens'}", scope, *flags)
+    assert done.returncode == 2
+    assert "multiple of 16 tokens" in done.stderr and got in done.stderr and "block_size" in done.stderr
+
+
 def test_wide_heads_with_biases_train_in_fp8_as_in_bf16(folder):
     keys = {"max_iters": 40, "log_interval": 20, "head_dim": 16, "qkv_bias": True}
     fp8, bf16 = losses(folder, {"wide": keys, "wide-bf16": keys | {"low_precision": "none"}})

@@ -50,10 +50,11 @@ class LossScale:
 
 def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
     """Gives the Linear layers in low_precision_scope their fp8 weights; refresh_weights fills them.
-    Embeddings and norms never have any. Raises UserError for a width that an fp8 matmul cannot have, and
-    RunError for a GPU on which a kernel stores wrong numbers."""
+    Embeddings and norms never have any. Raises UserError for a width or a number of tokens that an fp8 matmul
+    cannot have, and RunError for a GPU on which a kernel stores wrong numbers."""
     if config.low_precision == "none":
         return
+    _check_tokens(config)
     parts = ("blocks.", "head.") if config.low_precision_scope == "layers_and_head" else ("blocks.",)
     for name, module in model.named_modules():
         if not isinstance(module, Linear) or not name.startswith(parts):
@@ -69,6 +70,19 @@ def use_low_precision(model: nn.Module, config: TrainConfig) -> None:
     device = next(model.parameters()).device
     if device.type == "cuda":  # where kernels write fp8
         check_low_precision(device)
+
+
+def _check_tokens(config: TrainConfig) -> None:
+    """Weight gradients sum over the tokens of a micro-batch, the head's over those of a part of it."""
+    tokens, chunks = config.micro_batch * config.block_size, config.logit_parts
+    if config.low_precision_scope != "layers_and_head":
+        chunks = 1
+    if tokens % (chunks * float8.ALIGNMENT):
+        divided = f", in {chunks} loss_chunks" if chunks > 1 else ""
+        raise UserError(
+            f"low_precision={config.low_precision!r} needs a multiple of {float8.ALIGNMENT} tokens in a "
+            f"matmul, but batch_size * block_size is {tokens:,}{divided}; choose another block_size or batch_size"
+        )
 
 
 def check_low_precision(device: torch.device) -> None:
