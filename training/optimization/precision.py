@@ -80,8 +80,8 @@ def _check_tokens(config: TrainConfig) -> None:
     if tokens % (chunks * float8.ALIGNMENT):
         divided = f", in {chunks} loss_chunks" if chunks > 1 else ""
         raise UserError(
-            f"low_precision={config.low_precision!r} needs a multiple of {float8.ALIGNMENT} tokens in a "
-            f"matmul, but batch_size * block_size is {tokens:,}{divided}; choose another block_size or batch_size"
+            f"low_precision={config.low_precision!r} needs a multiple of {float8.ALIGNMENT} tokens, "
+            f"but batch_size * block_size is {tokens:,}{divided}; choose another block_size or batch_size"
         )
 
 
