@@ -96,18 +96,37 @@ def empty_like(matrix: torch.Tensor) -> Float8:
     return Float8(values, torch.empty_like(matrix.t(), dtype=FORWARD).contiguous(), inverse_scale)
 
 
-def requantize(matrix: torch.Tensor, into: Float8) -> None:
-    """Writes matrix in fp8 into the tensors of `into`, whose addresses stay: captured code has them."""
-    if matrix.is_cuda:
-        from ops.triton_kernels.float8 import triton_amax, triton_quantize
-
-        scale = scale_of(triton_amax(matrix, AMAX_PART).amax(), FORWARD)
-        triton_quantize(matrix, scale, FORWARD, out=(into.values, into.transposed))
+def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None:
+    """Writes matrices in fp8 into the tensors of `into`, whose addresses stay: captured code has them."""
+    if not matrices:
+        return
+    if matrices[0].is_cuda:
+        scales = _write_by_kernels(matrices, into)
     else:
-        scale = scale_of(matrix.abs().amax(), FORWARD)
-        into.values.copy_(_saturated(matrix.float() * scale, FORWARD))
-        into.transposed.copy_(into.values.t())
-    into.inverse_scale.copy_(scale.reciprocal())
+        scales = scale_of(torch.stack([matrix.abs().amax().float() for matrix in matrices]), FORWARD)
+        for matrix, scale, written in zip(matrices, scales, into, strict=True):
+            written.values.copy_(_saturated(matrix.float() * scale, FORWARD))
+            written.transposed.copy_(written.values.t())
+    torch._foreach_copy_([written.inverse_scale for written in into], list(scales.reciprocal().unbind()))
+
+
+def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> torch.Tensor:
+    """Values and transposed. The scales are computed together: by themselves, they would be seven small
+    kernels for each matrix."""
+    from ops.triton_kernels.float8 import triton_amax, triton_quantize
+
+    longest = max(_amax_parts(matrix) for matrix in matrices)
+    parts = torch.zeros(len(matrices), longest, dtype=torch.float32, device=matrices[0].device)
+    for matrix, row in zip(matrices, parts, strict=True):
+        triton_amax(matrix, row[: _amax_parts(matrix)], AMAX_PART)
+    scales = scale_of(parts.amax(1), FORWARD)
+    for matrix, scale, written in zip(matrices, scales, into, strict=True):
+        triton_quantize(matrix, scale, FORWARD, out=(written.values, written.transposed))
+    return scales
+
+
+def _amax_parts(x: torch.Tensor) -> int:
+    return -(-x.numel() // AMAX_PART)
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -125,12 +144,14 @@ def amax_of(x: torch.Tensor) -> torch.Tensor | None:
 def _amax(x: torch.Tensor) -> torch.Tensor:
     from ops.triton_kernels.float8 import triton_amax
 
-    return triton_amax(x.contiguous(), AMAX_PART)
+    parts = x.new_empty(_amax_parts(x), dtype=torch.float32)
+    triton_amax(x.contiguous(), parts, AMAX_PART)
+    return parts
 
 
 @_amax.register_fake
 def _(x):
-    return x.new_empty(-(-x.numel() // AMAX_PART), dtype=torch.float32)
+    return x.new_empty(_amax_parts(x), dtype=torch.float32)
 
 
 _amax.register_autograd(lambda ctx, damax: None)

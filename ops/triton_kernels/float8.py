@@ -79,7 +79,8 @@ def store_both(y, yt, even, odd, pair, n, M, N, inside, E4M3: tl.constexpr):
     tl.store(yt + n[:, None] * (M // 2) + pair[None, :], words, mask=tl.trans(inside))
 
 
-@triton.jit
+# a scale may be one of many in a tensor; its alignment is of no use, and each one would be compiled anew
+@triton.jit(do_not_specialize_on_alignment=["scale"])
 def _quantize(
     x, scale, y, yt, M, N, E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
@@ -90,19 +91,16 @@ def _quantize(
     store_both(y, yt, even, odd, pair, n, M, N, inside, E4M3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["parts"])
 def _amax(x, parts, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(parts + tl.program_id(0), tl.max(tl.abs(values), 0))
 
 
-def triton_amax(x: torch.Tensor, part: int) -> torch.Tensor:
-    """The largest magnitude of each `part` numbers of x, contiguous: fp32."""
-    n = x.numel()
-    parts = torch.empty(triton.cdiv(n, part), dtype=torch.float32, device=x.device)
-    _amax[(len(parts),)](x, parts, n, BLOCK=part, num_warps=8)
-    return parts
+def triton_amax(x: torch.Tensor, parts: torch.Tensor, part: int) -> None:
+    """Writes the largest magnitude of each `part` numbers of x, contiguous, to parts (fp32)."""
+    _amax[(len(parts),)](x, parts, x.numel(), BLOCK=part, num_warps=8)
 
 
 def triton_quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, out=None):

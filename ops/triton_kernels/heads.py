@@ -18,6 +18,7 @@ HEADS_BLOCK = 8
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a head width of 128 they
 # are all resident: 4 warps of 64 registers a thread or fewer, compiled for 8.0, 8.9, 9.0 or 10.0.
 HEADS_PROGRAMS = 8
+HEADS_STAGES = 2  # the backward loads a token while it computes the one before
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _heads_forward(
 @triton.jit
 def _rotated_backward(
     qkv, dy, weight, cos, sin, dqkv, partial, amax, first, COUNT, tokens, T, eps,
-    ROW: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    ROW: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Heads first to first + BLOCK of the COUNT that dy has, of every num_programs(1)-th token. qkv and dqkv
     begin where those COUNT heads begin in a token's ROW of columns. partial (D,) is dweight's part."""
@@ -79,7 +80,7 @@ def _rotated_backward(
         w1, w2 = tl.load(weight + d).to(tl.float32), tl.load(weight + HALF + d).to(tl.float32)
         dw1 = tl.zeros((BLOCK, HALF), tl.float32)
         dw2 = tl.zeros((BLOCK, HALF), tl.float32)
-    for index in tl.range(tl.program_id(1), tokens, tl.num_programs(1)):
+    for index in tl.range(tl.program_id(1), tokens, tl.num_programs(1), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         above, row = dy + token * COUNT * (2 * HALF) + at, token * ROW + at
         g1 = tl.load(above, mask=inside, other=0.0).to(tl.float32)
@@ -128,6 +129,7 @@ def _copied_backward(
 def _heads_backward(
     qkv, dq, dk, dv, q_weight, k_weight, cos, sin, dqkv, partial, amax, tokens, T, eps,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program keeps its heads, all of one kind, and walks over tokens: program_id(0) says which block of
     heads, program_id(1) which token is first. partial (programs, 2, D): of q's weight, then k's."""
@@ -146,13 +148,13 @@ def _heads_backward(
     if block < K_BEGIN:
         _rotated_backward(
             qkv, dq, q_weight, cos, sin, dqkv, partial, amax, block * BLOCK, H, tokens, T, eps,
-            ROW, HALF, NORM, BLOCK,
+            ROW, HALF, NORM, BLOCK, STAGES,
         )  # fmt: skip
     elif block < V_BEGIN:
         _rotated_backward(
             qkv + H * D, dk, k_weight, cos, sin, dqkv + H * D, partial + D, amax,
             (block - K_BEGIN) * BLOCK, K, tokens, T, eps,
-            ROW, HALF, NORM, BLOCK,
+            ROW, HALF, NORM, BLOCK, STAGES,
         )  # fmt: skip
     else:
         _copied_backward(dv, dqkv + (H + K) * D, amax, (block - V_BEGIN) * BLOCK, K, tokens, ROW, D, BLOCK)
@@ -184,7 +186,7 @@ def triton_heads_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps: fl
     _heads_backward[(blocks, walkers)](
         qkv if norm else dq, dq, dk, dv, q_weight if norm else dq, k_weight if norm else dq,
         cos, sin, dqkv, partial, amax, B * T, T, eps,
-        H=H, K=K, HALF=D // 2, NORM=norm, BLOCK=HEADS_BLOCK, num_warps=4,
+        H=H, K=K, HALF=D // 2, NORM=norm, BLOCK=HEADS_BLOCK, STAGES=HEADS_STAGES, num_warps=4,
     )  # fmt: skip
     dweights, largest = sum_parts(partial, amax)
     return dqkv, largest, dweights

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tensors import E4M3, E5M2, error, fp8_linear, random_bf16
+from support.tensors import E4M3, E5M2, assert_requantized_as_each_alone, error, fp8_linear, random_bf16
 
 from model import Block, manual_attention, rotary_angles
 from model_config import model_config
@@ -27,6 +27,10 @@ def test_the_cast_kernel_gives_the_bits_of_the_plain_form(shape, dtype):
     assert fused.inverse_scale.item() == plain.inverse_scale.item()
     for a, b in zip(fused[:2], plain[:2], strict=True):
         assert same_bits(a, b)
+
+
+def test_weights_that_are_quantized_together_have_scales_of_their_own():
+    assert_requantized_as_each_alone("cuda")
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (272, 1056), (2048, 50304)])
@@ -110,7 +114,7 @@ def test_a_norms_backward_hands_on_the_amax_that_a_pass_over_the_gradient_finds(
         torch.nn.init.normal_(parameter, float("norm" in name), 0.05, generator=generator)
     for module in (m for block in blocks for m in block.modules() if isinstance(m, Linear)):
         module.float8 = float8.empty_like(module.weight)
-        float8.requantize(module.weight.detach().bfloat16(), into=module.float8)
+        float8.requantize([module.weight.detach().bfloat16()], into=[module.float8])
     rotary = rotary_angles(64, config.head_dim, 1e4, "cuda")
     x, above = (random_bf16(2, 64, 256, device="cuda", std=std) for std in (1.0, 0.01))
 

@@ -36,5 +36,16 @@ def fp8_linear(weight):
     layer = Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
     layer.float8 = float8.empty_like(weight)
-    float8.requantize(weight, into=layer.float8)
+    float8.requantize([weight], into=[layer.float8])
     return layer
+
+
+def assert_requantized_as_each_alone(device):
+    matrices = [
+        random_bf16(*shape, std=std).to(device) for shape, std in (((64, 48), 0.1), ((300, 6144), 7.0))
+    ]
+    into = [float8.empty_like(matrix) for matrix in matrices]
+    float8.requantize(matrices, into)
+    for matrix, found in zip(matrices, into, strict=True):
+        for a, b in zip(found, float8.quantize(matrix, E4M3), strict=True):
+            assert torch.equal(a.float(), b.float())

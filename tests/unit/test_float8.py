@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
-from support.tensors import E4M3, E5M2, error, fp8_linear, random_bf16
+from support.tensors import E4M3, E5M2, assert_requantized_as_each_alone, error, fp8_linear, random_bf16
 
 from common.errors import RunError
 from ops import float8
@@ -61,6 +61,10 @@ def test_an_fp8_linear_is_close_to_bf16_in_result_and_gradients(into_sum):
     assert error(total if into_sum else layer.weight.grad, dweight) == pytest.approx(0.0600, abs=0.003)
 
 
+def test_weights_that_are_quantized_together_have_scales_of_their_own():
+    assert_requantized_as_each_alone("cpu")
+
+
 def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them():
     x, dy = random_bf16(2, 16, 32), random_bf16(2, 16, 32)
     up, down = fp8_linear(random_bf16(2 * 48, 32, std=0.1)), fp8_linear(random_bf16(32, 48, std=0.1))
@@ -84,7 +88,7 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     targets = torch.arange(64) % 80
     targets[5] = -100
     w8 = float8.empty_like(weight)
-    float8.requantize(weight, into=w8)
+    float8.requantize([weight], into=[w8])
     total = torch.zeros(80, 32)
     loss = LinearCrossEntropy.apply(x, weight, targets, total, w8, 2, True, None)
     loss.backward()

@@ -155,7 +155,7 @@ def test_a_step_asks_for_exactly_the_matmuls_that_are_measured(keys, monkeypatch
             module.weight_grad = torch.zeros(module.weight.shape)
             module.to(torch.bfloat16)
             if module.float8 is not None:
-                float8.requantize(module.weight.detach(), into=module.float8)
+                float8.requantize([module.weight.detach()], into=[module.float8])
     monkeypatch.setattr(chosen, "plans", Plans())
     monkeypatch.setattr(chosen, "plans_exist", True)
     tokens = torch.zeros(config.batch_size, config.block_size, dtype=torch.long)
@@ -366,7 +366,7 @@ def test_compiled_code_has_the_operation_only_if_there_are_plans(sums, fp8):
     linear = Linear(16, 48, bias=False).to(torch.bfloat16)
     if fp8:
         linear.float8 = float8.empty_like(linear.weight)
-        float8.requantize(linear.weight.detach(), into=linear.float8)
+        float8.requantize([linear.weight.detach()], into=[linear.float8])
     results = []
     for plans_exist in (False, True):
         linear.weight_grad, linear.weight.grad, x.grad = torch.zeros(48, 16) if sums else None, None, None
