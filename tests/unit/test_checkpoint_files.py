@@ -40,12 +40,15 @@ from training.pretrained.writing import write_model
 
 pytestmark = pytest.mark.damage
 
-# sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by ZeRO-1 on
-# two ranks, after 3 iterations of a model of this shape
-GOLDEN = "89e937184f3cc8b80baf7ba494f032e0e85d616630504f246b23e5088316c490"
-GOLDEN_EXPORT = "c4ba5fde9de7b6ef5b0df29a36ee8c387445551f460421622bbcfa053adb9d43"  # by that version
-FORMAT_2 = ROOT / "tests/support/golden/format-2/step-00000003"
+# by format: sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by
+# ZeRO-1 on two ranks, after 3 iterations of a gated model of this shape
+GOLDEN = {
+    2: "89e937184f3cc8b80baf7ba494f032e0e85d616630504f246b23e5088316c490",
+    3: "3db99bb282ce5dcab05129a013aeb005d41477a844e27d604d74a537e4c42eba",
+}
 GOLDEN_SHAPE = {"vocab_size": 16, "block_size": 8, "dropout": 0.1}
+# of model.safetensors, as the version that saved format 2 exported that checkpoint
+GOLDEN_EXPORT = "c4ba5fde9de7b6ef5b0df29a36ee8c387445551f460421622bbcfa053adb9d43"
 
 
 @pytest.fixture(scope="module")
@@ -248,29 +251,35 @@ def test_files_that_the_manifest_does_not_list_are_not_read(folder):
 # --- earlier versions ---
 
 
-def test_a_checkpoint_that_an_earlier_version_saved_loads_bit_for_bit():
-    assert damage_here(FORMAT_2) == []
+def golden(version: int) -> Path:
+    return ROOT / f"tests/support/golden/format-{version}/step-00000003"
+
+
+@pytest.mark.parametrize("version", GOLDEN)
+def test_a_checkpoint_that_an_earlier_version_saved_loads_bit_for_bit(version):
+    assert damage_here(golden(version)) == []
     config = make_config("unused", **GOLDEN_SHAPE)
     state = make_state(config)
-    progress = load_checkpoint(FORMAT_2, state, config.model_config())
+    progress = load_checkpoint(golden(version), state, config.model_config())
     assert (progress.iteration, progress.samples_seen) == (3, 6)
     loaded = state.tensors() | {"rng.0.cpu": torch.get_rng_state()}
     sha256 = hashlib.sha256()
     for name in sorted(loaded):
-        tensor = halves(name, loaded[name]).contiguous()
+        tensor = (halves(name, loaded[name]) if version == 2 else loaded[name]).contiguous()
         sha256.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    assert sha256.hexdigest() == GOLDEN
+    assert sha256.hexdigest() == GOLDEN[version]
 
 
 def test_its_export_is_the_bytes_that_the_earlier_version_wrote(tmp_path):
-    saved = read_state(FORMAT_2)
-    write_model(tmp_path, open_tensors(FORMAT_2, saved), saved.model_config, torch.float32, {})
+    saved = read_state(golden(2))
+    write_model(tmp_path, open_tensors(golden(2), saved), saved.model_config, torch.float32, {})
     assert digest(tmp_path / "model.safetensors")["sha256"] == GOLDEN_EXPORT
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"arch_preset": "gpt2", "num_key_value_heads": 2}], ids=["gated", "mlp"]
-)
+GPT2 = {"arch_preset": "gpt2", "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("keys", [{}, GPT2], ids=["gated", "mlp"])
 def test_only_ffn_up_of_a_gated_model_has_other_rows_in_format_2(tmp_path, keys):
     """Also with biases, which qwen3 has not."""
     config = make_config(tmp_path / "out", **{"bias": True, **keys})
