@@ -26,7 +26,7 @@ from ops.gelu import gelu
 from ops.heads import Rotary, project_heads
 from ops.linear import Linear
 from ops.norm import Delta, Norm, add_norm, normalize
-from ops.swiglu import swiglu_feed_forward
+from ops.swiglu import pairs, swiglu_feed_forward
 from rope_scaling import RopeScaling
 
 # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
@@ -137,7 +137,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": gelu, 
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))); swiglu: down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul."""
+    """down(act(up(x))); swiglu: down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul, whose
+    rows are gate 0, up 0, gate 1, up 1, ..."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -151,9 +152,9 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> Delta:
         if self.swiglu:
             return swiglu_feed_forward(x, amax, self.up, self.down, self.gradient_amax)
-        x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): gate, then up
+        x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): pairs of gate and up
         if self.gated:
-            gate, up = x.chunk(2, dim=-1)
+            gate, up = pairs(x)
             return self.down.delta(self.activation(gate) * up, None, self.gradient_amax)
         return self.down.delta(self.activation(x), None, self.gradient_amax)
 

@@ -1,5 +1,8 @@
 """SwiGLU and the feed-forward layer around it.
 
+The output of the projection up has gate and up of a column beside each other: gate 0, up 0, gate 1, up 1, ...
+So a kernel that computes a few columns of it, or reads them, has both.
+
 M tokens · C model width · F feed-forward width
 """
 
@@ -28,8 +31,8 @@ AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
 def swiglu_feed_forward(
     x: torch.Tensor, amax: torch.Tensor | None, up: Linear, down: Linear, gradient_amax: bool
 ) -> Delta:
-    """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) is gate, then up (..., 2F).
-    Shazeer 2020. gradient_amax: as in Linear.delta."""
+    """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) (..., 2F) is pairs of gate
+    and up. Shazeer 2020. gradient_amax: as in Linear.delta."""
     if up.float8 is not None and up.bias is None:
         both = *up.float8_arguments, *down.float8_arguments
         if gradient_amax and x.is_cuda:
@@ -38,11 +41,17 @@ def swiglu_feed_forward(
     return down.delta(swiglu(up(x, amax)), None, gradient_amax)
 
 
+def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., 2F): gate 0, up 0, gate 1, up 1, ... -> gate, up (..., F), two views."""
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return gate, up
+
+
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """x (..., 2F), gate then up -> silu(gate) * up (..., F)."""
+    """x (..., 2F), pairs of gate and up -> silu(gate) * up (..., F)."""
     if x.is_cuda:
         return swiglu_with_amax(x.flatten(0, -2))[0].unflatten(0, x.shape[:-1])
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = pairs(x)
     return F.silu(gate) * up
 
 
@@ -52,12 +61,12 @@ def _amax_parts(width: int) -> int:
 
 @custom_op("nanomfu::swiglu", mutates_args=())
 def swiglu_with_amax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """swiglu of x (M, 2F), and its amax, one for each AMAX_COLUMNS columns of a row."""
+    """swiglu of x (M, 2F), pairs of gate and up, and its amax, one for each AMAX_COLUMNS columns of a row."""
     if x.is_cuda:
         from ops.triton_kernels.swiglu import triton_swiglu
 
         return triton_swiglu(x.contiguous(), AMAX_COLUMNS)
-    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = pairs(x.float())
     h = (F.silu(gate) * up).to(x.dtype)
     return h, h.abs().float().amax(-1, keepdim=True).repeat(1, _amax_parts(h.shape[1]))
 
@@ -70,15 +79,15 @@ def _(x):
 
 @custom_op("nanomfu::swiglu_backward", mutates_args=())
 def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    """The gradient of x (M, 2F), for dh (M, F)."""
+    """The gradient of x (M, 2F), pairs as in x, for dh (M, F)."""
     if x.is_cuda:
         from ops.triton_kernels.swiglu import triton_swiglu_backward
 
         return triton_swiglu_backward(x.contiguous(), dh.contiguous(), AMAX_COLUMNS)
-    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = pairs(x.float())
     sigmoid, dh = gate.sigmoid(), dh.float()
     parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
-    return torch.cat(parts, dim=-1).to(x.dtype)
+    return torch.stack(parts, dim=-1).flatten(-2).to(x.dtype)
 
 
 @swiglu_backward.register_fake
@@ -137,7 +146,7 @@ class Float8SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight, hands_amax: bool):
-        gate_up, up_operands = linear_forward(x, amax, up_float8)  # (M, 2F): gate, then up
+        gate_up, up_operands = linear_forward(x, amax, up_float8)  # (M, 2F)
         h, h_amax = swiglu_with_amax(gate_up)
         y, down_operands = linear_forward(h, h_amax, down_float8)
         ctx.save_for_backward(gate_up, *up_operands, *down_operands)

@@ -46,7 +46,7 @@ def export(checkpoint: Path, options: argparse.Namespace) -> None:
     tokenizer = find_tokenizer(saved, options.dataset)
     config = origin(saved, tokenizer)
     with new_folder(options.folder) as folder:
-        write_model(folder, open_tensors(checkpoint), saved.model_config, DTYPES[name], config)
+        write_model(folder, open_tensors(checkpoint, saved), saved.model_config, DTYPES[name], config)
         tokenizer.write(folder)
         write_card(folder, options.out_dir, checkpoint.name, saved, name)
     print(f"{checkpoint}, iteration {saved.iteration:,}, is now {options.folder}, in {name}")

@@ -72,7 +72,7 @@ def feed_forward(w, block, x):
     if f"{block}.ffn.up.bias" in w:
         x = F.gelu(x, approximate="tanh")
     else:
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = x[..., 0::2], x[..., 1::2]
         x = F.silu(gate) * up
     return F.linear(x, w[f"{block}.ffn.down.weight"], w.get(f"{block}.ffn.down.bias"))
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from support.helpers import TINY
+from support.helpers import TINY, checkpoint_tensors
 
 import model_builder
 from training.checkpoints.saver import Saver
 from training.checkpoints.staging import Staging, plan_parts
+from training.checkpoints.tensor_files import read_header, write_parts
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
@@ -72,6 +73,31 @@ def copy_checkpoint(folder: Path, root: Path, step: int, **fields: object) -> Pa
     copy = shutil.copytree(folder, root / f"step-{step:08d}")
     state = json.loads((copy / "state.json").read_text()) | {"iteration": step} | fields
     (copy / "state.json").write_text(json.dumps(state))
+    sign(copy)
+    return copy
+
+
+def halves(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a gated model as checkpoints of format 2 have it: in ffn.up and its moments all rows of
+    gate, then all rows of up."""
+    is_up = ".ffn.up." in name and tensor.ndim
+    return torch.cat([tensor[0::2], tensor[1::2]]) if is_up else tensor
+
+
+def as_format_2(folder: Path, to: Path) -> Path:
+    """A copy of a gated model's checkpoint as an earlier version of nanoMFU would have saved it, in the same
+    parts."""
+    copy, tensors = shutil.copytree(folder, to), checkpoint_tensors(folder)
+    for path in copy.glob("*.safetensors"):
+        parts = []
+        for part in read_header(path):
+            whole = halves(part.name, tensors[part.name])
+            parts.append((part, whole[part.offsets[0] : part.end].clone() if part.shape else whole))
+        path.unlink()
+        write_parts(path, parts)
+    state = json.loads((copy / "state.json").read_text())
+    assert state["format"] == 3
+    (copy / "state.json").write_text(json.dumps(state | {"format": 2}))
     sign(copy)
     return copy
 

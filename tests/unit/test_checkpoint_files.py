@@ -11,20 +11,44 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoint_parts import ALONE, copies, make_config, make_saver, make_state, save, sign
+from support.checkpoint_parts import (
+    ALONE,
+    as_format_2,
+    copies,
+    copy_checkpoint,
+    halves,
+    make_config,
+    make_saver,
+    make_state,
+    save,
+    sign,
+)
 from support.helpers import ROOT, checkpoint_tensors
 
 from common.errors import UserError
 from training.checkpoints.loading import load_checkpoint, load_weights
+from training.checkpoints.saved_state import read_state
 from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
-from training.checkpoints.verification import damage_here, digest, recorded_files, verify_checkpoint
+from training.checkpoints.verification import (
+    damage_here,
+    digest,
+    open_tensors,
+    recorded_files,
+    verify_checkpoint,
+)
+from training.pretrained.writing import write_model
 
 pytestmark = pytest.mark.damage
 
-# sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by ZeRO-1 on
-# two ranks, after 3 iterations of a model of this shape
-GOLDEN = "89e937184f3cc8b80baf7ba494f032e0e85d616630504f246b23e5088316c490"
+# by format: sha256 over the names and bytes of all tensors, taken when it was saved and not by our code: by
+# ZeRO-1 on two ranks, after 3 iterations of a gated model of this shape
+GOLDEN = {
+    2: "89e937184f3cc8b80baf7ba494f032e0e85d616630504f246b23e5088316c490",
+    3: "3db99bb282ce5dcab05129a013aeb005d41477a844e27d604d74a537e4c42eba",
+}
 GOLDEN_SHAPE = {"vocab_size": 16, "block_size": 8, "dropout": 0.1}
+# of model.safetensors, as the version that saved format 2 exported that checkpoint
+GOLDEN_EXPORT = "c4ba5fde9de7b6ef5b0df29a36ee8c387445551f460421622bbcfa053adb9d43"
 
 
 @pytest.fixture(scope="module")
@@ -227,25 +251,82 @@ def test_files_that_the_manifest_does_not_list_are_not_read(folder):
 # --- earlier versions ---
 
 
-def test_a_checkpoint_that_an_earlier_version_saved_loads_bit_for_bit():
-    folder = ROOT / "tests/support/golden/format-2/step-00000003"
-    assert damage_here(folder) == []
+def golden(version: int) -> Path:
+    return ROOT / f"tests/support/golden/format-{version}/step-00000003"
+
+
+@pytest.mark.parametrize("version", GOLDEN)
+def test_a_checkpoint_that_an_earlier_version_saved_loads_bit_for_bit(version):
+    assert damage_here(golden(version)) == []
     config = make_config("unused", **GOLDEN_SHAPE)
     state = make_state(config)
-    progress = load_checkpoint(folder, state, config.model_config())
+    progress = load_checkpoint(golden(version), state, config.model_config())
     assert (progress.iteration, progress.samples_seen) == (3, 6)
     loaded = state.tensors() | {"rng.0.cpu": torch.get_rng_state()}
     sha256 = hashlib.sha256()
     for name in sorted(loaded):
-        sha256.update(
-            name.encode() + loaded[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        tensor = (halves(name, loaded[name]) if version == 2 else loaded[name]).contiguous()
+        sha256.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    assert sha256.hexdigest() == GOLDEN[version]
+
+
+def test_its_export_is_the_bytes_that_the_earlier_version_wrote(tmp_path):
+    saved = read_state(golden(2))
+    write_model(tmp_path, open_tensors(golden(2), saved), saved.model_config, torch.float32, {})
+    assert digest(tmp_path / "model.safetensors")["sha256"] == GOLDEN_EXPORT
+
+
+GPT2 = {"arch_preset": "gpt2", "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("keys", [{}, GPT2], ids=["gated", "mlp"])
+def test_only_ffn_up_of_a_gated_model_has_other_rows_in_format_2(tmp_path, keys):
+    """Also with biases, which qwen3 has not."""
+    config = make_config(tmp_path / "out", **{"bias": True, **keys})
+    state = make_state(config)
+    folder, expected = save(make_saver(config, state), 3), copies(state)
+    if not keys:
+        folder = as_format_2(folder, tmp_path / "older" / folder.name)
+        assert not torch.equal(
+            checkpoint_tensors(folder)["model.blocks.0.ffn.up.bias"], expected["model.blocks.0.ffn.up.bias"]
         )
-    assert sha256.hexdigest() == GOLDEN
+    else:
+        folder = copy_checkpoint(folder, tmp_path, 3, format=2)
+    found = make_state(config, seed=9)
+    verify_checkpoint(folder, ALONE)
+    load_checkpoint(folder, found, config.model_config())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.tensors().items())
+    _, model = load_weights(folder, torch.device("cpu"))
+    assert all(torch.equal(p.detach(), expected[f"model.{name}"]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("version", [1, 9])
+def test_any_rows_of_halves_in_any_parts_are_read_as_pairs(tmp_path):
+    whole = torch.arange(30.0).view(10, 3)
+    places, start = [], 0
+    for count in (3, 4, 3):  # both halves are in two parts
+        path = tmp_path / f"{start}.safetensors"
+        part = Part("t", (start, 0), (count, 3), torch.float32)
+        write_parts(path, [(part, halves("a.ffn.up.weight", whole)[start : start + count])])
+        places += read_header(path).items()
+        start += count
+    reader = TensorFiles(places, {"t"})
+    for rows in (range(10)[a:b:step] for a in range(10) for b in range(a + 1, 11) for step in (1, 2)):
+        assert torch.equal(reader.read_rows("t", rows), whole[rows.start : rows.stop : rows.step]), rows
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 2)], ids=str)
+@pytest.mark.security
+def test_halves_that_are_no_pairs_are_damage(tmp_path, shape):
+    config = make_config(tmp_path / "out")
+    folder = as_format_2(save(make_saver(config, make_state(config)), 3), tmp_path / "step-00000003")
+    part = Part("model.blocks.0.ffn.up.other", (0,) * len(shape), shape, torch.float32)
+    write_parts(folder / "tensors-00009-0.safetensors", [(part, torch.ones(shape))])
+    assert "the rows of model.blocks.0.ffn.up.other are not pairs" in refused(folder)
+
+
+@pytest.mark.parametrize("version", [1, 4])
 def test_another_format_is_named_and_not_set_aside(folder, version):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": version}))
-    assert f"has checkpoint format {version}; this version of nanoMFU reads 2" in refused(folder)
+    assert f"has checkpoint format {version}; this version of nanoMFU reads 2 and 3" in refused(folder)
     assert damage_here(folder) == []

@@ -13,7 +13,7 @@ from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
 from training.checkpoints.loading import check_architecture
 from training.checkpoints.resume import changed_settings, refuse_changes
-from training.checkpoints.saved_state import SavedState
+from training.checkpoints.saved_state import FORMAT, SavedState
 from training.configuration import rules
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 
@@ -42,7 +42,7 @@ COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a produc
 def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
     data = {"sha256": "0" * 64, "splits": {}}
     content = json.loads(json.dumps(config.to_dict()))
-    return SavedState(10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
+    return SavedState(FORMAT, 10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
 
 
 def test_every_guarded_key_is_in_the_table():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.helpers import ROOT
 
 from model_builder import build_model
@@ -171,6 +172,15 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(case):
     gradients = gather(table, {name: p.grad for name, p in named.items()})
     for name, p in ours.named_parameters():
         assert relative_error(p.grad, gradients[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_rows_of_gate_and_up_take_turns_in_a_gated_feed_forward(activation):
+    ffn = randomize(make("llama", activation=activation, bias=True)).blocks[0].ffn
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+    gate, up = (F.linear(x, ffn.up.weight[i::2], ffn.up.bias[i::2]) for i in (0, 1))
+    act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(ffn(x)[0], ffn.down(act * up), rtol=1e-5, atol=1e-5)
 
 
 # --- sizes ---

@@ -8,6 +8,7 @@ from support.tensors import gradients, random
 from ops.cross_entropy import LinearCrossEntropy
 from ops.embedding import EmbeddingFunction
 from ops.linear import LinearFunction, add_weight_gradient
+from ops.swiglu import AMAX_COLUMNS, pairs, swiglu, swiglu_backward, swiglu_with_amax
 
 N, C, V = 24, 16, 50
 
@@ -40,6 +41,22 @@ def test_an_embedding_with_a_sum_adds_the_gradient_that_autograd_computes():
     total = torch.zeros(6, C)
     (EmbeddingFunction.apply(ids, weight, total) * dy).sum().backward()
     torch.testing.assert_close(total, dweight)
+
+
+def test_swiglu_takes_its_columns_in_pairs_and_so_are_those_of_its_gradient():
+    x, dh = random(N, 2 * V).requires_grad_(), random(N, V)
+    gate, up = x[:, 0::2], x[:, 1::2]
+    assert all(map(torch.equal, pairs(x), (gate, up)))
+    expected = F.silu(gate) * up
+    (dx,) = gradients((expected * dh).sum(), x)
+    torch.testing.assert_close(swiglu(x), expected)
+    h, amax = swiglu_with_amax(x)
+    torch.testing.assert_close(h, expected)
+    assert amax.shape == (N, 1) and AMAX_COLUMNS > V
+    assert torch.equal(amax[:, 0], h.abs().amax(-1))
+    torch.testing.assert_close(swiglu_backward(x.detach(), dh), dx)
+    for loss in ((swiglu(x) * dh).sum(), (h * dh).sum()):
+        torch.testing.assert_close(gradients(loss, x)[0], dx)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])

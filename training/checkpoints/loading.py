@@ -104,7 +104,8 @@ def deleted_too_fast(out_dir: Path) -> UserError:
 
 def _open(folder: Path) -> tuple[SavedState, dcp.StorageReader] | UserError:
     try:
-        return read_state(folder), open_tensors(folder)
+        saved = read_state(folder)
+        return saved, open_tensors(folder, saved)
     except UserError as error:
         return error
     except (ValueError, OSError) as error:

@@ -16,7 +16,9 @@ from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
 
-FORMAT = 2
+FORMAT = 3
+HALVES_FORMAT = 2  # the same, but ffn.up of a gated model has all rows of gate, then all rows of up
+FORMATS = (HALVES_FORMAT, FORMAT)
 STATE = "state.json"
 MAX_BYTES = 64 << 20  # it lists the files of every dataset
 MAX_COUNT = 1 << 53  # of iterations or samples; JSON keeps whole numbers exactly up to here
@@ -32,6 +34,7 @@ class UnknownFormat(UserError):
 class SavedState:
     """What a checkpoint says of the run that saved it."""
 
+    format: int  # of the checkpoint
     iteration: int  # optimizer updates done
     samples_seen: int  # sequences, over all GPUs
     best_val_loss: float | None
@@ -65,9 +68,10 @@ def read_state(folder: Path) -> SavedState:
 
 def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     version = _whole(content, "format", 1)
-    if version != FORMAT:
+    if version not in FORMATS:
+        known = " and ".join(map(str, FORMATS))
         raise UnknownFormat(
-            f"{folder} has checkpoint format {version}; this version of nanoMFU reads {FORMAT}"
+            f"{folder} has checkpoint format {version}; this version of nanoMFU reads {known}"
         )
     iteration = _whole(content, "iteration", 0)
     if iteration != step_number(folder):
@@ -81,6 +85,7 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     run: Any = content.get("run")
     _check("run", run, str)
     return SavedState(
+        format=version,
         iteration=iteration,
         samples_seen=_whole(content, "samples_seen", 0),
         best_val_loss=_loss(content, "best_val_loss"),

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +61,11 @@ class Part(NamedTuple):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """The row after its last one."""
+        return self.offsets[0] + self.shape[0]
 
 
 # --- writing ---
@@ -157,25 +162,48 @@ def _numbers(value: list) -> tuple[int, ...]:
 
 
 class TensorFiles(StorageReader):
-    """Lets torch.distributed.checkpoint read such files. Raises ValueError if a tensor is incomplete."""
+    """Lets torch.distributed.checkpoint read such files. Raises ValueError if a tensor is incomplete.
 
-    def __init__(self, parts: Iterable[tuple[Part, Place]]):
+    halves: names of tensors whose files have the even rows first, then the odd ones: Hugging Face's gate_proj
+    and up_proj, and our own checkpoints of format 2. They are read as row 0, 1, 2, ...
+    """
+
+    def __init__(self, parts: Iterable[tuple[Part, Place]], halves: Collection[str] = ()):
         self.places: dict[MetadataIndex, tuple[Part, Place]] = {}
         tensors = defaultdict(list)
         for part, place in parts:
             tensors[part.name].append(part)
             self.places[MetadataIndex(part.name, part.offsets)] = part, place
         self.parts = {name: sorted(found, key=lambda part: part.offsets) for name, found in tensors.items()}
+        self.halves = frozenset(halves)
         self.metadata = Metadata({name: _whole(name, found) for name, found in self.parts.items()})
+        for name in self.halves & self.parts.keys():
+            self.metadata.state_dict_metadata[name] = _whole(name, [_joined(name, self.parts[name])])
 
-    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
-        """These rows of a tensor, in memory only if they are in several files."""
+    def read_rows(self, name: str, rows: range) -> torch.Tensor:
+        """These rows of a tensor; a copy in memory only if they are in several places."""
+        if name not in self.halves:
+            return self._stored_rows(name, rows)
+        if rows.step == 2:
+            half = self.parts[name][-1].end // 2
+            first = rows.start // 2 + half * (rows.start % 2)
+            return self._stored_rows(name, range(first, first + len(rows)))
+        assert rows.step == 1, rows
+        one, *_ = self.parts[name]
+        both = torch.empty(len(rows), *one.shape[1:], dtype=one.dtype)
+        for i in range(min(2, len(rows))):
+            both[i::2] = self.read_rows(name, rows[i::2])
+        return both
+
+    def _stored_rows(self, name: str, rows: range) -> torch.Tensor:
+        """The same, counted in the order of the files."""
         found = []
         for part in self.parts[name]:
-            first, last = max(start, part.offsets[0]), min(start + count, part.offsets[0] + part.shape[0])
-            if first < last:
-                _, place = self.places[MetadataIndex(name, part.offsets)]
-                found.append(mapped(part, place).narrow(0, first - part.offsets[0], last - first))
+            start, step = part.offsets[0], rows.step
+            mine = range(max(rows.start, start + (rows.start - start) % step), min(rows.stop, part.end), step)
+            if mine:
+                tensor = mapped(*self.places[MetadataIndex(name, part.offsets)])
+                found.append(tensor[mine.start - start : mine.stop - start : step])
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_metadata(self) -> Metadata:
@@ -183,9 +211,13 @@ class TensorFiles(StorageReader):
 
     def read_data(self, plan, planner) -> Future[None]:
         for item in plan.items:
-            part, place = self.places[item.storage_index]
-            tensor = mapped(part, place)
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            spans = list(zip(item.storage_offsets, item.lengths, strict=True))
+            if (name := item.storage_index.fqn) in self.halves:
+                first, length = spans[0]
+                tensor, spans[0] = self.read_rows(name, range(first, first + length)), (0, length)
+            else:
+                tensor = mapped(*self.places[item.storage_index])
+            for dim, (start, length) in enumerate(spans):
                 tensor = tensor.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(tensor)
@@ -224,6 +256,14 @@ def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
         raise ValueError(f"the parts of {name} do not make {tuple(size)}")
     chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in parts]
     return TensorStorageMetadata(TensorProperties(dtype=parts[0].dtype), size, chunks)
+
+
+def _joined(name: str, parts: list[Part]) -> Part:
+    """Halves as one part, because none of theirs has rows that follow each other in the whole."""
+    one, last = parts[0], parts[-1]
+    if not one.shape or last.end % 2:
+        raise ValueError(f"the rows of {name} are not pairs")
+    return one._replace(shape=(last.end, *one.shape[1:]))
 
 
 def _fill(parts: list[Part], size: torch.Size) -> bool:

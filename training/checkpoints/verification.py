@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
-from training.checkpoints.saved_state import STATE, UnknownFormat, read_state
+from training.checkpoints.saved_state import HALVES_FORMAT, STATE, SavedState, UnknownFormat, read_state
 from training.checkpoints.tensor_files import SUFFIX, TensorFiles, read_header
 from training.checkpoints.train_state import MOMENTS
 from training.process.world import World, gather_objects
@@ -123,7 +123,7 @@ def _content_problems(folder: Path) -> list[str]:
     user which version it needs."""
     try:
         state = read_state(folder)
-        metadata = open_tensors(folder).read_metadata().state_dict_metadata
+        metadata = open_tensors(folder, state).read_metadata().state_dict_metadata
         _check_tensors(metadata, state.model_config)
     except UnknownFormat:
         return []
@@ -132,11 +132,15 @@ def _content_problems(folder: Path) -> list[str]:
     return []
 
 
-def open_tensors(folder: Path) -> TensorFiles:
-    """A reader of the folder's tensors. Files that the manifest does not list are ignored. Raises ValueError
-    or OSError."""
+def open_tensors(folder: Path, saved: SavedState) -> TensorFiles:
+    """A reader of the folder's tensors, with their rows in the order of FORMAT. Files that the manifest does
+    not list are ignored. Raises ValueError or OSError."""
     paths = [folder / name for name in recorded_files(folder) if name.endswith(SUFFIX)]
-    return TensorFiles(item for path in paths for item in read_header(path).items())
+    parts = [item for path in paths for item in read_header(path).items()]
+    if saved.format != HALVES_FORMAT or saved.model_config.ffn_type != "swiglu":
+        return TensorFiles(parts)
+    names = {part.name for part, _ in parts}  # of weights, biases and their moments
+    return TensorFiles(parts, {n for n in names if ".ffn.up." in n and not n.endswith(".step")})
 
 
 def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:

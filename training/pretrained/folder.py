@@ -231,7 +231,9 @@ def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Pa
         raise UserError(
             f"{place.path}: {piece.name} is {_kind(part)}, but {CONFIG} asks for floating point and {shape}"
         )
-    offsets = (piece.start, *(0 for _ in piece.shape[1:]))
+    # pairs of rows are two halves here, which TensorFiles joins
+    start = piece.rows.start * (len(piece.rows) if piece.rows.step == 2 else 1)
+    offsets = (start, *(0 for _ in piece.shape[1:]))
     return Part(piece.ours, offsets, piece.shape, part.dtype), place._replace(transposed=piece.transposed)
 
 
@@ -242,7 +244,7 @@ def check_tied(weights: Weights, model: ModelConfig) -> None:
     if not model.weight_tying or HEAD not in found:
         return
     (name,) = (piece.name for piece in pieces(model) if piece.ours == "embed.weight")
-    name = name if name in found else without_prefix([Piece(name, "", 0, ())])[0].name
+    name = name if name in found else without_prefix([Piece(name, "", range(0), ())])[0].name
     head, embedding = (mapped(*found[one]) for one in (HEAD, name))
     if head.shape != embedding.shape or not all(map(torch.equal, *map(_rows, (head, embedding)))):
         raise UserError(

@@ -28,7 +28,7 @@ GPT2_BLOCK = {
     "ffn.up": "mlp.c_fc",
     "ffn.down": "mlp.c_proj",
 }
-# several names: their rows follow each other in ours
+# several names: their rows follow each other in ours; those of gate_proj and up_proj take turns
 DECODER_BLOCK = {
     "attn_norm": ("input_layernorm",),
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
     name: str  # Hugging Face's
     ours: str  # the name of a parameter
-    start: int  # the first row in ours
+    rows: range  # in ours
     shape: tuple[int, ...]  # in ours; in the file the reverse if transposed
     transposed: bool = False
     is_zero: bool = False  # GPT-2 has a bias where the model has none: zeros are written, nothing is read
@@ -77,7 +77,16 @@ def gather(found: list[Piece], theirs: dict[str, torch.Tensor]) -> dict[str, tor
         if not piece.is_zero:
             tensor = theirs[piece.name]
             rows.setdefault(piece.ours, []).append(tensor.t() if piece.transposed else tensor)
-    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()}
+    pairs = in_pairs(found)
+    return {
+        name: torch.stack(parts, dim=1).flatten(0, 1) if name in pairs else torch.cat(parts)
+        for name, parts in rows.items()
+    }
+
+
+def in_pairs(found: list[Piece]) -> set[str]:
+    """The parameters of which every second row is of one of Hugging Face's tensors."""
+    return {piece.ours for piece in found if piece.rows.step == 2}
 
 
 def _gpt2_pieces(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Piece]:
@@ -90,11 +99,12 @@ def _gpt2_pieces(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iter
     for ours, name in (top | blocks).items():
         name, shape = f"transformer.{name}", shapes[f"{ours}.weight"]
         is_linear = ours.endswith((".qkv", ".out", ".up", ".down"))
-        yield Piece(f"{name}.weight", f"{ours}.weight", 0, shape, transposed=is_linear)
+        yield Piece(f"{name}.weight", f"{ours}.weight", range(shape[0]), shape, transposed=is_linear)
         if ours not in ("embed", "positions"):
-            yield Piece(f"{name}.bias", f"{ours}.bias", 0, shape[:1], is_zero=f"{ours}.bias" not in shapes)
+            is_zero = f"{ours}.bias" not in shapes
+            yield Piece(f"{name}.bias", f"{ours}.bias", range(shape[0]), shape[:1], is_zero=is_zero)
     if HEAD_OURS in shapes:
-        yield Piece(HEAD, HEAD_OURS, 0, shapes[HEAD_OURS])
+        yield Piece(HEAD, HEAD_OURS, range(shapes[HEAD_OURS][0]), shapes[HEAD_OURS])
 
 
 def _decoder_pieces(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Piece]:
@@ -104,16 +114,18 @@ def _decoder_pieces(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> I
         for i in range(model.n_layer)
         for ours, names in DECODER_BLOCK.items()
     }
-    kv = model.n_kv_head * model.head_dim
-    rows = {"attn.qkv": (model.attention_width, kv, kv), "ffn.up": (model.d_ff, model.d_ff)}
+    q = model.attention_width
+    k = q + model.n_kv_head * model.head_dim
     for ours, names in (top | blocks).items():
-        sizes = next((sizes for end, sizes in rows.items() if ours.endswith(end)), None)
         for kind in ("weight", "bias"):
             if (shape := shapes.get(f"{ours}.{kind}")) is None:
                 continue
-            start = 0
-            for name, size in zip(names, sizes or shape[:1], strict=True):
-                yield Piece(f"model.{name}.{kind}", f"{ours}.{kind}", start, (size, *shape[1:]))
-                start += size
+            rows = [every := range(shape[0])]
+            if ours.endswith("attn.qkv"):
+                rows = [every[:q], every[q:k], every[k:]]
+            elif ours.endswith("ffn.up"):
+                rows = [every[::2], every[1::2]]
+            for name, mine in zip(names, rows, strict=True):
+                yield Piece(f"model.{name}.{kind}", f"{ours}.{kind}", mine, (len(mine), *shape[1:]))
     if HEAD_OURS in shapes:
-        yield Piece(HEAD, HEAD_OURS, 0, shapes[HEAD_OURS])
+        yield Piece(HEAD, HEAD_OURS, range(shapes[HEAD_OURS][0]), shapes[HEAD_OURS])

@@ -34,6 +34,7 @@ from training.pretrained.folder import (
     locate,
     match,
 )
+from training.pretrained.names import in_pairs, pieces
 from training.process.world import World, gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -104,7 +105,7 @@ def _read(config: TrainConfig, state: TrainState) -> dict[str, Any] | UserError:
 
 
 def _open(weights: Weights, architecture: Architecture, config: ModelConfig) -> TensorFiles:
-    return TensorFiles(match(weights, architecture, config))
+    return TensorFiles(match(weights, architecture, config), in_pairs(pieces(config)))
 
 
 def _load(weights: Weights, reader: TensorFiles, tensors: dict[str, torch.Tensor]) -> None:

@@ -79,7 +79,7 @@ def _tensors(reader: TensorFiles, shard: list[Piece], dtype: torch.dtype) -> Ite
         if piece.is_zero:
             yield torch.zeros(piece.stored_shape, dtype=dtype)
             continue
-        tensor = reader.read_rows(f"model.{piece.ours}", piece.start, piece.shape[0]).to(dtype)
+        tensor = reader.read_rows(f"model.{piece.ours}", piece.rows).to(dtype)
         if not is_finite(tensor):
             raise UserError(
                 f"{piece.name} has a value that {str(dtype).removeprefix('torch.')} cannot hold, or that is "
