@@ -192,8 +192,8 @@ def _check_ffn_backend(config: TrainConfig) -> None:
         )
     if (model.ffn_type, model.activation) not in QUACK_ACTIVATIONS:
         raise UserError(
-            f"{asked} has kernels for ffn_type='swiglu' with activation='silu' and for 'mlp' with 'gelu', but "
-            f"this model has {model.ffn_type!r} with {model.activation!r}; set one of these pairs, {back}"
+            f"{asked} has kernels for ffn_type='swiglu' with activation='silu' and for 'mlp' with 'gelu', "
+            f"but this model has {model.ffn_type!r} with {model.activation!r}; set one of these pairs, {back}"
         )
     if model.bias:
         raise UserError(

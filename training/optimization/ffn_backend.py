@@ -72,13 +72,13 @@ def require_ffn_backend(config: TrainConfig, here: Capability) -> None:
     cuda = torch.version.cuda
     if cuda is None or int(cuda.partition(".")[0]) != CUDA:
         raise UserError(
-            f"{asked} needs a build of torch for CUDA {CUDA}, but torch {torch.__version__} is for CUDA {cuda}; "
-            f"install another build, {back}"
+            f"{asked} needs a build of torch for CUDA {CUDA}, but torch {torch.__version__} is for CUDA "
+            f"{cuda}; install another build, {back}"
         )
 
 
 def use_ffn_backend(model: Transformer, config: TrainConfig) -> None:
-    """Sets the backend of every feed-forward layer. Raises RunError if its kernels do not run or are wrong."""
+    """Sets the backend of every feed-forward layer. Raises RunError if its kernels fail or are wrong."""
     if config.ffn_backend == "torch":
         return
     layers = [module for module in model.modules() if isinstance(module, FeedForward)]
@@ -118,8 +118,9 @@ def check_ffn_backend(layer: FeedForward) -> None:
     for name, error in zip(names, errors, strict=True):
         if not error < TOLERANCE:  # also NaN
             raise RunError(
-                f"the kernel of ffn_backend='quack' for {name} is wrong on this GPU, by {error:.2g} relative to "
-                f"plain arithmetic, where rounding explains {TOLERANCE}; set --ffn_backend=torch"
+                f"the kernel of ffn_backend='quack' for {name} computes wrong numbers on this GPU: they are "
+                f"{error:.2g} off plain arithmetic, where rounding explains {TOLERANCE}; "
+                "set --ffn_backend=torch"
             )
 
 
