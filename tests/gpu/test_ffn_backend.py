@@ -159,7 +159,7 @@ def test_losses_and_gradients_are_those_of_torch(folder, by_torch, model, varian
     assert info["ffn_backend"]["used"] == "quack" and info["software"]["quack-kernels"]
     assert variant != "graphs" or info["cuda_graphs"]["used"] == "CUDA Graph", info["cuda_graphs"]
     usual = by_torch[model]
-    assert losses(record)[0] == pytest.approx(losses(usual)[0], rel=1e-4)
+    assert losses(record)[0] == pytest.approx(losses(usual)[0], rel=1e-3)
     assert gradient_norms(record)[0] == pytest.approx(gradient_norms(usual)[0], rel=1e-2)
     assert losses(record) == pytest.approx(losses(usual), rel=2e-2)
 

@@ -115,11 +115,11 @@ def check_ffn_backend(layer: FeedForward) -> None:
             f"{INSTALL}, or set --ffn_backend=torch"
         ) from error
     names = ("the output of up", "the activation", "the gradient of up's output")
-    for name, error in zip(names, errors, strict=True):
-        if not error < TOLERANCE:  # also NaN
+    for name, off in zip(names, errors, strict=True):
+        if not off < TOLERANCE:  # also NaN
             raise RunError(
                 f"the kernel of ffn_backend='quack' for {name} computes wrong numbers on this GPU: they are "
-                f"{error:.2g} off plain arithmetic, where rounding explains {TOLERANCE}; "
+                f"{off:.2g} off plain arithmetic, where rounding explains {TOLERANCE}; "
                 "set --ffn_backend=torch"
             )
 
