@@ -42,7 +42,8 @@ GELU_IN_QUACK = "gelu_tanh_approx"
 
 @functools.cache  # kept for ever: QuACK's cache knows a configuration by its id(), which Python gives again
 def _config() -> GemmConfig:
-    """The fastest of 50 that were measured for SwiGLU's two operations on an H200 (LOG.md)."""
+    """The fastest of those measured for SwiGLU's two operations on an H200 (LOG.md); GELU's were not
+    measured."""
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
