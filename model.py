@@ -26,6 +26,7 @@ from ops.gelu import gelu
 from ops.heads import Rotary, project_heads
 from ops.linear import Linear
 from ops.norm import Delta, Norm, add_norm, normalize
+from ops.quack import fused_feed_forward
 from ops.swiglu import pairs, swiglu_feed_forward
 from rope_scaling import RopeScaling
 
@@ -140,6 +141,8 @@ class FeedForward(nn.Module):
     """down(act(up(x))); swiglu: down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul, whose
     rows are gate 0, up 0, gate 1, up 1, ..."""
 
+    backend = "torch"  # or 'quack', if training/optimization/ffn_backend.py sets it
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated = config.ffn_type == "swiglu"
@@ -150,6 +153,8 @@ class FeedForward(nn.Module):
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> Delta:
+        if self.backend == "quack":
+            return fused_feed_forward(x, self.up, self.down, "swiglu" if self.gated else "gelu")
         if self.swiglu:
             return swiglu_feed_forward(x, amax, self.up, self.down, self.gradient_amax)
         x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): pairs of gate and up

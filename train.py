@@ -60,6 +60,7 @@ from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
 from training.optimization.compile import compile_and_checkpoint
+from training.optimization.ffn_backend import require_ffn_backend, use_ffn_backend
 from training.optimization.matmul_algorithms import choose_algorithms
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale, describe_low_precision, use_low_precision
@@ -291,7 +292,9 @@ def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
     one process of each machine reads the data."""
     rank, local_rank, _ = launch_info()
     check_device(config)
-    require_low_precision(config.low_precision, capability(torch.device(config.device)))
+    here = capability(torch.device(config.device))
+    require_low_precision(config.low_precision, here)
+    require_ffn_backend(config, here)
     out_dir = Path(config.out_dir)
     if rank == 0:
         check_writable(out_dir)
@@ -319,6 +322,7 @@ def build(
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.logit_parts
     use_low_precision(model, config)
+    use_ffn_backend(model, config)
     return model, attention
 
 

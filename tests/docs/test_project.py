@@ -21,6 +21,7 @@ from docs.house import product_files
 EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "data": "requirements-data.txt",
     "gpu": "requirements-gpu.txt",
+    "quack": "requirements-quack.txt",
     "trackers": "requirements-trackers.txt",
     "dev": "requirements-dev.txt",
 }

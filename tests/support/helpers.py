@@ -136,12 +136,18 @@ def start_train(*args: object, processes: int = 1, **env: str) -> subprocess.Pop
     )
 
 
-def run_in_one_launch(folder: Path, commands: list[list], processes: int = 1, timeout: float = 240) -> None:
+def run_in_one_launch(
+    folder: Path,
+    commands: list[list],
+    processes: int = 1,
+    timeout: float = 240,
+    worker: str = "tests/support/runs_worker.py",
+) -> None:
     """train.py with each argument list, by the same processes, one after another."""
     path = folder / f"commands-{uuid.uuid4().hex[:8]}.json"
     path.write_text(json.dumps([[str(argument) for argument in command] for command in commands]))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    launch([[*(launcher if processes > 1 else []), "tests/support/runs_worker.py", path]], timeout)
+    launch([[*(launcher if processes > 1 else []), worker, path]], timeout)
 
 
 def launch(commands: list[list], timeout: float = 240) -> list[str]:

@@ -132,6 +132,34 @@ def test_a_matmul_by_a_measured_algorithm_is_known_by_place_and_direction(trace,
     assert part_of(classify, "aten::mm", f"{forward} > aten::mm", [(tokens, C), (C, up)]) == "up forward"
 
 
+@pytest.mark.parametrize("trace", ["qwen3_bf16", "gpt2_bf16"])
+def test_quacks_matmuls_are_known_by_their_operators(trace, classifiers):
+    classify, kernel = classifiers[trace], "kernel_cutlass_kernel_quackgemm_sm90_GemmSm90_object_at_"
+    config = load_config(TRACES[trace])
+    tokens, C, F = config.micro_batch * config.block_size, config.n_embd, config.model_config().d_ff
+    N = 2 * F if config.model_config().ffn_type == "swiglu" else F
+    forward, backward = "nanomfu::activated_matmul", "nanomfu::activation_backward_matmul"
+    for operator, phase, shapes, part, flops in [
+        (forward, "forward", [(tokens, C), (N, C)], "up forward", 2 * tokens * C * N),
+        (forward, "recompute", [(tokens, C), (N, C)], "up recompute", 2 * tokens * C * N),
+        (backward, "backward", [(tokens, C), (C, F), (tokens, N)], "down dgrad", 2 * tokens * C * F),
+    ]:
+        place = place_of(f"CompiledFunction > {operator}", shapes, phase)
+        found = classify(Work(kernel, 0, 1, 7, True, place=place))
+        assert (found.part, found.flops) == (part, flops)
+        # on a CPU, the operators within compute
+        inside = f"CompiledFunction > {operator} > aten::sigmoid"
+        assert part_of(classify, "aten::sigmoid", inside, [(tokens, F)], phase) == "activation"
+        assert group_of(classify(Work(operator, 0, 1, 0, False, place=place)).part) != "matmuls"
+
+
+def test_a_width_that_two_linears_share_does_not_hide_which_matmul_is_quacks():
+    classify = Classifier(tiny(d_ff=32))  # down is (32, 32), as out is
+    path = "FusedFeedForwardBackward > nanomfu::activation_backward_matmul"
+    shapes = [(128, 32), (32, 32), (128, 64)]
+    assert part_of(classify, "kernel_cutlass", path, shapes, "backward") == "down dgrad"
+
+
 @pytest.mark.parametrize("chunks, rows", [(1, 128), (3, 43), (3, 42)])
 def test_the_head_is_found_in_each_part_of_the_loss(chunks, rows):
     classify = Classifier(tiny(loss_chunks=chunks))

@@ -25,6 +25,11 @@ OPERATORS = {
 }
 # These call cuBLASLt themselves. The factors are the first tensor and the second or its transpose.
 OWN_OPERATORS = ("nanomfu::add_float8_weight_gradient", "nanomfu::matmul")
+# These are QuACK's (ops/quack.py): each is one matmul of the model, whatever its shapes.
+FUSED_OPERATORS = {
+    "nanomfu::activated_matmul": ("up", "forward"),
+    "nanomfu::activation_backward_matmul": ("down", "dgrad"),
+}
 DIRECTIONS = ("forward", "recompute", "dgrad", "wgrad")
 HEAD = "head"
 NAMES = {"lm_head": HEAD}  # of a module: the name that is shown
@@ -63,6 +68,9 @@ def matmul_of(place: Place, model: Linears) -> tuple[str, float]:
         return "other matmul", 0.0
     rows, inner, columns = found
     flops = 2.0 * rows * inner * columns
+    if place.operator in FUSED_OPERATORS:
+        name, direction = FUSED_OPERATORS[place.operator]
+        return f"{name} {'recompute' if place.phase == 'recompute' else direction}", flops
     in_head = HEAD_FUNCTION in place.path
     fits = [
         (name, direction)
@@ -83,7 +91,8 @@ def matmul_of(place: Place, model: Linears) -> tuple[str, float]:
 
 def is_product(name: str, place: Place) -> bool:
     """name: of the kernel. On a CPU it is the operator's own; there, operators within ours compute."""
-    return place.operator in OPERATORS or (place.operator in OWN_OPERATORS and name != place.operator)
+    own = place.operator in OWN_OPERATORS or place.operator in FUSED_OPERATORS
+    return place.operator in OPERATORS or (own and name != place.operator)
 
 
 def allowed(direction: str, place: Place) -> bool:
@@ -97,6 +106,7 @@ def factors(operator: str, shapes: tuple[Shape, ...]) -> tuple[int, int, int] | 
     if len(shapes) <= second or len(shapes[first]) != 2 or len(shapes[second]) != 2:
         return None
     (rows, inner), (again, columns) = shapes[first], shapes[second]
-    if operator in OWN_OPERATORS and inner == columns:  # transposed; of a square one, both give the same
+    own = operator in OWN_OPERATORS or operator in FUSED_OPERATORS
+    if own and inner == columns:  # transposed; of a square one, both give the same
         again, columns = columns, again
     return (rows, inner, columns) if inner == again else None

@@ -156,6 +156,11 @@ class TrainConfig:
         "sdpa", "kernel of attention; if it cannot run here, the next one in this list does"
     )
 
+    # --- feed-forward ---
+    ffn_backend: Literal["torch", "quack"] = key(
+        "torch", "matmuls beside the activation; quack: together with it, on Hopper, in bfloat16"
+    )
+
     # --- optimizer ---
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)

@@ -51,6 +51,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_schedule(config)
     _check_sharding(config, world_size)
     _check_precision(config)
+    _check_ffn_backend(config)
     _check_system(config, world_size)
 
 
@@ -167,6 +168,43 @@ def _check_precision(config: TrainConfig) -> None:
             f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
             "set dtype='bfloat16', or low_precision='none'"
         )
+
+
+QUACK_ACTIVATIONS = (("swiglu", "silu"), ("mlp", "gelu"))  # ffn_type, activation
+QUACK_ALIGNMENT = 8  # columns of bf16: its kernels load and store rows at addresses of 16 bytes
+
+
+def _check_ffn_backend(config: TrainConfig) -> None:
+    """What QuACK's kernels cannot compute anywhere. What is installed, and the GPU, are looked at later
+    (training/optimization/ffn_backend.py)."""
+    if config.ffn_backend != "quack":
+        return
+    model = config.model_config()
+    asked, back = "ffn_backend='quack'", "or ffn_backend='torch'"
+    if config.dtype != "bfloat16":
+        raise UserError(
+            f"{asked} computes in bfloat16, but dtype={config.dtype!r}; set dtype='bfloat16', {back}"
+        )
+    if config.low_precision != "none":
+        raise UserError(
+            f"{asked} computes the layers in bfloat16, but low_precision={config.low_precision!r} in fp8; "
+            f"set low_precision='none', {back}"
+        )
+    if (model.ffn_type, model.activation) not in QUACK_ACTIVATIONS:
+        raise UserError(
+            f"{asked} has kernels for ffn_type='swiglu' with activation='silu' and for 'mlp' with 'gelu', "
+            f"but this model has {model.ffn_type!r} with {model.activation!r}; set one of these pairs, {back}"
+        )
+    if model.bias:
+        raise UserError(
+            f"{asked} adds no bias in the feed-forward layer, but bias=True; set bias=False, {back}"
+        )
+    for name, width in (("n_embd", model.n_embd), ("d_ff", model.d_ff)):
+        if width % QUACK_ALIGNMENT:
+            raise UserError(
+                f"{asked} needs widths that are multiples of {QUACK_ALIGNMENT}, but {name}={width}; "
+                f"change {name}, {back}"
+            )
 
 
 def _check_system(config: TrainConfig, world_size: int) -> None:

@@ -1,4 +1,5 @@
-"""Tells what a device can do, by its CUDA compute capability: attention kernels, bf16, fp8 and fp4 matmuls.
+"""Tells what a device can do, by its CUDA compute capability: attention kernels, bf16, fp8 and fp4 matmuls,
+matmuls with an activation.
 
 No other file asks for the capability: a new GPU is a new row of the table, and tests replace one function.
 Trap: a larger number does not mean more. 12.0 (RTX 5090) is another design than 10.0 (B200), not a later one.
@@ -27,6 +28,7 @@ class Capability:
     fp8: str | None
     fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
     block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls; no recipe uses them yet
+    quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
 
@@ -39,13 +41,14 @@ class Capability:
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above
 #   fast_accumulation  cuBLAS manual, CUBLASLT_MATMUL_DESC_FAST_ACCUM: has an effect on Ada and Hopper
 #   block_scaled       TransformerEngine's recipes, 10.0 or above; mxfp8 on 12.0: pytorch issue 198126
+#   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 TABLE = {
     (8, 0): Capability((TORCH,), (FA2,), True, None, False, False),  # A100
     (8, 6): Capability((TORCH,), (FA2,), True, None, False, False),  # A6000, RTX 30
     (8, 9): Capability((TORCH,), (FA2,), True, "native", True, False),  # Ada: L40S, RTX 4090
-    (9, 0): Capability((CUDNN, TORCH), (FA3, FA2), True, "native", True, False),  # H100, H200, GH200
+    (9, 0): Capability((CUDNN, TORCH), (FA3, FA2), True, "native", True, False, quack=True),  # H100, H200
     (10, 0): Capability((CUDNN, TORCH), (FA2,), True, "native", False, True),  # B200, GB200
     (10, 3): Capability((CUDNN, TORCH), (FA2,), True, "native", False, True),  # B300, GB300
     (12, 0): Capability((TORCH,), (FA2,), True, "native", False, True),  # RTX 5090, RTX PRO Blackwell

@@ -69,7 +69,8 @@ class Timing(NamedTuple):
 
 def step_matmuls(model: Transformer, config: TrainConfig) -> Counter[tuple[str, Matmul]]:
     """(name, matmul) of the forwards and dgrads of a micro-step, and how many of each it has."""
-    return Counter(_step_matmuls(model, config))
+    by_quack = ("up forward", "down dgrad") if config.ffn_backend == "quack" else ()
+    return Counter(found for found in _step_matmuls(model, config) if found[0] not in by_quack)
 
 
 def _step_matmuls(model: Transformer, config: TrainConfig) -> Iterator[tuple[str, Matmul]]:

@@ -106,4 +106,6 @@ def _unsupported(config: TrainConfig, card: Card) -> list[str]:
         problems.append(f"{card.device} has no bfloat16; use --dtype=float16")
     if config.low_precision != "none" and here.fp8 is None:
         problems.append(f"{card.device} has no fp8; use --low_precision=none")
+    if config.ffn_backend == "quack" and not here.quack:
+        problems.append(f"{card.device} is no Hopper GPU; use --ffn_backend=torch")
     return problems

@@ -149,6 +149,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         *_fp8_weight_gradients(info),
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
+        *([("Feed-forward backend", info["ffn_backend"]["line"])] if "ffn_backend" in info else []),
         *_matmul_algorithms(config, info),
         ("CUDA Graph", _cuda_graphs(config, gpus)),
         ("Windows", _windows(config)),

@@ -14,6 +14,7 @@ from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
+from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer
 from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
@@ -58,9 +59,10 @@ def startup_info(
             "peak": _describe_peak(peak),
             **({"peak_fp8": _describe_peak(peak.fp8)} if peak.fp8 else {}),
         },
-        "software": {name: machine[name] for name in SOFTWARE},
+        "software": {name: machine[name] for name in SOFTWARE} | versions(config),
         "git": git_state(),
         "attention": attention,
+        **describe_ffn_backend(config),
         **({"cuda_graphs": graphs} if obstacle else {}),
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,

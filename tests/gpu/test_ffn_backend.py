@@ -1,0 +1,184 @@
+"""ffn_backend='quack' on a Hopper GPU: QuACK's kernels against plain arithmetic, and runs against torch's."""
+
+import pytest
+import torch
+from support.helpers import SMALL, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.tensors import error
+
+from ops import quack
+from training.configuration.keys import TrainConfig
+from training.hardware.capability import capability
+from training.optimization.ffn_backend import TOLERANCE, require_ffn_backend
+
+INSTALL = "needs QuACK: pip install -r requirements-quack.txt"
+SHAPES = {"qwen3": (2048, 6144), "gpt2": (2304, 9216), "qwen2.5": (1536, 8960)}  # C, F
+RUN = {
+    **SMALL,
+    "max_iters": 20,
+    "eval_interval": 10,
+    "warmup_iters": 5,
+    "learning_rate": 1e-3,
+    "min_lr": 1e-4,
+    "lr_decay_iters": 20,
+    "keep_all_checkpoints": True,
+}
+GPT2 = {"arch_preset": "gpt2", "num_key_value_heads": 4}
+MODELS = {"gated": {}, "gpt2": GPT2}
+VARIANTS = {
+    "compiled": [],
+    "eager": ["--compile=False"],
+    "graphs": ["--use_cuda_graphs=True"],
+    "recomputed": ["--activation_checkpointing=full"],
+    "measured": ["--matmul_algorithms=measured"],
+}
+STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
+
+
+def obstacle() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    if not capability("cuda").quack:
+        return "needs a Hopper GPU"
+    try:
+        require_ffn_backend(TrainConfig(ffn_backend="quack"), capability("cuda"))
+    except Exception as problem:
+        return f"{INSTALL} ({problem})"
+    return None
+
+
+OBSTACLE = obstacle()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))]
+
+
+# --- operations ---
+
+
+def randn(*shape, std=1.0):
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return (std * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
+
+
+def operands(activation, tokens, shape):
+    """Of both operations: the arguments, and the operation beside its plain form."""
+    C, width = SHAPES[shape]
+    N = 2 * width if activation == "swiglu" else width
+    forward = randn(tokens, C), randn(N, C, std=C**-0.5), activation
+    backward = randn(tokens, C), randn(C, width, std=C**-0.5), randn(tokens, N), activation
+    return forward, backward
+
+
+def worst(found, expected):
+    """The largest relative error of 128 rows: a wrong tile shows."""
+    pairs = zip(found.split(128), expected.split(128), strict=True)
+    return max(error(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [512, 1000, 32768])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_operations_give_plain_arithmetics_results(activation, tokens, shape):
+    forward, backward = operands(activation, tokens, shape)
+    results = zip(quack.activated_matmul(*forward), quack.plain_forward(*forward), strict=True)
+    for found, expected in results:
+        assert found.shape == expected.shape and found.dtype == torch.bfloat16
+        assert worst(found, expected) < TOLERANCE
+    found = quack.activation_backward_matmul(*backward)
+    assert worst(found, quack.plain_backward(*backward)) < TOLERANCE
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_operations_repeat_themselves_bit_for_bit_also_in_a_capture(activation):
+    forward, backward = operands(activation, 4096, "qwen3")
+
+    def run():
+        return *quack.activated_matmul(*forward), quack.activation_backward_matmul(*backward)
+
+    eager = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(2):
+        for tensor in captured:
+            tensor.zero_()
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_they_run_on_the_stream_that_is_current(activation):
+    forward, _ = operands(activation, 4096, "qwen3")
+    expected = quack.activated_matmul(*forward)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)  # on another stream, the operation would see numbers of before
+        x = forward[0].clone()
+        found = quack.activated_matmul(x, *forward[1:])
+    stream.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ffn")
+    make_dataset(folder / "tokens", train_tokens=200_000)
+    for name, keys in MODELS.items():
+        write_config(folder / f"{name}.py", **{**RUN, **keys}, dataset=str(folder / "tokens"))
+    return folder
+
+
+def trained(folder, model, out, *flags, processes=1):
+    arguments = folder / f"{model}.py", f"--out_dir={folder / out}", *flags
+    done = run_train(*arguments, processes=processes, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return last_run(folder / out)
+
+
+def losses(record):
+    return [row["loss"] for row in record["training_iterations"]]
+
+
+def gradient_norms(record):
+    return [row["grad_norm"] for row in record["training_iterations"]]
+
+
+@pytest.fixture(scope="module")
+def by_torch(folder):
+    return {model: trained(folder, model, f"{model}-torch") for model in MODELS}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients_are_those_of_torch(folder, by_torch, model, variant):
+    out = f"{model}-{variant}"
+    record = trained(folder, model, out, "--ffn_backend=quack", *VARIANTS[variant])
+    info = record["startup_info"]
+    assert info["ffn_backend"]["used"] == "quack" and info["software"]["quack-kernels"]
+    assert variant != "graphs" or info["cuda_graphs"]["used"] == "CUDA Graph", info["cuda_graphs"]
+    usual = by_torch[model]
+    assert losses(record)[0] == pytest.approx(losses(usual)[0], rel=1e-3)
+    assert gradient_norms(record)[0] == pytest.approx(gradient_norms(usual)[0], rel=1e-2)
+    assert losses(record) == pytest.approx(losses(usual), rel=2e-2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_resumes_bit_for_bit(folder, model):
+    flags = ("--ffn_backend=quack",)
+    trained(folder, model, f"{model}-whole", *flags)
+    trained(folder, model, f"{model}-parts", *flags, "--max_iters=10")
+    trained(folder, model, f"{model}-parts", *flags, "--init_from=resume")
+    last = "checkpoints/step-00000020"
+    one, other = (checkpoint_tensors(folder / f"{model}-{out}" / last) for out in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one if not key.startswith("rng."))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_learns_the_same(folder, by_torch, strategy):
+    flags = ("--ffn_backend=quack", "--gradient_accumulation_steps=1", *STRATEGIES[strategy])
+    record = trained(folder, "gated", strategy, *flags, processes=2)
+    assert losses(record) == pytest.approx(losses(by_torch["gated"]), rel=2e-2)

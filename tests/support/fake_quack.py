@@ -1,0 +1,51 @@
+"""A Hopper GPU with QuACK, faked on a CPU: its operations are their plain forms.
+
+Run by tests/unit/test_fused_feed_forward.py under torchrun, it is support/runs_worker.py on such a machine:
+
+    fake_quack.py COMMANDS.json
+"""
+
+import dataclasses
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
+
+import torch
+
+import train
+from ops import quack
+from training.hardware.capability import CPU
+from training.optimization import ffn_backend
+
+HERE = dataclasses.replace(CPU, quack=True)
+VERSIONS = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.7.1"}
+
+
+def metadata_of(versions):
+    """In place of importlib.metadata."""
+
+    def version(name):
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    return SimpleNamespace(version=version, PackageNotFoundError=PackageNotFoundError)
+
+
+KERNELS = [(quack, "quack_forward", quack.plain_forward), (quack, "quack_backward", quack.plain_backward)]
+MACHINE = [
+    (train, "capability", lambda device: HERE),
+    (ffn_backend, "metadata", metadata_of(VERSIONS)),
+    (torch.version, "cuda", "13.0"),
+]
+
+
+if __name__ == "__main__":
+    from support import runs_worker
+
+    for owner, name, value in KERNELS + MACHINE:
+        setattr(owner, name, value)
+    runs_worker.main(sys.argv[1])
