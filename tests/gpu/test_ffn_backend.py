@@ -5,6 +5,7 @@ import torch
 from support.helpers import SMALL, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 from support.tensors import error
 
+from model import FeedForward
 from ops import quack
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
@@ -116,6 +117,31 @@ def test_they_run_on_the_stream_that_is_current(activation):
         found = quack.activated_matmul(x, *forward[1:])
     stream.synchronize()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+# --- a layer ---
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["returned", "added to sums"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layers_values_and_gradients_are_those_of_torch(model, sums):
+    """It also fails if the two backends do not agree on the order of gate and up."""
+    config = TrainConfig(**{**RUN, **MODELS[model], "n_embd": 1024, "d_ff": 3072}).model_config()
+    x, dy = randn(2, 512, 1024), randn(2, 512, 1024)
+    results = {}
+    for backend in ("torch", "quack"):
+        layer = FeedForward(config).cuda()
+        layer.backend = backend
+        for linear in (layer.up, layer.down):
+            linear.weight.data = randn(*linear.weight.shape, std=0.03)
+            linear.weight_grad = torch.zeros(linear.weight.shape, device="cuda") if sums else None
+        copied = x.clone().requires_grad_()
+        y, _ = layer(copied)
+        y.backward(dy)
+        weights = [w.weight_grad if sums else w.weight.grad for w in (layer.up, layer.down)]
+        results[backend] = [y, copied.grad, *weights]
+    for found, usual in zip(results["quack"], results["torch"], strict=True):
+        assert error(found, usual) < 1e-2
 
 
 # --- runs ---

@@ -247,6 +247,19 @@ def test_weights_in_fp32_are_cast_to_the_dtype_of_the_input(kernels, activation)
         close(gradient, plain, 2e-2)
 
 
+@pytest.mark.parametrize("activation", ["gelu"])
+def test_a_layer_computes_the_same_by_both_backends(kernels, activation):
+    layer, x, dy = layer_of(activation), random(4, 16), random(4, 16)
+    usual = copy.deepcopy(layer)
+    usual.backend = "torch"
+    expected = gradients_of(usual, lambda x: usual(x)[0], x, dy)
+    found = gradients_of(layer, lambda x: layer(x)[0], x, dy)
+    close(found[0], expected[0], 1e-5)
+    close(found[1], expected[1], 1e-5)
+    for (gradient, _), (plain, _) in zip(found[2:], expected[2:], strict=True):
+        close(gradient, plain, 1e-5)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_its_two_matmuls_are_counted(kernels, activation):
     layer, x = layer_of(activation), random(8, 16).requires_grad_()
@@ -377,7 +390,7 @@ def test_a_run_learns_as_with_torch_and_reports_what_it_used(run, files, machine
     usual = last_run(files / "torch")
     assert "ffn_backend" not in usual["startup_info"]
     assert not VERSIONS.keys() & usual["startup_info"]["software"].keys()
-    assert losses(files / "out") == pytest.approx(losses(files / "torch"), rel=3e-3)
+    assert losses(files / "out") == pytest.approx(losses(files / "torch"), rel=5e-4)
     assert losses(files / "out")[-1] < losses(files / "out")[0]
 
 
@@ -409,7 +422,7 @@ def test_every_strategy_learns_the_same(run, files, machine):
     run_in_one_launch(files, commands, processes=2, worker="tests/support/fake_quack.py")
     assert run(files / "run.py", "--batch_size=2", "--gradient_accumulation_steps=4") == 0
     for name in STRATEGIES:
-        assert losses(files / name) == pytest.approx(losses(files / "out"), rel=5e-3), name
+        assert losses(files / name) == pytest.approx(losses(files / "out"), rel=1e-3), name
 
 
 def test_a_dry_run_names_the_backend_and_warns_of_another_gpu(run, files, capfd):
