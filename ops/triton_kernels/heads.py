@@ -17,8 +17,8 @@ from ops.triton_kernels.sum_parts import sum_parts
 HEADS_BLOCK = 8
 # Programs of the backward on each multiprocessor; each sums its part of dweight. At a head width of 128 they
 # are all resident: 4 warps of 64 registers a thread or fewer, compiled for 8.0, 8.9, 9.0 or 10.0.
-HEADS_PROGRAMS = 8
-HEADS_STAGES = 2  # the backward loads a token while it computes the one before
+HEADS_PROGRAMS = 6
+HEADS_STAGES = 3  # the backward loads two tokens while it computes the one before
 
 
 @triton.jit

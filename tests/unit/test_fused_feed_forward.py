@@ -247,7 +247,7 @@ def test_weights_in_fp32_are_cast_to_the_dtype_of_the_input(kernels, activation)
         close(gradient, plain, 2e-2)
 
 
-@pytest.mark.parametrize("activation", ["gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_layer_computes_the_same_by_both_backends(kernels, activation):
     layer, x, dy = layer_of(activation), random(4, 16), random(4, 16)
     usual = copy.deepcopy(layer)
