@@ -168,7 +168,7 @@ def losses(record):
 
 
 def gradient_norms(record):
-    return [row["grad_norm"] for row in record["training_iterations"]]
+    return [row["gradients"]["global_norm"] for row in record["training_iterations"]]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ class OnePassAdamW(torch.optim.AdamW):
             values = (group["lr"], getattr(self, "grad_scale", 1.0), getattr(self, "found_inf", 0.0))
             rate, scale, found_inf = (_on_device(value, weights[0].device) for value in values)
             steps = [self.state[weight]["step"] for weight in weights]
-            torch._foreach_add_(steps, 1 - found_inf)
+            torch._foreach_add_(steps, [1 - found_inf] * len(steps))  # a list, or the host would read it
             corrections = _bias_corrections(torch.stack(steps), group["betas"])
             for weight, *correction in zip(weights, *corrections, strict=True):
                 triton_adamw(
