@@ -1,14 +1,22 @@
 """fp8 training: numerics against torchao, the emulated form on a CPU, every strategy, kernels on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support import fake_norm
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
 from support.tensors import E4M3, E5M2, assert_requantized_as_each_alone, error, fp8_linear, random_bf16
+from torch.utils.checkpoint import checkpoint
 
 from common.errors import RunError
+from model import Attention, FeedForward
+from model_builder import build_model
+from model_config import model_config
 from ops import float8
 from ops.cross_entropy import LinearCrossEntropy
+from ops.linear import Linear, refresh_weights
 from ops.swiglu import Float8SwiGLU, swiglu
 from training.optimization import precision
 
@@ -81,6 +89,33 @@ def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(
 
     for a, b in zip(run(fused), run(lambda x: down(swiglu(up(x)))), strict=True):
         assert error(a, b) < 0.02  # a CPU rounds silu(gate) to bf16 before the product
+
+
+@pytest.mark.parametrize("preset", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_an_amax_that_a_norms_backward_hands_on_changes_no_bit(preset, recomputed, monkeypatch):
+    fake_norm.use(monkeypatch)
+    sizes = dict(n_layer=2, n_head=4, n_embd=64, d_ff=128, vocab_size=96, block_size=32)
+    model = build_model(model_config(preset, **sizes), dtype=torch.bfloat16).init_weights("cpu", seed=0)
+    for layer in (m for m in model.modules() if isinstance(m, Linear)):
+        layer.float8 = float8.empty_like(layer.weight)
+    refresh_weights(model)
+    if recomputed:
+        for block in model.blocks:
+            monkeypatch.setattr(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
+    ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
+
+    def results(hands_amax):
+        for module in model.modules():
+            if isinstance(module, (Attention, FeedForward)):
+                module.gradient_amax = hands_amax
+        loss = model(ids, ids)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    apart = results(False)
+    assert not fake_norm.handed
+    assert all(map(torch.equal, results(True), apart))
+    assert len(fake_norm.handed) == 4 and all(fake_norm.handed)  # of two layers in two blocks
 
 
 def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
