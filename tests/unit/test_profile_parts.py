@@ -187,6 +187,7 @@ def test_a_product_of_no_linear_is_shown_with_its_shape():
         ("triton_poi_fused_cat_transpose_2", "copies"),
         ("triton_poi_fused__to_copy_1", "casts"),
         ("triton_tem_fused_flex_attention_0", "attention forward"),
+        ("triton_poi_fused__unsafe_view_add_exp2_mul_reciprocal_rsub_sub_0", "activation"),
         ("triton_poi_fused_scatter_where_0", UNKNOWN),
     ],
 )
@@ -194,6 +195,24 @@ def test_a_fused_kernel_has_the_names_of_all_its_parts(name, part):
     classify = Classifier(tiny())
     assert part_of(classify, name, f"CompiledFunction > {name}") == part
     assert classify(Work(name, 0, 1, 7, True)).part == part, "also where nothing else is known"
+
+
+@pytest.mark.parametrize(
+    "kernel, operator, part",
+    [
+        ("_amax", "nanomfu::amax", "casts"),
+        ("_sum_parts", "nanomfu::add_norm_backward", "norms and residual sums"),
+        ("_sum_parts", "nanomfu::heads_backward", "QK-norm and rotary"),
+        ("_subtract_one_hot", "nanomfu::cross_entropy_float8", "loss"),
+    ],
+)
+def test_a_small_kernel_belongs_to_the_operation_that_needs_it(kernel, operator, part):
+    classify = Classifier(tiny(qk_norm=True))
+    assert part_of(classify, kernel, f"CompiledFunctionBackward > {operator}") == part
+
+
+def test_the_amax_of_weights_is_a_cast():
+    assert part_of(Classifier(tiny()), "_amax", "", phase="update") == "casts"
 
 
 def test_the_update_and_the_norm_are_the_optimizer_and_fills_are_zeros():

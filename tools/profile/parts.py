@@ -74,7 +74,7 @@ RULES = (
     Rule("QK-norm and rotary", path=r"nanomfu::heads"),
     Rule(NORMS, path=r"nanomfu::add_norm|layer_norm|LayerNorm|rms_norm|RsqrtBackward|MeanBackward"),
     Rule(ACTIVATION, path=r"nanomfu::(swiglu|activat)"),
-    Rule(CASTS, path=r"nanomfu::float8_cast"),
+    Rule(CASTS, path=r"nanomfu::(float8_cast|amax)"),
     Rule(CASTS, path=r"nanomfu::add_weight_gradient > aten::(to|contiguous|clone)"),
     Rule(GRADIENT_SUMS, path=r"weight_gradient|AccumulateGrad|FSDP::post_backward_accumulate"),
     Rule(GRADIENT_SUMS, operator=r"^aten::(add_|addcmul_)$", path=r"LinearCrossEntropy"),
@@ -85,7 +85,7 @@ RULES = (
         "attention", path=r"aten::(bmm|baddbmm|softmax|_softmax|masked_fill)|(Softmax|MaskedFill|Bmm)Backward"
     ),
     # the update
-    Rule(CASTS, name=r"CopyFunctor<c10::BFloat16, float|^_quantize"),
+    Rule(CASTS, name=r"CopyFunctor<c10::BFloat16, float|^_quantize|^_amax"),
     Rule(CASTS, operator=r"^aten::(_foreach_copy_|abs|amax|reciprocal|copy_)$", phase="update"),
     Rule(
         CASTS,
