@@ -73,6 +73,13 @@ SUITES: dict[str, tuple[Variant, ...]] = {
         Variant(backend, QWEN3, {**BATCH, "attention_backend": backend})
         for backend in ("sdpa", "flash_attn_2", "flash_attn_3")
     ),
+    "feed_forward": tuple(
+        Variant(backend, QWEN3, {**BATCH, "ffn_backend": backend}) for backend in ("torch", "quack")
+    ),
+    "matmuls": tuple(
+        Variant(algorithms, QWEN3, {**BATCH, "matmul_algorithms": algorithms})
+        for algorithms in ("cublas", "measured")
+    ),
     "compile": tuple(
         Variant(scope, QWEN3, {**BATCH, "compile": True, "compile_scope": scope})
         for scope in ("regional", "whole")
