@@ -443,7 +443,7 @@ def test_nothing_is_sent_by_an_evaluation(folder, world, monkeypatch):
 
 
 def storages() -> dict[int, int]:
-    """Address -> bytes of the memory of every tensor that is alive; what torch.compile traced with has none."""
+    """Address -> bytes of the memory of every tensor alive; what torch.compile traced with has none."""
     gc.collect()
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     real = (t for t in alive if t.device.type == "cpu" and not isinstance(t, (FakeTensor, FunctionalTensor)))
