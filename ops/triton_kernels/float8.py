@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 TILE_M, TILE_N, NUM_WARPS = 256, 64, 8  # 256 rows make a piece of two cache lines of a transposed row
-E4M3 = {torch.float8_e4m3fn: True, torch.float8_e5m2: False}
+IS_E4M3 = {torch.float8_e4m3fn: True, torch.float8_e5m2: False}
 
 
 @triton.jit
@@ -132,4 +132,4 @@ def tiles(M: int, N: int) -> tuple[int, int]:
 
 def launch(dtype: torch.dtype) -> dict:
     """The constants of a kernel that writes dtype in tiles."""
-    return {"E4M3": E4M3[dtype], "TILE_M": TILE_M, "TILE_N": TILE_N, "num_warps": NUM_WARPS}
+    return {"E4M3": IS_E4M3[dtype], "TILE_M": TILE_M, "TILE_N": TILE_N, "num_warps": NUM_WARPS}
