@@ -109,7 +109,8 @@ def test_bf16_training_agrees_with_plain_autocast(autocast, bf16):
     later even two runs of one program part: by 0.5 % after 300 iterations, measured on an H200."""
     assert final_loss(autocast) < 0.7 * autocast[0]  # it learns
     print(f"\nautocast {final_loss(autocast):.4f}, bf16 {final_loss(bf16):.4f}")
-    assert mean(bf16[:40]) == pytest.approx(mean(autocast[:40]), rel=0.001)
+    assert mean(bf16[:20]) == pytest.approx(mean(autocast[:20]), rel=0.001)
+    assert mean(bf16[:40]) == pytest.approx(mean(autocast[:40]), rel=0.002)
     assert final_loss(bf16) == pytest.approx(final_loss(autocast), rel=0.01)
 
 
