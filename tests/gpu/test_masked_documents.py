@@ -84,8 +84,8 @@ def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_r
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("more", [[], ["--use_fsdp=True"], ["--use_zero1=True"]])
 def test_two_gpus_mask_documents_as_one_does(documents_run, more):
-    """FSDP hands over each micro-step's gradients in bf16, so it parts from the others: by 0.1 % in the first four
-    iterations of this steep start, by 3 % at most in the rest."""
+    """FSDP hands over each micro-step's gradients in bf16, so it parts from the others: by 0.1 % in the first
+    four iterations of this steep start, by 3 % at most in the rest."""
     one = train(documents_run, "gpu-one", "--doc_masking=True", *GPU_RUN, "--gradient_accumulation_steps=2")
     two = train(
         documents_run, f"gpu-two{len(more and more[0])}", "--doc_masking=True", *GPU_RUN, *more, processes=2
