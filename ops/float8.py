@@ -97,15 +97,16 @@ def empty_like(matrix: torch.Tensor) -> Float8:
 
 
 def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None:
-    """Writes matrices in fp8 into the tensors of `into`, whose addresses stay: captured code has them."""
+    """Writes matrices, rounded to bf16, in fp8 into the tensors of `into`, whose addresses stay: captured
+    code has them."""
     if not matrices:
         return
     if matrices[0].is_cuda:
         scales = _write_by_kernels(matrices, into)
     else:
-        scales = scale_of(torch.stack([matrix.abs().amax().float() for matrix in matrices]), FORWARD)
+        scales = scale_of(torch.stack([_bf16(matrix).abs().amax().float() for matrix in matrices]), FORWARD)
         for matrix, scale, written in zip(matrices, scales, into, strict=True):
-            written.values.copy_(_saturated(matrix.float() * scale, FORWARD))
+            written.values.copy_(_saturated(_bf16(matrix).float() * scale, FORWARD))
             written.transposed.copy_(written.values.t())
     torch._foreach_copy_([written.inverse_scale for written in into], list(scales.reciprocal().unbind()))
 
@@ -118,11 +119,16 @@ def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) 
     longest = max(_amax_parts(matrix) for matrix in matrices)
     parts = torch.zeros(len(matrices), longest, dtype=torch.float32, device=matrices[0].device)
     for matrix, row in zip(matrices, parts, strict=True):
-        triton_amax(matrix, row[: _amax_parts(matrix)], AMAX_PART)
+        triton_amax(_bf16(matrix), row[: _amax_parts(matrix)], AMAX_PART)
     scales = scale_of(parts.amax(1), FORWARD)
     for matrix, scale, written in zip(matrices, scales, into, strict=True):
-        triton_quantize(matrix, scale, FORWARD, out=(written.values, written.transposed))
+        triton_quantize(_bf16(matrix), scale, FORWARD, out=(written.values, written.transposed))
     return scales
+
+
+def _bf16(matrix: torch.Tensor) -> torch.Tensor:
+    """One at a time, so that copies, where there must be any, do not add up."""
+    return matrix.to(torch.bfloat16)
 
 
 def _amax_parts(x: torch.Tensor) -> int:

@@ -104,7 +104,5 @@ def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
 @torch.no_grad()
 def refresh_weights(model: nn.Module) -> None:
     """Quantizes every fp8 weight from its working copy in bf16: once per iteration, after the update."""
-    found = [
-        (m.weight.to(torch.bfloat16), m.float8) for m in model.modules() if isinstance(m, Linear) and m.float8
-    ]
+    found = [(m.weight, m.float8) for m in model.modules() if isinstance(m, Linear) and m.float8 is not None]
     float8.requantize([weight for weight, _ in found], into=[written for _, written in found])

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ops.linear import Linear, add_weight_gradient
 from ops.matmul import input_gradient, linear
 from ops.norm import Delta
+from ops.swiglu import pairs, plain_swiglu_backward
 
 if TYPE_CHECKING:
     from quack.epilogue.frontend import EpiMod
@@ -117,7 +118,8 @@ def plain_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.float() @ weight.float().t()
     if activation == SWIGLU:
-        h = F.silu(wide[:, 0::2]) * wide[:, 1::2]
+        gate, up = pairs(wide)
+        h = F.silu(gate) * up
     else:
         h = F.gelu(wide, approximate="tanh")
     return wide.to(x.dtype), h.to(x.dtype)
@@ -128,10 +130,7 @@ def plain_backward(
 ) -> torch.Tensor:
     dh, wide = dy.float() @ weight.float(), preactivation.float()
     if activation == SWIGLU:
-        gate, up = wide[:, 0::2], wide[:, 1::2]
-        sigmoid = gate.sigmoid()
-        parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
-        gradient = torch.stack(parts, dim=-1).flatten(1)
+        gradient = plain_swiglu_backward(wide, dh)
     else:
         gradient = torch.ops.aten.gelu_backward(dh, wide, approximate="tanh")
     return gradient.to(preactivation.dtype)

@@ -84,10 +84,15 @@ def swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
         from ops.triton_kernels.swiglu import triton_swiglu_backward
 
         return triton_swiglu_backward(x.contiguous(), dh.contiguous(), AMAX_COLUMNS)
-    gate, up = pairs(x.float())
-    sigmoid, dh = gate.sigmoid(), dh.float()
+    return plain_swiglu_backward(x.float(), dh.float()).to(x.dtype)
+
+
+def plain_swiglu_backward(x: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    """The same in plain PyTorch, of fp32 tensors."""
+    gate, up = pairs(x)
+    sigmoid = gate.sigmoid()
     parts = (dh * up * sigmoid * (1 + gate * (1 - sigmoid)), dh * gate * sigmoid)
-    return torch.stack(parts, dim=-1).flatten(-2).to(x.dtype)
+    return torch.stack(parts, dim=-1).flatten(-2)
 
 
 @swiglu_backward.register_fake

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ops.triton_kernels.arithmetic import LOG2_E, exp2, rounded
 from ops.triton_kernels.float8 import (
-    E4M3,
+    IS_E4M3,
     as_words,
     empty_pair,
     launch,
@@ -143,6 +143,6 @@ def triton_cross_entropy_float8(
     _cross_entropy_float8[tiles(N, V)](logits, log2_sums, scale, *as_words(y, yt), N, V, **launch(dtype))
     _subtract_one_hot[(triton.cdiv(N, TARGETS),)](
         logits, targets, log2_sums, scale, y.view(torch.uint8), yt.view(torch.uint8), N, V,
-        E4M3=E4M3[dtype], BLOCK=TARGETS, num_warps=1,
+        E4M3=IS_E4M3[dtype], BLOCK=TARGETS, num_warps=1,
     )  # fmt: skip
     return losses, y, yt

@@ -4,24 +4,25 @@ reads the source once and writes both.
 
 Kernels that compute what they cast (swiglu.py, cross_entropy.py) use pair_tile and store_both, too. A tile
 comes as its even and its odd rows: two numbers of neighboring rows become two bytes of one word, so words are
-transposed and not bytes, which takes a third of the instructions.
+transposed and not bytes, which takes a third of the instructions. So the kernels take an even number of rows.
 
 Trap: fp8 numbers do not exist in these kernels as Triton's fp8. On Hopper, a kernel that stores such numbers
 as they are and transposed may store wrong ones, a fault of the ptxas that comes with Triton
 (triton-lang/triton issue 11111): 37 % of the transposed values with SwiGLU in the same kernel (LOG.md). So
 training/optimization/precision.py compares each kernel with plain arithmetic at the start.
 
-M rows, an even number · N columns
+M rows · N columns
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 TILE_M, TILE_N, NUM_WARPS = 256, 64, 8  # 256 rows make a piece of two cache lines of a transposed row
-E4M3 = {torch.float8_e4m3fn: True, torch.float8_e5m2: False}
+IS_E4M3 = {torch.float8_e4m3fn: True, torch.float8_e5m2: False}
 
 
 @triton.jit
@@ -107,6 +108,9 @@ def triton_quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, ou
     """x (M, N) times scale, saturated -> fp8 (M, N) and its transpose (N, M), both contiguous, in `out` if it
     is given."""
     M, N = x.shape
+    if M % 2 and out is None:  # an evaluation may have an odd number of tokens: zeros make the last pair
+        y, yt = triton_quantize(F.pad(x, (0, 0, 0, 1)), scale, dtype)
+        return y[:M], yt[:, :M].contiguous()
     y, yt = out or empty_pair(x, dtype)
     _quantize[tiles(M, N)](x, scale, *as_words(y, yt), M, N, **launch(dtype))
     return y, yt
@@ -132,4 +136,4 @@ def tiles(M: int, N: int) -> tuple[int, int]:
 
 def launch(dtype: torch.dtype) -> dict:
     """The constants of a kernel that writes dtype in tiles."""
-    return {"E4M3": E4M3[dtype], "TILE_M": TILE_M, "TILE_N": TILE_N, "num_warps": NUM_WARPS}
+    return {"E4M3": IS_E4M3[dtype], "TILE_M": TILE_M, "TILE_N": TILE_N, "num_warps": NUM_WARPS}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.helpers import SMALL, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.helpers import SMALL_RUN, checkpoint_tensors, last_run, make_dataset, run_train, write_config
 from support.tensors import error
 
 from model import FeedForward
@@ -13,16 +13,7 @@ from training.optimization.ffn_backend import TOLERANCE, require_ffn_backend
 
 INSTALL = "needs QuACK: pip install -r requirements-quack.txt"
 SHAPES = {"qwen3": (2048, 6144), "gpt2": (2304, 9216), "qwen2.5": (1536, 8960)}  # C, F
-RUN = {
-    **SMALL,
-    "max_iters": 20,
-    "eval_interval": 10,
-    "warmup_iters": 5,
-    "learning_rate": 1e-3,
-    "min_lr": 1e-4,
-    "lr_decay_iters": 20,
-    "keep_all_checkpoints": True,
-}
+RUN = {**SMALL_RUN, "lr_decay_iters": 20}
 GPT2 = {"arch_preset": "gpt2", "num_key_value_heads": 4}
 MODELS = {"gated": {}, "gpt2": GPT2}
 VARIANTS = {

@@ -5,7 +5,15 @@ import sys
 
 import pytest
 import torch
-from support.helpers import ROOT, SMALL, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.helpers import (
+    ROOT,
+    SMALL_RUN,
+    checkpoint_tensors,
+    last_run,
+    make_dataset,
+    run_train,
+    write_config,
+)
 from support.tensors import E4M3, E5M2, error
 
 from ops.matmul import Matmul, candidates, chosen, chosen_matmul, matmul_by_torch, multiply
@@ -21,15 +29,6 @@ MATMULS = {
     "fp8 forward": Matmul(4096, 1024, 1536, E4M3, E4M3, True, True),
     "fp8 dgrad": Matmul(4096, 1536, 1024, E5M2, E4M3, True, False),
     "three sizes": Matmul(192, 256, 384, BF16, BF16, False, False),
-}
-RUN = {
-    **SMALL,
-    "max_iters": 20,
-    "eval_interval": 10,
-    "warmup_iters": 5,
-    "learning_rate": 1e-3,
-    "min_lr": 1e-4,
-    "keep_all_checkpoints": True,
 }
 FP8 = ["--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head"]
 VARIANTS = {"bf16": [], "fp8": FP8, "graphs": ["--use_cuda_graphs=True"], "whole": ["--compile_scope=whole"]}
@@ -128,7 +127,7 @@ def test_a_measurement_times_all_and_leaves_the_random_numbers_of_a_run():
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matmuls")
     make_dataset(folder / "tokens", train_tokens=200_000)
-    write_config(folder / "run.py", **RUN, dataset=str(folder / "tokens"))
+    write_config(folder / "run.py", **SMALL_RUN, dataset=str(folder / "tokens"))
     return folder
 
 

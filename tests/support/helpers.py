@@ -54,6 +54,16 @@ SMALL = {
     "block_size": 128,
     "gradient_accumulation_steps": 2,
 }
+# the same, long enough to compare losses, with a checkpoint in the middle
+SMALL_RUN = {
+    **SMALL,
+    "max_iters": 20,
+    "eval_interval": 10,
+    "warmup_iters": 5,
+    "learning_rate": 1e-3,
+    "min_lr": 1e-4,
+    "keep_all_checkpoints": True,
+}
 
 
 def make_dataset(

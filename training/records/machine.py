@@ -62,13 +62,13 @@ def summarize_gpus(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {name: spread(known(rows, name)) for name in FIELDS}
     sampled = [row for row in rows if row.get("throttle") is not None]
     samples = sum(row["gpu_samples"] for row in sampled)
-    shares: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for row in sampled:
         for name, share in row["throttle"].items():
-            shares[name] += share * row["gpu_samples"] / samples
+            counts[name] += share * row["gpu_samples"]
     return {
         **found,
-        "throttle": dict(shares.most_common()) if sampled else None,
+        "throttle": {name: n / samples for name, n in counts.most_common()} if sampled else None,
         "gpu_reason": missing_reason(rows),
     }
 
