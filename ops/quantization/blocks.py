@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 Block = tuple[int, int]  # rows, columns
@@ -26,8 +28,8 @@ def check_block(block: Block, allowed: tuple[Block, ...], recipe: str) -> None:
         raise ValueError(f"{recipe} has no blocks of {block[0]} x {block[1]}; its blocks are {shapes}")
 
 
-def _divided(x: torch.Tensor, block: Block) -> torch.Tensor:
-    """(M, K) -> (M / rows, rows, K / columns, columns)."""
+def number_of_blocks(x: torch.Tensor, block: Sequence[int]) -> tuple[int, int]:
+    """M / rows and K / columns. ValueError: the block does not divide the matrix."""
     if x.ndim != 2:
         raise ValueError(
             f"blocks divide a matrix, but the tensor has shape {tuple(x.shape)}; flatten it first"
@@ -38,4 +40,10 @@ def _divided(x: torch.Tensor, block: Block) -> torch.Tensor:
             f"a matrix of {M} x {K} cannot be divided into blocks of {rows} x {columns}; "
             f"its height must be a multiple of {rows}, its width one of {columns}, and neither may be 0"
         )
-    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return M // rows, K // columns
+
+
+def _divided(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """(M, K) -> (M / rows, rows, K / columns, columns)."""
+    high, wide = number_of_blocks(x, block)
+    return x.reshape(high, block[0], wide, block[1])

@@ -7,11 +7,13 @@ for the scales: 448 / amax, rounded down to a power of two unless asked otherwis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.library import custom_op
 
-from ops.quantization.blocks import Block, block_amax, check_block, spread
+from ops.quantization.blocks import Block, block_amax, check_block, number_of_blocks, spread
 from ops.quantization.formats import E4M3, FP32_MANTISSA_BITS, quotient, to_float8
 
 ALONG_ROWS, ALONG_COLUMNS, SQUARE = (1, 128), (128, 1), (128, 128)
@@ -33,9 +35,26 @@ def quantize(
     overflow, look at amax.
     ValueError: the block is another one or does not divide the matrix."""
     check_block(block, (ALONG_ROWS, ALONG_COLUMNS, SQUARE), "fp8_blockwise")
+    number_of_blocks(x, block)  # raises for x of another size
+    return Blockwise(*_quantize(x, block, dtype, powers_of_two), block)
+
+
+@custom_op("nanomfu::blockwise_quantize", mutates_args=())
+def _quantize(
+    x: torch.Tensor, block: Sequence[int], dtype: torch.dtype, powers_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values and the inverse scales. torch.compile does not see into it: on a GPU it divides
+    approximately."""
+    rows, columns = block
     largest_finite = torch.finfo(x.dtype).max
-    scales = scale_of(block_amax(x, block), dtype, powers_of_two, largest_finite)
-    return Blockwise(to_float8(x.float() * spread(scales, block), dtype), 1.0 / scales, block)
+    scales = scale_of(block_amax(x, (rows, columns)), dtype, powers_of_two, largest_finite)
+    return to_float8(x.float() * spread(scales, (rows, columns)), dtype), quotient(1.0, scales)
+
+
+@_quantize.register_fake
+def _(x, block, dtype, powers_of_two):
+    scales = x.new_empty(number_of_blocks(x, block), dtype=torch.float32)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), scales
 
 
 def scale_of(

@@ -8,6 +8,7 @@ common/recipe/delayed_scaling.cu).
 from __future__ import annotations
 
 import torch
+from torch.library import custom_op
 
 from ops.quantization.formats import quotient
 
@@ -39,13 +40,24 @@ def update(
             "an update needs scale (n), history (L, n) with L at least 1, and amax (n), "
             f"got {tuple(scale.shape)}, {tuple(history.shape)}, {tuple(amax.shape)}"
         )
+    return _update(scale, history, amax, torch.finfo(dtype).max * 2.0**-margin, algorithm == "max")
+
+
+@custom_op("nanomfu::update_delayed_scaling", mutates_args=())
+def _update(
+    scale: torch.Tensor, history: torch.Tensor, amax: torch.Tensor, mapped_to: float, over_all: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.compile does not see into it: on a GPU it divides approximately."""
     latest = torch.where(amax == 0, history[0], amax.float())
     used = latest != 0
     rolled = torch.cat((history[1:], latest[None]))
-    largest = rolled.nan_to_num(nan=0.0, posinf=torch.inf).amax(0) if algorithm == "max" else latest
+    largest = rolled.nan_to_num(nan=0.0, posinf=torch.inf).amax(0) if over_all else latest
     usable = used & largest.isfinite() & (largest > 0)
-    new_scale = torch.where(
-        usable, quotient(torch.finfo(dtype).max * 2.0**-margin, largest).clamp(max=FP32_MAX), scale
-    )
+    new_scale = torch.where(usable, quotient(mapped_to, largest).clamp(max=FP32_MAX), scale)
     rolled = torch.cat((torch.zeros_like(rolled[:1]), rolled[1:]))  # room for the amaxes that come
     return new_scale, torch.where(used, rolled, history)
+
+
+@_update.register_fake
+def _(scale, history, amax, mapped_to, over_all):
+    return torch.empty_like(scale), torch.empty_like(history)

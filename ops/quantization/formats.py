@@ -1,4 +1,4 @@
-"""The number formats of low-precision training: rounding to E2M1, E4M3, E5M2 and E8M0, and their codes.
+"""The number formats of low-precision training: rounding to E2M1, E4M3, E5M2, E8M0 and bf16, and codes.
 
     format   bits  largest  smallest      special numbers
     E2M1     4     6        0.5           none: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
@@ -21,12 +21,18 @@ E2M1_RANDOM_BITS = 8  # bits that stochastic rounding takes for an element, as c
 E8M0_BIAS = 127
 E8M0_INF, E8M0_NAN = 254, 255  # E8M0 has no infinity: it saturates
 FP32_MANTISSA_BITS = 23
+BF16_DROPPED_BITS = 16  # of the 32 of an fp32 number
 
 
 def quotient(numerator: float, x: torch.Tensor) -> torch.Tensor:
     """numerator / x, fp32, rounded once. Of `number / tensor`, torch makes 1 / tensor times the number, which
     rounds twice: a quarter of all scales would be others."""
     return torch.full((), numerator, dtype=torch.float32, device=x.device) / x
+
+
+def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, fp32, rounded once. Of `tensor / number`, a GPU makes a product with 1 / number."""
+    return x / torch.full((), divisor, dtype=torch.float32, device=x.device)
 
 
 # --- E2M1 ---
@@ -99,6 +105,21 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for E4M3."""
     limit = torch.finfo(dtype).max
     return x.float().clamp(-limit, limit).to(dtype)
+
+
+# --- bf16 ---
+
+
+def round_to_bf16_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """x, fp32, any shape, and bits, int32 from 0 to 65535 of the same shape -> bf16: the neighbor farther
+    from 0 with a probability that is the distance from the other one in steps. The mean is x itself. inf, nan
+    and what bf16 holds exactly do not change; above bf16's largest number is inf, as with rounding to
+    nearest. Source: torchao's _fp32_to_bf16_sr."""
+    if x.dtype != torch.float32 or bits.shape != x.shape:
+        raise ValueError(f"needs fp32 and bits for each element: {x.dtype} {tuple(x.shape)}, {bits.shape}")
+    kept = -(1 << BF16_DROPPED_BITS)
+    rounded = ((x.view(torch.int32) + bits) & kept).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 # --- E8M0 ---

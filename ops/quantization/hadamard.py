@@ -6,14 +6,17 @@ Both operands of a weight's gradient are transformed along the tokens, which it 
 is that of the operands themselves. H16 is Sylvester's; the signs are TransformerEngine's fixed ones. Source:
 "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 4.
 
+The 16 numbers of a tile are summed pair by pair, in four rounds, so that every device and every kernel gets
+the same bits: a matmul sums in an order that is its own.
+
 The result is rounded to bf16 before it is quantized. torch.compile leaves that rounding out where it can, and
-then one in 170 NVFP4 codes is another: compiled code calls the transform in an operation that it cannot see
-into, or sets torch._inductor.config.emulate_precision_casts.
+then one in 170 NVFP4 codes is another: so the transform is an operation that it cannot see into.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.library import custom_op
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -39,7 +42,19 @@ def random_hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
             f"the Hadamard transform needs a matrix whose dimension {dim} (0 or 1) is a multiple of {SIZE}, "
             f"but its shape is {tuple(x.shape)}"
         )
-    tiles = x.float().unflatten(dim, (-1, SIZE))
-    matrix = hadamard_matrix(x.device)
-    transformed = tiles @ matrix if dim == 1 else matrix.t() @ tiles
-    return transformed.flatten(dim, dim + 1).to(x.dtype)
+    return _transform(x, dim)
+
+
+@custom_op("nanomfu::random_hadamard", mutates_args=())
+def _transform(x: torch.Tensor, dim: int) -> torch.Tensor:
+    signs = hadamard_matrix(x.device)[:, 0]  # the first column of H16 is ones
+    tiles = x.float().movedim(dim, -1).unflatten(-1, (-1, SIZE)) * signs
+    for distance in (1, 2, 4, 8):
+        first, second = tiles.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        tiles = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+    return tiles.flatten(-2).movedim(-1, dim).to(x.dtype).contiguous()
+
+
+@_transform.register_fake
+def _(x, dim):
+    return x.new_empty(x.shape)

@@ -10,11 +10,13 @@ RCEIL for the bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.library import custom_op
 
-from ops.quantization.blocks import Block, block_amax, check_block, spread
+from ops.quantization.blocks import Block, block_amax, check_block, number_of_blocks, spread
 from ops.quantization.formats import (
     E4M3,
     E4M3_MAX,
@@ -43,10 +45,25 @@ def quantize(x: torch.Tensor, block: Block = ALONG_ROWS) -> Mxfp8:
     because TransformerEngine and torchao do not scale where the exponent's code is 0.
     ValueError: the block is another one or does not divide the matrix."""
     check_block(block, (ALONG_ROWS, ALONG_COLUMNS), "mxfp8")
-    exponents = round_up_to_e8m0(block_amax(x, block) * (1 / E4M3_MAX))  # times the rounded 1/448
+    number_of_blocks(x, block)  # raises for x of another size
+    return Mxfp8(*_quantize(x, block), block)
+
+
+@custom_op("nanomfu::mxfp8_quantize", mutates_args=())
+def _quantize(x: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values and the exponents. torch.compile does not see into it: it may keep more digits than bf16
+    has of the x that it makes."""
+    rows, columns = block
+    exponents = round_up_to_e8m0(block_amax(x, (rows, columns)) * (1 / E4M3_MAX))  # the rounded 1/448
     inverse = torch.where(exponents == 0, 1.0, power_of_two(E8M0_BIAS - exponents.clamp(max=254).int()))
     inverse = torch.where(exponents == E8M0_NAN, torch.nan, inverse)
-    return Mxfp8(to_float8(x.float() * spread(inverse, block), E4M3), exponents, block)
+    return to_float8(x.float() * spread(inverse, (rows, columns)), E4M3), exponents
+
+
+@_quantize.register_fake
+def _(x, block):
+    exponents = x.new_empty(number_of_blocks(x, block), dtype=torch.uint8)
+    return torch.empty(x.shape, dtype=E4M3, device=x.device), exponents
 
 
 def dequantize(quantized: Mxfp8, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -15,15 +15,18 @@ approximately has other codes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.library import custom_op
 
-from ops.quantization.blocks import Block, block_amax, check_block, spread
+from ops.quantization.blocks import Block, block_amax, check_block, number_of_blocks, spread
 from ops.quantization.formats import (
     E2M1_MAX,
     E4M3,
     E4M3_MAX,
+    divided,
     e2m1_codes,
     e2m1_values,
     quotient,
@@ -58,20 +61,35 @@ def quantize(
     range saturates; amax stays inf, so that global_factor() does.
     ValueError: the block is another one or does not divide the matrix, or amax is more than one number."""
     check_block(block, (ALONG_ROWS, ALONG_COLUMNS, SQUARE), "nvfp4")
-    amaxes = block_amax(x, block)
+    number_of_blocks(x, block)  # raises for x of another size
     if amax is None:
-        amax = amaxes.amax()
+        amax = x.abs().amax()
     elif amax.numel() != 1:
         raise ValueError(
             f"nvfp4 has one amax for the whole matrix, but this one has shape {tuple(amax.shape)}"
         )
     amax = amax.float().reshape(())
+    return Nvfp4(*_quantize(x, block, amax, bits), amax, block)
+
+
+@custom_op("nanomfu::nvfp4_quantize", mutates_args=())
+def _quantize(
+    x: torch.Tensor, block: Sequence[int], amax: torch.Tensor, bits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the scales. torch.compile does not see into it: on a GPU it divides approximately."""
+    rows, columns = block
     encode = global_encode_scale(amax)
-    scales = to_float8(amaxes * (encode * (1 / E2M1_MAX)), E4M3)
+    scales = to_float8(block_amax(x, (rows, columns)) * (encode * (1 / E2M1_MAX)), E4M3)
     block_encode = quotient(1.0, scales.float() * quotient(1.0, encode)).clamp(max=FP32_MAX)
-    scaled = (x.float() * spread(block_encode, block)).clamp(-E2M1_MAX, E2M1_MAX)
+    scaled = (x.float() * spread(block_encode, (rows, columns))).clamp(-E2M1_MAX, E2M1_MAX)
     rounded = round_to_e2m1(scaled) if bits is None else round_to_e2m1_stochastically(scaled, bits)
-    return Nvfp4(e2m1_codes(rounded), scales, amax, block)
+    return e2m1_codes(rounded), scales
+
+
+@_quantize.register_fake
+def _(x, block, amax, bits):
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    return codes, x.new_empty(number_of_blocks(x, block), dtype=E4M3)
 
 
 def global_encode_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -82,7 +100,7 @@ def global_encode_scale(amax: torch.Tensor) -> torch.Tensor:
 
 def global_factor(quantized: Nvfp4) -> torch.Tensor:
     """A / 2688, fp32 (): what the values of dequantize_blocks() are to be multiplied by."""
-    return quantized.amax / LARGEST
+    return divided(quantized.amax, LARGEST)
 
 
 def dequantize_blocks(quantized: Nvfp4, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -7,10 +7,12 @@ from support.te_reference import nvfp4_reference
 from ops.quantization.formats import (
     E4M3,
     E5M2,
+    divided,
     e2m1_codes,
     e2m1_values,
     e8m0_values,
     pack_e2m1,
+    round_to_bf16_stochastically,
     round_to_e2m1,
     round_to_e2m1_stochastically,
     round_up_to_e8m0,
@@ -149,3 +151,48 @@ def test_e8m0_codes_are_exact_powers_of_two():
     assert torch.equal(values[:255].double(), 2.0 ** torch.arange(-127, 128).double())
     assert values[255].isnan()
     assert torch.equal(round_up_to_e8m0(values[:255]), torch.arange(255, dtype=torch.uint8))
+
+
+# --- bf16 ---
+
+
+@pytest.mark.parametrize("bits", [0, 1, 32768, 65535])
+def test_what_bf16_holds_stays_whatever_the_bits_are(bits):
+    rounded = round_to_bf16_stochastically(
+        NUMBERS.float(), torch.full(NUMBERS.shape, bits, dtype=torch.int32)
+    )
+    assert torch.equal(rounded.view(torch.int16), NUMBERS.view(torch.int16))
+
+
+def test_nan_stays_nan_in_stochastic_rounding_whatever_its_bits():
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
+    for bits in (0, 65535):
+        rounded = round_to_bf16_stochastically(nans.view(torch.float32), torch.full_like(nans, bits))
+        assert rounded.isnan().all()
+
+
+def test_every_fraction_is_rounded_away_from_0_by_as_many_of_the_65536_bits():
+    bits = torch.arange(2**16, dtype=torch.int32)
+    for sign, fraction in ((1, 0), (1, 1), (-1, 12345), (1, 32768), (-1, 65535)):
+        x = (torch.tensor(0x3F800000 + fraction, dtype=torch.int32)).view(torch.float32) * sign
+        rounded = round_to_bf16_stochastically(x.expand(2**16).contiguous(), bits)
+        assert (rounded.abs() > 1).sum() == fraction and (rounded * sign >= 1).all()
+
+
+def test_above_the_largest_number_of_bf16_is_inf():
+    x = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
+    assert round_to_bf16_stochastically(x, torch.ones(2, dtype=torch.int32)).isinf().all()
+    down = round_to_bf16_stochastically(x, torch.zeros(2, dtype=torch.int32))
+    assert down.float().abs().eq(torch.finfo(torch.bfloat16).max).all()
+
+
+def test_stochastic_rounding_needs_fp32_and_bits_for_each_element():
+    with pytest.raises(ValueError, match="needs fp32"):
+        round_to_bf16_stochastically(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
+    with pytest.raises(ValueError, match="bits for each element"):
+        round_to_bf16_stochastically(torch.zeros(2), torch.zeros(3))
+
+
+def test_a_quotient_is_rounded_once():
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(divided(x, 2688), (x.double() / 2688).float())
