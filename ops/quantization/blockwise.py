@@ -36,7 +36,8 @@ def quantize(
     ValueError: the block is another one or does not divide the matrix."""
     check_block(block, (ALONG_ROWS, ALONG_COLUMNS, SQUARE), "fp8_blockwise")
     number_of_blocks(x, block)  # raises for x of another size
-    return Blockwise(*_quantize(x, block, dtype, powers_of_two), block)
+    values, inverse_scales = _quantize(x, block, dtype, powers_of_two)
+    return Blockwise(values, inverse_scales, block)
 
 
 @custom_op("nanomfu::blockwise_quantize", mutates_args=())

@@ -46,7 +46,8 @@ def quantize(x: torch.Tensor, block: Block = ALONG_ROWS) -> Mxfp8:
     ValueError: the block is another one or does not divide the matrix."""
     check_block(block, (ALONG_ROWS, ALONG_COLUMNS), "mxfp8")
     number_of_blocks(x, block)  # raises for x of another size
-    return Mxfp8(*_quantize(x, block), block)
+    values, exponents = _quantize(x, block)
+    return Mxfp8(values, exponents, block)
 
 
 @custom_op("nanomfu::mxfp8_quantize", mutates_args=())

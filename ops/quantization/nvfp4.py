@@ -69,7 +69,8 @@ def quantize(
             f"nvfp4 has one amax for the whole matrix, but this one has shape {tuple(amax.shape)}"
         )
     amax = amax.float().reshape(())
-    return Nvfp4(*_quantize(x, block, amax, bits), amax, block)
+    codes, scales = _quantize(x, block, amax, bits)
+    return Nvfp4(codes, scales, amax, block)
 
 
 @custom_op("nanomfu::nvfp4_quantize", mutates_args=())

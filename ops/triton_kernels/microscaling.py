@@ -101,6 +101,7 @@ def _to_row(scales, TILE_N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 # --- rows of a block ---
+# mypy takes the length of a tuple for its type: Triton unrolls the loops in which these grow.
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def _load_rows(x, n, inside, N, BLOCK: tl.constexpr):
     first = x + tl.program_id(1).to(tl.int64) * BLOCK * N + n
     rows = ()
     for row in tl.static_range(BLOCK):
-        rows = rows + (tl.load(first + row * N, mask=inside, other=0.0).to(tl.float32),)
+        rows = rows + (tl.load(first + row * N, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     return rows
 
 
@@ -133,18 +134,18 @@ def _hadamard(rows):
     """The transform of each column's 16 numbers, rounded to bf16 (ops/quantization/hadamard.py)."""
     tile = ()
     for row in tl.static_range(16):
-        tile = tile + (rows[row] * (-0.25 if (NEGATIVE >> row) & 1 else 0.25),)
+        tile = tile + (rows[row] * (-0.25 if (NEGATIVE >> row) & 1 else 0.25),)  # type: ignore[assignment]
     for stage in tl.static_range(4):
         summed = ()
         for row in tl.static_range(16):
             if (row >> stage) & 1:
-                summed = summed + (tile[row - (1 << stage)] - tile[row],)
+                summed = summed + (tile[row - (1 << stage)] - tile[row],)  # type: ignore[assignment]
             else:
-                summed = summed + (tile[row] + tile[row + (1 << stage)],)
+                summed = summed + (tile[row] + tile[row + (1 << stage)],)  # type: ignore[assignment]
         tile = summed
     rounded = ()
     for row in tl.static_range(16):
-        rounded = rounded + (tile[row].to(tl.bfloat16).to(tl.float32),)
+        rounded = rounded + (tile[row].to(tl.bfloat16).to(tl.float32),)  # type: ignore[assignment]
     return rounded
 
 
