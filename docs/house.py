@@ -46,7 +46,7 @@ ORDER = (
     "plots/*",
     "common/*",
 )
-# Not in the picture: what writes the documents, what every room may import, what no room imports yet, and
+# Not in the picture: what writes the documents, what every room may import, what ops/ alone imports, and
 # files for a few rooms.
 NOT_DRAWN = ("docs/*", "common/*", "ops/quantization/*", "data/folders.py", "data/huggingface.py")
 
