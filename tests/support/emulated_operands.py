@@ -11,7 +11,6 @@ from ops.triton_kernels import microscaling
 
 KEY = random_key(2**40 + 7, iteration=2**31 + 5, micro_step=3, tensor=2**30 - 1)
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-SHAPES = [(32, 32), (96, 544), (160, 1056)]  # odd numbers of blocks; less and more than a tile
 
 
 def matrices(M, N):
