@@ -60,7 +60,9 @@ TORCHRUN = "torch.distributed.run"
 RANKS = 4  # that wait in a torchrun; if it starts more, the others are fresh interpreters
 MESSAGE_BYTES = 1 << 18
 COMMAND_BYTES = 16_384  # room for the command line, as /proc shows it
-_READ_AT_START = re.compile(r"(?!PYTHONUNBUFFERED$|PYTHONPATH$)PYTHON|LC_|LANG|LD_|TORCH|MKL_|CUDA_|MPL")
+_READ_AT_START = re.compile(
+    r"(?!PYTHONUNBUFFERED$|PYTHONPATH$)PYTHON|LC_|LANG|LD_|TORCH|TRITON_INTERPRET|MKL_|CUDA_|MPL"
+)
 
 
 # --- for tests ---

@@ -109,6 +109,12 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
+    from ops.triton_kernels.microscaling import (
+        triton_mxfp8,
+        triton_nvfp4,
+        triton_nvfp4_amaxes,
+        triton_nvfp4_square,
+    )
     from ops.triton_kernels.norm import triton_add_norm
     from ops.triton_kernels.swiglu import (
         triton_swiglu,
@@ -127,7 +133,11 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
     one = torch.ones(())
     triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 5), (0.9, 0.95), 1e-8, 0.1)
-    expected = 10
+    triton_mxfp8(x.repeat(2, 1))
+    triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
+    triton_nvfp4_square(x, torch.ones(()))
+    triton_nvfp4_amaxes(x)
+    expected = 14
     if TABLE[compute].fp8:  # others have no instruction for it
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
         triton_amax(x, torch.zeros(2), 16384)

@@ -140,6 +140,7 @@ os.write(1, (str(found) + os.linesep).encode())
         (["bash", "script"], {}),
         ([sys.executable, "script.py"], {"PYTHONIOENCODING": "ascii"}),
         ([sys.executable, "script.py"], {"TORCH_LOGS": "dynamo"}),
+        ([sys.executable, "script.py"], {"TRITON_INTERPRET": "1"}),
         ([sys.executable, "script.py"], {"NANOMFU_COLD_PROCESSES": "1"}),
     ],
 )

@@ -1,0 +1,60 @@
+"""The random Hadamard transform that spreads outliers over 16 numbers before they are quantized to NVFP4.
+
+    H = diag(signs) H16 / 4       orthogonal: (A H) (B H)^T = A B^T
+
+Both operands of a weight's gradient are transformed along the tokens, which it sums over, so that the product
+is that of the operands themselves. H16 is Sylvester's; the signs are TransformerEngine's fixed ones. Source:
+"Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), sec. 4.
+
+The 16 numbers of a tile are summed pair by pair, in four rounds, so that every device and every kernel gets
+the same bits: a matmul sums in an order that is its own.
+
+The result is rounded to bf16 before it is quantized. torch.compile leaves that rounding out where it can, and
+then one in 170 NVFP4 codes is another: so the transform is an operation that it cannot see into.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import custom_op
+
+SIZE = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+NEGATIVE_ROWS = sum(1 << row for row, sign in enumerate(SIGNS) if sign < 0)
+
+
+def hadamard_matrix(device: torch.device | str = "cpu") -> torch.Tensor:
+    """H (16, 16), fp32; its numbers are 1/4 and -1/4."""
+    column = torch.arange(SIZE, device=device)
+    row = column[:, None]
+    shared = row & column  # Sylvester's sign is the parity of the bits that row and column share
+    parity = shared ^ (shared >> 1) ^ (shared >> 2) ^ (shared >> 3) ^ (NEGATIVE_ROWS >> row)
+    return (1.0 - 2.0 * (parity & 1)) / SIZE**0.5
+
+
+def random_hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x (M, K) in bf16, transformed in tiles of 16 along dim 0 or 1 -> (M, K) in bf16, from sums in fp32.
+    ValueError: another type, or 16 does not divide the dimension."""
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"the Hadamard transform is defined for bf16, not {x.dtype}; cast the tensor first")
+    if x.ndim != 2 or dim not in (0, 1) or x.shape[dim] % SIZE:
+        raise ValueError(
+            f"the Hadamard transform needs a matrix whose dimension {dim} (0 or 1) is a multiple of {SIZE}, "
+            f"but its shape is {tuple(x.shape)}"
+        )
+    return _transform(x, dim)
+
+
+@custom_op("nanomfu::random_hadamard", mutates_args=())
+def _transform(x: torch.Tensor, dim: int) -> torch.Tensor:
+    signs = hadamard_matrix(x.device)[:, 0]  # the first column of H16 is ones
+    tiles = x.float().movedim(dim, -1).unflatten(-1, (-1, SIZE)) * signs
+    for distance in (1, 2, 4, 8):
+        first, second = tiles.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        tiles = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+    return tiles.flatten(-2).movedim(-1, dim).to(x.dtype).contiguous()
+
+
+@_transform.register_fake
+def _(x, dim):
+    return x.new_empty(x.shape)

@@ -1,0 +1,75 @@
+"""The kernels of emulated MXFP8 and NVFP4 against their plain forms, and the plain forms on a GPU."""
+
+import pytest
+import torch
+from support.tensors import random, random_bf16
+
+from ops import emulation
+from ops.quantization import blockwise, delayed_scaling, mxfp8, nvfp4
+from ops.quantization.formats import E4M3
+from ops.quantization.hadamard import random_hadamard
+from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
+
+pytestmark = pytest.mark.gpu
+KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 544), (160, 1056), (256, 6144)])
+def test_every_kernel_gives_the_bits_of_its_plain_form(shape):
+    from support.emulated_operands import assert_kernels_equal_plain_forms
+
+    assert_kernels_equal_plain_forms(shape, "cuda")
+
+
+def test_the_operations_run_the_kernels_on_a_gpu_also_compiled():
+    x = random_bf16(96, 544)
+
+    def operands(x, key):
+        x = x * 1.7  # torch.compile would keep more digits of it than bf16 has
+        amaxes = emulation.nvfp4_amaxes(x)
+        weight = emulation.nvfp4_weight(x, amaxes[0])
+        return *emulation.mxfp8_operand(x), *emulation.nvfp4_operand(x, amaxes, key), weight
+
+    plain = operands(x, KEY)
+    for function in (operands, torch.compile(operands, fullgraph=True)):
+        for a, b in zip(function(x.cuda(), KEY.cuda()), plain, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+def test_a_captured_graph_reads_its_key_anew():
+    x, key = random_bf16(64, 64, device="cuda"), KEY.cuda()
+    amaxes = emulation.nvfp4_amaxes(x)
+    emulation.nvfp4_operand(x, amaxes, key)  # compiles the kernel, which a capture must not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = emulation.nvfp4_operand(x, amaxes, key)
+    for _ in range(2):
+        graph.replay()
+        for a, b in zip(captured, emulation.nvfp4_operand(x, amaxes, key), strict=True):
+            assert torch.equal(a, b)
+        key[2] += 1
+
+
+@pytest.mark.parametrize("function", ["blockwise", "mxfp8", "nvfp4", "hadamard", "bits", "bf16"])
+def test_a_plain_form_gives_the_bits_of_a_cpu_on_a_gpu(function):
+    x, fp32 = random_bf16(128, 256), random(128, 256)
+    functions = {
+        "blockwise": lambda x, fp32, key: blockwise.quantize(x, powers_of_two=False)[:2],
+        "mxfp8": lambda x, fp32, key: (mxfp8.dequantize(mxfp8.quantize(x)),),
+        "nvfp4": lambda x, fp32, key: (nvfp4.dequantize(nvfp4.quantize(x)),),
+        "hadamard": lambda x, fp32, key: (random_hadamard(x, 0), random_hadamard(x, 1)),
+        "bits": lambda x, fp32, key: (random_bits(1000, key, bits=16),),
+        "bf16": lambda x, fp32, key: (bf16_stochastically(fp32, key),),
+    }
+    here = functions[function](x, fp32, KEY)
+    there = functions[function](x.cuda(), fp32.cuda(), KEY.cuda())
+    for a, b in zip(there, here, strict=True):
+        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+
+
+def test_the_state_of_delayed_scaling_is_that_of_a_cpu():
+    scale, history, amax = torch.ones(64), random(4, 64).abs(), random(64).abs()
+    here = delayed_scaling.update(scale, history, amax, E4M3)
+    there = delayed_scaling.update(scale.cuda(), history.cuda(), amax.cuda(), E4M3)
+    for a, b in zip(there, here, strict=True):
+        assert torch.equal(a.cpu(), b)

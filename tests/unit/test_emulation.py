@@ -1,0 +1,143 @@
+"""Emulated operands: their values, their random bits, torch.compile, and their kernels in an interpreter."""
+
+import os
+import sys
+
+import pytest
+import torch
+from support import warm_python
+from support.tensors import error, random, random_bf16
+
+from ops import emulation
+from ops.quantization import blockwise, delayed_scaling, mxfp8, nvfp4
+from ops.quantization.formats import E4M3
+from ops.quantization.hadamard import random_hadamard
+from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
+
+KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)
+
+# --- values ---
+
+
+def test_an_mxfp8_operand_is_the_matrix_in_blocks_along_rows_and_along_columns():
+    x = random_bf16(64, 96)
+    by_rows, by_columns = emulation.mxfp8_operand(x)
+    assert torch.equal(by_rows, mxfp8.dequantize(mxfp8.quantize(x)))
+    assert torch.equal(by_columns.t(), mxfp8.dequantize(mxfp8.quantize(x.t().contiguous())))
+
+
+def test_an_nvfp4_operands_columns_are_transformed_and_have_an_amax_of_their_own():
+    x = random_bf16(64, 96)
+    amaxes = emulation.nvfp4_amaxes(x)
+    by_rows, by_columns = emulation.nvfp4_operand(x, amaxes)
+    transformed = random_hadamard(x, dim=0)
+    assert amaxes.tolist() == [x.abs().amax().item(), transformed.abs().amax().item()]
+    assert torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x)))
+    assert torch.equal(by_columns.t(), nvfp4.dequantize(nvfp4.quantize(transformed.t().contiguous())))
+
+
+def test_an_nvfp4_weight_has_square_blocks():
+    weight = random_bf16(64, 96)
+    values = emulation.nvfp4_weight(weight, weight.abs().amax().float())
+    assert torch.equal(values, nvfp4.dequantize(nvfp4.quantize(weight, nvfp4.SQUARE)))
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("mxfp8", 0.045), ("nvfp4", 0.25)])
+def test_the_matmul_of_a_weights_gradient_is_near_the_true_one(kind, bound):
+    x, dy = random_bf16(256, 64), random_bf16(256, 96, std=1e-4)
+    if kind == "mxfp8":
+        operands = [emulation.mxfp8_operand(matrix)[1] for matrix in (dy, x)]
+    else:
+        operands = [
+            emulation.nvfp4_operand(matrix, emulation.nvfp4_amaxes(matrix), key)[1]
+            for matrix, key in ((dy, KEY), (x, None))
+        ]
+    assert bound / 4 < error(operands[0].t() @ operands[1], dy.float().t() @ x.float()) < bound
+
+
+# --- random bits ---
+
+
+def test_a_gradients_two_forms_are_rounded_with_bits_of_their_own():
+    x = random_bf16(64, 96)
+    rows, columns = (emulation.bits_of_operand(x, KEY, s) for s in (emulation.ROWS, emulation.COLUMNS))
+    correlation = torch.corrcoef(torch.stack((rows.flatten(), columns.flatten())).float())[0, 1]
+    assert abs(correlation) < 4 / rows.numel() ** 0.5
+    by_rows, _ = emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), KEY)
+    assert torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x, bits=rows)))
+    assert not torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x)))
+
+
+def test_a_counter_has_the_bits_of_16_rows_of_a_column():
+    x = torch.zeros(48, 32, dtype=torch.bfloat16)
+    bits = emulation.bits_of_operand(x, KEY, emulation.ROWS)
+    counter = 2 * 32 + 5  # rows 32 to 47, column 5
+    assert torch.equal(bits[32:48, 5], random_bits(16, KEY, start=16 * counter))
+
+
+# --- torch.compile ---
+
+OF_BF16 = {
+    "mxfp8": lambda x, key: mxfp8.dequantize(mxfp8.quantize(x, (32, 1))),
+    "nvfp4": lambda x, key: nvfp4.dequantize(nvfp4.quantize(x, nvfp4.SQUARE)),
+    "nvfp4 with bits": lambda x, key: nvfp4.dequantize(
+        nvfp4.quantize(x, bits=random_bits(x.numel(), key).view(x.shape))
+    ),
+    "transformed": lambda x, key: nvfp4.dequantize(nvfp4.quantize(random_hadamard(x, 0), (16, 1))),
+    "blockwise": lambda x, key: blockwise.dequantize(blockwise.quantize(x, powers_of_two=False)),
+    "mxfp8 operand": lambda x, key: torch.cat(emulation.mxfp8_operand(x)),
+    "nvfp4 operand": lambda x, key: torch.cat(emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), key)),
+    "nvfp4 weight": lambda x, key: emulation.nvfp4_weight(x, x.abs().amax().float()),
+}
+OF_FP32 = {
+    "delayed": lambda x, key: delayed_scaling.update(x[0], x, x[1].abs(), E4M3)[0],
+    "bf16": lambda x, key: bf16_stochastically(x, key, start=7),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_BF16, *OF_FP32])
+def test_compiled_code_gives_the_bits_of_eager_code_in_one_graph(name):
+    def quantized(x, key):
+        return function(x * 1.7, key)  # a product of which torch.compile keeps more digits than bf16 has
+
+    torch._dynamo.reset()  # it counts how often a function is compiled anew, also one per test
+    function = {**OF_BF16, **OF_FP32}[name]
+    x = random_bf16(128, 256) if name in OF_BF16 else random(128, 256)
+    compiled = torch.compile(quantized, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for key in (KEY, random_key(1, 2, 3, 4)):  # read at each call
+            assert torch.equal(compiled(x, key), quantized(x, key))
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "message"),
+    [
+        (emulation.mxfp8_operand, random_bf16(48, 64), "48 x 64 cannot be divided into blocks of 32 x 1"),
+        (emulation.mxfp8_operand, random_bf16(64, 48), "64 x 48 cannot be divided into blocks of 1 x 32"),
+        (emulation.nvfp4_amaxes, random_bf16(24, 64), "24 x 64 cannot be divided into blocks of 16 x 16"),
+        (emulation.nvfp4_amaxes, random(32, 64), "operands are bf16, not torch.float32"),
+    ],
+)
+def test_what_cannot_be_emulated_is_an_error(function, x, message):
+    with pytest.raises(ValueError, match=message):
+        function(x)
+
+
+# --- kernels ---
+
+
+@pytest.mark.slow
+def test_the_kernels_give_the_bits_of_the_plain_forms_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    done = warm_python.run(
+        [sys.executable, "-m", "support.emulated_operands"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

@@ -1,0 +1,198 @@
+"""Rounding to E2M1, E4M3, E5M2 and E8M0, over all bf16 numbers."""
+
+import pytest
+import torch
+from support.te_reference import nvfp4_reference
+
+from ops.quantization.formats import (
+    E4M3,
+    E5M2,
+    divided,
+    e2m1_codes,
+    e2m1_values,
+    e8m0_values,
+    pack_e2m1,
+    round_to_bf16_stochastically,
+    round_to_e2m1,
+    round_to_e2m1_stochastically,
+    round_up_to_e8m0,
+    to_float8,
+    unpack_e2m1,
+)
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7
+EVERY_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+NUMBERS = EVERY_BF16[~EVERY_BF16.isnan()]
+FINITE = EVERY_BF16[EVERY_BF16.isfinite()]
+
+
+def nearest_code(x):
+    """The nearest of the 8 magnitudes by trying all, and of two equally near ones the even code."""
+    distances = (x.double().abs().clamp(max=100)[:, None] - torch.tensor(E2M1_MAGNITUDES).double()).abs()
+    is_odd = torch.arange(8) % 2
+    candidates = distances == distances.amin(1, keepdim=True)
+    best = (candidates * (2 - is_odd)).argmax(1)
+    return (best + 8 * x.signbit()).to(torch.uint8)
+
+
+# --- E2M1 ---
+
+
+def test_every_bf16_number_becomes_the_nearest_e2m1_number():
+    assert len(NUMBERS) == 2**16 - 254
+    assert torch.equal(e2m1_codes(round_to_e2m1(NUMBERS)), nearest_code(NUMBERS))
+
+
+def test_torchao_rounds_every_bf16_number_to_the_same_e2m1_code():
+    kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels", reason="pip install torchao")
+    theirs = kernels.f32_to_f4_unpacked(NUMBERS.float())
+    assert torch.equal(e2m1_codes(round_to_e2m1(NUMBERS)), theirs)
+
+
+def test_transformer_engine_rounds_and_packs_every_bf16_number_to_the_same_e2m1_code():
+    ours = pack_e2m1(e2m1_codes(round_to_e2m1(NUMBERS.float())))
+    theirs = nvfp4_reference().cast_to_fp4x2(NUMBERS.float()[None])[0]
+    zero = (NUMBERS == 0) & NUMBERS.signbit()  # it gives -0 the code of 0; the others keep the sign
+    same = unpack_e2m1(ours) == unpack_e2m1(theirs)
+    assert same[~zero].all() and zero.sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "rounded"),
+    [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5.0, 4), (5.01, 6), (9.0, 6)],
+)
+def test_ties_go_to_the_even_code_and_large_numbers_saturate(x, rounded):
+    assert round_to_e2m1(torch.tensor([x, -x])).tolist() == [rounded, -rounded]
+
+
+def test_nan_becomes_the_largest_e2m1_number_and_inf_saturates():
+    x = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    assert round_to_e2m1(x).tolist() == [6, 6, 6, -6]
+    assert round_to_e2m1_stochastically(x, torch.full((4,), 255)).tolist() == [6, 6, 6, -6]
+
+
+def test_codes_and_packed_codes_are_read_back():
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert e2m1_values(codes).tolist() == [*E2M1_MAGNITUDES, *(-number for number in E2M1_MAGNITUDES)]
+    assert torch.equal(e2m1_codes(e2m1_values(codes)), codes)
+    assert torch.equal(unpack_e2m1(pack_e2m1(codes)), codes)
+    assert pack_e2m1(torch.tensor([1, 10], dtype=torch.uint8)).tolist() == [0xA1]
+    with pytest.raises(ValueError, match="3 codes, an odd number"):
+        pack_e2m1(codes[:3])
+
+
+# --- stochastic rounding ---
+
+
+def test_stochastic_rounding_takes_the_neighbor_above_for_as_many_bits_as_it_is_near():
+    """0.6 is a fifth of the way from 0.5 to 1: 51 of 256 bits (255 - 205) reach 1. 3.0 never moves."""
+    bits = torch.arange(256)
+    rounded = round_to_e2m1_stochastically(torch.full((256,), 0.6), bits)
+    assert rounded.unique().tolist() == [0.5, 1.0] and (rounded == 1).sum() == 51
+    for exact in E2M1_MAGNITUDES:
+        assert (round_to_e2m1_stochastically(torch.full((256,), exact), bits) == exact).all()
+
+
+@pytest.mark.parametrize("bits", [0, 1, 77, 128, 255])
+def test_stochastic_rounding_of_every_bf16_number_equals_the_formula_in_fp64(bits):
+    magnitude = FINITE.double().abs().clamp(max=6)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    moved = magnitude + bits / 256 * step
+    moved_step = torch.where(moved < 2, 0.5, torch.where(moved < 4, 1.0, 2.0))
+    expected = ((moved / moved_step).floor() * moved_step).clamp(max=6).copysign(FINITE.double())
+    ours = round_to_e2m1_stochastically(FINITE, torch.full(FINITE.shape, bits))
+    assert torch.equal(ours.double(), expected)
+
+
+def test_the_mean_of_stochastic_rounding_is_a_512th_of_a_step_too_small():
+    for x, step in ((0.3, 0.5), (1.7, 0.5), (2.2, 1.0), (4.7, 2.0)):
+        mean = round_to_e2m1_stochastically(torch.full((256,), x), torch.arange(256)).double().mean().item()
+        assert abs(mean - (x - step / 512)) <= step / 512
+
+
+def test_stochastic_rounding_needs_bits_for_each_element():
+    with pytest.raises(ValueError, match="one number of random bits for each element"):
+        round_to_e2m1_stochastically(torch.ones(4), torch.zeros(3))
+
+
+# --- E4M3, E5M2 ---
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448), (E5M2, 57344)])
+def test_fp8_saturates_and_keeps_nan(dtype, largest):
+    x = torch.tensor([1e30, -1e30, torch.inf, -torch.inf])
+    assert to_float8(x, dtype).float().tolist() == [largest, -largest, largest, -largest]
+    assert to_float8(torch.tensor([torch.nan]), dtype).float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_every_bf16_number_becomes_the_nearest_fp8_number(dtype):
+    all_codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = all_codes[all_codes.isfinite()].unique().double()
+    x = FINITE.double().clamp(-values[-1], values[-1])
+    above = torch.searchsorted(values, x).clamp(1, len(values) - 1)
+    nearest = torch.minimum((values[above] - x).abs(), (x - values[above - 1]).abs())
+    assert torch.equal((to_float8(FINITE, dtype).double() - x).abs(), nearest)
+
+
+# --- E8M0 ---
+
+
+def test_e8m0_rounds_up_to_a_power_of_two():
+    x = torch.tensor([1.0, 1.0000001, 2.0, 3.0, 2.0**-126, 2.0**-127, 2.0**-130, 0.0, 2.0**127, 3e38])
+    codes = [127, 128, 128, 129, 1, 0, 0, 0, 254, 254]
+    assert round_up_to_e8m0(x).tolist() == codes
+    assert round_up_to_e8m0(torch.tensor([2.0**-127 * 1.5])).tolist() == [1]
+    assert round_up_to_e8m0(torch.tensor([torch.inf, torch.nan])).tolist() == [254, 255]
+
+
+def test_e8m0_codes_are_exact_powers_of_two():
+    values = e8m0_values(torch.arange(256, dtype=torch.uint8))
+    assert torch.equal(values[:255].double(), 2.0 ** torch.arange(-127, 128).double())
+    assert values[255].isnan()
+    assert torch.equal(round_up_to_e8m0(values[:255]), torch.arange(255, dtype=torch.uint8))
+
+
+# --- bf16 ---
+
+
+@pytest.mark.parametrize("bits", [0, 1, 32768, 65535])
+def test_what_bf16_holds_stays_whatever_the_bits_are(bits):
+    rounded = round_to_bf16_stochastically(
+        NUMBERS.float(), torch.full(NUMBERS.shape, bits, dtype=torch.int32)
+    )
+    assert torch.equal(rounded.view(torch.int16), NUMBERS.view(torch.int16))
+
+
+def test_nan_stays_nan_in_stochastic_rounding_whatever_its_bits():
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
+    for bits in (0, 65535):
+        rounded = round_to_bf16_stochastically(nans.view(torch.float32), torch.full_like(nans, bits))
+        assert rounded.isnan().all()
+
+
+def test_every_fraction_is_rounded_away_from_0_by_as_many_of_the_65536_bits():
+    bits = torch.arange(2**16, dtype=torch.int32)
+    for sign, fraction in ((1, 0), (1, 1), (-1, 12345), (1, 32768), (-1, 65535)):
+        x = (torch.tensor(0x3F800000 + fraction, dtype=torch.int32)).view(torch.float32) * sign
+        rounded = round_to_bf16_stochastically(x.expand(2**16).contiguous(), bits)
+        assert (rounded.abs() > 1).sum() == fraction and (rounded * sign >= 1).all()
+
+
+def test_above_the_largest_number_of_bf16_is_inf():
+    x = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
+    assert round_to_bf16_stochastically(x, torch.ones(2, dtype=torch.int32)).isinf().all()
+    down = round_to_bf16_stochastically(x, torch.zeros(2, dtype=torch.int32))
+    assert down.float().abs().eq(torch.finfo(torch.bfloat16).max).all()
+
+
+def test_stochastic_rounding_needs_fp32_and_bits_for_each_element():
+    with pytest.raises(ValueError, match="needs fp32"):
+        round_to_bf16_stochastically(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
+    with pytest.raises(ValueError, match="bits for each element"):
+        round_to_bf16_stochastically(torch.zeros(2), torch.zeros(3))
+
+
+def test_a_quotient_is_rounded_once():
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(divided(x, 2688), (x.double() / 2688).float())
