@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model_config import ModelConfig
-from ops.recipes import ONE_SCALE
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs, shards_optimizer
 from training.optimization.compile import is_recomputed
@@ -30,7 +29,7 @@ from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
-QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "mxfp8": 4, "nvfp4": 2}
+QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "fp8_blockwise": 2, "mxfp8": 4, "nvfp4": 2}
 MIB = 2**20
 
 # cuBLAS has 32 MiB of its own on Hopper and Blackwell (8 MiB on older GPUs) for each thread that calls it:
@@ -111,8 +110,9 @@ class _Sizes:
 
     @property
     def emulated(self) -> bool:
-        """Whether operands in low precision are bf16 (ops/emulation.py), not fp8."""
-        return self.config.low_precision not in ("none", *ONE_SCALE)
+        """Whether operands in low precision are bf16 (ops/emulation.py), not fp8. fp8_blockwise is taken for
+        native, as on Hopper."""
+        return self.config.low_precision in ("mxfp8", "nvfp4")
 
 
 def block_weights(model: ModelConfig) -> int:
