@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
+from ops.delayed_float8 import empty_float8, plain_delayed_quantize
 from ops.float8 import (
     GRADIENT,
     Float8,
@@ -137,6 +138,32 @@ def _swiglu_backward_float8(
 def _(x, dh, scale):
     M, N = x.shape
     return x.new_empty(M, N, dtype=GRADIENT), x.new_empty(N, M, dtype=GRADIENT)
+
+
+def delayed_swiglu_backward(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> Float8:
+    """swiglu_backward in fp8 by the scale of the past, with the state of ops/delayed_float8.py. On a GPU it
+    is computed once, or twice without a history."""
+    return Float8(*_delayed_swiglu_backward(x, dh, scale, amax, dtype))
+
+
+@custom_op("nanomfu::delayed_swiglu_backward", mutates_args=("amax",))
+def _delayed_swiglu_backward(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        from ops.triton_kernels.swiglu import triton_delayed_swiglu_backward
+
+        return triton_delayed_swiglu_backward(
+            x.contiguous(), dh.contiguous(), scale, amax, dtype, AMAX_COLUMNS
+        )
+    return plain_delayed_quantize(swiglu_backward(x, dh), scale, amax, dtype, None)
+
+
+@_delayed_swiglu_backward.register_fake
+def _(x, dh, scale, amax, dtype):
+    return empty_float8(x, dtype)
 
 
 swiglu_with_amax.register_autograd(

@@ -42,10 +42,21 @@ def largest(magnitudes, axis: tl.constexpr):
     return as_float(tl.max(magnitude_bits(magnitudes), axis))
 
 
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
 def prepare(*modules) -> None:
-    """Of these modules of kernels, too."""
+    """Also the functions that these modules of kernels import."""
     interpreter._convert_float = convert
     float8._four_bytes, float8._two_bytes = four_bytes, two_bytes
     for module in modules:
-        if hasattr(module, "largest"):
-            module.largest = largest
+        for function in (largest, sigmoid, rounded):
+            if hasattr(module, function.fn.__name__):
+                setattr(module, function.fn.__name__, function)
