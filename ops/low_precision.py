@@ -1,7 +1,7 @@
 """A Linear in low precision: its operands by a recipe of ops/recipes.py, its three matmuls, its gradients.
 
-    scaled     fp8 operands, multiplied by tensor cores: with one scale each (ops/float8.py), which may come from
-               earlier micro-steps (ops/delayed_float8.py), or one a block (ops/block_float8.py)
+    scaled     fp8 operands, multiplied by tensor cores: with one scale each (ops/float8.py), which may come
+               from earlier micro-steps (ops/delayed_float8.py), or one a block (ops/block_float8.py)
     emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
                that of block-scaled tensor cores, up to the order of sums; it is no faster: ops/emulation.py
 
@@ -307,7 +307,7 @@ def _empty_bf16(weight: torch.Tensor) -> torch.Tensor:
 
 def product(x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> tuple[torch.Tensor, Operand]:
     """x (M, K) -> x w^T (M, N), and x as the operand that it was. An evaluation may have any M: rows of zeros
-    are added. A training step has none (training/optimization/low_precision.py), so that its operand is whole."""
+    are added. In training M is a multiple (training/optimization/low_precision.py)."""
     method, M = METHODS[low.method], len(x)
     if short := -M % method.multiple:
         x = F.pad(x, (0, 0, 0, short))
