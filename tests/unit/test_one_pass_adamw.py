@@ -34,9 +34,10 @@ class Scalars(NamedTuple):
     found_inf: torch.Tensor
     correction1: torch.Tensor
     root2: torch.Tensor
+    step: torch.Tensor
 
 
-def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay) -> None:
+def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay, rounding) -> None:
     """Loshchilov and Hutter 2019, alg. 2."""
     if scalars.found_inf:
         return

@@ -208,6 +208,7 @@ class TrainConfig:
         "bfloat16", "dtype of the computation; float16 scales the loss"
     )
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
+    weight_rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 weights and moments")
     low_precision: Literal["none", "fp8_tensorwise"] = key("none", "fp8 matmuls, one scale per tensor")
     low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "blocks only, or also the head")
     compile: bool = key(True, "use torch.compile")

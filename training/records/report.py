@@ -246,6 +246,8 @@ def _precision(config: TrainConfig) -> str:
     both = stored == moments
     text = f"{config.dtype} compute, {stored} weights"
     text += " and optimizer state" if both else f", {moments} optimizer state"
+    if config.weight_rounding != "nearest":
+        text += f", {config.weight_rounding} rounding to bfloat16"
     if config.low_precision != "none":
         text += f"; {config.low_precision} matmuls in {config.low_precision_scope}"
     return text

@@ -54,7 +54,7 @@ class Fsdp:
         self.world, self.replicas = world, world.size // mesh.shape[-1]
         self.parts = world.size // self.replicas
         self.shards = [
-            Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas)
+            Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas, start=_start(p))
             for name, p in model.named_parameters()
         ]
         if timer:
@@ -129,6 +129,14 @@ class Fsdp:
             shape=whole.shape,
             stride=whole.stride(),
         )
+
+
+def _start(parameter: torch.Tensor) -> int:
+    """Index of this rank's first element in the whole parameter: every rank before it has as many rows as the
+    first one. A rank without rows may get an index beyond the end."""
+    mesh = _sharded(parameter).device_mesh
+    rows = -(-len(parameter) // mesh.shape[-1])
+    return mesh.get_local_rank(mesh.ndim - 1) * rows * parameter.shape[1:].numel()
 
 
 def _sharded(tensor: torch.Tensor | None) -> DTensor:
