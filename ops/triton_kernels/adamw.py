@@ -29,9 +29,9 @@ class Scalars(NamedTuple):
     rate: torch.Tensor
     grad_scale: torch.Tensor  # divides the gradient
     found_inf: torch.Tensor  # 1: nothing is written
+    step: torch.Tensor  # the number of this update, for its random bits
     correction1: torch.Tensor  # 1 - beta1^step
     root2: torch.Tensor  # sqrt(1 - beta2^step)
-    step: torch.Tensor  # the number of this update, for its random bits
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _rounded(x, dtype: tl.constexpr, key, step, stream: tl.constexpr, counter, S
 # Scalars may be views into one tensor. Their alignment is of no use, and each one would be compiled anew.
 @triton.jit(do_not_specialize_on_alignment=[*Scalars._fields, "key"], do_not_specialize=["first"])
 def _adamw(
-    weight, gradient, mean, square, copy, rate, grad_scale, found_inf, correction1, root2, step, key, n,
+    weight, gradient, mean, square, copy, rate, grad_scale, found_inf, step, correction1, root2, key, n,
     first, skipped, beta1, rest1, beta2, rest2, eps, decay,
     COPY: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

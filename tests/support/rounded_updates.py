@@ -20,8 +20,8 @@ SHARDS = [(0, 200), (8, 64), (3, 130), (8 * 2**32 - 72, 72), (5, 1), (16, 0)]  #
 
 
 def scalars(device, found_inf=0.0, step=STEP):
-    numbers = (RATE, SCALE, found_inf, 1 - BETAS[0] ** step, (1 - BETAS[1] ** step) ** 0.5, float(step))
-    return adamw.Scalars(*(torch.full((), number, device=device) for number in numbers))
+    numbers = (RATE, SCALE, found_inf, step, 1 - BETAS[0] ** step, (1 - BETAS[1] ** step) ** 0.5)
+    return adamw.Scalars(*(torch.full((), float(number), device=device) for number in numbers))
 
 
 def shard(n, stored, moments, copies, device):

@@ -32,9 +32,9 @@ class Scalars(NamedTuple):
     rate: torch.Tensor
     grad_scale: torch.Tensor
     found_inf: torch.Tensor
+    step: torch.Tensor
     correction1: torch.Tensor
     root2: torch.Tensor
-    step: torch.Tensor
 
 
 def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay, rounding) -> None:

@@ -90,7 +90,7 @@ class OnePassAdamW(torch.optim.AdamW):
                     self.state[weight]["exp_avg"],
                     self.state[weight]["exp_avg_sq"],
                     self.copies[weight],
-                    Scalars(rate, scale, found_inf, *correction, step),
+                    Scalars(rate, scale, found_inf, step, *correction),
                     group["betas"],
                     group["eps"],
                     group["weight_decay"],
