@@ -10,7 +10,8 @@ ten rounds that mix a counter of 128 bits under a key of 64.
     counter   element // elements in 128 bits · tensor + stream x 2^30 · micro-step · iteration, 32 bits each
 
 No two of them share a counter, and Philox maps counters under one key to outputs one to one. Replicas that
-must agree have one seed; ranks that must differ have seeds of their own.
+must agree have one seed; ranks that must differ have seeds of their own. Tensor numbers below WEIGHTS are for
+gradients of activations; those from there on are for weights and their moments (weight_key).
 
 What the bits are for is a tensor on the device that uses them: a captured graph and compiled code read it
 anew each time, and the host never waits for it.
@@ -30,13 +31,14 @@ MASK = 2**WORD - 1
 BITS_OF_A_COUNTER = 4 * WORD
 TENSOR_BITS, STREAM_BITS = 30, 2  # of one word of the counter
 KEY_BITS = {"seed": 63, "iteration": WORD, "micro_step": WORD, "tensor": TENSOR_BITS}
+WEIGHTS = 2 ** (TENSOR_BITS - 1)  # the upper half of all tensor numbers
 
 
 def random_key(
     seed: int, iteration: int = 0, micro_step: int = 0, tensor: int = 0, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """What bits are for, int64 (4). Whoever counts iterations and micro-steps writes them to [1] and [2]. A
-    tensor that draws bits has a number of its own: gradients of activations, weights, moments.
+    tensor that draws bits has a number of its own.
     ValueError: a number that does not fit."""
     numbers = dict(zip(KEY_BITS, (seed, iteration, micro_step, tensor), strict=True))
     for name, number in numbers.items():
@@ -46,6 +48,11 @@ def random_key(
                 "tell apart"
             )
     return torch.tensor(list(numbers.values()), dtype=torch.int64, device=device)
+
+
+def weight_key(seed: int, number: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """random_key() of a weight and its moments. number: the place of the weight among all of its model."""
+    return random_key(seed, tensor=WEIGHTS + number, device=device)
 
 
 def philox(

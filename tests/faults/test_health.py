@@ -189,8 +189,12 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"}],
-    ids=["fp32", "bf16"],
+    [
+        {},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
+    ],
+    ids=["fp32", "bf16", "stochastic"],
 )
 @pytest.mark.bad_numbers
 def test_a_bad_iteration_leaves_every_bit_and_the_next_update_is_the_one_that_was_due(dataset, keys):

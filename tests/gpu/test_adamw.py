@@ -8,7 +8,8 @@ from support.graphed_runs import ON_GPU, build, train
 from support.helpers import make_dataset
 from torch.nn.utils import get_total_norm
 
-from training.optimization.optimizer import OnePassAdamW
+from ops.quantization.random_bits import weight_key
+from training.optimization.optimizer import OnePassAdamW, Rounding
 from training.strategies.strategy import norm
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +24,8 @@ ROUNDING = 2.0**-8 * 1.001  # of a bf16 number, to nearest; truncation is twice 
 class Case:
     """Weights, working copies and an optimizer, with gradients of several magnitudes."""
 
-    def __init__(self, device: str, stored=FP32, moments=FP32, copies: torch.dtype | None = None):
+    def __init__(self, device: str, stored=FP32, moments=FP32, copies=None, stochastic: bool = False):
+        """copies: their dtype, if there are any."""
         self.device, self.generator = device, torch.Generator().manual_seed(0)
         shapes = (*MATRICES, *VECTORS)
         self.weights = [torch.nn.Parameter((0.02 * self.random(shape)).to(stored)) for shape in shapes]
@@ -36,6 +38,9 @@ class Case:
             torch.zeros((), device=device),
             BETAS,
         )
+        if stochastic:
+            keys = (weight_key(1, number, device) for number in range(len(self.weights)))
+            self.optimizer.roundings = {w: Rounding(k, 0) for w, k in zip(self.weights, keys, strict=True)}
         for weight in self.weights:
             mean, square = (torch.zeros_like(weight, dtype=moments) for _ in range(2))
             step = torch.zeros((), device=device)
@@ -153,10 +158,11 @@ def test_twenty_updates_in_fp32_are_torch_s():
         assert (ours - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize(("stored", "moments"), [*itertools.product(STORED, STORED)])
-def test_a_captured_update_is_the_eager_one_bit_for_bit(stored, moments):
+def test_a_captured_update_is_the_eager_one_bit_for_bit(stored, moments, stochastic):
     """New gradients, rates and verdicts at each replay: a capture reads them all on the device."""
-    eager, graphed = (Case("cuda", stored, moments, BF16) for _ in range(2))
+    eager, graphed = (Case("cuda", stored, moments, BF16, stochastic) for _ in range(2))
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for i in range(3):
@@ -175,8 +181,27 @@ def test_a_captured_update_is_the_eager_one_bit_for_bit(stored, moments):
         assert all(torch.equal(a, b) for a, b in zip(eager.tensors(), graphed.tensors(), strict=True))
 
 
-def test_an_update_does_not_wait_for_the_gpu():
-    case = Case("cuda", copies=BF16)
+@pytest.mark.parametrize(("stored", "moments"), [(FP32, BF16), (BF16, FP32), (BF16, BF16)])
+def test_the_kernel_rounds_with_the_bits_of_the_plain_form(stored, moments):
+    """Its own update of the same numbers, kept in fp32, is what is rounded."""
+    from support import rounded_updates as updates
+
+    scalars, key = updates.scalars("cuda"), updates.KEY.cuda()
+    key_of_step = key.clone()
+    key_of_step[1] = updates.STEP
+    for start, n in [*updates.SHARDS, (24, 5000), (29, 5000)]:
+        tensors = updates.shard(n, stored, moments, BF16 if stored == FP32 else None, "cuda")
+        wide = [tensor.to(FP32, copy=True) for tensor in tensors[:4]]
+        updates.update((*wide, None), scalars, None)
+        expected = updates.rounded((wide[0], *wide[2:]), tensors, key_of_step, start)
+        updates.update(tensors, scalars, (key, start))
+        updates.assert_stored(tensors, expected, f"{n} elements from {start}")
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_an_update_does_not_wait_for_the_gpu(stochastic):
+    stored = BF16 if stochastic else FP32
+    case = Case("cuda", stored, stored, BF16, stochastic)
     case.prepare(0)
     case.optimizer.step()
     torch.cuda.synchronize()
@@ -195,6 +220,7 @@ def test_an_update_does_not_wait_for_the_gpu():
         {"dtype": "float16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
     ],
     ids=lambda keys: "-".join(keys.values()),
 )

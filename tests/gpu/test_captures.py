@@ -29,6 +29,11 @@ CASES = {
     "float32": {"dtype": "float32"},
     "bf16 weights": {"param_dtype": "bfloat16"},
     "bf16 moments": {"adam_dtype": "bfloat16"},
+    "rounded stochastically": {
+        "param_dtype": "bfloat16",
+        "adam_dtype": "bfloat16",
+        "weight_rounding": "stochastic",
+    },
     "fp8": {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"},
     "recomputed": {"activation_checkpointing": "full", "loss_chunks": 2},
     "gpt2": {"arch_preset": "gpt2", "num_key_value_heads": None, "bias": True},

@@ -50,6 +50,10 @@ CONFIG = {
     "keep_all_checkpoints": True,
 }
 BF16 = ["--dtype=bfloat16"]
+STOCHASTIC = [
+    *(*BF16, "--param_dtype=bfloat16", "--adam_dtype=bfloat16", "--weight_rounding=stochastic"),
+    *("--beta2=0.999", "--drift_check_interval=1"),  # a run whose replicas differ fails
+]
 VARIANTS = {  # name -> flags, for one process and for every strategy
     "plain": [],
     "loss_chunks": ["--loss_chunks=3"],
@@ -65,6 +69,8 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     ],
     "bf16 moments": ["--adam_dtype=bfloat16"],
     "bf16 moments, part 1": ["--adam_dtype=bfloat16", f"--max_iters={HALF}"],
+    "rounded stochastically": STOCHASTIC,
+    "rounded stochastically, part 1": [*STOCHASTIC, f"--max_iters={HALF}"],
 }
 ONE_STRATEGY = {
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
@@ -80,6 +86,7 @@ COMPILED = {(s, "full, compiled"): ["--activation_checkpointing=full", "--compil
 RESUMED = {  # name -> (folder it goes on in, flags)
     "bf16 weights, part 2": ("bf16 weights, part 1", VARIANTS["bf16 weights"]),
     "bf16 moments, part 2": ("bf16 moments, part 1", VARIANTS["bf16 moments"]),
+    "rounded stochastically, part 2": ("rounded stochastically, part 1", STOCHASTIC),
 }
 
 
@@ -255,7 +262,15 @@ def test_moments_may_be_stored_in_bf16(runs, strategy):
     assert losses(runs[strategy, "bf16 moments"]) == pytest.approx(losses(runs["single", "plain"]), rel=5e-3)
 
 
-@pytest.mark.parametrize("variant", ["bf16 weights", "bf16 moments"])
+@pytest.mark.parametrize("strategy", ALL)
+def test_weights_and_moments_may_be_rounded_stochastically(runs, strategy):
+    plain, rounded = runs["single", "bf16"], runs[strategy, "rounded stochastically"]
+    assert losses(rounded) == pytest.approx(losses(plain), rel=2e-2)
+    assert losses(rounded)[-1] < losses(rounded)[0] - 0.3
+    assert rounded["startup_info"]["optimizer"]["weight_rounding"] == "stochastic"
+
+
+@pytest.mark.parametrize("variant", ["bf16 weights", "bf16 moments", "rounded stochastically"])
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant):
     whole, resumed = runs[strategy, variant], runs[strategy, f"{variant}, part 2"]
@@ -266,9 +281,10 @@ def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant
     ours = checkpoint_tensors(out_dir(folder, strategy, f"{variant}, part 1") / name)
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
-    bf16 = "model." if variant == "bf16 weights" else "optimizer."
+    both = ("model.", "optimizer.")
+    bf16 = {"bf16 weights": "model.", "bf16 moments": "optimizer."}.get(variant, both)
     for key, tensor in ours.items():
-        if key.startswith(("model.", "optimizer.")) and not key.endswith(".step"):
+        if key.startswith(both) and not key.endswith(".step"):
             assert (tensor.dtype == torch.bfloat16) == key.startswith(bf16), key
 
 

@@ -50,6 +50,7 @@ def test_a_field_that_is_missing_is_an_error_and_never_the_value_of_another(miss
         {"gradient_accumulation_steps": 3, "dropout": 0.1},
         {"dtype": "float16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
     ],
 )
 def test_every_call_makes_one_iteration_whatever_the_gate_does_in_between(dataset, graph_lines, keys):

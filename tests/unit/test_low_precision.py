@@ -1,23 +1,36 @@
 """A Linear, a model and a run in each recipe of low precision: what is computed, and that it trains."""
 
+import itertools
+
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
+from support.helpers import (
+    TINY,
+    checkpoint_tensors,
+    last_run,
+    make_dataset,
+    run_in_one_launch,
+    run_train,
+    write_config,
+)
 from support.tensors import error, random_bf16, use_recipe
 
 from model_builder import build_model
 from model_config import model_config
 from ops import emulation
+from ops.delayed_float8 import delayed_quantize
 from ops.linear import Linear, refresh_weights
 from ops.low_precision import METHODS
-from ops.quantization import mxfp8, nvfp4
+from ops.quantization import blockwise, mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
 from ops.recipes import RECIPES
-from training.optimization.low_precision import low_precision_layers
+from training.configuration.keys import TrainConfig
+from training.optimization.low_precision import DelayedScaling, low_precision_layers
 
-EMULATED = ("mxfp8", "nvfp4")
-M, K, N = 64, 96, 128
+EMULATED = ("fp8_blockwise", "mxfp8", "nvfp4")
+NEW = ("fp8_delayed", *EMULATED)
+M, K, N = 128, 256, 128
 
 
 def emulated_linear(recipe, key=None, bias=False):
@@ -28,6 +41,8 @@ def emulated_linear(recipe, key=None, bias=False):
 
 def by_table(form, matrix, stream=None, key=None):
     """A matrix in a form of the table, from ops/quantization alone."""
+    if form.scale == "fp32, a power of 2":
+        return blockwise.dequantize(blockwise.quantize(matrix, form.block))
     if form.scale.startswith("e8m0"):
         return mxfp8.dequantize(mxfp8.quantize(matrix, form.block))
     source = random_hadamard(matrix, dim=0) if form.hadamard else matrix
@@ -56,8 +71,8 @@ def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_table(recipe):
     assert torch.equal(start.grad, dy_rows @ w_columns)
     assert torch.equal(layer.weight_grad, dy_columns.float().t() @ x_columns.float())
     # the whole tells that nothing is left out: an NVFP4 matmul is about 14 % off, an MXFP8 one 4 %
-    assert error(y, x.float() @ w.float().t()) < {"mxfp8": 0.06, "nvfp4": 0.2}[recipe]
-    assert error(layer.weight_grad, dy.float().t() @ x.float()) < {"mxfp8": 0.06, "nvfp4": 0.25}[recipe]
+    assert error(y, x.float() @ w.float().t()) < (0.2 if recipe == "nvfp4" else 0.06)
+    assert error(layer.weight_grad, dy.float().t() @ x.float()) < (0.25 if recipe == "nvfp4" else 0.06)
 
 
 @pytest.mark.parametrize("recipe", EMULATED)
@@ -100,7 +115,7 @@ def test_an_evaluation_may_have_any_number_of_tokens(recipe):
     layer = emulated_linear(recipe)
     x = random_bf16(M, K)
     with torch.no_grad():
-        if recipe == "mxfp8":  # blocks lie inside of a row
+        if recipe != "nvfp4":  # blocks lie inside of a row
             assert torch.equal(layer(x[:37]), layer(x)[:37])
         else:  # all rows share the largest magnitude
             largest = x.abs().amax(1).argmax()
@@ -138,12 +153,12 @@ def test_each_recipe_says_the_multiples_that_it_needs():
 # with both kinds of weight gradients in a block and in the head, several parts of logits, accumulation
 KEYS = TINY | {
     "dtype": "bfloat16",
-    "n_embd": 64,
-    "n_head": 2,
+    "n_embd": 128,  # widths and tokens that all recipes can have
     "d_ff": 128,
-    "vocab_size": 96,
-    "block_size": 32,
+    "vocab_size": 128,
+    "block_size": 64,
     "batch_size": 2,
+    "learning_rate": 2e-3,
     "gradient_accumulation_steps": 2,
     "max_iters": 6,
     "eval_interval": 3,
@@ -155,7 +170,7 @@ KEYS = TINY | {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("low-precision")
-    make_dataset(folder / "data", vocab_size=96)
+    make_dataset(folder / "data", vocab_size=128)
     return folder
 
 
@@ -174,20 +189,17 @@ def losses(record):
     return [row["loss"] for row in record["training_iterations"]]
 
 
-def test_emulated_recipes_train_on_a_cpu_and_follow_bf16(folder):
-    keys = {"max_iters": 60, "log_interval": 20, "eval_interval": 0}
-    names = ("none", *EMULATED)
-    found = records(
-        folder, {name: keys | {"low_precision": name, "low_precision_scope": "layers"} for name in names}
-    )
+def test_every_recipe_trains_on_a_cpu_and_follows_bf16(folder):
+    keys = {"max_iters": 60, "log_interval": 20, "eval_interval": 0, "low_precision_scope": "layers"}
+    found = records(folder, {name: keys | {"low_precision": name} for name in ("none", *NEW)})
     bf16, *others = map(losses, found)
     assert bf16[-1] < 0.8 * bf16[0]
-    for low, bound in zip(others, (0.03, 0.05), strict=True):
+    for low, bound in zip(others, (0.03, 0.03, 0.03, 0.05), strict=True):
         assert low[0] != bf16[0] and low[0] == pytest.approx(bf16[0], rel=1e-2)
         assert low[1:] == pytest.approx(bf16[1:], rel=bound)
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", NEW)
 def test_every_strategy_trains_like_one_process(folder, recipe):
     one = {"low_precision": recipe, "gradient_accumulation_steps": 4}
     several = {"low_precision": recipe}
@@ -202,10 +214,15 @@ def test_every_strategy_trains_like_one_process(folder, recipe):
     for each in found:
         assert each == pytest.approx(losses(alone), rel=0.02)
     ddp, zero1, _, recomputed = found
-    assert zero1 == ddp == recomputed  # each rank draws the same bits for the same tokens
+    assert recomputed == ddp  # also random bits, and scales of the past
+    assert zero1[:2] == ddp[:2]  # then the gradient norm, summed in another order, is another one
+    assert zero1 == pytest.approx(ddp, rel=5e-3)
 
 
-@pytest.mark.parametrize(("recipe", "processes"), [("nvfp4", 1), ("nvfp4", 2), ("mxfp8", 1)])
+@pytest.mark.parametrize(
+    ("recipe", "processes"),
+    [*itertools.product(("nvfp4", "fp8_delayed"), (1, 2)), ("mxfp8", 1)],
+)
 def test_a_run_resumes_bit_equal(folder, recipe, processes):
     keys = {"low_precision": recipe} | ({"use_fsdp": True} if processes > 1 else {})
     part = f"part-{recipe}-{processes}"
@@ -236,8 +253,6 @@ def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
     [((1, 0), "layers", {1, 2, 3}), ((0, 2), "layers_and_head", {0, 1}), ((2, 1), "layers", {2})],
 )
 def test_first_and_last_blocks_stay_in_bf16(skip, scope, blocks):
-    from training.configuration.keys import TrainConfig
-
     config = TrainConfig(
         low_precision="mxfp8",
         low_precision_scope=scope,
@@ -249,6 +264,40 @@ def test_first_and_last_blocks_stay_in_bf16(skip, scope, blocks):
     found = low_precision_layers(model, config)
     assert {int(path.split(".")[1]) for path in found if path.startswith("blocks.")} == blocks
     assert ("head.lm_head" in found) == (scope == "layers_and_head")
+
+
+def test_delayed_scales_come_from_the_steps_before_and_are_saved(folder):
+    keys = {"low_precision": "fp8_delayed", "amax_history": 4, "max_iters": 5, "eval_interval": 2}
+    records(folder, {"delayed": keys})
+    saved = checkpoint_tensors(max((folder / "delayed" / "checkpoints").glob("step-*")))
+    layers = 4 * TINY["n_layer"] + 1
+    scale, history = (saved[f"low_precision.{name}"] for name in ("scale", "history"))
+    assert scale.shape == (3 * layers,) and history.shape == (4, 3 * layers)
+    assert (scale[:-1] > 0).all() and (history[0] == 0).all()
+    # rows: x, w, dy, whose numbers are e4m3, e4m3, e5m2
+    largest = torch.tensor([448.0, 448.0, 57344.0])[:, None]
+    x, w, dy = history.view(4, 3, -1)[1:].amax(0) * scale.view(3, -1) / largest
+    one = 1 + 1e-6  # a quotient is rounded
+    assert (x <= one).all() and (x > 0.2).all()  # the largest of the last 4 may have left the history
+    # the head's gradient has a scale of its own, because no probability is above 1
+    assert (dy[:-1] <= one).all() and (dy[:-1] > 0.01).all() and (w <= one).all() and (w > 0.9).all()
+
+
+def test_an_overflow_that_fp8_would_hide_skips_the_update():
+    state = DelayedScaling(1, TrainConfig(low_precision="fp8_delayed", amax_history=2), torch.device("cpu"))
+    x, _, dy = state.of_layer(0)
+    matrix, loss = random_bf16(16, 16), torch.tensor(1.5)
+    for overflow in (False, True, False):
+        state.before_iteration()
+        delayed_quantize(matrix, *x, torch.float8_e4m3fn)
+        gradient = matrix.index_fill(0, torch.tensor(3), torch.inf) if overflow else matrix
+        values = delayed_quantize(gradient, *dy, torch.float8_e5m2).values
+        before = state.scale.clone()
+        result = state.after_micro_step(loss, last=True)
+        assert result.isnan() == overflow and (overflow or result == loss)
+        if overflow:
+            assert values.float().isfinite().all()  # it does not show
+            assert torch.equal(state.scale[[0, 2]], before[[0, 2]]) and state.history.isfinite().all()
 
 
 # --- bad input ---
@@ -264,6 +313,9 @@ def test_first_and_last_blocks_stay_in_bf16(skip, scope, blocks):
          ["low_precision_skip_first=1", "low_precision_skip_last=1", "n_layer=2", "nvfp4"]),
         (["--low_precision=nvfp4", "--fp8_gradients=e4m3"], ["fp8_gradients='e4m3'", "'nvfp4'"]),
         (["--low_precision_skip_last=1"], ["low_precision_skip_last=1", "low_precision='none'"]),
+        (["--low_precision=fp8_blockwise", "--n_embd=64"], ["128", "fp8_blockwise"]),
+        (["--amax_history=16"], ["amax_history=16", "low_precision='none'", "fp8_delayed"]),
+        (["--low_precision=mxfp8", "--amax_algorithm=most_recent"], ["amax_algorithm", "'mxfp8'"]),
         (["--low_precision=nvfp4", "--dtype=float32"], ["nvfp4", "float32"]),
         (["--low_precision=mxfp4"], ["mxfp4", "mxfp8"]),
     ],

@@ -5,6 +5,7 @@ A plain form is in place of the kernel, which tests/gpu/test_adamw.py compares w
 
 import sys
 import types
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
 from common.errors import UserError
+from ops.quantization.random_bits import WEIGHTS
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import OnePassAdamW, build_optimizer
@@ -32,11 +34,12 @@ class Scalars(NamedTuple):
     rate: torch.Tensor
     grad_scale: torch.Tensor
     found_inf: torch.Tensor
+    step: torch.Tensor
     correction1: torch.Tensor
     root2: torch.Tensor
 
 
-def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay) -> None:
+def plain_adamw(weight, gradient, mean, square, copy, scalars, betas, eps, decay, rounding) -> None:
     """Loshchilov and Hutter 2019, alg. 2."""
     if scalars.found_inf:
         return
@@ -147,6 +150,45 @@ def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match="needs Triton.*not installed.*reinstall torch"):
         build_optimizer(gpu_shards(), TrainConfig())
+
+
+# --- stochastic rounding ---
+
+
+def test_the_kernel_gets_each_weights_key_place_and_count_of_updates(triton, monkeypatch):
+    """A skipped update does not count, so the next one draws the bits that were due."""
+    calls = []
+
+    def kernel(weight, *tensors_and_scalars, rounding):
+        calls.append((weight, tensors_and_scalars[4].step.item(), *rounding))
+
+    module = types.SimpleNamespace(Scalars=Scalars, triton_adamw=lambda *a: kernel(*a[:-1], rounding=a[-1]))
+    monkeypatch.setitem(sys.modules, "ops.triton_kernels.adamw", module)
+    shards = [replace(shard, start=24) for shard in gpu_shards(torch.bfloat16)]
+    config = TrainConfig(param_dtype="bfloat16", weight_rounding="stochastic")
+    optimizer = build_optimizer(shards, config)
+    assert isinstance(optimizer, OnePassAdamW)
+    for shard in shards:
+        shard.local.grad = torch.ones_like(shard.local)
+    for found_inf in (0.0, 0.0, 1.0, 0.0):
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+    assert [step for _, step, *_ in calls] == [1, 1, 2, 2, 2, 2, 3, 3]
+    for number, (weight, _, key, start) in enumerate(calls[:2]):
+        assert weight is shards[number].local
+        assert key[3] == WEIGHTS + number and start == 24
+    assert calls[0][2][0] == calls[1][2][0] and 0 <= calls[0][2][0]
+
+
+def test_to_nearest_the_kernel_gets_no_key(triton, monkeypatch):
+    calls = []
+    module = types.SimpleNamespace(Scalars=Scalars, triton_adamw=lambda *a: calls.append(a[-1]))
+    monkeypatch.setitem(sys.modules, "ops.triton_kernels.adamw", module)
+    shards = gpu_shards(torch.bfloat16)
+    for shard in shards:
+        shard.local.grad = torch.ones_like(shard.local)
+    build_optimizer(shards, TrainConfig(param_dtype="bfloat16")).step()
+    assert calls == [None, None]
 
 
 # --- working copies ---

@@ -129,6 +129,10 @@ def test_the_report_names_the_dtypes_that_are_stored(lines):
     assert lines()["Precision"] == "bfloat16 compute, float32 weights and optimizer state"
     mixed = lines("--adam_dtype=bfloat16")["Precision"]
     assert mixed == "bfloat16 compute, float32 weights, bfloat16 optimizer state"
+    stochastic = lines("--param_dtype=bfloat16", "--weight_rounding=stochastic")["Precision"]
+    assert stochastic == (
+        "bfloat16 compute, bfloat16 weights, float32 optimizer state, stochastic rounding to bfloat16"
+    )
     fp8 = lines("--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head")["Precision"]
     assert fp8.endswith("optimizer state; fp8_tensorwise matmuls in layers_and_head")
 

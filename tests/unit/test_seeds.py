@@ -12,9 +12,16 @@ import model_builder
 from training import evaluation
 from training.batches import mixture, windows
 from training.configuration.keys import TrainConfig
-from training.configuration.seeds import DROPOUT, EPOCH, EVALUATION, MIXTURE_BLOCK, stream_seed
+from training.configuration.seeds import (
+    DROPOUT,
+    EPOCH,
+    EVALUATION,
+    MIXTURE_BLOCK,
+    WEIGHT_ROUNDING,
+    stream_seed,
+)
 
-PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK)
+PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK, WEIGHT_ROUNDING)
 
 
 def test_no_rank_epoch_or_block_shares_a_seed():

@@ -204,10 +204,9 @@ class TrainConfig:
 
     # --- system ---
     device: Literal["cuda", "cpu"] = key("cuda", "where to train")
-    dtype: Literal["float32", "bfloat16", "float16"] = key(
-        "bfloat16", "dtype of the computation; float16 scales the loss"
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "compute; float16 scales the loss")
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
+    weight_rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 weights and moments")
     low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"] = key(
         "none", "recipe of the matmuls (docs/low_precision.md)", guarded=True
     )

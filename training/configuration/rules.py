@@ -154,10 +154,18 @@ BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a c
 
 
 def _check_precision(config: TrainConfig) -> None:
-    if config.adam_dtype == "bfloat16" and max(config.beta1, config.beta2) > BF16_MAX_BETA:
+    if config.weight_rounding == "stochastic" and config.param_dtype == config.adam_dtype == "float32":
+        raise UserError(
+            "weight_rounding='stochastic' rounds to bfloat16, but param_dtype='float32' and "
+            "adam_dtype='float32' store nothing in it; set one of them to 'bfloat16', or "
+            "weight_rounding='nearest'"
+        )
+    loses_small_changes = config.adam_dtype == "bfloat16" and config.weight_rounding == "nearest"
+    if loses_small_changes and max(config.beta1, config.beta2) > BF16_MAX_BETA:
         raise UserError(
             f"adam_dtype='bfloat16' rounds away what an iteration changes at beta1={config.beta1:g}, "
-            f"beta2={config.beta2:g}; set both to at most {BF16_MAX_BETA}, or adam_dtype='float32'"
+            f"beta2={config.beta2:g}; set both to at most {BF16_MAX_BETA}, or weight_rounding='stochastic', "
+            "or adam_dtype='float32'"
         )
     if config.param_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise UserError(

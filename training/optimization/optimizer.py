@@ -13,22 +13,40 @@ bf16). Measured for 1.83e9 parameters on an H200: 26.7 ms before, 16.7 ms the su
                     gradient norm   update   working copy   zeroing gradients   sum
     torch's fused   4               32       6              4                   46
     OnePassAdamW    4               30       in the update  4                   38
+
+weight_rounding='stochastic' rounds what is stored in bf16 up or down at random, so that it is right on
+average: to nearest, an update below 2^-9 of a weight is lost. The random bits are a function of the seed, the
+weight, its count of updates, and the element's index in the whole weight. So every strategy and number of
+ranks makes the same weights, replicas stay equal, and a resume needs only the counts, which a checkpoint has.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
 from common.errors import UserError
+from ops.quantization.random_bits import bf16_stochastically, weight_key
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
+from training.configuration.seeds import WEIGHT_ROUNDING, stream_seed
 from training.strategies.strategy import Shard
 
 CHUNK = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies are at most 64 MiB
 ONE_PASS, FUSED = "AdamW (one pass, Triton)", "AdamW (fused)"  # in the start-up report: on a GPU, on a CPU
+
+
+class Rounding(NamedTuple):
+    """How a weight and its moments are rounded to bf16 stochastically (ops/quantization/random_bits.py)."""
+
+    key: torch.Tensor  # of this weight; its iteration is the weight's step
+    start: int  # index of the shard's first element in the whole weight
+
+
+Roundings = dict[nn.Parameter, Rounding]  # empty: to nearest
 
 
 class OnePassAdamW(torch.optim.AdamW):
@@ -46,10 +64,11 @@ class OnePassAdamW(torch.optim.AdamW):
         copies: dict[nn.Parameter, torch.Tensor | None],
         lr: float | torch.Tensor,
         betas: tuple[float, float],
+        roundings: Roundings | None = None,
     ):
         """copies: the working copy of each weight; None where there is none."""
         super().__init__(groups, lr=lr, betas=betas)
-        self.copies = copies
+        self.copies, self.roundings = copies, roundings or {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
@@ -64,17 +83,18 @@ class OnePassAdamW(torch.optim.AdamW):
             steps = [self.state[weight]["step"] for weight in weights]
             torch._foreach_add_(steps, [1 - found_inf] * len(steps))  # a list, or the host would read it
             corrections = _bias_corrections(torch.stack(steps), group["betas"])
-            for weight, *correction in zip(weights, *corrections, strict=True):
+            for weight, step, *correction in zip(weights, steps, *corrections, strict=True):
                 triton_adamw(
                     weight,
                     weight.grad,
                     self.state[weight]["exp_avg"],
                     self.state[weight]["exp_avg_sq"],
                     self.copies[weight],
-                    Scalars(rate, scale, found_inf, *correction),
+                    Scalars(rate, scale, found_inf, step, *correction),
                     group["betas"],
                     group["eps"],
                     group["weight_decay"],
+                    self.roundings.get(weight),
                 )
 
 
@@ -95,12 +115,21 @@ class MixedAdamW(torch.optim.AdamW):
     """AdamW on a CPU whose weights and moments may be bf16, each with a dtype of its own.
 
     torch's fused kernel wants one dtype for all. So it gets fp32 copies of one chunk of a tensor at a time,
-    which are then rounded to nearest. Trap: rounding loses a change of less than 2^-8 of a moment, and a
-    moment decays by 1 - beta an iteration; so training/configuration/rules.py refuses betas above 0.99.
-    Stochastic rounding would allow them, but needs a random number per element. No value is read by the host,
-    so nothing waits for the device. found_inf = 1 leaves every bit as it is: a value that the kernel does not
-    change rounds to itself.
+    which are then rounded. Trap: rounding to nearest loses a change of less than 2^-8 of a moment, and a
+    moment decays by 1 - beta an iteration; so training/configuration/rules.py refuses betas above 0.99, which
+    stochastic rounding allows. No value is read by the host, so nothing waits for the device. found_inf = 1
+    leaves every bit as it is: a value that the kernel does not change rounds to itself in both ways.
     """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        roundings: Roundings | None = None,
+    ):
+        super().__init__(groups, lr=lr, betas=betas, fused=True)
+        self.roundings = roundings or {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # without a closure
@@ -110,16 +139,21 @@ class MixedAdamW(torch.optim.AdamW):
             steps = [self.state[weight]["step"] for weight in weights]
             torch._foreach_add_(steps, 1)
             for weight, step in zip(weights, steps, strict=True):
-                state = self.state[weight]
+                state, rounding = self.state[weight], self.roundings.get(weight)
+                if rounding is not None:
+                    rounding.key[1].copy_(step)
                 whole = (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"])
                 chunks = (tensor.view(-1).split(CHUNK) for tensor in whole)
-                for chunk, gradient, mean, square in zip(*chunks, strict=True):
-                    _update(chunk, gradient, mean, square, step, group, scale, overflow)
+                for i, (chunk, gradient, mean, square) in enumerate(zip(*chunks, strict=True)):
+                    of_chunk = rounding and rounding._replace(start=rounding.start + i * CHUNK)
+                    _update(chunk, gradient, mean, square, step, group, scale, overflow, of_chunk)
             if overflow is not None:
                 torch._foreach_sub_(steps, [overflow] * len(steps))
 
 
-def _update(weight, gradient, mean, square, step, group: dict, grad_scale, found_inf) -> None:
+def _update(
+    weight, gradient, mean, square, step, group: dict, grad_scale, found_inf, rounding: Rounding | None
+) -> None:
     """AdamW's update of weight, mean and square in place; all four (n,), each in a dtype of its own."""
     if not len(weight):
         return  # this rank may have no row of a sharded matrix
@@ -141,9 +175,11 @@ def _update(weight, gradient, mean, square, step, group: dict, grad_scale, found
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
-    weight.copy_(wide_weight)  # if it is fp32, both are one tensor, and nothing is copied
-    mean.copy_(wide_mean)
-    square.copy_(wide_square)
+    pairs = ((weight, wide_weight), (mean, wide_mean), (square, wide_square))
+    for stream, (stored, wide) in enumerate(pairs):
+        if rounding is not None and stored.dtype == torch.bfloat16:
+            wide = bf16_stochastically(wide, rounding.key, stream=stream, start=rounding.start)
+        stored.copy_(wide)  # if it is fp32, both are one tensor, and nothing is copied
 
 
 def build_optimizer(shards: list[Shard], config: TrainConfig) -> torch.optim.AdamW:
@@ -167,15 +203,27 @@ def build_optimizer(shards: list[Shard], config: TrainConfig) -> torch.optim.Ada
 
 def _choose(groups: list[dict], shards: list[Shard], config: TrainConfig) -> torch.optim.AdamW:
     rate, betas = config.learning_rate, (config.beta1, config.beta2)
+    roundings = _roundings(shards, config.seed) if config.weight_rounding == "stochastic" else {}
     if shards[0].local.is_cuda:
         if importlib.util.find_spec("triton") is None:
             raise UserError(
                 "device='cuda' needs Triton, which computes AdamW's update and other operations, but it is "
                 "not installed; torch's CUDA wheels bring it along, so reinstall torch with them"
             )
-        return OnePassAdamW(groups, {shard.local: shard.working_copy for shard in shards}, rate, betas)
-    plain = DTYPES[config.adam_dtype] == DTYPES[config.param_dtype] == torch.float32
-    return (torch.optim.AdamW if plain else MixedAdamW)(groups, lr=rate, betas=betas, fused=True)
+        copies = {shard.local: shard.working_copy for shard in shards}
+        return OnePassAdamW(groups, copies, rate, betas, roundings)
+    if DTYPES[config.adam_dtype] == DTYPES[config.param_dtype] == torch.float32:
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+    return MixedAdamW(groups, rate, betas, roundings)
+
+
+def _roundings(shards: list[Shard], seed: int) -> Roundings:
+    """A weight's number is its place in the model, since every strategy has its shards in that order."""
+    seed = stream_seed(seed, WEIGHT_ROUNDING) >> 1  # 63 bits
+    return {
+        shard.local: Rounding(weight_key(seed, number, shard.local.device), shard.start)
+        for number, shard in enumerate(shards)
+    }
 
 
 def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
@@ -187,4 +235,9 @@ def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
             {"weight_decay": decay, "tensors": len(members), "params": sum(p.numel() for p in members)}
         )
     kind = ONE_PASS if config.device == "cuda" else FUSED
-    return {"type": kind, "moments": config.adam_dtype, "param_groups": groups}
+    return {
+        "type": kind,
+        "moments": config.adam_dtype,
+        "weight_rounding": config.weight_rounding,
+        "param_groups": groups,
+    }

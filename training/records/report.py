@@ -247,6 +247,8 @@ def _precision(config: TrainConfig, info: dict) -> str:
     both = stored == moments
     text = f"{config.dtype} compute, {stored} weights"
     text += " and optimizer state" if both else f", {moments} optimizer state"
+    if config.weight_rounding != "nearest":
+        text += f", {config.weight_rounding} rounding to bfloat16"
     if config.low_precision != "none":
         executed = info.get("low_precision", {}).get("executed")  # a dry run looks at no device
         text += f"; {low_precision_line(config, executed)}"

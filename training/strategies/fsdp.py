@@ -54,11 +54,17 @@ class Fsdp:
         self.world, self.replicas = world, world.size // mesh.shape[-1]
         self.parts = world.size // self.replicas
         self.shards = [
-            Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas)
+            Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas, start=self._start(p))
             for name, p in model.named_parameters()
         ]
         if timer:
             self._measure_waits(timer)
+
+    def _start(self, parameter: nn.Parameter) -> int:
+        """Index of this rank's first element in the whole parameter. Each rank before this one has as many
+        rows as the first; that of a rank without rows may be beyond the end."""
+        rows = -(-len(parameter) // self.parts)
+        return self.world.rank % self.parts * rows * parameter.shape[1:].numel()
 
     def _measure_waits(self, timer: WorkTimer) -> None:
         """Puts hooks around FSDP's own hooks, which wait for the weights of other ranks."""

@@ -226,7 +226,8 @@ class Zero1(Replicated):
         self.padded[name][: len(whole)] = whole
         parameter.data = self.padded[name][: len(whole)]
         copy = self.padded[name][self._span(whole)][: len(own)]
-        return Shard(name, parameter, nn.Parameter(own), working_copy=copy)
+        start = self._span(whole).start * whole.shape[1:].numel()
+        return Shard(name, parameter, nn.Parameter(own), working_copy=copy, start=start)
 
     def _span(self, matrix: torch.Tensor) -> slice:
         """This rank's rows of a matrix; the last ranks may have fewer, as in DTensor's Shard(0)."""

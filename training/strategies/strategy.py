@@ -26,6 +26,7 @@ class Shard:
     replicas: int = 1  # number of ranks that hold this same part
     # this part of `parameter`, shaped like `local`, if the strategy keeps it in another tensor than `local`
     working_copy: torch.Tensor | None = None
+    start: int = 0  # index of the first element of `local` in the whole parameter, row by row
 
     @property
     def is_matrix(self) -> bool:
@@ -42,7 +43,7 @@ class Strategy(Protocol):
     """One process, DDP, ZeRO-1 or FSDP. All ranks call the same methods in the same order."""
 
     module: Transformer
-    shards: list[Shard]  # for each parameter, the part that this rank's optimizer updates
+    shards: list[Shard]  # for each parameter, in the model's order, what this rank's optimizer updates
     parts: int  # of a sharded tensor: ranks r and r + parts hold the same one. 1: every rank holds all
 
     @property
