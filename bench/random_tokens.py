@@ -1,6 +1,7 @@
 """A dataset of random tokens, for a machine that has no other: speed does not depend on what the text says.
 
-Uniform ids touch every row of the embedding, as a large real batch does. The loss means nothing.
+Uniform ids touch every row of the embedding, as a large real batch does. The loss means nothing. The last id
+ends a document, for runs whose documents do not see each other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from data.pipeline.small_dataset import write_dataset
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000  # 8 MB as uint32; longer runs read them again
 SEED = 0
+DOCUMENT_TOKENS = 207  # on average, exponentially distributed: the mean of the precision study's Wikipedia
 
 
 def make_random_dataset(folder: Path, vocab_size: int) -> Path:
@@ -21,10 +23,14 @@ def make_random_dataset(folder: Path, vocab_size: int) -> Path:
     if (path / "meta.json").exists():  # written last
         return path
     rng = np.random.default_rng(SEED)
-    splits = {
-        split: [rng.integers(0, vocab_size, count)]
-        for split, count in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS))
-    }
+    end = vocab_size - 1
+    splits = {}
+    for split, count in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS)):
+        ids = rng.integers(0, end, count)
+        lengths = 1 + rng.geometric(1 / (DOCUMENT_TOKENS - 1), count)  # with the end, at least 2
+        ends = np.cumsum(lengths) - 1
+        ids[ends[ends < count]] = end
+        splits[split] = [ids]
     source = f"uniform random ids, seed {SEED}"
-    write_dataset(path, splits, vocab_size, {"kind": "none", "name": "random"}, eot_id=None, source=source)
+    write_dataset(path, splits, vocab_size, {"kind": "none", "name": "random"}, eot_id=end, source=source)
     return path
