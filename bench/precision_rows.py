@@ -48,7 +48,7 @@ class Row:
 
 
 HEAD = "layers_and_head"
-E4M3 = {"fp8_gradients": "e4m3"}  # the study's choice; e5m2 is usual
+E4M3: dict[str, object] = {"fp8_gradients": "e4m3"}  # the study's choice; e5m2 is usual
 STUDY = (
     Row("1", "float32", "none"),
     Row("2", "bfloat16", "none"),
