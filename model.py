@@ -131,7 +131,7 @@ class Attention(nn.Module):
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
         y = self.attend(q, k, v, dropout) if mask is None else self.attend(q, k, v, dropout, mask)
         y = y.flatten(2)  # (B, T, H, D) -> (B, T, A)
-        return self.out.delta(y, None if self.out.float8 is None else amax_of(y), self.gradient_amax)
+        return self.out.delta(y, amax_of(y) if self.out.has_one_scale else None, self.gradient_amax)
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": gelu, "silu": F.silu}

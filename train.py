@@ -61,9 +61,14 @@ from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.ffn_backend import require_ffn_backend, use_ffn_backend
+from training.optimization.low_precision import (
+    LowPrecisionState,
+    describe_low_precision,
+    use_low_precision,
+)
 from training.optimization.matmul_algorithms import choose_algorithms
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale, describe_low_precision, use_low_precision
+from training.optimization.precision import LossScale
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
@@ -152,7 +157,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     peak = agree_on_peak(config, world)
 
     # 4) build
-    model, attention = build(config, sources, world.device)
+    model, attention, low_precision = build(config, sources, world)
     compile_and_checkpoint(model, config)
 
     # 5) parallelize: after compiling, as its hooks go on compiled blocks; before the optimizer of its shards
@@ -161,12 +166,14 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
     guard = UpdateGuard(config, world.device)
-    step: Step = EagerStep(strategy, optimizer, loss_scale, config, guard, model.documents, timer)
+    step: Step = EagerStep(
+        strategy, optimizer, loss_scale, config, guard, model.documents, timer, low_precision
+    )
 
     # 6) load weights, Adam moments, random generators and data position; in a new run each rank has a
     # dropout seed of its own
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
-    state = TrainState(strategy, optimizer, loss_scale, world, guard)
+    state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
     resume, progress = load_resume(resume, state, config, data)
     pretrained = begin_with_weights(config, resume, state)
     start = progress.iteration
@@ -180,7 +187,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     monitor = watch_gpus(world)
     machine = describe_hardware(world.device)
     info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
-    info |= describe_low_precision(model)
+    info |= describe_low_precision(model, config)
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
     info |= algorithms.info
     record = open_record(config, world, lock, path, info, resume.run, start)
@@ -309,11 +316,11 @@ def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
 
 
 def build(
-    config: TrainConfig, sources: list[Source], device: torch.device
-) -> tuple[Transformer, AttentionChoice]:
+    config: TrainConfig, sources: list[Source], world: World
+) -> tuple[Transformer, AttentionChoice, LowPrecisionState]:
     """The model on this rank's device. It is built on the meta device, then each weight is drawn from (seed,
     its name), so that every rank starts with the same weights."""
-    model_config, dtype = config.model_config(), DTYPES[config.dtype]
+    model_config, dtype, device = config.model_config(), DTYPES[config.dtype], world.device
     attention = choose_attention(
         config.attention_backend, model_config, dtype, device, manual_attention, config.doc_masking
     )
@@ -321,9 +328,9 @@ def build(
     model.documents = attention.documents()
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.logit_parts
-    use_low_precision(model, config)
+    low_precision = use_low_precision(model, config, world.rank)
     use_ffn_backend(model, config)
-    return model, attention
+    return model, attention, low_precision
 
 
 def run(argv: list[str]) -> int:

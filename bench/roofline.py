@@ -25,6 +25,7 @@ from bench.operations import copy_bandwidth, time_attention, time_matmul
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
+from ops.recipes import ONE_SCALE
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, resolve_peak
@@ -99,7 +100,7 @@ def matmul_shapes(config: ModelConfig) -> Counter:
 
 
 def runs_in_fp8(name: str, config: TrainConfig) -> bool:
-    low = config.low_precision.startswith("fp8")
+    low = config.low_precision in ONE_SCALE  # other recipes are emulated in bf16
     return low and (name != HEAD or config.low_precision_scope == "layers_and_head")
 
 

@@ -10,9 +10,10 @@ import math
 import torch
 from torch.library import custom_op
 
-from ops.float8 import FORWARD, GRADIENT, Float8, add_float8_weight_gradient, matmul, quantize, scale_of
-from ops.linear import Linear, add_weight_gradient
-from ops.matmul import input_gradient, linear
+from ops.float8 import Float8, quantize, scale_of
+from ops.linear import Linear
+from ops.low_precision import METHODS, Kept, LowPrecision, gradient_operand, of_float8
+from ops.matmul import add_weight_gradient, input_gradient, linear
 
 
 def linear_cross_entropy(
@@ -31,33 +32,35 @@ def linear_cross_entropy(
     """
     weight = lm_head.weight.to(x.dtype)
     x, targets = x.flatten(0, 1), targets.flatten()
-    total, float8, gradient = lm_head.weight_grad, lm_head.float8, torch.is_grad_enabled()
-    return LinearCrossEntropy.apply(x, weight, targets, total, float8, chunks, gradient, gradient_scale)
+    total, low, gradient = lm_head.weight_grad, lm_head.low_precision, torch.is_grad_enabled()
+    return LinearCrossEntropy.apply(x, weight, targets, total, low, chunks, gradient, gradient_scale)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N,) -> mean cross-entropy of the logits x weight^T over the targets
     that are not negative, a scalar in fp32. The weight's gradient is added to `total`, if there is one. With
-    float8, the weight in fp8, all three matmuls are fp8.
+    low, all three matmuls are in low precision.
 
     The forward also makes the gradients, while the logits are there: they are overwritten by their own
     gradient and freed, `chunks` parts of the tokens one after another, so the largest tensor of a step exists
     once, for a moment (as in Liger-Kernel, Hsu et al. 2024, sec. 3.2). If their scale is
-    known by then, the matmul adds the weight's gradient to `total` itself. Otherwise, and in float16, where
-    small numbers would be lost, the backward scales what is there and adds it.
+    known by then, the matmul adds the weight's gradient to `total` itself. Otherwise the backward scales what
+    is there and adds it. So it does in float16, where small numbers would be lost, and with emulated
+    operands, which a scale would round.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, total, float8: Float8 | None, chunks: int, gradient: bool, scale):
+    def forward(ctx, x, weight, targets, total, low: LowPrecision | None, chunks: int, gradient: bool, scale):
         counted = (targets >= 0).sum()
         scale = None if scale is None else scale / counted
-        ctx.in_place = total is not None and scale is not None and x.dtype != torch.float16
+        exact = x.dtype != torch.float16 if low is None else METHODS[low.method].one_scale
+        ctx.in_place = total is not None and scale is not None and exact
         dweight = None
         if gradient:
             dweight = total if ctx.in_place else torch.zeros_like(weight, dtype=torch.float32)
-        part = _float8_loss if float8 else _loss
+        part = _low_precision_loss if low else _loss
         parts = [
-            part(x_part, float8 or weight, target_part, dweight, scale if ctx.in_place else None)
+            part(x_part, low or weight, target_part, dweight, scale if ctx.in_place else None)
             for x_part, target_part in zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
         ]
         losses, dxs = zip(*parts, strict=True)
@@ -94,44 +97,53 @@ def _loss(x, weight, targets, dweight, scale):
     return losses.sum(), input_gradient(logits, weight)
 
 
-def _float8_loss(x, weight: Float8, targets, dweight, scale):
-    """_loss with a weight in fp8."""
-    x8 = quantize(x, FORWARD)
-    logits = matmul(x8.values, weight.values, x8.inverse_scale, weight.inverse_scale, x.dtype, fast=True)
+def _low_precision_loss(x, low: LowPrecision, targets, dweight, scale):
+    """_loss in low precision."""
+    method, weight = METHODS[low.method], low.weight
+    operand = method.activation(x, None, low)
+    logits = method.forward(operand, weight, x.dtype)
     if dweight is None:
         return cross_entropy(logits, targets, gradient=False).sum(), None
-    losses, d8 = cross_entropy_float8(logits, targets)
+    if method.one_scale:
+        losses, gradient = cross_entropy_float8(logits, targets, low.gradient_dtype)
+        d = of_float8(gradient)
+    else:
+        losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
+        d = gradient_operand(logits, None, low)
     del logits
-    x_inverse = x8.inverse_scale if scale is None else x8.inverse_scale * scale
-    add_float8_weight_gradient(d8.transposed, x8.transposed, d8.inverse_scale, x_inverse, dweight)
-    return losses.sum(), matmul(d8.values, weight.transposed, d8.inverse_scale, weight.inverse_scale, x.dtype)
+    x_scale = operand.columns_scale if scale is None else operand.columns_scale * scale
+    kept = Kept(operand.columns, x_scale, weight.columns, weight.columns_scale)
+    method.add_weight_gradient(d, kept, dweight)
+    return losses.sum(), method.input_gradient(d, kept, x.dtype)
 
 
-def cross_entropy_float8(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Float8]:
+def cross_entropy_float8(
+    logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, Float8]:
     """cross_entropy's losses, and its gradients in fp8. Overwrites the logits on a CPU."""
     amax = torch.ones((), device=logits.device)  # no probability is above 1
     if logits.is_cuda:
-        scale = scale_of(amax, GRADIENT)
-        losses, values, transposed = _cross_entropy_float8(logits, targets, scale)
+        scale = scale_of(amax, dtype)
+        losses, values, transposed = _cross_entropy_float8(logits, targets, scale, dtype)
         return losses, Float8(values, transposed, scale.reciprocal())
     losses = cross_entropy(logits, targets, True)
-    return losses, quantize(logits, GRADIENT, amax)
+    return losses, quantize(logits, dtype, amax)
 
 
 @custom_op("nanomfu::cross_entropy_float8", mutates_args=())
 def _cross_entropy_float8(
-    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from ops.triton_kernels.cross_entropy import triton_cross_entropy_float8
 
-    return triton_cross_entropy_float8(logits, targets, scale, GRADIENT)
+    return triton_cross_entropy_float8(logits, targets, scale, dtype)
 
 
 @_cross_entropy_float8.register_fake
-def _(logits, targets, scale):
+def _(logits, targets, scale, dtype):
     N, V = logits.shape
     losses = logits.new_empty(N, dtype=torch.float32)
-    return losses, logits.new_empty(N, V, dtype=GRADIENT), logits.new_empty(V, N, dtype=GRADIENT)
+    return losses, logits.new_empty(N, V, dtype=dtype), logits.new_empty(V, N, dtype=dtype)
 
 
 @custom_op("nanomfu::cross_entropy", mutates_args=("logits",))

@@ -10,15 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.library import custom_op
 
-from ops.float8 import (
-    GRADIENT,
-    BackwardOperands,
-    Float8Weight,
-    linear_backward,
-    linear_forward,
-    quantize,
-)
 from ops.linear import Linear
+from ops.low_precision import Kept, LowPrecision, gradient_operand, linear_backward, linear_forward
 
 
 class Rotary(NamedTuple):
@@ -54,9 +47,9 @@ def project_heads(
 ) -> Heads:
     """x (B, T, C), its amax or None -> q (B, T, H, D), k and v (B, T, K, D), ready for attention: split_heads
     of qkv(x)."""
-    if qkv.float8 is not None and qkv.bias is None and rotary is not None and _kernel_fits(x, rotary):
+    if qkv.low_precision is not None and qkv.bias is None and rotary is not None and _kernel_fits(x, rotary):
         layout, norms = _kernel_arguments(n_head, n_kv_head, rotary, q_norm, k_norm)
-        return Float8Heads.apply(x, amax, *qkv.float8_arguments, *norms, layout)
+        return LowPrecisionHeads.apply(x, amax, *qkv.low_precision_arguments, *norms, layout)
     return split_heads(qkv(x, amax), n_head, n_kv_head, rotary, q_norm, k_norm)
 
 
@@ -205,27 +198,26 @@ class SplitHeads(torch.autograd.Function):
         return dqkv, *dnorms, None
 
 
-# --- fp8 ---
+# --- low precision ---
 
 
-class Float8Heads(torch.autograd.Function):
-    """project_heads with fp8 matmuls, on a GPU. One function, so that the amax of qkv's gradient, which
+class LowPrecisionHeads(torch.autograd.Function):
+    """project_heads in low precision, on a GPU. One function, so that the amax of qkv's gradient, which
     autograd has no way to hand on, reaches the matmul that needs it."""
 
     @staticmethod
-    def forward(ctx, x, amax, weight, float8: Float8Weight, q_weight, k_weight, layout: HeadLayout):
-        y, operands = linear_forward(x, amax, float8)
+    def forward(ctx, x, amax, weight, low: LowPrecision, q_weight, k_weight, layout: HeadLayout):
+        y, operands = linear_forward(x, amax, low)
         qkv = y.unflatten(0, x.shape[:-1])  # (B, T, (H + 2K) D)
         heads, kept = _split(qkv, q_weight, k_weight, layout)
         ctx.save_for_backward(*operands, *kept)
-        ctx.gradient_sum, ctx.eps = float8.gradient_sum, layout.norm_eps
+        ctx.low, ctx.eps = low, layout.norm_eps
         return heads
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x_transposed, x_inverse, weight_transposed, weight_inverse, *kept = ctx.saved_tensors
-        operands = BackwardOperands(x_transposed, x_inverse, weight_transposed, weight_inverse)
+        x_columns, x_scale, weight_columns, weight_scale, *kept = ctx.saved_tensors
+        operands = Kept(x_columns, x_scale, weight_columns, weight_scale)
         dqkv, amax, dnorms = _split_backward((dq, dk, dv), kept, ctx.eps)
-        dqkv8 = quantize(dqkv.flatten(0, -2), GRADIENT, amax)
-        dx, dweight = linear_backward(dqkv8, operands, ctx.gradient_sum, dq.dtype)
+        dx, dweight = linear_backward(gradient_operand(dqkv, amax, ctx.low), operands, ctx.low, dq.dtype)
         return dx.unflatten(0, dq.shape[:2]), None, dweight, None, *dnorms, None

@@ -1,4 +1,4 @@
-"""A Linear in the precision and with the gradient sum that it was given, and the refresh of its fp8 weights.
+"""A Linear in the precision and with the gradient sum that it was given; the refresh of quantized weights.
 
 M tokens · K, N widths
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.library import custom_op
-from torch.utils.flop_counter import register_flop_formula
 
-from ops import float8
-from ops.float8 import Float8, Float8Linear, Float8Weight
-from ops.matmul import chosen, input_gradient, linear
+from ops.low_precision import METHODS, LowPrecision, LowPrecisionLinear
+from ops.matmul import add_weight_gradient, chosen, input_gradient, linear
 from ops.norm import Delta
 
 
@@ -21,18 +18,18 @@ class Linear(nn.Linear):
     """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
 
     weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None. float8, if training/optimization/precision.py sets it, is the weight in
-    fp8, and the matmuls are fp8.
+    to; weight.grad then stays None. low_precision, if training/optimization/low_precision.py sets it, is the
+    recipe of its matmuls and its quantized weight.
     """
 
     weight_grad: torch.Tensor | None = None
-    float8: Float8 | None = None
+    low_precision: LowPrecision | None = None
 
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-        """amax: of x, if it is known (ops/float8.py); fp8 alone uses it."""
+        """amax: of x, if it is known (ops/float8.py); low precision alone uses it."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.float8 is not None:
-            y = Float8Linear.apply(x, amax, *self.float8_arguments, False)
+        if self.low_precision is not None:
+            y = LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, False)
         elif self.weight_grad is not None:
             y = LinearFunction.apply(x, self.weight, self.weight_grad)
         elif chosen.plans_exist:
@@ -43,17 +40,23 @@ class Linear(nn.Linear):
 
     def delta(self, x: torch.Tensor, amax: torch.Tensor | None, gradient_amax: bool) -> Delta:
         """forward(), for the residual stream. gradient_amax: whether what adds it can find the amax of its
-        gradient, which fp8 alone wants."""
-        if self.float8 is None or self.bias is not None or not (gradient_amax and x.is_cuda):
+        gradient, which one scale for a whole matrix alone wants."""
+        if not self.has_one_scale or self.bias is not None or not (gradient_amax and x.is_cuda):
             return self(x, amax), None
-        return Float8Linear.apply(x, amax, *self.float8_arguments, True)
+        return LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, True)
 
     @property
-    def float8_arguments(self) -> tuple[torch.Tensor, Float8Weight]:
-        """The weight as fp8 functions take it: the parameter by itself, because autograd looks for tensors
-        that need gradients among a function's own arguments and not inside them."""
-        assert self.float8 is not None
-        return self.weight, Float8Weight(self.float8, self.weight_grad)
+    def has_one_scale(self) -> bool:
+        """Whether operands have one scale each, so that it helps to know their amax."""
+        return self.low_precision is not None and METHODS[self.low_precision.method].one_scale
+
+    @property
+    def low_precision_arguments(self) -> tuple[torch.Tensor, LowPrecision]:
+        """The weight as functions in low precision take it: the parameter by itself, because autograd looks
+        for tensors that need gradients among a function's own arguments and not inside them."""
+        assert self.low_precision is not None
+        method, dtype, weight, _, key = self.low_precision
+        return self.weight, LowPrecision(method, dtype, weight, self.weight_grad, key)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -80,29 +83,11 @@ class LinearFunction(torch.autograd.Function):
         return input_gradient(dy, weight), dweight, None
 
 
-@custom_op("nanomfu::add_weight_gradient", mutates_args=("total",))
-def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor) -> None:
-    """total (N, K) fp32 += dy (M, N)^T x (M, K), which a GPU's matmul does as it writes its result."""
-    if total.dtype == dy.dtype:
-        total.addmm_(dy.t(), x)
-    elif dy.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, out=total)
-    else:
-        total.addmm_(dy.t().to(total.dtype), x.to(total.dtype))
-
-
-@add_weight_gradient.register_fake
-def _(dy, x, total):
-    return None
-
-
-@register_flop_formula(torch.ops.nanomfu.add_weight_gradient)
-def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
-    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
-
-
 @torch.no_grad()
 def refresh_weights(model: nn.Module) -> None:
-    """Quantizes every fp8 weight from its working copy in bf16: once per iteration, after the update."""
-    found = [(m.weight, m.float8) for m in model.modules() if isinstance(m, Linear) and m.float8 is not None]
-    float8.requantize([weight for weight, _ in found], into=[written for _, written in found])
+    """Quantizes every weight in low precision from its working copy in bf16: once per iteration, after the
+    update."""
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.low_precision is not None]
+    if layers:
+        found = [layer.low_precision for layer in layers if layer.low_precision is not None]
+        METHODS[found[0].method].requantize([layer.weight for layer in layers], into=found)

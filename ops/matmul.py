@@ -176,3 +176,24 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return dy @ weight
     dx = chosen_matmul(dy.flatten(0, -2), weight, False, None, None, False)
     return dx.unflatten(0, dy.shape[:-1])
+
+
+@custom_op("nanomfu::add_weight_gradient", mutates_args=("total",))
+def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor) -> None:
+    """total (N, K) fp32 += dy (M, N)^T x (M, K), which a GPU's matmul does as it writes its result."""
+    if total.dtype == dy.dtype:
+        total.addmm_(dy.t(), x)
+    elif dy.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, out=total)
+    else:
+        total.addmm_(dy.t().to(total.dtype), x.to(total.dtype))
+
+
+@add_weight_gradient.register_fake
+def _(dy, x, total):
+    return None
+
+
+@register_flop_formula(torch.ops.nanomfu.add_weight_gradient)
+def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
+    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]

@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.float8 import (
-    GRADIENT,
-    Float8,
-    Float8Weight,
+from ops.float8 import Float8, quantize, scale_of
+from ops.linear import Linear
+from ops.low_precision import (
+    LowPrecision,
+    gradient_operand,
     linear_backward,
     linear_forward,
-    quantize,
-    scale_of,
-    unpack_operands,
+    of_float8,
+    unpack_kept,
 )
-from ops.linear import Linear
 from ops.norm import Delta
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
@@ -33,11 +32,11 @@ def swiglu_feed_forward(
 ) -> Delta:
     """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) (..., 2F) is pairs of gate
     and up. Shazeer 2020. gradient_amax: as in Linear.delta."""
-    if up.float8 is not None and up.bias is None:
-        both = *up.float8_arguments, *down.float8_arguments
+    if up.has_one_scale and up.bias is None:
+        both = *up.low_precision_arguments, *down.low_precision_arguments
         if gradient_amax and x.is_cuda:
-            return Float8SwiGLU.apply(x, amax, *both, True)
-        return Float8SwiGLU.apply(x, amax, *both, False), None
+            return LowPrecisionSwiGLU.apply(x, amax, *both, True)
+        return LowPrecisionSwiGLU.apply(x, amax, *both, False), None
     return down.delta(swiglu(up(x, amax)), None, gradient_amax)
 
 
@@ -100,13 +99,13 @@ def _(x, dh):
     return x.new_empty(x.shape)
 
 
-def swiglu_backward_float8(x: torch.Tensor, dh: torch.Tensor) -> Float8:
+def swiglu_backward_float8(x: torch.Tensor, dh: torch.Tensor, dtype: torch.dtype) -> Float8:
     """swiglu_backward in fp8. On a GPU it is computed twice, first for its amax alone: that moves fewer bytes
     than a gradient in bf16 that a cast reads again, and needs no room for it."""
     if not x.is_cuda:
-        return quantize(swiglu_backward(x, dh), GRADIENT)
-    scale = scale_of(_swiglu_backward_amax(x, dh).amax(), GRADIENT)
-    values, transposed = _swiglu_backward_float8(x, dh, scale)
+        return quantize(swiglu_backward(x, dh), dtype)
+    scale = scale_of(_swiglu_backward_amax(x, dh).amax(), dtype)
+    values, transposed = _swiglu_backward_float8(x, dh, scale, dtype)
     return Float8(values, transposed, scale.reciprocal())
 
 
@@ -126,17 +125,17 @@ def _(x, dh):
 
 @custom_op("nanomfu::swiglu_backward_float8", mutates_args=())
 def _swiglu_backward_float8(
-    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from ops.triton_kernels.swiglu import triton_swiglu_backward_float8
 
-    return triton_swiglu_backward_float8(x.contiguous(), dh.contiguous(), scale, GRADIENT)
+    return triton_swiglu_backward_float8(x.contiguous(), dh.contiguous(), scale, dtype)
 
 
 @_swiglu_backward_float8.register_fake
-def _(x, dh, scale):
+def _(x, dh, scale, dtype):
     M, N = x.shape
-    return x.new_empty(M, N, dtype=GRADIENT), x.new_empty(N, M, dtype=GRADIENT)
+    return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
 
 
 swiglu_with_amax.register_autograd(
@@ -145,27 +144,26 @@ swiglu_with_amax.register_autograd(
 )
 
 
-class Float8SwiGLU(torch.autograd.Function):
-    """swiglu_feed_forward with fp8 matmuls: its Delta if hands_amax, else delta alone. One function, so that
-    the amax of SwiGLU's result, and its gradient in fp8, reach the matmul that needs them."""
+class LowPrecisionSwiGLU(torch.autograd.Function):
+    """swiglu_feed_forward in fp8 with one scale a matrix: its Delta if hands_amax, else delta alone. One
+    function, so that the amax of SwiGLU's result, and its gradient in fp8, reach the matmul that needs
+    them."""
 
     @staticmethod
-    def forward(ctx, x, amax, up, up_float8: Float8Weight, down, down_float8: Float8Weight, hands_amax: bool):
-        gate_up, up_operands = linear_forward(x, amax, up_float8)  # (M, 2F)
+    def forward(ctx, x, amax, up, up_low: LowPrecision, down, down_low: LowPrecision, hands_amax: bool):
+        gate_up, up_kept = linear_forward(x, amax, up_low)  # (M, 2F)
         h, h_amax = swiglu_with_amax(gate_up)
-        y, down_operands = linear_forward(h, h_amax, down_float8)
-        ctx.save_for_backward(gate_up, *up_operands, *down_operands)
-        ctx.sums = up_float8.gradient_sum, down_float8.gradient_sum
+        y, down_kept = linear_forward(h, h_amax, down_low)
+        ctx.save_for_backward(gate_up, *up_kept, *down_kept)
+        ctx.up, ctx.down = up_low, down_low
         y = y.unflatten(0, x.shape[:-1])
         return (y, y.new_empty((), dtype=torch.float32)) if hands_amax else y
 
     @staticmethod
     def backward(ctx, dy, dy_amax=None):
-        gate_up, *operands = ctx.saved_tensors
-        up_operands, down_operands = unpack_operands(operands)
-        up_sum, down_sum = ctx.sums
-        dy8 = quantize(dy.flatten(0, -2), GRADIENT, dy_amax)
-        dh, ddown = linear_backward(dy8, down_operands, down_sum, dy.dtype)
-        dgate_up = swiglu_backward_float8(gate_up, dh)
-        dx, dup = linear_backward(dgate_up, up_operands, up_sum, dy.dtype)
+        gate_up, *kept = ctx.saved_tensors
+        up_kept, down_kept = unpack_kept(kept)
+        dh, ddown = linear_backward(gradient_operand(dy, dy_amax, ctx.down), down_kept, ctx.down, dy.dtype)
+        dgate_up = of_float8(swiglu_backward_float8(gate_up, dh, ctx.up.gradient_dtype))
+        dx, dup = linear_backward(dgate_up, up_kept, ctx.up, dy.dtype)
         return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None, None

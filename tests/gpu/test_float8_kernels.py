@@ -2,13 +2,21 @@
 
 import pytest
 import torch
-from support.tensors import E4M3, E5M2, assert_requantized_as_each_alone, error, fp8_linear, random_bf16
+from support.tensors import (
+    E4M3,
+    E5M2,
+    assert_requantized_as_each_alone,
+    error,
+    fp8_linear,
+    random_bf16,
+    use_recipe,
+)
 
 from model import Block, manual_attention, rotary_angles
 from model_config import model_config
 from ops import float8
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
-from ops.heads import Float8Heads, HeadLayout, Rotary, SplitHeads
+from ops.heads import HeadLayout, LowPrecisionHeads, Rotary, SplitHeads
 from ops.linear import Linear
 from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 
@@ -38,7 +46,7 @@ def test_the_loss_writes_the_bits_that_a_cast_of_its_gradient_gives(shape):
     logits = random_bf16(*shape, std=3.0, device="cuda")
     targets = torch.randint(0, shape[1], shape[:1], device="cuda")
     targets[::5] = -1  # not counted
-    losses, fused = cross_entropy_float8(logits.clone(), targets)
+    losses, fused = cross_entropy_float8(logits.clone(), targets, E5M2)
     assert torch.equal(losses, cross_entropy(logits, targets, True))
     apart = float8.quantize(logits, E5M2, torch.ones((), device="cuda"))  # by now, they are their gradient
     assert fused.inverse_scale == apart.inverse_scale
@@ -65,7 +73,7 @@ def test_the_backward_of_swiglu_in_fp8_has_the_bits_of_a_cast_of_the_one_in_bf16
     x, dh = random_bf16(M, 2 * F_), random_bf16(M, F_)
     dx = swiglu_backward(x.cuda(), dh.cuda())
     assert error(dx.cpu(), swiglu_backward(x, dh)) < 3e-3
-    fused, apart = swiglu_backward_float8(x.cuda(), dh.cuda()), float8.quantize(dx, E5M2)
+    fused, apart = swiglu_backward_float8(x.cuda(), dh.cuda(), E5M2), float8.quantize(dx, E5M2)
     assert fused.inverse_scale == apart.inverse_scale
     assert same_bits(fused.values, apart.values)
     assert same_bits(fused.transposed, apart.transposed)
@@ -90,7 +98,7 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
         return [*parts, *torch.autograd.grad(loss, leaves), layer.weight_grad]
 
     layout = HeadLayout(H, K, rotary, 1e-6 if norm else 0.0)
-    fused = run(lambda x: Float8Heads.apply(x, None, *layer.float8_arguments, *norms, layout))
+    fused = run(lambda x: LowPrecisionHeads.apply(x, None, *layer.low_precision_arguments, *norms, layout))
     apart = run(lambda x: SplitHeads.apply(layer(x), *norms, layout))
     for a, b in zip(fused, apart, strict=True):
         assert error(a, b) < 1e-6
@@ -113,8 +121,7 @@ def test_a_norms_backward_hands_on_the_amax_that_a_pass_over_the_gradient_finds(
         generator = torch.Generator("cuda").manual_seed(index)
         torch.nn.init.normal_(parameter, float("norm" in name), 0.05, generator=generator)
     for module in (m for block in blocks for m in block.modules() if isinstance(m, Linear)):
-        module.float8 = float8.empty_like(module.weight)
-        float8.requantize([module.weight.detach().bfloat16()], into=[module.float8])
+        use_recipe(module, "fp8_tensorwise")
     rotary = rotary_angles(64, config.head_dim, 1e4, "cuda")
     x, above = (random_bf16(2, 64, 256, device="cuda", std=std) for std in (1.0, 0.01))
 

@@ -8,8 +8,8 @@ import torch
 
 import model
 from ops import norm, swiglu
-from ops.float8 import Float8Linear
 from ops.linear import Linear
+from ops.low_precision import LowPrecisionLinear
 
 handed: list[torch.Tensor] = []
 
@@ -62,11 +62,11 @@ def add_norm(x, delta, settings):
 
 def delta(self, x, amax, gradient_amax):
     if gradient_amax:
-        return Float8Linear.apply(x, amax, *self.float8_arguments, True)
+        return LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, True)
     return self(x, amax), None
 
 
 def feed_forward(x, amax, up, down, gradient_amax):
-    arguments = x, amax, *up.float8_arguments, *down.float8_arguments
-    result = swiglu.Float8SwiGLU.apply(*arguments, gradient_amax)
+    arguments = x, amax, *up.low_precision_arguments, *down.low_precision_arguments
+    result = swiglu.LowPrecisionSwiGLU.apply(*arguments, gradient_amax)
     return result if gradient_amax else (result, None)

@@ -4,7 +4,8 @@ import torch
 
 from model_config import model_config
 from ops import float8
-from ops.linear import Linear
+from ops.linear import Linear, refresh_weights
+from ops.low_precision import METHODS, LowPrecision
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 CONFIG = model_config("qwen3", n_layer=1, n_head=2, n_embd=32, vocab_size=64, block_size=64)
@@ -35,8 +36,14 @@ def error(a, b):
 def fp8_linear(weight):
     layer = Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
-    layer.float8 = float8.empty_like(weight)
-    float8.requantize([weight], into=[layer.float8])
+    return use_recipe(layer, "fp8_tensorwise")
+
+
+def use_recipe(layer, method, key=None, gradient_dtype=E5M2):
+    """The same Linear in low precision, by a method of ops/low_precision.py, its weight quantized."""
+    weight = METHODS[method].empty_weight(layer.weight.detach())
+    layer.low_precision = LowPrecision(method, gradient_dtype, weight, key=key)
+    refresh_weights(layer)
     return layer
 
 

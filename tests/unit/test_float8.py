@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from support import fake_norm
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
-from support.tensors import E4M3, E5M2, assert_requantized_as_each_alone, error, fp8_linear, random_bf16
+from support.tensors import (
+    E4M3,
+    E5M2,
+    assert_requantized_as_each_alone,
+    error,
+    fp8_linear,
+    random_bf16,
+    use_recipe,
+)
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import RunError
@@ -16,9 +24,9 @@ from model_builder import build_model
 from model_config import model_config
 from ops import float8
 from ops.cross_entropy import LinearCrossEntropy
-from ops.linear import Linear, refresh_weights
-from ops.swiglu import Float8SwiGLU, swiglu
-from training.optimization import precision
+from ops.linear import Linear
+from ops.swiglu import LowPrecisionSwiGLU, swiglu
+from training.optimization import low_precision as precision
 
 FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}
 
@@ -85,7 +93,9 @@ def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(
         return y, start.grad, up.weight_grad, down.weight_grad
 
     def fused(x):
-        return Float8SwiGLU.apply(x, None, *up.float8_arguments, *down.float8_arguments, False)
+        return LowPrecisionSwiGLU.apply(
+            x, None, *up.low_precision_arguments, *down.low_precision_arguments, False
+        )
 
     for a, b in zip(run(fused), run(lambda x: down(swiglu(up(x)))), strict=True):
         assert error(a, b) < 0.02  # a CPU rounds silu(gate) to bf16 before the product
@@ -98,8 +108,7 @@ def test_an_amax_that_a_norms_backward_hands_on_changes_no_bit(preset, recompute
     sizes = dict(n_layer=2, n_head=4, n_embd=64, d_ff=128, vocab_size=96, block_size=32)
     model = build_model(model_config(preset, **sizes), dtype=torch.bfloat16).init_weights("cpu", seed=0)
     for layer in (m for m in model.modules() if isinstance(m, Linear)):
-        layer.float8 = float8.empty_like(layer.weight)
-    refresh_weights(model)
+        use_recipe(layer, "fp8_tensorwise")
     if recomputed:
         for block in model.blocks:
             monkeypatch.setattr(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
@@ -122,10 +131,9 @@ def test_an_fp8_head_gives_the_loss_and_gradients_of_bf16_within_its_rounding():
     x, weight = random_bf16(64, 32).requires_grad_(), random_bf16(80, 32, std=0.2)
     targets = torch.arange(64) % 80
     targets[5] = -100
-    w8 = float8.empty_like(weight)
-    float8.requantize([weight], into=[w8])
+    low = fp8_linear(weight).low_precision
     total = torch.zeros(80, 32)
-    loss = LinearCrossEntropy.apply(x, weight, targets, total, w8, 2, True, None)
+    loss = LinearCrossEntropy.apply(x, weight, targets, total, low, 2, True, None)
     loss.backward()
     wide = x.detach().float().requires_grad_(), weight.float().requires_grad_()
     expected = F.cross_entropy(F.linear(*wide), targets)

@@ -9,20 +9,21 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from support.helpers import TINY, last_run, make_dataset, write_config
-from support.tensors import E4M3, E5M2, random_bf16
+from support.tensors import E4M3, E5M2, random_bf16, use_recipe
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_builder
 from common.errors import UserError
-from ops import cublaslt, float8
+from ops import cublaslt
 from ops import matmul as matmul_module
-from ops.linear import Linear
+from ops.linear import Linear, refresh_weights
 from ops.matmul import Matmul, Plan, chosen, chosen_matmul
 from training.checkpoints.saved_state import _matmul_algorithms
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.optimization import matmul_algorithms
+from training.optimization.low_precision import use_low_precision
 from training.optimization.matmul_algorithms import (
     Timing,
     choose_algorithms,
@@ -30,7 +31,6 @@ from training.optimization.matmul_algorithms import (
     step_matmuls,
     sure_winner,
 )
-from training.optimization.precision import use_low_precision
 from training.process.world import World
 
 GPU = World(0, 0, 1, torch.device("cuda", 0))
@@ -154,8 +154,7 @@ def test_a_step_asks_for_exactly_the_matmuls_that_are_measured(keys, monkeypatch
         if isinstance(module, Linear):
             module.weight_grad = torch.zeros(module.weight.shape)
             module.to(torch.bfloat16)
-            if module.float8 is not None:
-                float8.requantize([module.weight.detach()], into=[module.float8])
+            refresh_weights(module)
     monkeypatch.setattr(chosen, "plans", Plans())
     monkeypatch.setattr(chosen, "plans_exist", True)
     tokens = torch.zeros(config.batch_size, config.block_size, dtype=torch.long)
@@ -365,8 +364,7 @@ def test_compiled_code_has_the_operation_only_if_there_are_plans(sums, fp8):
     x = random_bf16(32, 16).requires_grad_()
     linear = Linear(16, 48, bias=False).to(torch.bfloat16)
     if fp8:
-        linear.float8 = float8.empty_like(linear.weight)
-        float8.requantize([linear.weight.detach()], into=[linear.float8])
+        use_recipe(linear, "fp8_tensorwise")
     results = []
     for plans_exist in (False, True):
         linear.weight_grad, linear.weight.grad, x.grad = torch.zeros(48, 16) if sums else None, None, None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import UserError
+from training.optimization.low_precision import LowPrecisionState
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
@@ -46,9 +47,10 @@ class TrainState:
         loss_scale: LossScale,
         world: World,
         update_guard: UpdateGuard | None = None,
+        low_precision: LowPrecisionState | None = None,
     ):
         self.strategy, self.optimizer, self.loss_scale, self.world = strategy, optimizer, loss_scale, world
-        self.update_guard = update_guard
+        self.update_guard, self.low_precision = update_guard, low_precision or LowPrecisionState(None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -62,10 +64,11 @@ class TrainState:
 
     def optional_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint may lack: this rank's random generators, float16's loss scale, the update
-        guard's spike window."""
+        guard's spike window, what low precision keeps."""
         tensors = {f"loss_scale.{name}": t for name, t in self.loss_scale.state().items()}
         if self.update_guard:  # "health" is its name in checkpoints
             tensors |= {f"health.{name}": t for name, t in self.update_guard.state().items()}
+        tensors |= {f"low_precision.{name}": t for name, t in self.low_precision.state().items()}
         tensors[f"rng.{self.world.rank}.cpu"] = torch.get_rng_state()
         if self.world.device.type == "cuda":
             tensors[f"rng.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.world.device)

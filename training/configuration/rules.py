@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from common.errors import UserError
 from common.text import shorten, shown
+from ops.recipes import ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.keys import FACTORS, GUARDED, KEYS, YEAR, Key, TrainConfig
 
@@ -168,6 +169,30 @@ def _check_precision(config: TrainConfig) -> None:
             f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
             "set dtype='bfloat16', or low_precision='none'"
         )
+    _check_low_precision(config)
+
+
+def _check_low_precision(config: TrainConfig) -> None:
+    """Settings that the recipe does not use, or that leave it no layer."""
+    recipe = config.low_precision
+    if config.fp8_gradients != "e5m2" and recipe not in ONE_SCALE:
+        raise UserError(
+            f"fp8_gradients={config.fp8_gradients!r} is for {' and '.join(ONE_SCALE)}, but "
+            f"low_precision={recipe!r} has numbers of its own; leave fp8_gradients out, or change "
+            "low_precision"
+        )
+    first, last = config.low_precision_skip_first, config.low_precision_skip_last
+    if (first or last) and recipe == "none":
+        raise UserError(
+            f"low_precision_skip_first={first} and low_precision_skip_last={last} keep blocks out of low "
+            "precision, but low_precision='none'; leave them out, or choose a recipe"
+        )
+    if recipe != "none" and first + last >= config.n_layer and config.low_precision_scope == "layers":
+        raise UserError(
+            f"low_precision_skip_first={first} and low_precision_skip_last={last} leave none of the "
+            f"n_layer={config.n_layer} blocks in low_precision={recipe!r}; skip fewer, or set "
+            "low_precision='none'"
+        )
 
 
 QUACK_ACTIVATIONS = (("swiglu", "silu"), ("mlp", "gelu"))  # ffn_type, activation
@@ -187,7 +212,7 @@ def _check_ffn_backend(config: TrainConfig) -> None:
         )
     if config.low_precision != "none":
         raise UserError(
-            f"{asked} computes the layers in bfloat16, but low_precision={config.low_precision!r} in fp8; "
+            f"{asked} computes the layers in bfloat16, but low_precision={config.low_precision!r} does not; "
             f"set low_precision='none', {back}"
         )
     if (model.ffn_type, model.activation) not in QUACK_ACTIVATIONS:

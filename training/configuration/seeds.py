@@ -13,6 +13,7 @@ EPOCH = range(2**32 - 1)  # the order of windows in an epoch
 EVALUATION = range(2**32 - 1, 2**32)  # which windows are evaluated
 DROPOUT = range(2**32, 2**33)  # by rank
 MIXTURE_BLOCK = range(2**33, 2**63)  # the order of sources in a block of samples
+LOW_PRECISION = range(2**63, 2**63 + 2**32)  # by rank: stochastic rounding of gradients
 
 
 def stream_seed(seed: int, purpose: range, number: int = 0) -> int:

@@ -109,7 +109,7 @@ def _relative(distance: float, scale: float) -> float:
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Everything that an iteration changes in place, by name."""
     guard = state.update_guard.state() if state.update_guard else {}
-    return {**state.tensors(), **state.loss_scale.state(), **guard}
+    return {**state.tensors(), **state.loss_scale.state(), **guard, **state.low_precision.state()}
 
 
 def _generators(state: TrainState) -> dict[str, torch.Tensor]:

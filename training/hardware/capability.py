@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.errors import UserError
+from ops.recipes import ONE_SCALE
 
 CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN, or the kernel that torch chooses
 FA2, FA3 = "flash_attn_2", "flash_attn_3"
@@ -27,7 +28,7 @@ class Capability:
     # matmuls with one scale per tensor: 'native', 'emulated' (the same values, no gain in speed) or None
     fp8: str | None
     fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
-    block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls; no recipe uses them yet
+    block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls: not used yet, these recipes are emulated there, too
     quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
@@ -60,12 +61,8 @@ NEWER = Capability((TORCH,), (FA2,), True, "native", False, False)
 CPU = Capability((TORCH,), (), True, "emulated", False, False)
 
 FP8_NEEDS = "fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, Blackwell)"
-BLOCK_SCALED_NEEDS = "block-scaled tensor cores (compute capability 10.0 or above: Blackwell)"
-RECIPES = {  # first word of low_precision -> (the column that says whether it runs, what it needs)
-    "fp8": ("fp8", FP8_NEEDS),
-    "mxfp8": ("block_scaled", BLOCK_SCALED_NEEDS),
-    "nvfp4": ("block_scaled", BLOCK_SCALED_NEEDS),
-}
+BF16_NEEDS = "bfloat16 (compute capability 8.0 or above), in which it is emulated"
+NATIVE, EMULATED = "native", "emulated"
 
 
 def dotted(compute: tuple[int, int] | None) -> str:
@@ -88,13 +85,18 @@ def capability(device: torch.device | str) -> Capability:
     return lookup((gpu.major, gpu.minor), gpu.name)
 
 
+def low_precision_support(recipe: str, here: Capability) -> str | None:
+    """How a low_precision recipe runs here: 'native', by tensor cores of its kind; 'emulated', with the same
+    numbers and no gain in speed; None if it cannot."""
+    if recipe in ONE_SCALE:
+        return here.fp8
+    return EMULATED if here.bf16 else None
+
+
 def require_low_precision(recipe: str, here: Capability) -> None:
     """Raises UserError if a low_precision recipe cannot run here; 'none' always can."""
-    if recipe == "none":
-        return
-    column, needs = RECIPES[recipe.partition("_")[0]]
-    if not getattr(here, column):
+    if recipe != "none" and low_precision_support(recipe, here) is None:
         raise UserError(
-            f"low_precision={recipe!r} needs {needs}, but {here.name} has {dotted(here.compute)}; "
-            "set --low_precision=none"
+            f"low_precision={recipe!r} needs {FP8_NEEDS if recipe in ONE_SCALE else BF16_NEEDS}, but "
+            f"{here.name} has {dotted(here.compute)}; set --low_precision=none"
         )

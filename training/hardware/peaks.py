@@ -16,7 +16,7 @@ import torch
 
 from common.errors import UserError
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import FP8_NEEDS, capability, dotted
+from training.hardware.capability import FP8_NEEDS, NATIVE, capability, dotted, low_precision_support
 from training.process.world import World, gather_objects
 
 PRECISIONS = ("bfloat16", "float16", "float32", "fp8")
@@ -198,7 +198,10 @@ def agree_on_peak(config: TrainConfig, world: World) -> Peak:
 
 def _find_peak(config: TrainConfig, device: torch.device) -> Peak:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    precisions = [config.dtype] if config.low_precision == "none" else [config.dtype, "fp8"]
+    native = config.low_precision != "none" and (
+        low_precision_support(config.low_precision, capability(device)) == NATIVE
+    )
+    precisions = [config.dtype, "fp8"] if native else [config.dtype]
     peak, *fp8 = (
         resolve_peak(config.peak_tflops, name, precision, config.use_sparse_specs, device)
         for precision in precisions

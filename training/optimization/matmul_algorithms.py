@@ -33,6 +33,7 @@ from ops import cublaslt, float8
 from ops.linear import Linear
 from ops.matmul import Matmul, Plan, candidates, chosen, matmul_by_torch, multiply
 from training.configuration.keys import TrainConfig
+from training.optimization.low_precision import GRADIENT_DTYPES
 from training.process.world import World, gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -80,14 +81,15 @@ def _step_matmuls(model: Transformer, config: TrainConfig) -> Iterator[tuple[str
             continue
         name, N, K = path.split(".")[-1], module.out_features, module.in_features
         for M in head_tokens(config) if module is model.head.lm_head else [tokens]:
-            if module.float8 is None:
+            if not module.has_one_scale:
                 bf16 = (torch.bfloat16, torch.bfloat16)
                 yield f"{name} forward", Matmul(M, K, N, *bf16, transposed=True, fast=False)
                 yield f"{name} dgrad", Matmul(M, N, K, *bf16, transposed=False, fast=False)
             else:
                 weight = float8.FORWARD
+                gradient = GRADIENT_DTYPES[config.fp8_gradients]
                 yield f"{name} forward", Matmul(M, K, N, float8.FORWARD, weight, transposed=True, fast=True)
-                yield f"{name} dgrad", Matmul(M, N, K, float8.GRADIENT, weight, transposed=True, fast=False)
+                yield f"{name} dgrad", Matmul(M, N, K, gradient, weight, transposed=True, fast=False)
 
 
 def head_tokens(config: TrainConfig) -> list[int]:

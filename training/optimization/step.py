@@ -9,6 +9,7 @@ import torch
 
 from ops.documents import Documents
 from training.configuration.keys import TrainConfig
+from training.optimization.low_precision import LowPrecisionState
 from training.optimization.optimizer import OnePassAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
@@ -54,9 +55,11 @@ class EagerStep:
         update_guard: UpdateGuard,
         documents: Documents | None = None,
         timer: WorkTimer | None = None,
+        low_precision: LowPrecisionState | None = None,
     ):
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
+        self.low_precision = low_precision or LowPrecisionState(None)
         self.grad_clip = config.grad_clip
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
@@ -100,11 +103,14 @@ class EagerStep:
         gradient_scale = self.loss_scale.scale / micro_steps
         losses = []
         for i in range(micro_steps):
-            self.strategy.micro_step(last=i == micro_steps - 1)
+            last = i == micro_steps - 1
+            self.strategy.micro_step(last)
+            self.low_precision.before_micro_step()
             loss = self.strategy.forward(x[i], y[i], gradient_scale)
             if self.timer:
                 self.timer.end_forward()
             loss.backward()
+            self.low_precision.after_micro_step(last)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 

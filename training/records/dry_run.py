@@ -12,6 +12,7 @@ import torch
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
+from training.hardware.capability import NATIVE, low_precision_support
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_memory import (
     Card,
@@ -72,7 +73,8 @@ def _peak(config: TrainConfig, card: Card | None) -> Peak:
     peak, fp8 = (
         table_peak(card.device, precision, config.use_sparse_specs) for precision in (config.dtype, "fp8")
     )
-    return peak if config.low_precision == "none" else replace(peak, fp8=fp8)
+    native = low_precision_support(config.low_precision, card_capability(card)) == NATIVE
+    return replace(peak, fp8=fp8) if config.low_precision != "none" and native else peak
 
 
 def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory) -> list[str]:
@@ -104,8 +106,8 @@ def _unsupported(config: TrainConfig, card: Card) -> list[str]:
     here, problems = card_capability(card), []
     if config.dtype == "bfloat16" and not here.bf16:
         problems.append(f"{card.device} has no bfloat16; use --dtype=float16")
-    if config.low_precision != "none" and here.fp8 is None:
-        problems.append(f"{card.device} has no fp8; use --low_precision=none")
+    if config.low_precision != "none" and low_precision_support(config.low_precision, here) is None:
+        problems.append(f"{card.device} cannot run {config.low_precision}; use --low_precision=none")
     if config.ffn_backend == "quack" and not here.quack:
         problems.append(f"{card.device} is no Hopper GPU; use --ffn_backend=torch")
     return problems

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.durable_file import write_bytes, write_json
 from ops.linear import Linear
+from ops.recipes import ONE_SCALE
 from training.checkpoints.train_state import TrainState
 from training.configuration.keys import TrainConfig
 from training.process.memory import GIB
@@ -67,7 +68,7 @@ class MemorySnapshot:
         addresses = {at: part for part, at, _ in tensors_at_rest(self.state)} | recording.workspaces
         model_config = self.config.model_config()
         tokens = self.config.micro_batch * self.config.block_size
-        item_sizes = ([] if self.config.low_precision == "none" else [1]) + [BYTES[self.config.dtype]]
+        item_sizes = ([1] if self.config.low_precision in ONE_SCALE else []) + [BYTES[self.config.dtype]]
         widths = memory_parts.widths_of(model_config, tokens, item_sizes)
         table = memory_parts.sort_into_parts(alive, addresses, widths)
         parameters = self.state.strategy.module.count_parameters()["total"]
@@ -119,9 +120,10 @@ def _named_tensors(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
         weight_grad = getattr(module, "weight_grad", None)
         if weight_grad is not None:
             yield memory_parts.GRADIENTS, weight_grad
-        if isinstance(module, Linear) and module.float8 is not None:
-            for tensor in module.float8:
-                yield memory_parts.FP8, tensor
+        if isinstance(module, Linear) and module.low_precision is not None:
+            for tensor in module.low_precision.weight:
+                if tensor is not None:
+                    yield memory_parts.FP8, tensor
         for buffer in module.buffers(recurse=False):
             yield memory_parts.OTHER, buffer
 

@@ -11,6 +11,7 @@ from typing import Any
 from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
+from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
 from training.records import units
@@ -145,7 +146,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
         ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
-        ("Precision", _precision(config)),
+        ("Precision", _precision(config, info)),
         *_fp8_weight_gradients(info),
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
@@ -241,13 +242,14 @@ def _datasets(config: TrainConfig, info: dict) -> Section:
     return rows
 
 
-def _precision(config: TrainConfig) -> str:
+def _precision(config: TrainConfig, info: dict) -> str:
     stored, moments = config.param_dtype, config.adam_dtype
     both = stored == moments
     text = f"{config.dtype} compute, {stored} weights"
     text += " and optimizer state" if both else f", {moments} optimizer state"
     if config.low_precision != "none":
-        text += f"; {config.low_precision} matmuls in {config.low_precision_scope}"
+        executed = info.get("low_precision", {}).get("executed")  # a dry run looks at no device
+        text += f"; {low_precision_line(config, executed)}"
     return text
 
 

@@ -279,6 +279,7 @@ def row_facts(info: dict[str, Any]) -> dict[str, Any]:
     return {
         "gpu_name": info["hardware"]["gpu_name"],
         "precision": info["hardware"]["precision"],
+        **({"executed": low["executed"]} if (low := info.get("low_precision")) else {}),
         "architecture": architecture["arch"],
         "gqa_group_size": architecture["n_head"] // architecture["n_kv_head"],
         "calculation_method": info["flops"]["calculation_method"],

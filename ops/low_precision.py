@@ -1,0 +1,260 @@
+"""A Linear in low precision: its operands by a recipe of ops/recipes.py, its three matmuls, its gradients.
+
+    scaled     fp8 operands, multiplied by tensor cores with one scale each: ops/float8.py
+    emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
+               that of block-scaled tensor cores, up to the order of sums; it is no faster: ops/emulation.py
+
+Activations and gradients are quantized where they are used, weights once an iteration (refresh_weights in
+ops/linear.py). Everything else is bf16 or fp32: residual stream, norms, attention, loss, sums of weight
+gradients.
+
+M tokens · K, N widths
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ops import emulation, float8
+from ops.matmul import add_weight_gradient, input_gradient, linear
+from ops.recipes import RECIPES
+
+
+class Operand(NamedTuple):
+    """A matrix (M, N) for two matmuls. Scaled: with inverse scales, and columns is transposed, (N, M).
+    Emulated: both forms are (M, N) in bf16, without scales."""
+
+    rows: torch.Tensor  # for the product that sums over N
+    columns: torch.Tensor  # for the product that sums over M
+    rows_scale: torch.Tensor | None = None
+    columns_scale: torch.Tensor | None = None
+
+
+class LowPrecision(NamedTuple):
+    """What a Linear in low precision has beside its weight (N, K)."""
+
+    method: str  # of METHODS
+    gradient_dtype: torch.dtype  # of fp8 gradients
+    weight: Operand
+    gradient_sum: torch.Tensor | None = None  # (N, K) fp32, to which the backward adds the weight's gradient
+    key: torch.Tensor | None = None  # int64 (4), what random bits are for (ops/quantization/random_bits.py)
+
+
+class Kept(NamedTuple):
+    """What the backward of y = x w^T needs of x and w."""
+
+    x_columns: torch.Tensor
+    x_scale: torch.Tensor | None
+    weight_columns: torch.Tensor
+    weight_scale: torch.Tensor | None
+
+
+def unpack_kept(saved: Sequence[torch.Tensor | None]) -> list[Kept]:
+    """The Kept of several Linears, out of the tensors that a backward gets back in one row."""
+    size = len(Kept._fields)
+    return [Kept(*saved[i : i + size]) for i in range(0, len(saved), size)]  # type: ignore[arg-type]  # no None is there in a field that has none
+
+
+# --- methods ---
+
+
+class Method:
+    """Makes operands and multiplies them. amax: of the matrix, if somebody knows it (ops/float8.py)."""
+
+    one_scale = False  # for a whole matrix, so that whoever writes it can help: with its amax, or in fp8
+
+    def activation(self, x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
+        """x (M, K)."""
+        raise AssertionError("each method has its own")
+
+    def gradient(self, dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
+        """dy (M, N)."""
+        raise AssertionError("each method has its own")
+
+    def empty_weight(self, weight: torch.Tensor) -> Operand:
+        """Room for a weight (N, K); requantize() fills it."""
+        raise AssertionError("each method has its own")
+
+    def requantize(self, weights: Sequence[torch.Tensor], into: Sequence[LowPrecision]) -> None:
+        """Writes weights, rounded to bf16, into the tensors of `into`, whose addresses stay: captured code
+        has them."""
+        raise AssertionError("each method has its own")
+
+    def forward(self, x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+        """x w^T (M, N) in dtype."""
+        raise AssertionError("each method has its own")
+
+    def input_gradient(self, dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """dy w (M, K) in dtype."""
+        raise AssertionError("each method has its own")
+
+    def weight_gradient(self, dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """dy^T x (N, K) in dtype."""
+        raise AssertionError("each method has its own")
+
+    def add_weight_gradient(self, dy: Operand, kept: Kept, total: torch.Tensor) -> None:
+        """total (N, K) fp32 += dy^T x."""
+        raise AssertionError("each method has its own")
+
+
+class Scaled(Method):
+    """fp8, one scale for a matrix, computed from it: fp8_tensorwise."""
+
+    one_scale = True
+
+    def activation(self, x, amax, low):
+        return of_float8(float8.quantize(x, float8.FORWARD, amax))
+
+    def gradient(self, dy, amax, low):
+        return of_float8(float8.quantize(dy, low.gradient_dtype, amax))
+
+    def empty_weight(self, weight):
+        return of_float8(float8.empty_like(weight))
+
+    def requantize(self, weights, into):
+        matrices = [float8.Float8(low.weight.rows, low.weight.columns, low.weight.rows_scale) for low in into]
+        float8.requantize(weights, matrices)
+
+    def forward(self, x, weight, dtype):
+        return float8.matmul(x.rows, weight.rows, x.rows_scale, weight.rows_scale, dtype, fast=True)
+
+    def input_gradient(self, dy, kept, dtype):
+        return float8.matmul(dy.rows, kept.weight_columns, dy.rows_scale, kept.weight_scale, dtype)
+
+    def weight_gradient(self, dy, kept, dtype):
+        return float8.matmul(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, dtype)
+
+    def add_weight_gradient(self, dy, kept, total):
+        float8.add_float8_weight_gradient(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, total)
+
+
+class Emulated(Method):
+    """Multiplies in bf16."""
+
+    def forward(self, x, weight, dtype):
+        return linear(x.rows, weight.rows)
+
+    def input_gradient(self, dy, kept, dtype):
+        return input_gradient(dy.rows, kept.weight_columns)
+
+    def weight_gradient(self, dy, kept, dtype):
+        return dy.columns.t() @ kept.x_columns
+
+    def add_weight_gradient(self, dy, kept, total):
+        add_weight_gradient(dy.columns, kept.x_columns, total)
+
+
+class EmulatedMxfp8(Emulated):
+    def activation(self, x, amax, low):
+        return _padded(x, RECIPES["mxfp8"].alignment, lambda x: Operand(*emulation.mxfp8_operand(x)))
+
+    def gradient(self, dy, amax, low):
+        return Operand(*emulation.mxfp8_operand(dy))
+
+    def empty_weight(self, weight):
+        return Operand(_empty_bf16(weight), _empty_bf16(weight))
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            rows, columns = emulation.mxfp8_operand(weight.to(torch.bfloat16))
+            low.weight.rows.copy_(rows)
+            low.weight.columns.copy_(columns)
+
+
+class EmulatedNvfp4(Emulated):
+    def activation(self, x, amax, low):
+        return _padded(x, emulation.FP4_BLOCK, lambda x: Operand(*_nvfp4(x, None)))
+
+    def gradient(self, dy, amax, low):
+        return Operand(*_nvfp4(dy, low.key))
+
+    def empty_weight(self, weight):
+        both = _empty_bf16(weight)  # blocks are square, so that rows and columns are the same numbers
+        return Operand(both, both)
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            rounded = weight.to(torch.bfloat16)
+            low.weight.rows.copy_(emulation.nvfp4_weight(rounded, rounded.abs().amax().float()))
+
+
+METHODS: dict[str, Method] = {
+    "fp8_tensorwise": Scaled(),
+    "emulated mxfp8": EmulatedMxfp8(),
+    "emulated nvfp4": EmulatedNvfp4(),
+}
+
+
+def of_float8(matrix: float8.Float8) -> Operand:
+    return Operand(*matrix[:2], matrix.inverse_scale, matrix.inverse_scale)
+
+
+def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), key)
+
+
+def _padded(x: torch.Tensor, multiple: int, operand) -> Operand:
+    """operand(x), of x with rows of zeros if their number is no multiple, as an evaluation may have. The form
+    for the backward then misses its last rows; a training step has no such number of tokens."""
+    short = -len(x) % multiple
+    if not short:
+        return operand(x)
+    rows, columns, *_ = operand(F.pad(x, (0, 0, 0, short)))
+    return Operand(rows[: len(x)], columns[: len(x)])
+
+
+def _empty_bf16(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight, dtype=torch.bfloat16)
+
+
+# --- a Linear ---
+
+
+def linear_forward(
+    x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision
+) -> tuple[torch.Tensor, Kept]:
+    """x (..., K) -> x w^T (M, N), and what the backward needs."""
+    method = METHODS[low.method]
+    operand = method.activation(x.flatten(0, -2), amax, low)
+    y = method.forward(operand, low.weight, x.dtype)
+    return y, Kept(operand.columns, operand.columns_scale, low.weight.columns, low.weight.columns_scale)
+
+
+def gradient_operand(dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
+    """dy (..., N), as linear_backward() takes it."""
+    return METHODS[low.method].gradient(dy.flatten(0, -2), amax, low)
+
+
+def linear_backward(
+    dy: Operand, kept: Kept, low: LowPrecision, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dx (M, K), and the weight's gradient (N, K) if there is no sum that it is added to."""
+    method = METHODS[low.method]
+    dx = method.input_gradient(dy, kept, dtype)
+    if low.gradient_sum is None:
+        return dx, method.weight_gradient(dy, kept, dtype)
+    method.add_weight_gradient(dy, kept, low.gradient_sum)
+    return dx, None
+
+
+class LowPrecisionLinear(torch.autograd.Function):
+    """x (..., K), its amax or None, weight (N, K) -> x weight^T (..., N), or, if hands_amax, a Delta
+    (ops/norm.py)."""
+
+    @staticmethod
+    def forward(ctx, x, amax, weight, low: LowPrecision, hands_amax: bool):
+        y, kept = linear_forward(x, amax, low)
+        ctx.save_for_backward(*kept)
+        ctx.low = low
+        y = y.unflatten(0, x.shape[:-1])
+        return (y, y.new_empty((), dtype=torch.float32)) if hands_amax else y
+
+    @staticmethod
+    def backward(ctx, dy, dy_amax=None):
+        dy_operand = gradient_operand(dy, dy_amax, ctx.low)
+        dx, dweight = linear_backward(dy_operand, Kept(*ctx.saved_tensors), ctx.low, dy.dtype)
+        return dx.unflatten(0, dy.shape[:-1]), None, dweight, None, None

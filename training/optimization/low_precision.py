@@ -1,0 +1,199 @@
+"""Chooses the layers that compute in low precision, and keeps what they need from one micro-step to the next.
+
+ops/recipes.py has the recipes, ops/low_precision.py computes them, capability.py says how a device does.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.nn as nn
+
+from common.errors import RunError, UserError
+from ops import float8
+from ops.cross_entropy import cross_entropy, cross_entropy_float8
+from ops.float8 import FORWARD, GRADIENT, quantize
+from ops.linear import Linear
+from ops.low_precision import METHODS, LowPrecision
+from ops.quantization.random_bits import random_key
+from ops.recipes import RANDOM, RECIPES
+from ops.swiglu import swiglu_backward, swiglu_backward_float8
+from training.configuration.keys import TrainConfig
+from training.configuration.seeds import LOW_PRECISION, stream_seed
+from training.hardware.capability import EMULATED, NATIVE, capability, low_precision_support
+
+GRADIENT_DTYPES = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}  # by fp8_gradients
+
+
+class LowPrecisionState:
+    """What stochastic rounding needs: for which iteration and micro-step random bits are. It is on the
+    device, where compiled code and captured graphs read it, and in every checkpoint, so that a resumed run
+    draws the same bits. There is nothing to keep for other recipes."""
+
+    def __init__(self, keys: torch.Tensor | None):
+        """keys: int64 (layers, 4), of ops/quantization/random_bits.py; the layers have its rows."""
+        self.keys = keys
+        self.counter = None if keys is None else torch.zeros(2, dtype=torch.int64, device=keys.device)
+
+    def before_micro_step(self) -> None:
+        if self.keys is not None:
+            self.keys[:, 1:3] = self.counter
+
+    def after_micro_step(self, last: bool) -> None:
+        """last: of the iteration."""
+        if self.counter is not None:
+            self.counter[1] += 1
+            if last:
+                self.counter[0] += 1
+                self.counter[1] = 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {} if self.counter is None else {"counter": self.counter}
+
+
+def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> LowPrecisionState:
+    """Gives the Linear layers that low_precision is for their recipe and their quantized weights, which
+    refresh_weights fills. Embeddings and norms never have any. Raises UserError for a width or a number of
+    tokens that the recipe cannot have, and RunError for a GPU on which a kernel stores wrong numbers."""
+    layers = low_precision_layers(model, config)
+    if not layers:
+        return LowPrecisionState(None)
+    _check_tokens(config)
+    device = next(model.parameters()).device
+    name, keys = method_name(config.low_precision, device), None
+    if config.low_precision in RANDOM:  # ranks have other gradients, so they draw other bits
+        seed = stream_seed(config.seed, LOW_PRECISION, rank) >> 1  # of 63 bits
+        keys = torch.stack([random_key(seed, tensor=i) for i in range(len(layers))]).to(device)
+    for i, (path, module) in enumerate(layers.items()):
+        assert not module.weight.is_meta, f"{path}: init_weights comes first"
+        _check_widths(config, path, module.weight)
+        module.low_precision = LowPrecision(
+            method=name,
+            gradient_dtype=GRADIENT_DTYPES[config.fp8_gradients],
+            weight=METHODS[name].empty_weight(module.weight),
+            key=None if keys is None else keys[i],
+        )
+    if device.type == "cuda" and METHODS[name].one_scale:  # where kernels write fp8
+        check_low_precision(device)
+    return LowPrecisionState(keys)
+
+
+def low_precision_layers(model: nn.Module, config: TrainConfig) -> dict[str, Linear]:
+    """The Linear layers that compute in low precision, by their path in the model."""
+    if config.low_precision == "none":
+        return {}
+    blocks = range(config.low_precision_skip_first, config.n_layer - config.low_precision_skip_last)
+    found = {}
+    for path, module in model.named_modules():
+        block = re.match(r"blocks\.(\d+)\.", path)
+        chosen = int(block[1]) in blocks if block else has_low_precision_head(config)
+        if chosen and isinstance(module, Linear):  # outside the blocks, the head alone has one
+            found[path] = module
+    return found
+
+
+def has_low_precision_head(config: TrainConfig) -> bool:
+    return config.low_precision != "none" and config.low_precision_scope == "layers_and_head"
+
+
+def method_name(recipe: str, device: torch.device) -> str:
+    """Of ops/low_precision.py's METHODS: the recipe's own, or its emulation in bf16. That of fp8_tensorwise
+    on a CPU is in its matmul."""
+    emulated = low_precision_support(recipe, capability(device)) == EMULATED
+    return f"emulated {recipe}" if emulated and f"emulated {recipe}" in METHODS else recipe
+
+
+def _check_widths(config: TrainConfig, path: str, weight: torch.Tensor) -> None:
+    multiple = RECIPES[config.low_precision].alignment
+    if any(width % multiple for width in weight.shape):
+        raise UserError(
+            f"low_precision={config.low_precision!r} needs matrices whose sides are multiples of "
+            f"{multiple}, but {path} is {tuple(weight.shape)}; change n_embd, "
+            "head_dim, d_ff or vocab_size, or set low_precision='none'"
+        )
+
+
+def _check_tokens(config: TrainConfig) -> None:
+    """Weight gradients sum over the tokens of a micro-batch, the head's over those of a part of it."""
+    tokens, chunks = config.micro_batch * config.block_size, config.logit_parts
+    multiple = RECIPES[config.low_precision].alignment
+    if not has_low_precision_head(config):
+        chunks = 1
+    if tokens % (chunks * multiple):
+        divided = f", in {chunks} loss_chunks" if chunks > 1 else ""
+        raise UserError(
+            f"low_precision={config.low_precision!r} needs a multiple of {multiple} tokens, "
+            f"but batch_size * block_size is {tokens:,}{divided}; choose another block_size or batch_size"
+        )
+
+
+def check_low_precision(device: torch.device) -> None:
+    """Compares what the kernels write in fp8 with plain arithmetic, number by number, to a rounding step: a
+    compiler's fault has made such kernels store wrong ones (ops/triton_kernels/float8.py). Raises RunError.
+    Sync point."""
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    x, dh, logits = (
+        torch.randn(256, width, generator=generator, device=device).to(torch.bfloat16)
+        for width in (512, 256, 512)
+    )
+    targets = torch.arange(256, device=device)
+    _, gradient = cross_entropy_float8(logits.clone(), targets, GRADIENT)
+    cross_entropy(logits, targets, True)  # by now, logits are their gradient
+    written = {
+        "cast to e4m3": (x, quantize(x, FORWARD)),
+        "cast to e5m2": (x, quantize(x, GRADIENT)),
+        "backward of SwiGLU": (swiglu_backward(x, dh), swiglu_backward_float8(x, dh, GRADIENT)),
+        "gradient of the logits": (logits, gradient),
+    }
+    for name, (source, found) in written.items():
+        expected = (source.float() / found.inverse_scale).double()
+        for matrix, kernel in ((expected, found.values), (expected.t(), found.transposed)):
+            step = torch.finfo(kernel.dtype).eps * matrix.abs().clamp(min=torch.finfo(kernel.dtype).tiny)
+            if not ((kernel.double() - matrix).abs() <= step).all():
+                raise RunError(
+                    f"the kernel of the {name} stores wrong fp8 numbers on this GPU, with Triton's compiler "
+                    "as it is installed; another version of torch brings another one, low_precision='none' "
+                    "needs none"
+                )
+
+
+def executed_as(config: TrainConfig, device: torch.device) -> str:
+    """What really computes the matmuls: 'native fp8', or 'bf16, emulates nvfp4'."""
+    if low_precision_support(config.low_precision, capability(device)) == NATIVE:
+        return "native fp8"
+    dtype = "bf16" if method_name(config.low_precision, device).startswith("emulated") else "fp32"
+    return f"{dtype}, emulates {config.low_precision}"
+
+
+def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
+    """'nvfp4 matmuls in layers but the last 4 blocks (bf16, emulates nvfp4)'."""
+    text = f"{config.low_precision} matmuls in {config.low_precision_scope}"
+    counts = {"first": config.low_precision_skip_first, "last": config.low_precision_skip_last}
+    if skipped := " and ".join(f"{name} {count} blocks" for name, count in counts.items() if count):
+        text += f" but the {skipped}"
+    return text + (f" ({executed})" if executed else "")
+
+
+def describe_low_precision(model: nn.Module, config: TrainConfig) -> dict[str, object]:
+    """For the start-up report and the record: the recipe, what computes it, in how many layers; and for fp8,
+    what adds its weight gradients to their sums. The first call on a GPU compares a small product and waits
+    for it (ops/cublaslt.py)."""
+    layers = low_precision_layers(model, config)
+    if not layers:
+        return {}
+    device = next(model.parameters()).device
+    executed = executed_as(config, device)
+    found: dict[str, object] = {
+        "low_precision": {
+            "recipe": config.low_precision,
+            "scope": config.low_precision_scope,
+            "executed": executed,
+            "native": executed.startswith("native"),
+            "layers": len(layers),
+        }
+    }
+    if METHODS[method_name(config.low_precision, device)].one_scale:
+        sums = [layer.weight_grad for layer in layers.values() if layer.weight_grad is not None]
+        found["fp8_weight_gradients"] = float8.describe_sums(sums)
+    return found
