@@ -54,11 +54,11 @@ RESULT = "result.json"  # of a finished run, in its folder
 OTHERS = {*ROW_KEYS, "seed", "init_weights", "device", "eval_iters"}  # keys that rows and options set
 EVAL_TOKENS = 2**21  # at most, of each split
 TEXT = "quickstart"  # the dataset of the loss, if none is named
-VOCABULARY_MULTIPLE = 64
+VOCABULARY_MULTIPLE = 128  # what the blocks of every recipe divide
 
 STUDIED = "config/cpt_qwen3_1.7b_4096.py"  # the study's training
 CPU_CONFIG = "config/smoke_qwen3.py"
-CPU_KEYS: dict[str, object] = {"dtype": "bfloat16"}
+CPU_KEYS: dict[str, object] = {"dtype": "bfloat16", "d_ff": 384}
 SPEED_KEYS: dict[str, object] = {"doc_masking": True, "packing": "stream", "dtype": "bfloat16"}
 # tests/gpu/test_precision.py has the same model: a Qwen3 that learns from scratch in 300 iterations
 SMALL_KEYS: dict[str, object] = {

@@ -90,6 +90,7 @@ _BOTH = (
     (row, stochastic(row)) if row.param_dtype == "bfloat16" and not row.same_as else (row,) for row in STUDY
 )
 ROWS = {row.name: row for rows in (*_BOTH, FURTHER) for row in rows}
+BASELINE, UNTIED = "1", "25"
 ROW_KEYS = {key for row in ROWS.values() for key in row.keys(n_layer=1)}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.plan import Entry
-from bench.precision_rows import HEAD, PUBLISHED, ROWS, Row, corrected
+from bench.precision_rows import BASELINE, HEAD, PUBLISHED, ROWS, UNTIED, Row, corrected
 from common.errors import UserError
 from common.text import aligned
 from plots.figure import legend, literal, new_figure
@@ -90,7 +90,7 @@ def settings_line(phase: str, config_file: str, config: TrainConfig, held_out: s
 def row_figures(runs: list[Run]) -> list[dict]:
     """Everything about each row, in the order of the table; what was not measured is None or empty."""
     losses = {name: losses_of(name, runs) for name in ROWS}
-    return [figures(row, runs, losses[row.name], losses["1"]) for row in ROWS.values()]
+    return [figures(row, runs, losses) for row in ROWS.values()]
 
 
 def losses_of(name: str, runs: list[Run]) -> dict[str, float]:
@@ -102,15 +102,17 @@ def losses_of(name: str, runs: list[Run]) -> dict[str, float]:
     return found
 
 
-def figures(row: Row, runs: list[Run], losses: dict[str, float], baseline: dict[str, float]) -> dict:
+def figures(row: Row, runs: list[Run], all_losses: dict[str, dict[str, float]]) -> dict:
+    losses = all_losses[row.name]
     own = [run for run in runs if run.row == row.name and run.entry.runs]
     speed = next((run.entry for run in own if run.phase == "speed" and run.entry.result), None)
     measured = (speed and speed.result) or {}
     facts = next((run.entry.facts for run in own if run.entry.result), {})
     low = facts.get("low_precision") or {}
     native = low.get("native", True)
-    pairs = [(loss, baseline[seed]) for seed, loss in losses.items() if seed in baseline and row.name != "1"]
-    changes = [100 * (loss / other - 1) for loss, other in pairs]
+    changes = [] if row.name == BASELINE else percent_above(losses, all_losses[BASELINE])
+    untied = percent_above(losses, all_losses[UNTIED])
+    weight_tying = facts.get("config", {}).get("weight_tying", row.weight_tying)
     failed = [(run.phase, run.entry.runs[-1]["reason"]) for run in own]
     failures: dict[str, list[str]] = {}
     for phase, reason in dict.fromkeys(failed):
@@ -125,7 +127,7 @@ def figures(row: Row, runs: list[Run], losses: dict[str, float], baseline: dict[
         "param_dtype": row.param_dtype,
         "low_precision": row.low_precision,
         "scope": row.scope,
-        "weight_tying": facts.get("config", {}).get("weight_tying", row.weight_tying),
+        "weight_tying": weight_tying,
         "options": row.options,
         "note": row.note,
         "same_as": row.same_as,
@@ -139,9 +141,15 @@ def figures(row: Row, runs: list[Run], losses: dict[str, float], baseline: dict[
         "loss_spread": deviation(list(losses.values())),
         "from_row_1_percent": mean(changes),
         "from_row_1_spread": deviation(changes),
+        "from_untied_percent": None if weight_tying or row.name == UNTIED else mean(untied),
         "published": published,
         "failures": failures,
     }
+
+
+def percent_above(losses: dict[str, float], others: dict[str, float]) -> list[float]:
+    """Of each seed that both have."""
+    return [100 * (losses[seed] / others[seed] - 1) for seed in losses if seed in others]
 
 
 def mean(values: list[float]) -> float | None:
@@ -222,6 +230,8 @@ def note(found: dict) -> str:
         notes.append("tied, as its weights are")
     elif not found["weight_tying"]:
         notes.append("untied")
+        if (change := found["from_untied_percent"]) is not None:
+            notes.append(f"{change:+.2f} % from row {UNTIED}")
     return "; ".join(filter(None, notes))
 
 
