@@ -90,11 +90,7 @@ class Phase:
 
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
-    check_overrides(
-        overrides,
-        {*RESERVED, *OTHERS},
-        "--rows, --seeds, --hf, --cpu, --iters, --warmup, --loss_iters, --dataset or --out",
-    )
+    check(overrides)
     if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
         raise UserError("this table counts MFU by v3: cp mfu_versions/model_builder_v3.py model_builder.py")
     folder = open_folder(Path(arguments.out).resolve())
@@ -153,6 +149,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options.cpu = options.cpu or not torch.cuda.is_available()
     options.keep_cache = True  # compiling again would take most of the time, and no figure includes it
     return options, flags + unknown
+
+
+def check(overrides: list[str]) -> None:
+    """Raises UserError for what is no flag of train.py, or of a key that rows or options set."""
+    instead = "--rows, --seeds, --hf, --cpu, --iters, --warmup, --loss_iters, --dataset or --out"
+    check_overrides(overrides, {*RESERVED, *OTHERS}, instead)
 
 
 def row_names(text: str) -> tuple[str, ...]:
