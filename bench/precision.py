@@ -95,31 +95,27 @@ def main(argv: list[str]) -> int:
         raise UserError("this table counts MFU by v3: cp mfu_versions/model_builder_v3.py model_builder.py")
     folder = open_folder(Path(arguments.out).resolve())
     runs = [run for phase in phases(arguments) for run in plan(phase, folder, overrides)]
-    for run in runs:
-        restore(run, folder)
-    for name in PHASES:
-        if arguments.phase not in (name, "all"):
-            runs += finished(name, folder)
-    asked = [run for run in runs if arguments.phase in (run.phase, "all")]
-    wanted = [run for run in asked if run.row in arguments.rows]
-    kept = sum(bool(run.entry.runs) for run in wanted)
-    if kept:
-        print(f"{kept} of {len(wanted)} runs are finished and are not run again", flush=True)
+    wanted = [run for run in runs if run.row in arguments.rows]
     content = {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.precision", *argv]),
-        "settings": list(dict.fromkeys(run.settings for run in runs)),
         "git": git_state(),
     }
-    save(folder, content, runs)
+    save(folder, content, collect(runs, folder))
     missing = [run for run in wanted if not run.entry.runs]
+    if len(missing) < len(wanted):
+        kept = len(wanted) - len(missing)
+        print(f"{kept} of {len(wanted)} runs are finished and are not run again", flush=True)
     for number, run in enumerate(missing, start=1):
-        print(f"[{number}/{len(missing)}] {run.entry.name}: started", flush=True)
-        run_once(run, folder, arguments)
+        if not run.entry.runs:  # else another process has done it meanwhile
+            print(f"[{number}/{len(missing)}] {run.entry.name}: started", flush=True)
+            run_once(run, folder, arguments)
         print(f"[{number}/{len(missing)}] {run.entry.name}: {result_line(run.entry)}", flush=True)
-        save(folder, content, runs)  # after each run, so that an interrupted benchmark leaves its results
-    print("\n".join(["", *document_lines(content, runs), ""]), flush=True)
-    draw(row_figures(runs), folder / "loss_over_speed.png")
+        save(folder, content, collect(runs, folder))  # so that an interrupted benchmark leaves its results
+    every = collect(runs, folder)
+    lines = save(folder, content, every)
+    print("\n".join(["", *lines, ""]), flush=True)
+    draw(row_figures(every), folder / "loss_over_speed.png")
     print(f"Saved in {folder}", flush=True)
     return 1 if any(run.entry.runs[-1]["reason"] for run in wanted) else 0
 
@@ -278,6 +274,16 @@ def run_once(run: Run, folder: Path, arguments: argparse.Namespace) -> None:
         write_json(out_dir / RESULT, dataclasses.asdict(run))
 
 
+def collect(runs: list[Run], folder: Path) -> list[Run]:
+    """The runs of this command, with what is finished in the folder, by other processes, too; and those of a
+    phase that it does not run."""
+    for run in runs:
+        if not run.entry.runs:
+            restore(run, folder)
+    absent = [name for name in PHASES if name not in {run.phase for run in runs}]
+    return runs + [run for name in absent for run in finished(name, folder)]
+
+
 def restore(run: Run, folder: Path) -> None:
     """Takes the result of a finished run that had the same arguments."""
     entry = run.entry
@@ -308,13 +314,14 @@ def read_result(path: Path) -> Run | None:
         return None
 
 
-def save(folder: Path, content: dict, runs: list[Run]) -> None:
-    everything = {
-        **content,
-        "rows": row_figures(runs),
-        "runs": [dataclasses.asdict(run) for run in runs if run.entry.runs],
-    }
-    save_table(folder, everything, document_lines(content, runs))
+def save(folder: Path, content: dict, runs: list[Run]) -> list[str]:
+    """Saves the table and everything; returns the lines of the document."""
+    settings = list(dict.fromkeys(run.settings for run in runs))
+    lines = document_lines({**content, "settings": settings}, runs)
+    done = [dataclasses.asdict(run) for run in runs if run.entry.runs]
+    everything = {**content, "settings": settings, "rows": row_figures(runs), "runs": done}
+    save_table(folder, everything, lines)
+    return lines
 
 
 if __name__ == "__main__":

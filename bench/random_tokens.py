@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.durable_file import new_folder
 from data.pipeline.small_dataset import write_dataset
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000  # 8 MB as uint32; longer runs read them again
@@ -18,9 +19,10 @@ DOCUMENT_TOKENS = 207  # on average, exponentially distributed: the mean of the 
 
 
 def make_random_dataset(folder: Path, vocab_size: int) -> Path:
-    """Writes folder/random-VOCAB unless it is there, and returns its absolute path."""
+    """Writes folder/random-VOCAB unless it is there, and returns its absolute path. Several processes may ask
+    for it at the same time."""
     path = Path(folder).resolve() / f"random-{vocab_size}"
-    if (path / "meta.json").exists():  # written last
+    if path.exists():
         return path
     rng = np.random.default_rng(SEED)
     end = vocab_size - 1
@@ -32,5 +34,11 @@ def make_random_dataset(folder: Path, vocab_size: int) -> Path:
         ids[ends[ends < count]] = end
         splits[split] = [ids]
     source = f"uniform random ids, seed {SEED}"
-    write_dataset(path, splits, vocab_size, {"kind": "none", "name": "random"}, eot_id=end, source=source)
+    tokenizer = {"kind": "none", "name": "random"}
+    try:
+        with new_folder(path) as temporary:
+            write_dataset(temporary, splits, vocab_size, tokenizer, eot_id=end, source=source)
+    except OSError:
+        if not path.exists():  # else another process was faster
+            raise
     return path

@@ -116,6 +116,7 @@ def test_random_tokens_are_in_documents_of_the_studys_length(tmp_path):
     flags = ["--vocab_size=512", f"--dataset={path}", "--doc_masking=True", "--block_size=128"]
     config = load_config(["config/smoke_qwen3.py", *flags])
     source = open_sources(config, scan=True)[0]
+    assert sorted(tmp_path.iterdir()) == [path]
     ends = [end for part in source.documents["train"].ends() for end in part]
     assert source.splits["train"].total / len(ends) == pytest.approx(DOCUMENT_TOKENS, rel=0.05)
     assert make_windows([source], config)["train"].count > 1000
@@ -191,6 +192,22 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     # one phase alone still shows what the other has found
     assert precision.main([*again, "--rows=1", "--phase=speed"]) == 0
     assert started == [] and row_of(read_table(folder), "21")["losses"] == row_of(before, "21")["losses"]
+    # what another process finishes meanwhile is not run, and is in the table
+    (aside := tmp_path / "aside").mkdir()
+    for name in ("loss-1--seed-1.1", "loss-21--seed-1.1"):
+        (folder / "runs" / name).rename(aside / name)
+
+    def while_another_runs(entry, *rest):
+        started.append(entry.name)
+        (aside / "loss-21--seed-1.1").rename(folder / "runs/loss-21--seed-1.1")
+        run_entry(entry, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(precision, "run_entry", while_another_runs)
+        assert precision.main([*again, "--rows=1,21"]) == 0
+    assert started == ["loss 1, seed 1"]
+    assert row_of(read_table(folder), "21")["losses"] == row_of(before, "21")["losses"]
+    started.clear()
     # a damaged result, another seed and other settings are run
     (folder / "runs/loss-21--seed-1.1/result.json").write_text('{"phase": "loss"')
     assert precision.main([*again, "--rows=21", "--seeds=1,2,3", "--phase=loss"]) == 0
