@@ -12,7 +12,7 @@ from torch.library import custom_op
 
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
-from ops.low_precision import METHODS, Kept, LowPrecision, gradient_operand, of_float8
+from ops.low_precision import METHODS, Kept, LowPrecision, gradient_operand, of_float8, product
 from ops.matmul import add_weight_gradient, input_gradient, linear
 
 
@@ -53,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, total, low: LowPrecision | None, chunks: int, gradient: bool, scale):
         counted = (targets >= 0).sum()
         scale = None if scale is None else scale / counted
-        exact = x.dtype != torch.float16 if low is None else METHODS[low.method].one_scale
+        exact = x.dtype != torch.float16 if low is None else not METHODS[low.method].emulated
         ctx.in_place = total is not None and scale is not None and exact
         dweight = None
         if gradient:
@@ -100,8 +100,7 @@ def _loss(x, weight, targets, dweight, scale):
 def _low_precision_loss(x, low: LowPrecision, targets, dweight, scale):
     """_loss in low precision."""
     method, weight = METHODS[low.method], low.weight
-    operand = method.activation(x, None, low)
-    logits = method.forward(operand, weight, x.dtype)
+    logits, operand = product(x, None, low)
     if dweight is None:
         return cross_entropy(logits, targets, gradient=False).sum(), None
     if method.one_scale:

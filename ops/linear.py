@@ -55,8 +55,8 @@ class Linear(nn.Linear):
         """The weight as functions in low precision take it: the parameter by itself, because autograd looks
         for tensors that need gradients among a function's own arguments and not inside them."""
         assert self.low_precision is not None
-        method, dtype, weight, _, key = self.low_precision
-        return self.weight, LowPrecision(method, dtype, weight, self.weight_grad, key)
+        method, dtype, weight, _, key, scalings = self.low_precision
+        return self.weight, LowPrecision(method, dtype, weight, self.weight_grad, key, scalings)
 
 
 class LinearFunction(torch.autograd.Function):

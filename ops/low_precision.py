@@ -1,6 +1,7 @@
 """A Linear in low precision: its operands by a recipe of ops/recipes.py, its three matmuls, its gradients.
 
-    scaled     fp8 operands, multiplied by tensor cores with one scale each: ops/float8.py
+    scaled     fp8 operands, multiplied by tensor cores: with one scale each (ops/float8.py), which may come
+               from earlier micro-steps (ops/delayed_float8.py), or one a block (ops/block_float8.py)
     emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
                that of block-scaled tensor cores, up to the order of sums; it is no faster: ops/emulation.py
 
@@ -19,7 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ops import emulation, float8
+from ops import block_float8, emulation, float8
+from ops.delayed_float8 import delayed_quantize, delayed_requantize
 from ops.matmul import add_weight_gradient, input_gradient, linear
 from ops.recipes import RECIPES
 
@@ -34,6 +36,13 @@ class Operand(NamedTuple):
     columns_scale: torch.Tensor | None = None
 
 
+class Scaling(NamedTuple):
+    """What delayed scaling knows of one tensor: () fp32 each, views into tensors of the whole model."""
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+
+
 class LowPrecision(NamedTuple):
     """What a Linear in low precision has beside its weight (N, K)."""
 
@@ -42,6 +51,7 @@ class LowPrecision(NamedTuple):
     weight: Operand
     gradient_sum: torch.Tensor | None = None  # (N, K) fp32, to which the backward adds the weight's gradient
     key: torch.Tensor | None = None  # int64 (4), what random bits are for (ops/quantization/random_bits.py)
+    scalings: tuple[Scaling, Scaling, Scaling] | None = None  # of x, w and dy
 
 
 class Kept(NamedTuple):
@@ -66,6 +76,8 @@ class Method:
     """Makes operands and multiplies them. amax: of the matrix, if somebody knows it (ops/float8.py)."""
 
     one_scale = False  # for a whole matrix, so that whoever writes it can help: with its amax, or in fp8
+    emulated = False  # in bf16
+    multiple = 1  # rows of an operand are a multiple of it
 
     def activation(self, x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
         """x (M, K)."""
@@ -116,8 +128,7 @@ class Scaled(Method):
         return of_float8(float8.empty_like(weight))
 
     def requantize(self, weights, into):
-        matrices = [float8.Float8(low.weight.rows, low.weight.columns, low.weight.rows_scale) for low in into]
-        float8.requantize(weights, matrices)
+        float8.requantize(weights, [as_float8(low.weight) for low in into])
 
     def forward(self, x, weight, dtype):
         return float8.matmul(x.rows, weight.rows, x.rows_scale, weight.rows_scale, dtype, fast=True)
@@ -132,8 +143,58 @@ class Scaled(Method):
         float8.add_float8_weight_gradient(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, total)
 
 
+class Delayed(Scaled):
+    """fp8, one scale for a matrix, computed from its amaxes in earlier micro-steps: fp8_delayed."""
+
+    def activation(self, x, amax, low):
+        return of_float8(delayed_quantize(x, *low.scalings[0], float8.FORWARD, amax))
+
+    def gradient(self, dy, amax, low):
+        return of_float8(delayed_quantize(dy, *low.scalings[2], low.gradient_dtype, amax))
+
+    def requantize(self, weights, into):
+        scales, amaxes = zip(*(low.scalings[1] for low in into), strict=True)
+        torch._foreach_zero_(amaxes)  # a checkpoint may have replaced the weights that they are of
+        delayed_requantize(weights, [as_float8(low.weight) for low in into], scales, amaxes)
+
+
+class Blockwise(Method):
+    """fp8, one scale for a block of 128: fp8_blockwise, on Hopper."""
+
+    multiple = block_float8.BLOCK
+
+    def activation(self, x, amax, low):
+        return of_blocks(block_float8.block_operand(x))
+
+    def gradient(self, dy, amax, low):
+        return of_blocks(block_float8.block_operand(dy))
+
+    def empty_weight(self, weight):
+        return of_blocks(block_float8.empty_block_weight(weight))
+
+    def requantize(self, weights, into):
+        block_float8.write_block_weights(weights, [as_blocks(low.weight) for low in into])
+
+    def forward(self, x, weight, dtype):
+        return block_float8.block_matmul(x.rows, x.rows_scale, weight.rows, weight.rows_scale, True, dtype)
+
+    def input_gradient(self, dy, kept, dtype):
+        weight = kept.weight_columns, kept.weight_scale
+        return block_float8.block_matmul(dy.rows, dy.rows_scale, *weight, True, dtype)
+
+    def weight_gradient(self, dy, kept, dtype):
+        x = kept.x_columns, kept.x_scale
+        return block_float8.block_matmul(dy.columns, dy.columns_scale, *x, False, dtype)
+
+    def add_weight_gradient(self, dy, kept, total):
+        x = kept.x_columns, kept.x_scale
+        block_float8.add_block_weight_gradient(dy.columns, dy.columns_scale, *x, total)
+
+
 class Emulated(Method):
     """Multiplies in bf16."""
+
+    emulated = True
 
     def forward(self, x, weight, dtype):
         return linear(x.rows, weight.rows)
@@ -148,9 +209,29 @@ class Emulated(Method):
         add_weight_gradient(dy.columns, kept.x_columns, total)
 
 
-class EmulatedMxfp8(Emulated):
+class EmulatedBlockwise(Emulated):
+    multiple = block_float8.BLOCK
+
     def activation(self, x, amax, low):
-        return _padded(x, RECIPES["mxfp8"].alignment, lambda x: Operand(*emulation.mxfp8_operand(x)))
+        return Operand(*block_float8.block_emulated_operand(x))
+
+    def gradient(self, dy, amax, low):
+        return Operand(*block_float8.block_emulated_operand(dy))
+
+    def empty_weight(self, weight):
+        both = _empty_bf16(weight)  # blocks are square, so that rows and columns are the same numbers
+        return Operand(both, both)
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            low.weight.rows.copy_(block_float8.block_emulated_weight(weight.to(torch.bfloat16)))
+
+
+class EmulatedMxfp8(Emulated):
+    multiple = RECIPES["mxfp8"].alignment
+
+    def activation(self, x, amax, low):
+        return Operand(*emulation.mxfp8_operand(x))
 
     def gradient(self, dy, amax, low):
         return Operand(*emulation.mxfp8_operand(dy))
@@ -166,14 +247,16 @@ class EmulatedMxfp8(Emulated):
 
 
 class EmulatedNvfp4(Emulated):
+    multiple = emulation.FP4_BLOCK
+
     def activation(self, x, amax, low):
-        return _padded(x, emulation.FP4_BLOCK, lambda x: Operand(*_nvfp4(x, None)))
+        return Operand(*_nvfp4(x, None))
 
     def gradient(self, dy, amax, low):
         return Operand(*_nvfp4(dy, low.key))
 
     def empty_weight(self, weight):
-        both = _empty_bf16(weight)  # blocks are square, so that rows and columns are the same numbers
+        both = _empty_bf16(weight)  # blocks are square
         return Operand(both, both)
 
     def requantize(self, weights, into):
@@ -184,6 +267,9 @@ class EmulatedNvfp4(Emulated):
 
 METHODS: dict[str, Method] = {
     "fp8_tensorwise": Scaled(),
+    "fp8_delayed": Delayed(),
+    "fp8_blockwise": Blockwise(),
+    "emulated fp8_blockwise": EmulatedBlockwise(),
     "emulated mxfp8": EmulatedMxfp8(),
     "emulated nvfp4": EmulatedNvfp4(),
 }
@@ -193,18 +279,23 @@ def of_float8(matrix: float8.Float8) -> Operand:
     return Operand(*matrix[:2], matrix.inverse_scale, matrix.inverse_scale)
 
 
+def as_float8(matrix: Operand) -> float8.Float8:
+    assert matrix.rows_scale is not None
+    return float8.Float8(matrix.rows, matrix.columns, matrix.rows_scale)
+
+
+def of_blocks(matrix: block_float8.BlockFloat8) -> Operand:
+    values, scales, transposed, transposed_scales = matrix
+    return Operand(values, transposed, scales, transposed_scales)
+
+
+def as_blocks(matrix: Operand) -> block_float8.BlockFloat8:
+    assert matrix.rows_scale is not None and matrix.columns_scale is not None
+    return block_float8.BlockFloat8(matrix.rows, matrix.rows_scale, matrix.columns, matrix.columns_scale)
+
+
 def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     return emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), key)
-
-
-def _padded(x: torch.Tensor, multiple: int, operand) -> Operand:
-    """operand(x), of x with rows of zeros if their number is no multiple, as an evaluation may have. The form
-    for the backward then misses its last rows; a training step has no such number of tokens."""
-    short = -len(x) % multiple
-    if not short:
-        return operand(x)
-    rows, columns, *_ = operand(F.pad(x, (0, 0, 0, short)))
-    return Operand(rows[: len(x)], columns[: len(x)])
 
 
 def _empty_bf16(weight: torch.Tensor) -> torch.Tensor:
@@ -214,13 +305,22 @@ def _empty_bf16(weight: torch.Tensor) -> torch.Tensor:
 # --- a Linear ---
 
 
+def product(x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> tuple[torch.Tensor, Operand]:
+    """x (M, K) -> x w^T (M, N), and x as the operand that it was. An evaluation may have any M: rows of zeros
+    are added. In training M is a multiple (training/optimization/low_precision.py)."""
+    method, M = METHODS[low.method], len(x)
+    if short := -M % method.multiple:
+        x = F.pad(x, (0, 0, 0, short))
+    operand = method.activation(x, amax, low)
+    y = method.forward(operand, low.weight, x.dtype)
+    return (y[:M] if short else y), operand
+
+
 def linear_forward(
     x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision
 ) -> tuple[torch.Tensor, Kept]:
     """x (..., K) -> x w^T (M, N), and what the backward needs."""
-    method = METHODS[low.method]
-    operand = method.activation(x.flatten(0, -2), amax, low)
-    y = method.forward(operand, low.weight, x.dtype)
+    y, operand = product(x.flatten(0, -2), amax, low)
     return y, Kept(operand.columns, operand.columns_scale, low.weight.columns, low.weight.columns_scale)
 
 

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
+from ops.delayed_float8 import empty_float8, plain_delayed_quantize
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
 from ops.low_precision import (
     LowPrecision,
+    Operand,
     gradient_operand,
     linear_backward,
     linear_forward,
@@ -138,6 +140,32 @@ def _(x, dh, scale, dtype):
     return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
 
 
+def delayed_swiglu_backward(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> Float8:
+    """swiglu_backward in fp8 by the scale of the past, with the state of ops/delayed_float8.py. On a GPU it
+    is computed once, or twice without a history."""
+    return Float8(*_delayed_swiglu_backward(x, dh, scale, amax, dtype))
+
+
+@custom_op("nanomfu::delayed_swiglu_backward", mutates_args=("amax",))
+def _delayed_swiglu_backward(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        from ops.triton_kernels.swiglu import triton_delayed_swiglu_backward
+
+        return triton_delayed_swiglu_backward(
+            x.contiguous(), dh.contiguous(), scale, amax, dtype, AMAX_COLUMNS
+        )
+    return plain_delayed_quantize(swiglu_backward(x, dh), scale, amax, dtype, None)
+
+
+@_delayed_swiglu_backward.register_fake
+def _(x, dh, scale, amax, dtype):
+    return empty_float8(x, dtype)
+
+
 swiglu_with_amax.register_autograd(
     lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
@@ -164,6 +192,13 @@ class LowPrecisionSwiGLU(torch.autograd.Function):
         gate_up, *kept = ctx.saved_tensors
         up_kept, down_kept = unpack_kept(kept)
         dh, ddown = linear_backward(gradient_operand(dy, dy_amax, ctx.down), down_kept, ctx.down, dy.dtype)
-        dgate_up = of_float8(swiglu_backward_float8(gate_up, dh, ctx.up.gradient_dtype))
+        dgate_up = _gradient_of_up(gate_up, dh, ctx.up)
         dx, dup = linear_backward(dgate_up, up_kept, ctx.up, dy.dtype)
         return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None, None
+
+
+def _gradient_of_up(gate_up: torch.Tensor, dh: torch.Tensor, up: LowPrecision) -> Operand:
+    """SwiGLU's backward, in fp8 as it is written."""
+    if up.scalings is None:
+        return of_float8(swiglu_backward_float8(gate_up, dh, up.gradient_dtype))
+    return of_float8(delayed_swiglu_backward(gate_up, dh, *up.scalings[2], up.gradient_dtype))

@@ -73,9 +73,21 @@ def pair_tile(M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 def store_both(y, yt, even, odd, pair, n, M, N, inside, E4M3: tl.constexpr):
     """A tile's even and odd rows (fp32) in fp8: to y (M, N), bytes, and to its transpose yt (N, M / 2), words
     of two."""
+    store_rows(y, even, odd, pair, n, N, inside, E4M3)
+    store_transposed(yt, even, odd, pair, n, M, inside, E4M3)
+
+
+@triton.jit
+def store_rows(y, even, odd, pair, n, N, inside, E4M3: tl.constexpr):
+    """The first half of store_both."""
     at = y + pair[:, None] * 2 * N + n[None, :]
     tl.store(at, _four_bytes(even, E4M3), mask=inside)
     tl.store(at + N, _four_bytes(odd, E4M3), mask=inside)
+
+
+@triton.jit
+def store_transposed(yt, even, odd, pair, n, M, inside, E4M3: tl.constexpr):
+    """The second half of store_both."""
     words = tl.trans(_two_bytes(even, odd, E4M3))
     tl.store(yt + n[:, None] * (M // 2) + pair[None, :], words, mask=tl.trans(inside))
 

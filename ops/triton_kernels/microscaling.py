@@ -5,12 +5,8 @@ quantized along its rows and along its columns. One kernel reads it once and wri
 it has: bf16 matmuls take any. They give the bits of ops/emulation.py's plain forms.
 
 A program has the rows of one block, each as a tensor of its own: what lies along a column, its amax, its
-Hadamard transform and its random bits, needs no other thread. Formats are made by arithmetic that is exact
-on every GPU, since those before Hopper have no instruction for them:
-
-    rounding     x + c - c, with c so large that the sum's last digit is the format's step; ties go to even
-    amax         of magnitudes as integers, in which nan is larger than inf
-    divisions    tl.div_rn; `/` is approximate
+Hadamard transform and its random bits, needs no other thread. Formats are made by exact arithmetic
+(float_bits.py); divisions are tl.div_rn, since `/` is approximate.
 
 M rows · N columns
 """
@@ -22,11 +18,18 @@ import triton
 import triton.language as tl
 
 from ops.quantization.hadamard import NEGATIVE_ROWS
+from ops.triton_kernels.float_bits import (
+    EXPONENT,
+    MANTISSA,
+    as_bits,
+    as_float,
+    magnitude_bits,
+    nearest,
+    nearest_e4m3,
+    with_sign_of,
+)
 
 TILE_N, NUM_WARPS = 512, 4
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-EXPONENT = tl.constexpr(0x7F800000)
-MANTISSA = tl.constexpr(0x007FFFFF)
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 NEGATIVE = tl.constexpr(NEGATIVE_ROWS)
 FP4_BLOCK, MX_BLOCK = tl.constexpr(16), tl.constexpr(32)
@@ -36,42 +39,8 @@ FP4_BLOCK, MX_BLOCK = tl.constexpr(16), tl.constexpr(32)
 
 
 @triton.jit
-def _bits(x):
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _magnitude(x):
-    """|x| as an integer, which orders as the number does, nan last."""
-    return _bits(x) & MAGNITUDE
-
-
-@triton.jit
-def _as_float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _with_sign_of(magnitude, x):
-    return _as_float(_bits(magnitude) | (_bits(x) & -0x80000000))
-
-
-@triton.jit
-def _nearest(magnitude, MANTISSA_BITS: tl.constexpr, SMALLEST_EXPONENT: tl.constexpr):
-    """Rounded to so many bits of mantissa, and to the step of 2^SMALLEST_EXPONENT below it."""
-    exponent = tl.maximum(_bits(magnitude) & EXPONENT, (SMALLEST_EXPONENT + 127) << 23)
-    c = _as_float(exponent + ((23 - MANTISSA_BITS) << 23))
-    return (magnitude + c) - c
-
-
-@triton.jit
-def _nearest_e4m3(magnitude):
-    return _nearest(tl.minimum(magnitude, 448.0), 3, -6)
-
-
-@triton.jit
 def _nearest_e2m1(magnitude):
-    return _nearest(magnitude, 1, 0)
+    return nearest(magnitude, 1, 0)
 
 
 @triton.jit
@@ -123,9 +92,9 @@ def _load_rows(x, n, inside, N, BLOCK: tl.constexpr):
 @triton.jit
 def _largest(rows, BLOCK: tl.constexpr):
     """The largest magnitude of each column, as integers (TILE_N)."""
-    largest = _magnitude(rows[0])
+    largest = magnitude_bits(rows[0])
     for row in tl.static_range(1, BLOCK):
-        largest = tl.maximum(largest, _magnitude(rows[row]))
+        largest = tl.maximum(largest, magnitude_bits(rows[row]))
     return largest
 
 
@@ -155,20 +124,20 @@ def _hadamard(rows):
 @triton.jit
 def _mx_scales(magnitude):
     """amax, as integers -> what a block is multiplied by, and what its E4M3 numbers are."""
-    t = _bits(_as_float(magnitude) * 0.002232142857142857)
+    t = as_bits(as_float(magnitude) * 0.002232142857142857)
     exponent, mantissa = t >> 23, t & MANTISSA
     up = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
     code = tl.minimum(exponent + up.to(tl.int32), 254)
-    scale = _as_float(tl.where(code == 0, 0x400000, code << 23))  # 2^-127 is subnormal
+    scale = as_float(tl.where(code == 0, 0x400000, code << 23))  # 2^-127 is subnormal
     inverse = tl.where(code == 254, 0x400000, (254 - code) << 23)
-    inverse = _as_float(tl.where(code == 0, 0x3F800000, inverse))
+    inverse = as_float(tl.where(code == 0, 0x3F800000, inverse))
     is_nan = magnitude > EXPONENT
     return tl.where(is_nan, float("nan"), inverse), tl.where(is_nan, float("nan"), scale)
 
 
 @triton.jit
 def _mx_values(x, inverse, scale):
-    return (_with_sign_of(_nearest_e4m3(tl.abs(x * inverse)), x) * scale).to(tl.bfloat16)
+    return (with_sign_of(nearest_e4m3(tl.abs(x * inverse)), x) * scale).to(tl.bfloat16)
 
 
 @triton.jit
@@ -178,7 +147,7 @@ def _mxfp8(x, by_rows, by_columns, N, TILE_N: tl.constexpr):
     column_inverse, column_scale = _mx_scales(_largest(rows, MX_BLOCK))
     first = tl.program_id(1).to(tl.int64) * MX_BLOCK * N + n
     for row in tl.static_range(MX_BLOCK):
-        inverse, scale = _mx_scales(_along_row(_magnitude(rows[row]), TILE_N, MX_BLOCK))
+        inverse, scale = _mx_scales(_along_row(magnitude_bits(rows[row]), TILE_N, MX_BLOCK))
         inverse, scale = _to_row(inverse, TILE_N, MX_BLOCK), _to_row(scale, TILE_N, MX_BLOCK)
         tl.store(by_rows + first + row * N, _mx_values(rows[row], inverse, scale), mask=inside)
         values = _mx_values(rows[row], column_inverse, column_scale)
@@ -199,8 +168,8 @@ def _fp4_globals(amax):
 @triton.jit
 def _fp4_scales(magnitude, g):
     """amax of blocks, as integers -> the blocks' scales, E4M3 in fp32, and what they are multiplied by."""
-    scaled = _as_float(magnitude) * (g * 0.16666666666666666)
-    scale = tl.where(scaled != scaled, float("nan"), _nearest_e4m3(scaled))
+    scaled = as_float(magnitude) * (g * 0.16666666666666666)
+    scale = tl.where(scaled != scaled, float("nan"), nearest_e4m3(scaled))
     return scale, tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, g)), FP32_MAX)
 
 
@@ -208,7 +177,7 @@ def _fp4_scales(magnitude, g):
 def _fp4_values(x, scale, encode, factor, random, STOCHASTIC: tl.constexpr):
     magnitude = tl.minimum(tl.abs(x * encode), 6.0)
     rounded = _stochastic_e2m1(magnitude, random) if STOCHASTIC else _nearest_e2m1(magnitude)
-    return (_with_sign_of(rounded, x) * scale * factor).to(tl.bfloat16)
+    return (with_sign_of(rounded, x) * scale * factor).to(tl.bfloat16)
 
 
 @triton.jit
@@ -236,7 +205,7 @@ def _nvfp4(
     words = _random_words(key, 0, n, N) if STOCHASTIC else (n, n, n, n)
     g, factor = _fp4_globals(tl.load(amaxes))
     for row in tl.static_range(FP4_BLOCK):
-        scale, encode = _fp4_scales(_along_row(_magnitude(rows[row]), TILE_N, FP4_BLOCK), g)
+        scale, encode = _fp4_scales(_along_row(magnitude_bits(rows[row]), TILE_N, FP4_BLOCK), g)
         scale, encode = _to_row(scale, TILE_N, FP4_BLOCK), _to_row(encode, TILE_N, FP4_BLOCK)
         values = _fp4_values(rows[row], scale, encode, factor, _random_byte(words, row), STOCHASTIC)
         tl.store(by_rows + first + row * N, values, mask=inside)
@@ -269,8 +238,8 @@ def _nvfp4_amaxes(x, parts, N, TILE_N: tl.constexpr):
     rows = _load_rows(x, n, inside, N, FP4_BLOCK)
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
-    tl.store(parts + program, _as_float(tl.max(_largest(rows, FP4_BLOCK), 0)))
-    tl.store(parts + programs + program, _as_float(tl.max(_largest(_hadamard(rows), FP4_BLOCK), 0)))
+    tl.store(parts + program, as_float(tl.max(_largest(rows, FP4_BLOCK), 0)))
+    tl.store(parts + programs + program, as_float(tl.max(_largest(_hadamard(rows), FP4_BLOCK), 0)))
 
 
 # --- starting them ---

@@ -19,6 +19,7 @@ from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS, ShardWriter
 from docs.house import product_files
 from model_config import ModelConfig
+from ops.recipes import RECIPES
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
 from training.checkpoints.loading import FREE_TO_CHANGE
@@ -27,7 +28,6 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig
 from training.hardware import attention_kernels
-from training.hardware.capability import RECIPES
 from training.hardware.peaks import PRECISIONS
 from training.process.exit_status import STOP_SIGNALS
 from training.records.memory_estimate import BYTES
@@ -110,8 +110,8 @@ def test_every_dtype_has_its_size_and_its_peak():
     assert set(PRECISIONS) == {*DTYPES, "fp8"}
 
 
-def test_every_recipe_of_low_precision_has_its_needs():
-    assert {choice.partition("_")[0] for choice in KEYS["low_precision"].choices} - {"none"} <= set(RECIPES)
+def test_every_recipe_of_low_precision_is_in_the_table_and_no_other():
+    assert set(KEYS["low_precision"].choices) - {"none"} == set(RECIPES)
 
 
 def test_attention_falls_back_along_the_choices_of_its_key():

@@ -1,9 +1,8 @@
 """The emulated operands' kernels against their plain forms, for a GPU or for Triton's interpreter."""
 
-import numpy as np
 import torch
+from support import triton_interpreter
 from support.tensors import random
-from triton.runtime import interpreter
 
 from ops import emulation
 from ops.quantization.random_bits import random_key
@@ -57,18 +56,8 @@ def assert_kernels_equal_plain_forms(shape, device):
         assert_same_bits(square, emulation.nvfp4_weight(x, amaxes[0]), f"weight, {name}")
 
 
-def convert(numbers, from_type, to_type, rounding):
-    """torch's conversion, for Triton's interpreter, which cuts digits off instead of rounding, and makes
-    other numbers of subnormal ones."""
-    bits = torch.from_numpy(np.ascontiguousarray(numbers)).view(-1)
-    source = bits.view(torch.int16).view(torch.bfloat16) if from_type.is_bf16() else bits.float()
-    made = source.float() if from_type.is_bf16() else source.bfloat16().view(torch.int16)
-    kind = np.uint32 if from_type.is_bf16() else np.uint16
-    return made.numpy().view(kind).reshape(numbers.shape)
-
-
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported
-    interpreter._convert_float = convert
+    triton_interpreter.prepare()
     microscaling.TILE_N = 64  # the interpreter needs 0.2 s for a program: 96 columns are two tiles
     assert_kernels_equal_plain_forms((32, 96), "cpu")
     print("equal")

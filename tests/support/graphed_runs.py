@@ -17,8 +17,9 @@ from training.configuration.keys import TrainConfig
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
 from training.optimization.compile import compile_and_checkpoint
+from training.optimization.low_precision import use_low_precision
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale, use_low_precision
+from training.optimization.precision import LossScale
 from training.optimization.step import EagerStep
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
@@ -51,16 +52,16 @@ def build(dataset, **keys) -> Parts:
     dtype = DTYPES[config.dtype]
     model = model_builder.build_model(config.model_config(), manual_attention, dtype)
     model.init_weights(world.device, seed=1)
-    use_low_precision(model, config)
+    low_precision = use_low_precision(model, config)
     model.head.loss_chunks = config.logit_parts
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     loss_scale = LossScale(config.dtype == "float16", world.device)
     guard = UpdateGuard(config, world.device)
-    step = EagerStep(strategy, optimizer, loss_scale, config, guard)
+    step = EagerStep(strategy, optimizer, loss_scale, config, guard, low_precision=low_precision)
     torch.manual_seed(7)
-    state = TrainState(strategy, optimizer, loss_scale, world, guard)
+    state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
     splits, _ = open_dataset(config, scan=False)
     windows = {split: StreamWindows(tokens, config.block_size) for split, tokens in splits.items()}
     return Parts(step, state, Loader(windows["train"], config, world), windows, config)

@@ -92,7 +92,7 @@ def gradients_of(layer, forward, x, dy):
         (["--dtype=float16"], "but dtype='float16'"),
         (
             ["--low_precision=fp8_tensorwise"],
-            "in bfloat16, but low_precision='fp8_tensorwise' in fp8; set low_precision='none'",
+            "in bfloat16, but low_precision='fp8_tensorwise' does not; set low_precision='none'",
         ),
         (["--activation=gelu"], "this model has 'swiglu' with 'gelu'; set one of these pairs"),
         (["--ffn_type=mlp"], "this model has 'mlp' with 'silu'; set one of these pairs"),

@@ -105,6 +105,12 @@ def test_no_more_programs_start_than_there_are_rows(compiled):
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
     from ops.triton_kernels.adamw import Scalars, triton_adamw
+    from ops.triton_kernels.block_float8 import (
+        triton_block_emulated_operand,
+        triton_block_emulated_weight,
+        triton_block_operand,
+        triton_block_weight,
+    )
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
@@ -137,13 +143,19 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
     triton_nvfp4_square(x, torch.ones(()))
     triton_nvfp4_amaxes(x)
-    expected = 14
+    square, scales = torch.zeros(128, 128, dtype=BF16), torch.ones(1, 128)
+    triton_block_emulated_operand(square)
+    triton_block_emulated_weight(square)
+    expected = 16
     if TABLE[compute].fp8:  # others have no instruction for it
+        triton_block_operand(square, scales, scales)
+        square8 = square.to(torch.float8_e4m3fn)
+        triton_block_weight(square, square8, scales, square8, scales)
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
         triton_amax(x, torch.zeros(2), 16384)
         triton_swiglu_backward_float8(x, x[:, :1024].contiguous(), weight[0], torch.float8_e5m2)
         triton_cross_entropy_float8(x, ids, weight[0], torch.float8_e5m2)
-        expected += 5
+        expected += 7
     assert len(kernels) == expected
     for name, (kernel, _) in kernels.items():
         assert kernel.metadata.shared <= SHARED_MEMORY, name

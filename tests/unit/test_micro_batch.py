@@ -315,7 +315,10 @@ def test_a_dry_run_of_stated_numbers_for_no_gpu_has_no_opinion(answer):
 
 def test_a_dry_run_warns_of_what_the_gpu_cannot_do(answer):
     text = answer("--gpu=T4", "--low_precision=fp8_tensorwise")
-    assert "Tesla T4 has no bfloat16; use --dtype=float16" in text and "Tesla T4 has no fp8" in text
+    assert (
+        "Tesla T4 has no bfloat16; use --dtype=float16" in text
+        and "Tesla T4 cannot run fp8_tensorwise" in text
+    )
 
 
 def test_gpu_belongs_to_a_dry_run():

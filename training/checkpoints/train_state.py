@@ -50,7 +50,7 @@ class TrainState:
         low_precision: LowPrecisionState | None = None,
     ):
         self.strategy, self.optimizer, self.loss_scale, self.world = strategy, optimizer, loss_scale, world
-        self.update_guard, self.low_precision = update_guard, low_precision or LowPrecisionState(None)
+        self.update_guard, self.low_precision = update_guard, low_precision or LowPrecisionState()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors = {}

@@ -208,17 +208,15 @@ class TrainConfig:
         "bfloat16", "dtype of the computation; float16 scales the loss"
     )
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
-    low_precision: Literal["none", "fp8_tensorwise", "mxfp8", "nvfp4"] = key(
+    low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"] = key(
         "none", "recipe of the matmuls (docs/low_precision.md)", guarded=True
     )
-    low_precision_scope: Literal["layers", "layers_and_head"] = key(
-        "layers", "blocks only, or also the head", guarded=True
-    )
+    low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "also the head?", guarded=True)
     low_precision_skip_first: int = key(0, "first blocks that stay in bfloat16", minimum=0, guarded=True)
     low_precision_skip_last: int = key(0, "last blocks that stay in bfloat16", minimum=0, guarded=True)
-    fp8_gradients: Literal["e5m2", "e4m3"] = key(
-        "e5m2", "numbers of gradients where a tensor has one scale", guarded=True
-    )
+    fp8_gradients: Literal["e5m2", "e4m3"] = key("e5m2", "numbers of gradients in fp8", guarded=True)
+    amax_history: int = key(1024, "micro-steps that fp8_delayed looks back", minimum=1, guarded=True)
+    amax_algorithm: Literal["max", "most_recent"] = key("max", "of the magnitudes there", guarded=True)
     compile: bool = key(True, "use torch.compile")
     compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")

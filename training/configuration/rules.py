@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from common.errors import UserError
 from common.text import shorten, shown
-from ops.recipes import ONE_SCALE
+from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.keys import FACTORS, GUARDED, KEYS, YEAR, Key, TrainConfig
 
@@ -181,6 +181,13 @@ def _check_low_precision(config: TrainConfig) -> None:
             f"low_precision={recipe!r} has numbers of its own; leave fp8_gradients out, or change "
             "low_precision"
         )
+    delayed = {"amax_history": config.amax_history, "amax_algorithm": config.amax_algorithm}
+    for name, value in delayed.items():
+        if recipe not in DELAYED and value != KEYS[name].default:
+            raise UserError(
+                f"{name}={value!r} is for low_precision='fp8_delayed', but low_precision={recipe!r} has no "
+                f"history; leave {name} out, or set low_precision='fp8_delayed'"
+            )
     first, last = config.low_precision_skip_first, config.low_precision_skip_last
     if (first or last) and recipe == "none":
         raise UserError(

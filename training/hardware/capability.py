@@ -29,6 +29,7 @@ class Capability:
     fp8: str | None
     fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
     block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls: not used yet, these recipes are emulated there, too
+    fp8_blocks: bool = False  # fp8 matmuls with a scale for each block of 128
     quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
@@ -42,6 +43,7 @@ class Capability:
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above
 #   fast_accumulation  cuBLAS manual, CUBLASLT_MATMUL_DESC_FAST_ACCUM: has an effect on Ada and Hopper
 #   block_scaled       TransformerEngine's recipes, 10.0 or above; mxfp8 on 12.0: pytorch issue 198126
+#   fp8_blocks         torch's ScaledBlas.cpp: cuBLASLt of CUDA 12.9 or later, on 9.x alone
 #   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
@@ -49,7 +51,9 @@ TABLE = {
     (8, 0): Capability((TORCH,), (FA2,), True, None, False, False),  # A100
     (8, 6): Capability((TORCH,), (FA2,), True, None, False, False),  # A6000, RTX 30
     (8, 9): Capability((TORCH,), (FA2,), True, "native", True, False),  # Ada: L40S, RTX 4090
-    (9, 0): Capability((CUDNN, TORCH), (FA3, FA2), True, "native", True, False, quack=True),  # H100, H200
+    (9, 0): Capability(  # H100, H200
+        (CUDNN, TORCH), (FA3, FA2), True, "native", True, False, fp8_blocks=True, quack=True
+    ),
     (10, 0): Capability((CUDNN, TORCH), (FA2,), True, "native", False, True),  # B200, GB200
     (10, 3): Capability((CUDNN, TORCH), (FA2,), True, "native", False, True),  # B300, GB300
     (12, 0): Capability((TORCH,), (FA2,), True, "native", False, True),  # RTX 5090, RTX PRO Blackwell
@@ -90,6 +94,8 @@ def low_precision_support(recipe: str, here: Capability) -> str | None:
     numbers and no gain in speed; None if it cannot."""
     if recipe in ONE_SCALE:
         return here.fp8
+    if recipe == "fp8_blockwise" and here.fp8_blocks:
+        return NATIVE
     return EMULATED if here.bf16 else None
 
 

@@ -5,19 +5,23 @@ ops/recipes.py has the recipes, ops/low_precision.py computes them, capability.p
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from ops.block_float8 import compare_with_emulation
 
 from common.errors import RunError, UserError
 from ops import float8
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
 from ops.float8 import FORWARD, GRADIENT, quantize
 from ops.linear import Linear
-from ops.low_precision import METHODS, LowPrecision
+from ops.low_precision import METHODS, LowPrecision, Scaling
+from ops.quantization.delayed_scaling import update_all
 from ops.quantization.random_bits import random_key
-from ops.recipes import RANDOM, RECIPES
+from ops.recipes import DELAYED, RANDOM, RECIPES
 from ops.swiglu import swiglu_backward, swiglu_backward_float8
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
@@ -27,44 +31,103 @@ GRADIENT_DTYPES = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}  # by
 
 
 class LowPrecisionState:
-    """What stochastic rounding needs: for which iteration and micro-step random bits are. It is on the
-    device, where compiled code and captured graphs read it, and in every checkpoint, so that a resumed run
-    draws the same bits. There is nothing to keep for other recipes."""
+    """What low precision keeps from one micro-step to the next. It is on the device, where compiled code and
+    captured graphs read it, and in every checkpoint. Most recipes keep nothing."""
 
-    def __init__(self, keys: torch.Tensor | None):
-        """keys: int64 (layers, 4), of ops/quantization/random_bits.py; the layers have its rows."""
-        self.keys = keys
-        self.counter = None if keys is None else torch.zeros(2, dtype=torch.int64, device=keys.device)
+    def before_iteration(self) -> None:
+        pass
 
     def before_micro_step(self) -> None:
-        if self.keys is not None:
-            self.keys[:, 1:3] = self.counter
+        pass
 
-    def after_micro_step(self, last: bool) -> None:
-        """last: of the iteration."""
-        if self.counter is not None:
-            self.counter[1] += 1
-            if last:
-                self.counter[0] += 1
-                self.counter[1] = 0
+    def after_micro_step(self, loss: torch.Tensor, last: bool) -> torch.Tensor:
+        """The loss, or nan if the backward overflowed where its gradients do not show it. last: of the
+        iteration."""
+        return loss
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {} if self.counter is None else {"counter": self.counter}
+        """By name, for a checkpoint."""
+        return {}
+
+
+class RandomBits(LowPrecisionState):
+    """For which iteration and micro-step stochastic rounding draws its bits, so that a resumed run draws the
+    same ones."""
+
+    def __init__(self, layers: int, seed: int, device: torch.device):
+        keys = [random_key(seed, tensor=i) for i in range(layers)]
+        self.keys = torch.stack(keys).to(device)  # int64 (layers, 4), of ops/quantization/random_bits.py
+        self.counter = torch.zeros(2, dtype=torch.int64, device=device)  # iteration, micro-step
+
+    def before_micro_step(self) -> None:
+        self.keys[:, 1:3] = self.counter
+
+    def after_micro_step(self, loss: torch.Tensor, last: bool) -> torch.Tensor:
+        self.counter[1] += 1
+        if last:
+            self.counter[0] += 1
+            self.counter[1] = 0
+        return loss
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"counter": self.counter}
+
+
+class DelayedScaling(LowPrecisionState):
+    """Scales and largest magnitudes of every layer's x, w and dy: rows 0, 1 and 2. All processes have the
+    same. Source: ops/quantization/delayed_scaling.py.
+
+    inf and nan, which fp8 would hide by saturation, make the loss nan, so that the update is skipped; they do
+    not enter the history, where inf would keep a scale as it is for as long as it is there."""
+
+    def __init__(self, layers: int, config: TrainConfig, device: torch.device):
+        numbers = 3 * layers
+        self.algorithm = config.amax_algorithm
+        self.scale, self.amax = (torch.zeros(numbers, device=device) for _ in range(2))  # 0: no history yet
+        self.history = torch.zeros(config.amax_history, numbers, device=device)
+        dtypes = FORWARD, FORWARD, GRADIENT_DTYPES[config.fp8_gradients]
+        largest = torch.tensor([torch.finfo(dtype).max for dtype in dtypes], device=device)
+        self.mapped_to = largest.repeat_interleave(layers)
+
+    def of_layer(self, i: int) -> tuple[Scaling, Scaling, Scaling]:
+        scales, amaxes = self.scale.view(3, -1)[:, i], self.amax.view(3, -1)[:, i]
+        x, w, dy = (Scaling(*pair) for pair in zip(scales, amaxes, strict=True))
+        return x, w, dy
+
+    def before_iteration(self) -> None:
+        """Forgets what an evaluation has found. Weights were quantized after the last update."""
+        x, _, dy = self.amax.view(3, -1)
+        x.zero_()
+        dy.zero_()
+
+    def after_micro_step(self, loss: torch.Tensor, last: bool) -> torch.Tensor:
+        finite = self.amax.isfinite()
+        self.amax.masked_fill_(~finite, math.inf)
+        if dist.is_initialized():
+            dist.all_reduce(self.amax, dist.ReduceOp.MAX)
+            finite = self.amax.isfinite()
+        self.amax.masked_fill_(~finite, 0.0)
+        update_all(self.scale, self.history, self.amax, self.mapped_to, self.algorithm)
+        return torch.where(finite.all(), loss, math.nan)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"scale": self.scale, "history": self.history}
 
 
 def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> LowPrecisionState:
     """Gives the Linear layers that low_precision is for their recipe and their quantized weights, which
     refresh_weights fills. Embeddings and norms never have any. Raises UserError for a width or a number of
     tokens that the recipe cannot have, and RunError for a GPU on which a kernel stores wrong numbers."""
-    layers = low_precision_layers(model, config)
+    layers, state = low_precision_layers(model, config), LowPrecisionState()
     if not layers:
-        return LowPrecisionState(None)
+        return state
     _check_tokens(config)
     device = next(model.parameters()).device
-    name, keys = method_name(config.low_precision, device), None
+    name = method_name(config.low_precision, device)
     if config.low_precision in RANDOM:  # ranks have other gradients, so they draw other bits
-        seed = stream_seed(config.seed, LOW_PRECISION, rank) >> 1  # of 63 bits
-        keys = torch.stack([random_key(seed, tensor=i) for i in range(len(layers))]).to(device)
+        state = RandomBits(len(layers), stream_seed(config.seed, LOW_PRECISION, rank) >> 1, device)
+    elif config.low_precision in DELAYED:
+        state = DelayedScaling(len(layers), config, device)
     for i, (path, module) in enumerate(layers.items()):
         assert not module.weight.is_meta, f"{path}: init_weights comes first"
         _check_widths(config, path, module.weight)
@@ -72,11 +135,18 @@ def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> L
             method=name,
             gradient_dtype=GRADIENT_DTYPES[config.fp8_gradients],
             weight=METHODS[name].empty_weight(module.weight),
-            key=None if keys is None else keys[i],
+            key=state.keys[i] if isinstance(state, RandomBits) else None,
+            scalings=state.of_layer(i) if isinstance(state, DelayedScaling) else None,
         )
-    if device.type == "cuda" and METHODS[name].one_scale:  # where kernels write fp8
-        check_low_precision(device)
-    return LowPrecisionState(keys)
+    if device.type == "cuda":  # where kernels write fp8
+        if METHODS[name].one_scale:
+            check_low_precision(device)
+        elif name == "fp8_blockwise" and (reason := compare_with_emulation(device)):
+            raise RunError(
+                f"low_precision='fp8_blockwise' cannot run on this GPU with this version of torch: {reason}; "
+                "set low_precision='fp8_tensorwise'"
+            )
+    return state
 
 
 def low_precision_layers(model: nn.Module, config: TrainConfig) -> dict[str, Linear]:

@@ -31,6 +31,7 @@ from common.errors import UserError
 from model import Transformer
 from ops import cublaslt, float8
 from ops.linear import Linear
+from ops.low_precision import METHODS
 from ops.matmul import Matmul, Plan, candidates, chosen, matmul_by_torch, multiply
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import GRADIENT_DTYPES
@@ -81,11 +82,12 @@ def _step_matmuls(model: Transformer, config: TrainConfig) -> Iterator[tuple[str
             continue
         name, N, K = path.split(".")[-1], module.out_features, module.in_features
         for M in head_tokens(config) if module is model.head.lm_head else [tokens]:
-            if not module.has_one_scale:
+            low = module.low_precision
+            if low is None or METHODS[low.method].emulated:
                 bf16 = (torch.bfloat16, torch.bfloat16)
                 yield f"{name} forward", Matmul(M, K, N, *bf16, transposed=True, fast=False)
                 yield f"{name} dgrad", Matmul(M, N, K, *bf16, transposed=False, fast=False)
-            else:
+            elif module.has_one_scale:
                 weight = float8.FORWARD
                 gradient = GRADIENT_DTYPES[config.fp8_gradients]
                 yield f"{name} forward", Matmul(M, K, N, float8.FORWARD, weight, transposed=True, fast=True)

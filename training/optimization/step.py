@@ -59,7 +59,7 @@ class EagerStep:
     ):
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
-        self.low_precision = low_precision or LowPrecisionState(None)
+        self.low_precision = low_precision or LowPrecisionState()
         self.grad_clip = config.grad_clip
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
@@ -102,6 +102,7 @@ class EagerStep:
         micro_steps = len(x)
         gradient_scale = self.loss_scale.scale / micro_steps
         losses = []
+        self.low_precision.before_iteration()
         for i in range(micro_steps):
             last = i == micro_steps - 1
             self.strategy.micro_step(last)
@@ -110,8 +111,7 @@ class EagerStep:
             if self.timer:
                 self.timer.end_forward()
             loss.backward()
-            self.low_precision.after_micro_step(last)
-            losses.append(loss.detach())
+            losses.append(self.low_precision.after_micro_step(loss.detach(), last))
         return torch.stack(losses).mean()
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ from training.process.memory import GIB
 from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
+QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "fp8_blockwise": 2, "mxfp8": 4, "nvfp4": 2}
 MIB = 2**20
 
 # cuBLAS has 32 MiB of its own on Hopper and Blackwell (8 MiB on older GPUs) for each thread that calls it:
@@ -94,12 +96,23 @@ class _Sizes:
         )
 
     @property
-    def fp8(self) -> bool:
-        return self.config.low_precision != "none"
+    def low_blocks(self) -> range:
+        """The blocks in low precision."""
+        if self.config.low_precision == "none":
+            return range(0)
+        return range(
+            self.config.low_precision_skip_first, self.model.n_layer - self.config.low_precision_skip_last
+        )
 
     @property
-    def fp8_head(self) -> bool:
-        return self.fp8 and self.config.low_precision_scope == "layers_and_head"
+    def low_head(self) -> bool:
+        return self.config.low_precision != "none" and self.config.low_precision_scope == "layers_and_head"
+
+    @property
+    def emulated(self) -> bool:
+        """Whether operands in low precision are bf16 (ops/emulation.py), not fp8. fp8_blockwise is taken for
+        native, as on Hopper."""
+        return self.config.low_precision in ("mxfp8", "nvfp4")
 
 
 def block_weights(model: ModelConfig) -> int:
@@ -118,9 +131,11 @@ def _at_rest(s: _Sizes) -> Moment:
         f"weights ({s.config.param_dtype})": s.stored * own,
         f"Adam moments ({s.config.adam_dtype})": 2 * BYTES[s.config.adam_dtype] * own,
     }
-    if s.fp8:  # ops/float8.py: a Float8 is the matrix and its transpose
-        elements = s.model.n_layer * s.block + s.fp8_head * s.head
-        items["fp8 weights, both layouts"] = 2 * elements
+    if s.config.low_precision != "none":
+        elements = len(s.low_blocks) * s.block + s.low_head * s.head
+        items[f"quantized weights ({s.config.low_precision})"] = (
+            QUANTIZED_WEIGHT[s.config.low_precision] * elements
+        )
     return items
 
 
@@ -137,8 +152,10 @@ def _replicated_moments(s: _Sizes) -> list[Moment]:
         items[f"working weights ({config.dtype})"] = s.compute * s.parameters
     # in bf16, gradients are copied to be sent; copies are kept until the end of the backward
     sent = s.reduce if s.processes > 1 and config.reduce_dtype != "float32" else 0
-    # in float16 alone, the head's gradient is summed by itself first (ops/cross_entropy.py)
-    head_sum = {"head's gradient (float32)": 4 * s.head} if config.dtype == "float16" else {}
+    # in float16 and of emulated operands, the head's gradient is first summed by itself
+    # (ops/cross_entropy.py)
+    by_itself = config.dtype == "float16" or (s.low_head and s.emulated)
+    head_sum = {"head's gradient (float32)": 4 * s.head} if by_itself else {}
     moments = [
         {**_loss_moment(s), **head_sum},
         {**_head_backward(s), **head_sum},
@@ -178,7 +195,9 @@ def _sharded_moments(s: _Sizes) -> list[Moment]:
         {**in_backward, **_block_backward(s), whole: block},
         {"activations": 0.0, whole: rest, **part},  # the weights are freed before the gradients are reduced
     ]
-    if s.fp8:  # publish() gathers everything again to quantize it: buffers, of which the last is copied out
+    if (
+        config.low_precision != "none"
+    ):  # publish() gathers everything again to quantize it: buffers, of which the last is copied out
         moments.append({gathered: s.compute * (s.parameters + s.rest), "activations": 0.0, **part})
     return moments
 
@@ -196,13 +215,14 @@ def _loss_moment(s: _Sizes) -> Moment:
     beside: float = s.tokens * s.compute * C * held
     logits, dx = part * s.compute * s.model.vocab_size, part * s.compute * C
     kept = {"activations": s.tokens * sum(_kept_by_blocks(s))}
-    if not s.fp8_head:  # the logits are their own gradient by then, and dx is being computed from them
+    if not s.low_head:  # the logits are their own gradient by then, and dx is being computed from them
         scaled = 0 if s.config.use_fsdp or s.config.dtype == "float16" else dx  # the input for the sum
         return {**kept, "logits": logits, "head's inputs": beside + chunks * dx + scaled}
-    beside += part * 2 * C  # the part's input in fp8, both layouts
-    # their gradient in fp8, both layouts, while they are there. The matmul adds to the head's sum; where it
-    # cannot (ops/cublaslt.py), a product as large as the head comes after them, which is not counted here
-    quantized = part * 2 * s.model.vocab_size
+    operand = 2 * (s.compute if s.emulated else 1)  # bytes of an element in both forms
+    beside += part * operand * C  # the part's input
+    # their gradient, quantized, while they are there. The matmul adds to the head's sum; where it cannot
+    # (ops/cublaslt.py), a product as large as the head comes after them, which is not counted here
+    quantized = part * operand * s.model.vocab_size
     return {**kept, "logits": logits + quantized, "head's inputs": beside + (chunks - 1) * dx}
 
 
@@ -215,15 +235,15 @@ def _head_backward(s: _Sizes, wide: int = 8) -> Moment:
 def _block_backward(s: _Sizes) -> Moment:
     """The backward of the block at which activations are the most: of the last one, or of one that has to be
     recomputed first."""
-    in_block, kept = kept_by_a_block(s.model, s.config), _kept_by_blocks(s)
-    most = 0.0
+    kept, most = _kept_by_blocks(s), 0.0
     for i in range(s.model.n_layer):
+        in_block = _kept_by_a_block(s, i)
         recomputed = 0.0
         if is_recomputed(i, s.config.activation_checkpointing):
             # a compiled block's backward takes all that was recomputed at once, which frees the inputs
             recomputed = in_block - (kept[i] if s.config.compile else 0)
-        most = max(most, sum(kept[: i + 1]) + recomputed)
-    return {"activations": s.tokens * (most + _gradients_in_a_block(s))}
+        most = max(most, sum(kept[: i + 1]) + recomputed + _gradients_in_a_block(s, i))
+    return {"activations": s.tokens * most}
 
 
 def _kept_by_blocks(s: _Sizes) -> list[float]:
@@ -236,16 +256,16 @@ def _kept_by_blocks(s: _Sizes) -> list[float]:
             shared = i > 0 and not is_recomputed(i - 1, level)
             kept.append(s.compute * C * (1 if shared else 2))
         else:
-            kept.append(kept_by_a_block(s.model, s.config))
+            kept.append(_kept_by_a_block(s, i))
     kept[0] += s.model.n_embd * (s.config.dropout > 0)  # the mask of the embedding's dropout
     return kept
 
 
-def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
-    """Bytes per token that the forward of a block keeps for its backward (model.py, Block)."""
-    compute = BYTES[config.dtype]
-    # inputs of matmuls: as they are; or for fp8 only transposed, in one byte (ops/float8.py)
-    operand = compute if config.low_precision == "none" else 1
+def _kept_by_a_block(s: _Sizes, i: int) -> float:
+    """Bytes per token that the forward of block i keeps for its backward (model.py, Block)."""
+    model, config, compute, low = s.model, s.config, s.compute, i in s.low_blocks
+    # inputs of matmuls: as they are; or in the form for the backward alone (ops/low_precision.py)
+    operand = 1 if low and not s.emulated else compute
     C, A, F = model.n_embd, model.attention_width, model.d_ff
     qkv = A + 2 * model.n_kv_head * model.head_dim
     gated = model.ffn_type == "swiglu"
@@ -253,7 +273,7 @@ def kept_by_a_block(model: ModelConfig, config: TrainConfig) -> float:
     size += 2 * operand * C  # the inputs of qkv and up
     size += compute * (qkv + _columns_of_rotated_copies(model))
     size += compute * A + 4 * model.n_head  # attention's output, and its log-sum-exp in float32
-    size += 0 if operand == compute else operand * A  # the input of out, if it is not that output
+    size += operand * A if low else 0  # the input of out, if it is not that output
     size += compute * F * (2 if gated else 1) + operand * F  # the output of up, and the input of down
     if gated and model.activation != "silu" and not config.compile:
         size += compute * F  # the activated gate: ops/swiglu.py recomputes it, and so does compiled code
@@ -274,18 +294,20 @@ def _columns_of_rotated_copies(model: ModelConfig) -> int:
     return model.attention_width + model.n_kv_head * D
 
 
-def _gradients_in_a_block(s: _Sizes) -> float:
-    """Bytes per token that the backward of the feed-forward layer, the fullest of a block, adds to what the
-    block has kept: the gradient of its output, of the input of down, and of the output of up."""
+def _gradients_in_a_block(s: _Sizes, i: int) -> float:
+    """Bytes per token that the backward of the feed-forward layer, the fullest of a block, adds to what block
+    i has kept: the gradient of its output, of the input of down, and of the output of up."""
     model, compute = s.model, s.compute
     F = model.d_ff
     up = F * (2 if model.ffn_type == "swiglu" else 1)
     gradients = compute * (model.n_embd + F + up)
-    if not s.fp8:
+    if i not in s.low_blocks:
         return gradients - compute * F  # the input of down is no longer needed
+    if s.emulated:  # the gradient of up's output, and its two forms
+        return compute * (model.n_embd + 3 * up)
     if not s.config.compile and model.ffn_type == "swiglu":
-        # one function (Float8SwiGLU): at its end, the gradients of its output, of h, of up's output (in fp8,
-        # both layouts) and of its input are there
+        # one function (LowPrecisionSwiGLU): at its end, the gradients of its output, of h, of up's output (in
+        # fp8, both layouts) and of its input are there
         return compute * (2 * model.n_embd + F) + 2 * up
     return gradients - F
 

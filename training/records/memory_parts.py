@@ -21,7 +21,13 @@ from model_config import ModelConfig
 Frame = tuple[str, int, str]  # file, line, function; an operator is ("", 0, its name)
 
 WEIGHTS, WORKING, ADAM, GRADIENTS = "weights", "working weights", "Adam moments", "gradients"
-FP8, LOSS, WORKSPACES, OTHER, UNKNOWN = "fp8 weights", "logits and loss", "workspaces", "other", "unknown"
+FP8, LOSS, WORKSPACES, OTHER, UNKNOWN = (
+    "quantized weights",
+    "logits and loss",
+    "workspaces",
+    "other",
+    "unknown",
+)
 ACTIVATIONS = "activations"
 # activations by place; what is before the colon is the part
 ATTENTION, FEED_FORWARD = f"{ACTIVATIONS}: attention", f"{ACTIVATIONS}: feed-forward"
@@ -35,7 +41,7 @@ ESTIMATED = {
     "weights (": WEIGHTS,
     "working weights": WORKING,
     "gathered weights": WORKING,
-    "fp8 weights": FP8,
+    "quantized weights": FP8,
     "Adam moments": ADAM,
     "gradient": GRADIENTS,  # sums, those being sent, FSDP's own part
     "whole gradients": GRADIENTS,

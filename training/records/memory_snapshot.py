@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.durable_file import write_bytes, write_json
 from ops.linear import Linear
-from ops.recipes import ONE_SCALE
 from training.checkpoints.train_state import TrainState
 from training.configuration.keys import TrainConfig
 from training.process.memory import GIB
@@ -68,7 +67,7 @@ class MemorySnapshot:
         addresses = {at: part for part, at, _ in tensors_at_rest(self.state)} | recording.workspaces
         model_config = self.config.model_config()
         tokens = self.config.micro_batch * self.config.block_size
-        item_sizes = ([1] if self.config.low_precision in ONE_SCALE else []) + [BYTES[self.config.dtype]]
+        item_sizes = ([1] if self.config.low_precision.startswith("fp8") else []) + [BYTES[self.config.dtype]]
         widths = memory_parts.widths_of(model_config, tokens, item_sizes)
         table = memory_parts.sort_into_parts(alive, addresses, widths)
         parameters = self.state.strategy.module.count_parameters()["total"]

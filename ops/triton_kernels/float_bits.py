@@ -1,0 +1,62 @@
+"""fp32 numbers as the integers that their bits are, and rounding by arithmetic that is exact on every GPU:
+those before Ada have no instruction for fp8.
+
+    rounding    x + c - c, with c so large that the sum's last digit is the format's step; ties go to even
+    amax        of magnitudes as integers, in which nan is larger than inf, or by `largest`: tl.max skips nan
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+EXPONENT = tl.constexpr(0x7F800000)
+MANTISSA = tl.constexpr(0x007FFFFF)
+
+
+@triton.jit
+def as_bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as an integer, which orders as the number does, nan last."""
+    return as_bits(x) & MAGNITUDE
+
+
+@triton.jit
+def with_sign_of(magnitude, x):
+    return as_float(as_bits(magnitude) | (as_bits(x) & -0x80000000))
+
+
+@triton.jit
+def nearest(magnitude, MANTISSA_BITS: tl.constexpr, SMALLEST_EXPONENT: tl.constexpr):
+    """Rounded to so many bits of mantissa, and to the step of 2^SMALLEST_EXPONENT below it."""
+    exponent = tl.maximum(as_bits(magnitude) & EXPONENT, (SMALLEST_EXPONENT + 127) << 23)
+    c = as_float(exponent + ((23 - MANTISSA_BITS) << 23))
+    return (magnitude + c) - c
+
+
+@triton.jit
+def nearest_e4m3(magnitude):
+    """Saturated; nan stays."""
+    return nearest(tl.minimum(magnitude, 448.0, propagate_nan=tl.PropagateNan.ALL), 3, -6)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one, or nan."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(magnitudes, axis: tl.constexpr):
+    """The largest along an axis, nan if there is one: tl.max skips nan."""
+    return tl.reduce(magnitudes, axis, larger)

@@ -1,0 +1,62 @@
+"""Makes Triton's interpreter compute what a GPU does: it cannot run a GPU's own instructions, and it cuts
+digits off where it should round. For programs that are started with TRITON_INTERPRET=1."""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from ops.quantization.formats import to_float8
+from ops.triton_kernels import float8
+from ops.triton_kernels.float_bits import as_float, magnitude_bits
+
+FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+
+def convert(numbers, from_type, to_type, rounding):
+    """torch's conversion from or to bf16 or fp8."""
+    bits = torch.from_numpy(np.ascontiguousarray(numbers)).view(-1)
+    if from_type.is_bf16():
+        made, kind = bits.view(torch.int16).view(torch.bfloat16).float(), np.uint32
+    elif to_type.is_bf16():
+        made, kind = bits.float().bfloat16().view(torch.int16), np.uint16
+    else:
+        made, kind = to_float8(bits.float(), FP8[to_type.name]).view(torch.uint8), np.uint8
+    return made.numpy().view(kind).reshape(numbers.shape)
+
+
+@triton.jit
+def four_bytes(x, E4M3: tl.constexpr):
+    return x.to(tl.float8e4nv if E4M3 else tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def two_bytes(even, odd, E4M3: tl.constexpr):
+    return four_bytes(even, E4M3).to(tl.uint16) | (four_bytes(odd, E4M3).to(tl.uint16) << 8)
+
+
+@triton.jit
+def largest(magnitudes, axis: tl.constexpr):
+    """The interpreter takes seconds for a reduction that is not one of Triton's own."""
+    return as_float(tl.max(magnitude_bits(magnitudes), axis))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
+def prepare(*modules) -> None:
+    """Also the functions that these modules of kernels import."""
+    interpreter._convert_float = convert
+    float8._four_bytes, float8._two_bytes = four_bytes, two_bytes
+    for module in modules:
+        for function in (largest, sigmoid, rounded):
+            if hasattr(module, function.fn.__name__):
+                setattr(module, function.fn.__name__, function)
