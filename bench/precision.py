@@ -254,7 +254,7 @@ def evaluation(config: TrainConfig) -> tuple[int, str]:
     windows = make_windows(open_sources(config, scan=False), config)["val"].count
     batch = config.eval_batch_size or config.micro_batch
     batches = max(1, min(EVAL_TOKENS // (batch * config.block_size), windows // batch))
-    others = "" if batches == windows // batch else ", others for each seed"
+    others = ", others for each seed" * (batches < windows // batch)
     return batches, f"{min(windows, batches * batch):,} of the {windows:,} windows of its val split{others}"
 
 

@@ -254,3 +254,18 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_runs(flags, message
     assert end_with_status(precision.main, [*SHORT, f"--out={tmp_path / 'out'}", *flags]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out/runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("most", "flags", "expected"),
+    [
+        (2**21, [], (31, "124 of the 124 windows of its val split")),
+        (2**21, ["--batch_size=5"], (24, "120 of the 124 windows of its val split")),
+        (2**21, ["--batch_size=200"], (1, "124 of the 124 windows of its val split")),
+        (1280, [], (10, "40 of the 124 windows of its val split, others for each seed")),
+    ],
+)
+def test_the_held_out_loss_is_of_all_windows_if_they_are_few(tokens, monkeypatch, most, flags, expected):
+    monkeypatch.setattr(precision, "EVAL_TOKENS", most)
+    config = load_config(["config/smoke_qwen3.py", *SIZES, f"--dataset={tokens}", *flags])
+    assert precision.evaluation(config) == expected
