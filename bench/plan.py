@@ -7,7 +7,7 @@ keys that do not matter to a peer or a ceiling share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ MIN_ROWS = 4  # that a run should have, so that its figures have a spread
 OWN_OPTIONS = ("dataset",)  # of the benchmarks; train.py has a key of this name
 
 # Keys that the benchmark sets itself. The iterations follow from --iters and --warmup.
-FIXED = {
+FIXED: dict[str, object] = {
     "init_from": "scratch",
     "max_epochs": None,
     "dry_run": False,
@@ -55,15 +55,20 @@ class Entry:
     result: dict | None = None
 
 
-def check_overrides(overrides: list[str]) -> None:
-    """Raises UserError for an argument that is no flag of train.py, or of a key that the benchmark sets."""
+def check_overrides(
+    overrides: list[str],
+    reserved: Collection[str] = RESERVED,
+    instead: str = "--iters, --warmup, --dataset or --output",
+) -> None:
+    """Raises UserError for an argument that is no flag of train.py, or of a key that the benchmark sets, for
+    which it has the options `instead`."""
     flags, rest = take_flags(overrides)
     if rest:
         raise not_a_flag(rest[0])
     for flag in flags:
         key = flag.removeprefix("--").partition("=")[0]
-        if key in RESERVED:
-            raise UserError(f"{key} is the benchmark's to set; use --iters, --warmup, --dataset or --output")
+        if key in reserved:
+            raise UserError(f"{key} is the benchmark's to set; use {instead}")
 
 
 def iteration_flags(iters: int, warmup: int) -> list[str]:
@@ -81,10 +86,11 @@ def make_plan(
     gpus: int,
     peer: str | None,
     roofline: bool,
+    keys: dict[str, object] = FIXED,
 ) -> list[Entry]:
     """The ceilings first, then each variant, followed by its peer unless an earlier variant has the same one.
-    `flags` are added to all; `gpus` is the number that this machine has."""
-    fixed = [f"--{key}={value}" for key, value in FIXED.items()]
+    `flags` and then `keys` are added to all; `gpus` is the number that this machine has."""
+    fixed = [f"--{key}={value}" for key, value in keys.items()]
     ceilings: list[Entry] = []
     others: list[Entry] = []
     shared: dict[tuple, str] = {}  # (kind, what it depends on): name of the entry

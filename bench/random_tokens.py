@@ -1,6 +1,7 @@
 """A dataset of random tokens, for a machine that has no other: speed does not depend on what the text says.
 
-Uniform ids touch every row of the embedding, as a large real batch does. The loss means nothing.
+Uniform ids touch every row of the embedding, as a large real batch does. The loss means nothing. The last id
+ends a document, for runs whose documents do not see each other.
 """
 
 from __future__ import annotations
@@ -9,22 +10,35 @@ from pathlib import Path
 
 import numpy as np
 
+from common.durable_file import new_folder
 from data.pipeline.small_dataset import write_dataset
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000  # 8 MB as uint32; longer runs read them again
 SEED = 0
+DOCUMENT_TOKENS = 207  # on average, exponentially distributed: the mean of the precision study's Wikipedia
 
 
 def make_random_dataset(folder: Path, vocab_size: int) -> Path:
-    """Writes folder/random-VOCAB unless it is there, and returns its absolute path."""
+    """Writes folder/random-VOCAB unless it is there, and returns its absolute path. Several processes may ask
+    for it at the same time."""
     path = Path(folder).resolve() / f"random-{vocab_size}"
-    if (path / "meta.json").exists():  # written last
+    if path.exists():
         return path
     rng = np.random.default_rng(SEED)
-    splits = {
-        split: [rng.integers(0, vocab_size, count)]
-        for split, count in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS))
-    }
+    end = vocab_size - 1
+    splits = {}
+    for split, count in (("train", TRAIN_TOKENS), ("val", VAL_TOKENS)):
+        ids = rng.integers(0, end, count)
+        lengths = 1 + rng.geometric(1 / (DOCUMENT_TOKENS - 1), count)  # with the end, at least 2
+        ends = np.cumsum(lengths) - 1
+        ids[ends[ends < count]] = end
+        splits[split] = [ids]
     source = f"uniform random ids, seed {SEED}"
-    write_dataset(path, splits, vocab_size, {"kind": "none", "name": "random"}, eot_id=None, source=source)
+    tokenizer = {"kind": "none", "name": "random"}
+    try:
+        with new_folder(path) as temporary:
+            write_dataset(temporary, splits, vocab_size, tokenizer, eot_id=end, source=source)
+    except OSError:
+        if not path.exists():  # else another process was faster
+            raise
     return path

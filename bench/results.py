@@ -15,7 +15,7 @@ from training.records import percentiles
 from training.records.machine import known, missing_reason
 
 RATES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms")
-SERIES = ("mfu_percent", "mfu_causal_percent", *RATES, *FIELDS)
+SERIES = ("mfu_percent", "mfu_causal_percent", "mfu_fp8_percent", *RATES, *FIELDS)
 
 
 def measure(rows: list[dict], warmup: int) -> dict:
@@ -34,6 +34,8 @@ def measure(rows: list[dict], warmup: int) -> dict:
         "rows": len(steady),
         "mfu_percent": [mfu["mfu_percent"] for mfu in mfus],
         "mfu_causal_percent": [mfu["mfu_causal_percent"] for mfu in mfus],
+        # of a run with fp8 matmuls, on a GPU whose fp8 peak is known
+        "mfu_fp8_percent": [mfu["mfu_fp8_percent"] for mfu in mfus if mfu.get("mfu_fp8_percent")],
         **{name: [row[name] for row in steady] for name in RATES},
         "mfu_reason": None if mfus else steady[-1]["mfu_reason"],
         **{name: known(steady, name) for name in FIELDS},

@@ -26,8 +26,7 @@ def run_entry(
     entry.runs.append(run)
     if entry.problem:
         return
-    slug = "".join(c if c.isalnum() or c in "._-" else "-" for c in entry.name)
-    out_dir = folder / "runs" / f"{slug}.{repeat}"
+    out_dir = run_folder(entry, repeat, folder)
     out_dir.mkdir(parents=True)
     argv = [*entry.argv, f"--out_dir={out_dir}", *stated_peak(entry, entries)]
     command = python_command([*PROGRAMS[entry.kind], *argv], entry.processes)
@@ -43,6 +42,12 @@ def run_entry(
             )
     if entry.kind != "roofline":
         entry.result = combine(entry.runs)
+
+
+def run_folder(entry: Entry, repeat: int, folder: Path) -> Path:
+    """Where the record and the console log of a run go."""
+    slug = "".join(c if c.isalnum() or c in "._-" else "-" for c in entry.name)
+    return folder / "runs" / f"{slug}.{repeat}"
 
 
 def stated_peak(entry: Entry, entries: list[Entry]) -> list[str]:
@@ -65,6 +70,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
         info, rows = record["startup_info"], record["training_iterations"]
         facts = {name: info[name] for name in ("hardware", "software", "git", "attention")}
         facts |= {"record": str(path), "config": record["config"], "peak": info["hardware"]["peak"]}
+        facts |= {"low_precision": info.get("low_precision"), "evaluations": record["eval_steps"]}
         facts["fallbacks"] = [
             f"asked for {choice['asked']} ({choice['reason']})"
             for choice in info.values()

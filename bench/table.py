@@ -145,10 +145,15 @@ def new_folder(asked: str | None, name: str) -> Path:
     folder = Path(asked or Path("out-bench") / name).resolve()
     if (folder / "table.json").exists():
         raise UserError(f"{folder} holds a table already; choose another --output")
+    return open_folder(folder)
+
+
+def open_folder(folder: Path) -> Path:
+    """The folder, which may have results; it is made if it is not there."""
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {folder} cannot be written: {error}") from None
+        raise UserError(f"the output folder {folder} cannot be written: {error}") from None
     return folder
 
 

@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import checkpointing, throughput, tokenize
+from bench import checkpointing, precision, throughput, tokenize
 from bench.plan import check_overrides
 from tools.profile import __main__ as profile
 from training.configuration.files_and_flags import load_config
@@ -238,6 +238,10 @@ def check_module(module: str, arguments: list[str], script):
 def check_benchmark(module: str, arguments: list[str]):
     if module == "bench.tokenize":
         assert tokenize.parse(arguments).tokenizer
+    elif module == "bench.precision":
+        parsed, overrides = precision.parse(arguments)
+        precision.check(overrides)
+        assert parsed.rows and parsed.seeds
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
     elif module == "bench.checkpointing":
