@@ -1,8 +1,8 @@
 """ops/delayed_float8.py on a GPU: casts by the scale of the past that find the amax for the next one.
 
-Every kernel takes the state of its tensor as two pointers. `scale` is 0 if there is no history; then the scale
-is made of `found`, the tensor's own amax, which is known or which a pass before has found. That pass starts
-few programs, which walk over the tensor, or end at once if there is a history.
+Every kernel takes the state of its tensor as two pointers. `scale` is 0 if there is no history; then the
+scale is made of `found`, the tensor's own amax, which is known or which a pass before has found. That pass
+starts few programs, which walk over the tensor, or end at once if there is a history.
 
 `amax` and `found` are written by atomic maxima of bits: integers, in which magnitudes have their order, and
 nan is the largest. Their result does not depend on the order of programs.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ops.triton_kernels.float8 import as_words, empty_pair, launch, pair_tile, store_both, tiles
-from ops.triton_kernels.float_bits import as_bits, larger, largest, magnitude_bits
+from ops.triton_kernels.float_bits import larger, largest, magnitude_bits
 from ops.triton_kernels.launch import walking_programs
 
 WALKED, WALKING_PROGRAMS = 8192, 4  # numbers that a program reads at a time; programs a multiprocessor
@@ -42,7 +42,7 @@ def used_scale(scale, found, inverse, E4M3: tl.constexpr):
 def keep_amax(amax, even, odd):
     """Of a tile's rows, into amax, whose bits are integers."""
     tile = largest(largest(larger(tl.abs(even), tl.abs(odd)), 1), 0)
-    tl.atomic_max(amax, as_bits(tile), sem="relaxed")
+    tl.atomic_max(amax, magnitude_bits(tile), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])
@@ -91,9 +91,8 @@ def triton_delayed_quantize(
     y, yt, inverse = out or (*empty_pair(x, dtype), torch.empty_like(scale))
     if known_amax is None:
         found = torch.zeros_like(scale)
-        _amax_without_history[walkers(x.device)](
-            x, scale, integer(found), x.numel(), BLOCK=WALKED, num_warps=8
-        )
+        grid = (walkers(x.device),)
+        _amax_without_history[grid](x, scale, integer(found), x.numel(), BLOCK=WALKED, num_warps=8)
     else:
         found = known_amax.amax().float()
     _delayed_cast[tiles(M, N)](
@@ -103,9 +102,9 @@ def triton_delayed_quantize(
     return y, yt, inverse
 
 
-def walkers(device: torch.device) -> tuple[int]:
-    """The grid of a pass for the amax."""
-    return (walking_programs(device, WALKING_PROGRAMS),)
+def walkers(device: torch.device) -> int:
+    """How many programs a pass for the amax starts."""
+    return walking_programs(device, WALKING_PROGRAMS)
 
 
 def integer(scalar: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from ops.triton_kernels.arithmetic import rounded, sigmoid
 from ops.triton_kernels.delayed_float8 import integer, keep_amax, used_scale, walkers
 from ops.triton_kernels.float8 import as_words, empty_pair, launch, pair_tile, store_both, tiles
-from ops.triton_kernels.float_bits import as_bits, magnitude_bits
+from ops.triton_kernels.float_bits import magnitude_bits
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _swiglu_backward_amax_without_history(x, dh, scale, found, N, F, BLOCK: tl.c
             dgate, dup = _gradients(gate, up, tl.load(dh + row * F + column, mask=column < F, other=0.0))
             bits = tl.maximum(bits, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)))
         largest = tl.max(bits, 0).to(tl.float32, bitcast=True).to(x.dtype.element_ty).to(tl.float32)
-        tl.atomic_max(found, as_bits(largest), sem="relaxed")
+        tl.atomic_max(found, magnitude_bits(largest), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "found", "amax", "inverse"])
@@ -169,7 +169,7 @@ def triton_delayed_swiglu_backward(
     and the inverse of the scale. amax becomes the larger one of itself and the amax of dx."""
     N, F = dh.shape
     (y, yt), found, inverse = empty_pair(x, dtype), torch.zeros_like(scale), torch.empty_like(scale)
-    _swiglu_backward_amax_without_history[*walkers(x.device), triton.cdiv(F, columns)](
+    _swiglu_backward_amax_without_history[walkers(x.device), triton.cdiv(F, columns)](
         x, dh, scale, integer(found), N, F, BLOCK=columns, num_warps=8
     )
     _swiglu_backward_delayed[tiles(N, 2 * F)](

@@ -41,14 +41,16 @@ def assert_swiglu_kernels_equal_a_cast(shape, device):
     """The backward in fp8 has the bits of a cast of the one in bf16."""
     M, F = shape
     x, dh = random_bf16(M, 2 * F, device=device), random_bf16(M, F, device=device)
-    for name, change in (("normal", 1.0), ("inf", torch.inf), ("nan", torch.nan)):
-        dh[M // 2, F // 3] = change
-        dx = swiglu.triton_swiglu_backward(x, dh, 64)
+    large_up, with_inf, with_nan = x.clone(), dh.clone(), dh.clone()
+    large_up[:, 1::2] *= 8  # gate's gradient has the largest magnitude
+    with_inf[M // 2, F // 3], with_nan[-1, -1] = torch.inf, torch.nan
+    pairs = {"normal": (x, dh), "up": (large_up, dh), "inf": (x, with_inf), "nan": (x, with_nan)}
+    for name, (gate_up, d) in pairs.items():
+        dx = swiglu.triton_swiglu_backward(gate_up, d, 64)
         for scale in SCALES:
             ours_amax, plain_amax = (torch.zeros((), device=device) for _ in "ab")
-            state = torch.tensor(scale, device=device)
-            dtype = float8.GRADIENT
-            ours = swiglu.triton_delayed_swiglu_backward(x, dh, state, ours_amax, dtype, 64)
+            state, dtype = torch.tensor(scale, device=device), float8.GRADIENT
+            ours = swiglu.triton_delayed_swiglu_backward(gate_up, d, state, ours_amax, dtype, 64)
             plain = plain_delayed_quantize(dx, state, plain_amax, dtype, None)
             assert_same((*ours, ours_amax), (*plain, plain_amax), f"SwiGLU, {name}, {scale}")
 

@@ -1,6 +1,8 @@
 """Makes Triton's interpreter compute what a GPU does: it cannot run a GPU's own instructions, and it cuts
 digits off where it should round. For programs that are started with TRITON_INTERPRET=1."""
 
+from functools import partial
+
 import numpy as np
 import torch
 import triton
@@ -52,9 +54,16 @@ def rounded(x, dtype: tl.constexpr):
     return x.to(dtype).to(tl.float32)
 
 
+def patch_tensors(patch, tensor, scope):
+    """Loops that begin at a program's number: NumPy 2.4 makes no number of an array of one."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 def prepare(*modules) -> None:
     """Also the functions that these modules of kernels import."""
     interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = partial(patch_tensors, interpreter._patch_lang_tensor)
     float8._four_bytes, float8._two_bytes = four_bytes, two_bytes
     for module in modules:
         for function in (largest, sigmoid, rounded):

@@ -112,6 +112,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
         triton_block_weight,
     )
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
+    from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
@@ -123,6 +124,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     )
     from ops.triton_kernels.norm import triton_add_norm
     from ops.triton_kernels.swiglu import (
+        triton_delayed_swiglu_backward,
         triton_swiglu,
         triton_swiglu_backward,
         triton_swiglu_backward_float8,
@@ -155,7 +157,11 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
         triton_amax(x, torch.zeros(2), 16384)
         triton_swiglu_backward_float8(x, x[:, :1024].contiguous(), weight[0], torch.float8_e5m2)
         triton_cross_entropy_float8(x, ids, weight[0], torch.float8_e5m2)
-        expected += 7
+        delayed = one, one.clone(), torch.float8_e5m2
+        triton_delayed_quantize(x, *delayed, None)
+        triton_delayed_quantize(x, *delayed, weight)
+        triton_delayed_swiglu_backward(x, x[:, :1024].contiguous(), *delayed, 2048)
+        expected += 11
     assert len(kernels) == expected
     for name, (kernel, _) in kernels.items():
         assert kernel.metadata.shared <= SHARED_MEMORY, name
