@@ -23,7 +23,7 @@ amax is always started, and its programs end at once if there is a history.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.library import custom_op
@@ -88,10 +88,13 @@ def plain_delayed_quantize(
 
 @torch.no_grad()
 def delayed_requantize(
-    matrices: Sequence[torch.Tensor], into: Sequence[Float8], scales: torch.Tensor, amaxes: torch.Tensor
+    matrices: Sequence[torch.Tensor],
+    into: Sequence[Float8],
+    scales: Iterable[torch.Tensor],
+    amaxes: Iterable[torch.Tensor],
 ) -> None:
-    """Writes matrices, rounded to bf16, in fp8 by their scales (n) into the tensors of `into`, whose
-    addresses stay: captured code has them. amaxes (n) as in delayed_quantize."""
+    """Writes matrices, rounded to bf16, in fp8 by their scales, () each, into the tensors of `into`, whose
+    addresses stay: captured code has them. amaxes, () each, as in delayed_quantize."""
     for matrix, written, scale, amax in zip(matrices, into, scales, amaxes, strict=True):
         w, dtype = matrix.to(torch.bfloat16), written.values.dtype
         if w.is_cuda:

@@ -147,14 +147,16 @@ class Delayed(Scaled):
     """fp8, one scale for a matrix, computed from its amaxes in earlier micro-steps: fp8_delayed."""
 
     def activation(self, x, amax, low):
-        return of_float8(delayed_quantize(x, *low.scalings[0], float8.FORWARD, amax))
+        scale, found = low.scalings[0]
+        return of_float8(delayed_quantize(x, scale, found, float8.FORWARD, amax))
 
     def gradient(self, dy, amax, low):
-        return of_float8(delayed_quantize(dy, *low.scalings[2], low.gradient_dtype, amax))
+        scale, found = low.scalings[2]
+        return of_float8(delayed_quantize(dy, scale, found, low.gradient_dtype, amax))
 
     def requantize(self, weights, into):
         scales, amaxes = zip(*(low.scalings[1] for low in into), strict=True)
-        torch._foreach_zero_(amaxes)  # a checkpoint may have replaced the weights that they are of
+        torch._foreach_zero_(list(amaxes))  # a checkpoint may have replaced the weights that they are of
         delayed_requantize(weights, [as_float8(low.weight) for low in into], scales, amaxes)
 
 

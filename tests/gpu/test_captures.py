@@ -35,6 +35,9 @@ CASES = {
         "weight_rounding": "stochastic",
     },
     "fp8": {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"},
+    "fp8 delayed": {"low_precision": "fp8_delayed", "gradient_accumulation_steps": 2, "amax_history": 4},
+    "mxfp8": {"low_precision": "mxfp8", "low_precision_scope": "layers_and_head"},
+    "nvfp4": {"low_precision": "nvfp4", "compile": True, "gradient_accumulation_steps": 2},
     "recomputed": {"activation_checkpointing": "full", "loss_chunks": 2},
     "gpt2": {"arch_preset": "gpt2", "num_key_value_heads": None, "bias": True},
     "no clipping": {"grad_clip": 0.0},
@@ -45,7 +48,7 @@ CASES = {
 def test_replays_are_the_eager_run_bit_for_bit(dataset, graph_lines, name):
     """New batches, a rate that jumps, accumulation, cleared gradients, moments, dropout, gradient sums."""
     keys = {**ON_GPU, **CASES[name]}
-    if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if name.startswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs fp8 matmuls")
     eager = build(dataset, **keys)
     expected = train(eager)

@@ -1,0 +1,73 @@
+"""Runs in each recipe on GPUs: kernels and compiled code against plain forms on a CPU, resume, strategies."""
+
+import pytest
+import torch
+from support.helpers import SMALL_RUN, last_run, make_dataset, run_train, write_config
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = ("fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4")
+KEYS = {  # widths and tokens that all recipes can have
+    **SMALL_RUN,
+    "vocab_size": 128,
+    "learning_rate": 5e-4,
+    "low_precision_scope": "layers_and_head",
+}
+STRATEGIES = {"ddp": {}, "zero1": {"use_zero1": True}, "fsdp": {"use_fsdp": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    make_dataset(folder / "tokens", vocab_size=128, train_tokens=200_000)
+    return folder
+
+
+def train(folder, recipe: str, out: str, processes: int = 1, **keys) -> dict:
+    if recipe == "fp8_delayed" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs fp8 matmuls")
+    config = write_config(
+        folder / f"{out}.py", **{**KEYS, "dataset": folder / "tokens", "low_precision": recipe, **keys}
+    )
+    done = run_train(config, f"--out_dir={folder / out.split('.')[0]}", processes=processes, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return last_run(folder / out.split(".")[0])
+
+
+def losses(record: dict) -> list[float]:
+    return [row["loss"] for row in record["training_iterations"]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_kernels_train_as_plain_operations_on_a_cpu(folder, recipe):
+    """The first losses are of equal weights. Later ones part by what other orders of sums become."""
+    gpu = train(folder, recipe, f"gpu-{recipe}")
+    cpu = train(folder, recipe, f"cpu-{recipe}", device="cpu", compile=False, eval_interval=0, max_iters=8)
+    assert losses(gpu)[0] == pytest.approx(losses(cpu)[0], rel=2e-3)
+    assert losses(gpu)[:8] == pytest.approx(losses(cpu), rel=3e-2)
+    said = gpu["startup_info"]["low_precision"]
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    native = recipe == "fp8_delayed" or (recipe == "fp8_blockwise" and hopper)
+    assert said["native"] == native
+    assert said["executed"] == ("native fp8" if native else f"bf16, emulates {recipe}")
+    assert all(
+        ("mfu_fp8_percent" in row["mfu"]) == native for row in gpu["training_iterations"] if row["mfu"]
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_resumes_bit_for_bit(folder, recipe):
+    whole = losses(train(folder, recipe, f"whole-{recipe}"))
+    train(folder, recipe, f"part-{recipe}", max_iters=10)
+    resumed = losses(train(folder, recipe, f"part-{recipe}.resumed", init_from="resume"))
+    assert resumed == whole
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])  # which keep something from step to step
+def test_two_gpus_train_as_one(folder, recipe, strategy):
+    one = train(folder, recipe, f"one-{recipe}-{strategy}", gradient_accumulation_steps=4, max_iters=10)
+    two = train(folder, recipe, f"two-{recipe}-{strategy}", 2, max_iters=10, **STRATEGIES[strategy])
+    assert losses(two)[:2] == pytest.approx(losses(one)[:2], rel=5e-3)
+    assert losses(two) == pytest.approx(losses(one), rel=5e-2)
