@@ -22,6 +22,7 @@ OPERATORS = {
     "aten::addmm": (1, 2),
     "aten::addmm_": (1, 2),
     "aten::_scaled_mm": (0, 1),
+    "aten::_scaled_mm_v2": (0, 1),
 }
 # These call cuBLASLt themselves. The factors are the first tensor and the second or its transpose.
 OWN_OPERATORS = ("nanomfu::add_float8_weight_gradient", "nanomfu::matmul")

@@ -74,7 +74,7 @@ RULES = (
     Rule("QK-norm and rotary", path=r"nanomfu::heads"),
     Rule(NORMS, path=r"nanomfu::add_norm|layer_norm|LayerNorm|rms_norm|RsqrtBackward|MeanBackward"),
     Rule(ACTIVATION, path=r"nanomfu::(swiglu|activat)"),
-    Rule(CASTS, path=r"nanomfu::(float8_cast|amax)"),
+    Rule(CASTS, path=r"nanomfu::(float8_cast|amax|delayed_quantize|block_operand|emulate)"),
     Rule(CASTS, path=r"nanomfu::add_weight_gradient > aten::(to|contiguous|clone)"),
     Rule(GRADIENT_SUMS, path=r"weight_gradient|AccumulateGrad|FSDP::post_backward_accumulate"),
     Rule(GRADIENT_SUMS, operator=r"^aten::(add_|addcmul_)$", path=r"LinearCrossEntropy"),

@@ -31,7 +31,7 @@ CPU_MARK = "iteration "
 # What says on which side of autograd an operator runs: the nearest of these around it.
 BACKWARD = re.compile(r"^autograd::engine|Backward\d*$|post_backward|^torch::autograd::")
 FORWARD = re.compile(
-    r"^(CompiledFunction|Torch-Compiled|Linear\w*|Float8\w+|EmbeddingFunction)|^aten::linear$"
+    r"^(CompiledFunction|Torch-Compiled|Linear\w*|LowPrecision\w+|EmbeddingFunction)|^aten::linear$"
 )
 
 
