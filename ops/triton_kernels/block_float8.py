@@ -71,8 +71,8 @@ def _block_operand(x, y, scales, yt, transposed_scales, M, N):
     even_scale, even_inverse = _scales(largest(tl.abs(even), 1))
     odd_scale, odd_inverse = _scales(largest(tl.abs(odd), 1))
     column_scale, column_inverse = _scales(largest(larger(tl.abs(even), tl.abs(odd)), 0))
-    tl.store(scales + tl.program_id(0).to(tl.int64) * M + 2 * pair, even_inverse)
-    tl.store(scales + tl.program_id(0).to(tl.int64) * M + 2 * pair + 1, odd_inverse)
+    row = tl.program_id(0).to(tl.int64) * M + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(scales + row, tl.interleave(even_inverse, odd_inverse))
     tl.store(transposed_scales + tl.program_id(1).to(tl.int64) * N + n, column_inverse)
     store_rows(y, even * even_scale[:, None], odd * odd_scale[:, None], pair, n, N, inside, True)
     column_scale = column_scale[None, :]
