@@ -135,9 +135,9 @@ def both(run, tmp_path, monkeypatch):
         build, next_batch = train.build, Loader.next
 
         def build_and_note(*args):
-            model, attention_choice = build(*args)
-            seen["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-            return model, attention_choice
+            built = build(*args)
+            seen["weights"] = {name: p.detach().clone() for name, p in built[0].named_parameters()}
+            return built
 
         def next_and_note(loader):
             if seen["generator"] is None:

@@ -35,6 +35,13 @@ CHANGED = {  # guarded key -> another value than the default
     "beta1": 0.8,
     "beta2": 0.99,
     "grad_clip": 0.0,
+    "low_precision": "nvfp4",
+    "low_precision_scope": "layers_and_head",
+    "low_precision_skip_first": 1,
+    "low_precision_skip_last": 1,
+    "fp8_gradients": "e4m3",
+    "amax_history": 16,
+    "amax_algorithm": "most_recent",
 }
 COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a product, not as they are stated
 

@@ -257,7 +257,7 @@ def test_wider_heads_are_estimated_to_need_more_memory(low_precision, qk_norm):
     extra = 64 if low_precision != "none" else 0  # bytes: attention's output, once more in fp8
     assert more == pytest.approx(2 * tokens * (2 * columns + extra))
     if extra:
-        weights = "fp8 weights, both layouts"
+        weights = "quantized weights (fp8_tensorwise)"
         assert (wide[weights] - usual[weights]) * 2**30 == pytest.approx(2 * 2 * 4 * 64 * 64)
 
 
