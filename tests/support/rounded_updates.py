@@ -6,9 +6,8 @@ python -m support.rounded_updates  # with TRITON_INTERPRET=1, which counts when 
 import itertools
 
 import torch
-from support.emulated_operands import convert
+from support import triton_interpreter
 from support.tensors import random
-from triton.runtime import interpreter
 
 from ops.quantization.random_bits import bf16_stochastically, weight_key
 from ops.triton_kernels import adamw
@@ -88,7 +87,7 @@ def assert_the_kernel_equals_its_plain_form():
 
 
 if __name__ == "__main__":
-    interpreter._convert_float = convert
+    triton_interpreter.prepare()
     adamw.BLOCK = 64  # so that a shard is several programs
     assert_the_kernel_equals_its_plain_form()
     print("equal")

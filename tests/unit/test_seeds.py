@@ -16,12 +16,13 @@ from training.configuration.seeds import (
     DROPOUT,
     EPOCH,
     EVALUATION,
+    LOW_PRECISION,
     MIXTURE_BLOCK,
     WEIGHT_ROUNDING,
     stream_seed,
 )
 
-PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK, WEIGHT_ROUNDING)
+PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK, LOW_PRECISION, WEIGHT_ROUNDING)
 
 
 def test_no_rank_epoch_or_block_shares_a_seed():
