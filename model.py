@@ -25,7 +25,7 @@ from ops.float8 import amax_of
 from ops.gelu import gelu
 from ops.heads import Rotary, project_heads
 from ops.linear import Linear
-from ops.norm import Delta, Norm, add_norm, normalize
+from ops.norm import Delta, Norm, add_norm, no_delta, normalize
 from ops.quack import fused_feed_forward
 from ops.swiglu import pairs, swiglu_feed_forward
 from rope_scaling import RopeScaling
@@ -260,7 +260,7 @@ class Transformer(nn.Module):
         else:  # scores depend on differences of positions alone, so these need not begin again
             rotary = Rotary(self.rotary_cos[:T], self.rotary_sin[:T])
         x = self.dropout(x.to(self.compute_dtype))
-        delta: Delta = (torch.zeros_like(x), None)
+        delta = no_delta(x)
         for block in self.blocks:
             x, delta = block(x, delta, rotary, mask)
         return self.head(x, delta, targets, gradient_scale)

@@ -29,6 +29,24 @@ class Norm(NamedTuple):
     centered: bool  # LayerNorm (Ba et al. 2016), else RMSNorm (Zhang and Sennrich 2019)
 
 
+def no_delta(x: torch.Tensor) -> Delta:
+    """For the first block: zeros like x, which need a gradient if x does. So torch.compile has one form of a
+    block to compile, and not another one for the first."""
+    return _Zeros.apply(x), None
+
+
+class _Zeros(torch.autograd.Function):
+    """x -> zeros of its shape, through which no gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, dzeros):
+        return None
+
+
 def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x (..., C) -> (..., C)."""
     weight, bias, eps, centered = norm

@@ -394,3 +394,18 @@ def test_dropout_acts_in_training_and_not_in_evaluation():
     ids, _ = batch()
     assert not torch.equal(model.train()(ids), model(ids))
     assert torch.equal(model.eval()(ids), without.train()(ids))
+
+
+@pytest.mark.parametrize("preset", ["qwen3", "gpt2"])
+def test_all_blocks_of_a_training_step_are_compiled_as_one(preset):
+    """The first block gets zeros to add, which must not look like another kind of input."""
+    sizes = dict(n_layer=3, n_head=2, n_embd=32, d_ff=64, vocab_size=64, block_size=16)
+    model = build_model(model_config(preset, **sizes)).init_weights("cpu", seed=0)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    ids = torch.arange(32).view(2, 16)
+    model(ids, ids).backward()
+    assert counters["stats"]["unique_graphs"] == 1
