@@ -160,8 +160,8 @@ KEYS = TINY | {
     "batch_size": 2,
     "learning_rate": 2e-3,
     "gradient_accumulation_steps": 2,
-    "max_iters": 6,
-    "eval_interval": 3,
+    "max_iters": 4,
+    "eval_interval": 2,
     "log_interval": 1,
     "low_precision_scope": "layers_and_head",
 }
@@ -190,7 +190,7 @@ def losses(record):
 
 
 def test_every_recipe_trains_on_a_cpu_and_follows_bf16(folder):
-    keys = {"max_iters": 60, "log_interval": 20, "eval_interval": 0, "low_precision_scope": "layers"}
+    keys = {"max_iters": 30, "log_interval": 10, "eval_interval": 0, "low_precision_scope": "layers"}
     found = records(folder, {name: keys | {"low_precision": name} for name in ("none", *NEW)})
     bf16, *others = map(losses, found)
     assert bf16[-1] < 0.8 * bf16[0]
@@ -226,7 +226,7 @@ def test_every_strategy_trains_like_one_process(folder, recipe):
 def test_a_run_resumes_bit_equal(folder, recipe, processes):
     keys = {"low_precision": recipe} | ({"use_fsdp": True} if processes > 1 else {})
     part = f"part-{recipe}-{processes}"
-    runs = {f"whole-{recipe}-{processes}": keys, f"{part} begun": keys | {"max_iters": 3}}
+    runs = {f"whole-{recipe}-{processes}": keys, f"{part} begun": keys | {"max_iters": 2}}
     runs[f"{part} resumed"] = keys | {"init_from": "resume"}
     whole, _, resumed = map(losses, records(folder, runs, processes))
     assert resumed == whole  # its record begins with the first part's rows
