@@ -37,11 +37,18 @@ def with_sign_of(magnitude, x):
 
 
 @triton.jit
+def negative(x):
+    """-x as a part of the instruction that takes it: Triton's own is 0 - x, and one more."""
+    return x * -1.0
+
+
+@triton.jit
 def nearest(magnitude, MANTISSA_BITS: tl.constexpr, SMALLEST_EXPONENT: tl.constexpr):
     """Rounded to so many bits of mantissa, and to the step of 2^SMALLEST_EXPONENT below it."""
-    exponent = tl.maximum(as_bits(magnitude) & EXPONENT, (SMALLEST_EXPONENT + 127) << 23)
-    c = as_float(exponent + ((23 - MANTISSA_BITS) << 23))
-    return (magnitude + c) - c
+    factor: tl.constexpr = 2.0 ** (23 - MANTISSA_BITS)
+    # a little more than the power of two, lest the difference have a digit more
+    large = tl.maximum(magnitude, 2.0**SMALLEST_EXPONENT * (1 + 2.0**-18))
+    return tl.fma(large, factor, negative(tl.fma(large, factor, negative(magnitude))))
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def assert_kernels_equal_plain_forms(shape, device):
 
 
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported
-    triton_interpreter.prepare()
+    triton_interpreter.prepare(microscaling)
     microscaling.TILE_N = 64  # the interpreter needs 0.2 s for a program: 96 columns are two tiles
     assert_kernels_equal_plain_forms((32, 96), "cpu")
     print("equal")
