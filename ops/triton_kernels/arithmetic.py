@@ -2,7 +2,8 @@
 
 At its power limit an H200 has about four instructions a byte of memory traffic, so a memory-bound kernel that
 takes more is bound by them. tl.exp handles results below 2^-126 with four more instructions, a division takes
-eight. These are as accurate as those (2 units in the last place), but for results below 2^-126, which are 0.
+eight. exp2 and sigmoid are as accurate as those (2 units in the last place), but for results below 2^-126,
+which are 0. The others round once, as documented.
 """
 
 from __future__ import annotations
@@ -41,6 +42,20 @@ def rounded(x, dtype: tl.constexpr):
     return x.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def add_toward_zero(x, FACTOR: tl.constexpr, addend):
+    """x * FACTOR + addend, fp32."""
+    return tl.inline_asm_elementwise(
+        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, FACTOR, addend], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def in_threads_of(x, y):
+    """x (32 bits), computed by the threads that have y. Else Triton moves what it makes of x to them."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=1)
+
+
 # --- words of two bf16 numbers, the first one in the low half ---
 
 
@@ -77,20 +92,3 @@ def mx_words(words, inverse, scale):
         " and.b32 sign, $1, 0x80008000; or.b32 $0, x, sign; }",
         "=r,r,r,r", [words, inverse, scale], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-# --- rounding toward zero ---
-
-
-@triton.jit
-def add_toward_zero(x, FACTOR: tl.constexpr, addend):
-    """x * FACTOR + addend, fp32."""
-    return tl.inline_asm_elementwise(
-        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, FACTOR, addend], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def in_threads_of(x, y):
-    """x (32 bits), computed by the threads that have y. Else Triton moves what it makes of x to them."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=1)

@@ -5,8 +5,9 @@ quantized along its rows and along its columns. One kernel reads it once and wri
 it has: bf16 matmuls take any. They give the bits of ops/emulation.py's plain forms.
 
 A program has the rows of one block, each as a tensor of its own: what lies along a column, its amax, its
-Hadamard transform and its random bits, needs no other thread. Formats are made by exact arithmetic
-(float_bits.py); divisions are tl.div_rn, since `/` is approximate.
+Hadamard transform and its random bits, needs no other thread. A row is read and written as words: integers of
+32 bits that hold two neighbors. Formats are made by exact arithmetic (float_bits.py, arithmetic.py);
+divisions are tl.div_rn, since `/` is approximate.
 
 M rows · N columns
 """
@@ -22,7 +23,9 @@ from ops.quantization.random_bits import KEY_STEPS as PHILOX_KEY_STEPS
 from ops.quantization.random_bits import MULTIPLIERS as PHILOX_MULTIPLIERS
 from ops.triton_kernels.arithmetic import add_toward_zero, bf16_words, in_threads_of, larger_words, mx_words
 from ops.triton_kernels.float_bits import (
+    ABOVE_1_75,
     EXPONENT,
+    EXPONENT_AND_SIGN,
     as_bits,
     as_float,
     larger,
@@ -40,8 +43,6 @@ NEGATIVE = tl.constexpr(NEGATIVE_ROWS)
 FP4_BLOCK, MX_BLOCK = tl.constexpr(16), tl.constexpr(32)
 MULTIPLIERS, KEY_STEPS = tl.constexpr(PHILOX_MULTIPLIERS), tl.constexpr(PHILOX_KEY_STEPS)
 SIGNS, MAGNITUDES, SECOND = tl.constexpr(-0x7FFF8000), tl.constexpr(0x7FFF7FFF), tl.constexpr(-0x10000)
-# Added to the bits of an fp32 number, it carries into the exponent where the mantissa is above 1.75.
-ABOVE_1_75, EXPONENT_AND_SIGN = tl.constexpr(0x1FFFFF), tl.constexpr(-0x800000)
 
 
 # --- words of two numbers ---
@@ -214,9 +215,10 @@ def _fp4_scales(amax, g):
 
 @triton.jit
 def _stochastic_e2m1(magnitude, random):
-    """random: 0 to 255. magnitude: at most 6. Steps are those of the magnitude before the sum, too where the
-    sum is in the next range: it is less than a step above its beginning."""
-    # half a step / 256
+    """random: 0 to 255. magnitude: at most 6. The sum is rounded down to a multiple of the magnitude's own step.
+    If the sum is in the next range, whose step is larger, it is less than the smaller step above the range's
+    beginning, so the result is the same."""
+    # of E2M1, divided by 256
     step = as_float(tl.maximum((as_bits(magnitude) & EXPONENT) - (9 << 23), (127 - 9) << 23))
     moved = tl.fma(random.to(tl.float32), step, magnitude)
     return tl.fma(step, -(2.0**31), add_toward_zero(step, 2.0**31, moved))
