@@ -215,13 +215,12 @@ def _fp4_scales(amax, g):
 
 @triton.jit
 def _stochastic_e2m1(magnitude, random):
-    """random: 0 to 255. magnitude: at most 6. The sum is rounded down to a multiple of the magnitude's own step.
-    If the sum is in the next range, whose step is larger, it is less than the smaller step above the range's
-    beginning, so the result is the same."""
-    # of E2M1, divided by 256
-    step = as_float(tl.maximum((as_bits(magnitude) & EXPONENT) - (9 << 23), (127 - 9) << 23))
-    moved = tl.fma(random.to(tl.float32), step, magnitude)
-    return tl.fma(step, -(2.0**31), add_toward_zero(step, 2.0**31, moved))
+    """random: 0 to 255. magnitude: at most 6. The sum is rounded down to a multiple of the magnitude's own
+    step. If the sum is in the next range, whose step is larger, it is less than the smaller step above the
+    range's beginning, so the result is the same."""
+    power = as_float(tl.maximum(as_bits(magnitude) & EXPONENT, 127 << 23))  # two steps
+    moved = tl.fma(random.to(tl.float32) * (1 / 512), power, magnitude)
+    return tl.fma(power, -(2.0**22), add_toward_zero(power, 2.0**22, moved))
 
 
 @triton.jit
