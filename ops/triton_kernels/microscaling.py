@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 
 from ops.quantization.hadamard import NEGATIVE_ROWS
-from ops.quantization.random_bits import KEY_STEPS as PHILOX_KEY_STEPS
-from ops.quantization.random_bits import MULTIPLIERS as PHILOX_MULTIPLIERS
-from ops.triton_kernels.arithmetic import add_toward_zero, bf16_words, in_threads_of, larger_words, mx_words
+from ops.triton_kernels.arithmetic import add_toward_zero, bf16_words, larger_words, mx_words
 from ops.triton_kernels.float_bits import (
     ABOVE_1_75,
     EXPONENT,
@@ -33,6 +31,7 @@ from ops.triton_kernels.float_bits import (
     nearest_e4m3,
     negative,
 )
+from ops.triton_kernels.philox import random_bytes, random_words
 
 TILE_N, WORD_BYTES = 512, 4
 # A thread of mxfp8 has 4 columns, 8 need more registers than there are. One of nvfp4 has 8: so fewer threads
@@ -41,7 +40,6 @@ MX_WARPS, FP4_WARPS = 4, 2
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 NEGATIVE = tl.constexpr(NEGATIVE_ROWS)
 FP4_BLOCK, MX_BLOCK = tl.constexpr(16), tl.constexpr(32)
-MULTIPLIERS, KEY_STEPS = tl.constexpr(PHILOX_MULTIPLIERS), tl.constexpr(PHILOX_KEY_STEPS)
 SIGNS, MAGNITUDES, SECOND = tl.constexpr(-0x7FFF8000), tl.constexpr(0x7FFF7FFF), tl.constexpr(-0x10000)
 
 
@@ -239,40 +237,6 @@ def _fp4_words(words, scales, encodes, factor, random, STOCHASTIC: tl.constexpr)
     return bf16_words(first, second) | (words & SIGNS)
 
 
-@triton.jit
-def _philox(c0, c1, c2, c3, seed):
-    """tl.philox with one multiplication for both halves of a product."""
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        a, b = c0.to(tl.uint64) * MULTIPLIERS[0], c2.to(tl.uint64) * MULTIPLIERS[1]
-        c0, c1 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, b.to(tl.uint32)
-        c2, c3 = (a >> 32).to(tl.uint32) ^ c3 ^ k1, a.to(tl.uint32)
-        k0, k1 = k0 + tl.cast(KEY_STEPS[0], tl.uint32), k1 + tl.cast(KEY_STEPS[1], tl.uint32)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def _random_words(key, stream: tl.constexpr, n, N, words):
-    """For the first column of each word and for the second one, four words of random bits: a byte for each of
-    the program's 16 rows."""
-    group = 2 * (tl.program_id(1).to(tl.int64) * N + n).to(tl.uint32)
-    group = in_threads_of(group, words)
-    tensor = (tl.load(key + 3) + (stream << 30)).to(tl.uint32)
-    zero = group * 0
-    micro_step, iteration = tl.load(key + 2).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
-    rest = zero + tensor, zero + micro_step, zero + iteration, tl.load(key)
-    return _philox(group, *rest), _philox(group + 1, *rest)
-
-
-@triton.jit
-def _random_bytes(random, row: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC:
-        first, second = random[0][row // 4], random[1][row // 4]
-        return (first >> (8 * (row % 4))) & 255, (second >> (8 * (row % 4))) & 255
-    else:
-        return random, random
-
-
 @triton.jit(do_not_specialize_on_alignment=["amaxes", "key"])
 def _nvfp4(
     x, amaxes, key, by_rows, by_columns, N, STOCHASTIC: tl.constexpr, TILE_N: tl.constexpr
@@ -280,15 +244,15 @@ def _nvfp4(
     n, inside = _words_of_tile(N, TILE_N)
     rows = _load_rows(x, n, inside, N, FP4_BLOCK)
     at = tl.program_id(1).to(tl.int64) * FP4_BLOCK * N + n
-    random = _random_words(key, 0, n, N, rows[0]) if STOCHASTIC else n
+    random = random_words(key, 0, n, N, rows[0]) if STOCHASTIC else n
     g, factor = _fp4_globals(tl.load(amaxes))
     for row in tl.static_range(FP4_BLOCK):
         scale, encode = _fp4_scales(as_float(_along_row(_larger(rows[row]), TILE_N, FP4_BLOCK)), g)
         scale, encode = _to_row(scale, TILE_N, FP4_BLOCK), _to_row(encode, TILE_N, FP4_BLOCK)
-        bits = _random_bytes(random, row, STOCHASTIC)
+        bits = random_bytes(random, row, STOCHASTIC)
         values = _fp4_words(rows[row], (scale, scale), (encode, encode), factor, bits, STOCHASTIC)
         tl.store(by_rows + at + row * N, values, mask=inside)
-    random = _random_words(key, 1, n, N, rows[0]) if STOCHASTIC else n
+    random = random_words(key, 1, n, N, rows[0]) if STOCHASTIC else n
     first, second = _numbers(rows)
     first, second = _hadamard(first), _hadamard(second)
     transformed = _rounded(first, second)
@@ -298,7 +262,7 @@ def _nvfp4(
     second_scale, second_encode = _fp4_scales(_as_bf16(_largest(second, FP4_BLOCK)), g)
     scales, encodes = (first_scale, second_scale), (first_encode, second_encode)
     for row in tl.static_range(FP4_BLOCK):
-        bits = _random_bytes(random, row, STOCHASTIC)
+        bits = random_bytes(random, row, STOCHASTIC)
         values = _fp4_words(transformed[row], scales, encodes, factor, bits, STOCHASTIC)
         tl.store(by_columns + at + row * N, values, mask=inside)
 
