@@ -14,6 +14,7 @@ import triton.language as tl
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 EXPONENT_AND_SIGN = tl.constexpr(-0x800000)
+SECOND = tl.constexpr(-0x10000)  # the high half of a word
 # Added to the bits of an fp32 number, it carries into the exponent where the mantissa is above 1.75.
 ABOVE_1_75 = tl.constexpr(0x1FFFFF)
 
@@ -26,6 +27,17 @@ def as_bits(x):
 @triton.jit
 def as_float(bits):
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_of(words):
+    """The number in the low half of a word of two bf16 numbers, fp32."""
+    return as_float(words << 16)
+
+
+@triton.jit
+def second_of(words):
+    return as_float(words & SECOND)
 
 
 @triton.jit

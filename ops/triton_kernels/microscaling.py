@@ -24,12 +24,15 @@ from ops.triton_kernels.float_bits import (
     ABOVE_1_75,
     EXPONENT,
     EXPONENT_AND_SIGN,
+    SECOND,
     as_bits,
     as_float,
+    first_of,
     larger,
     nearest,
     nearest_e4m3,
     negative,
+    second_of,
 )
 from ops.triton_kernels.philox import random_bytes, random_words
 
@@ -40,20 +43,10 @@ MX_WARPS, FP4_WARPS = 4, 2
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 NEGATIVE = tl.constexpr(NEGATIVE_ROWS)
 FP4_BLOCK, MX_BLOCK = tl.constexpr(16), tl.constexpr(32)
-SIGNS, MAGNITUDES, SECOND = tl.constexpr(-0x7FFF8000), tl.constexpr(0x7FFF7FFF), tl.constexpr(-0x10000)
+SIGNS, MAGNITUDES = tl.constexpr(-0x7FFF8000), tl.constexpr(0x7FFF7FFF)
 
 
 # --- words of two numbers ---
-
-
-@triton.jit
-def _first(words):
-    return as_float(words << 16)
-
-
-@triton.jit
-def _second(words):
-    return as_float(words & SECOND)
 
 
 @triton.jit
@@ -65,7 +58,7 @@ def _words(first, second):
 @triton.jit
 def _larger(words):
     """The larger magnitude of each word's two numbers, as an integer, which orders as the number does."""
-    return as_bits(larger(tl.abs(_first(words)), tl.abs(_second(words))))
+    return as_bits(larger(tl.abs(first_of(words)), tl.abs(second_of(words))))
 
 
 @triton.jit
@@ -135,8 +128,8 @@ def _numbers(rows):
     """Rows of the words' first numbers and rows of their second ones, fp32."""
     first, second = (), ()
     for row in tl.static_range(16):
-        first = first + (_first(rows[row]),)  # type: ignore[assignment]
-        second = second + (_second(rows[row]),)  # type: ignore[assignment]
+        first = first + (first_of(rows[row]),)  # type: ignore[assignment]
+        second = second + (second_of(rows[row]),)  # type: ignore[assignment]
     return first, second
 
 
@@ -232,8 +225,8 @@ def _fp4_values(x, scale, encode, factor, random, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _fp4_words(words, scales, encodes, factor, random, STOCHASTIC: tl.constexpr):
     """scales, encodes, random: for the first and for the second numbers."""
-    first = _fp4_values(_first(words), scales[0], encodes[0], factor, random[0], STOCHASTIC)
-    second = _fp4_values(_second(words), scales[1], encodes[1], factor, random[1], STOCHASTIC)
+    first = _fp4_values(first_of(words), scales[0], encodes[0], factor, random[0], STOCHASTIC)
+    second = _fp4_values(second_of(words), scales[1], encodes[1], factor, random[1], STOCHASTIC)
     return bf16_words(first, second) | (words & SIGNS)
 
 
