@@ -198,8 +198,8 @@ def _fp4_globals(amax):
 
 @triton.jit
 def _fp4_scales(amax, g):
-    """amax of blocks, fp32 -> the blocks' scales, E4M3 in fp32, and what they are multiplied by. If A
-    is nan, so is the global factor, and these may be anything."""
+    """amax of blocks, fp32 -> their scales, E4M3 in fp32, and what they are multiplied by. If A is nan, so is
+    the global factor, and these may be anything."""
     scale = nearest_e4m3(amax * (g * 0.16666666666666666))
     return scale, tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, g)), FP32_MAX)
 
@@ -231,9 +231,7 @@ def _fp4_words(words, scales, encodes, factor, random, STOCHASTIC: tl.constexpr)
 
 
 @triton.jit(do_not_specialize_on_alignment=["amaxes", "key"])
-def _nvfp4(
-    x, amaxes, key, by_rows, by_columns, N, STOCHASTIC: tl.constexpr, TILE_N: tl.constexpr
-):  # fmt: skip
+def _nvfp4(x, amaxes, key, by_rows, by_columns, N, STOCHASTIC: tl.constexpr, TILE_N: tl.constexpr):
     n, inside = _words_of_tile(N, TILE_N)
     rows = _load_rows(x, n, inside, N, FP4_BLOCK)
     at = tl.program_id(1).to(tl.int64) * FP4_BLOCK * N + n
