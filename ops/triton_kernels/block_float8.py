@@ -26,7 +26,9 @@ from ops.triton_kernels.float8 import (
     store_transposed,
 )
 from ops.triton_kernels.float_bits import (
+    ABOVE_1_75,
     EXPONENT,
+    EXPONENT_AND_SIGN,
     as_bits,
     as_float,
     larger,
@@ -37,9 +39,6 @@ from ops.triton_kernels.float_bits import (
 
 BLOCK = tl.constexpr(128)
 NUM_WARPS = 8
-# Added to the bits of an fp32 number, it carries into the exponent where the mantissa is above 1.75.
-ABOVE_1_75 = tl.constexpr(0x1FFFFF)
-EXPONENT_AND_SIGN = tl.constexpr(-0x800000)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """fp32 numbers as the integers that their bits are, and rounding by arithmetic that is exact on every GPU:
 those before Ada have no instruction for fp8.
 
-    rounding    x + c - c, with c so large that the sum's last digit is the format's step; ties go to even
+    rounding    c - (c - x), with c so large that the difference's last digit is the format's step; ties go
+                to even. c is x * 2^n: no need to find the power of two in x
     amax        of magnitudes as integers, in which nan is larger than inf, or by `largest`: tl.max skips nan
 """
 
@@ -12,7 +13,10 @@ import triton.language as tl
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
-MANTISSA = tl.constexpr(0x007FFFFF)
+EXPONENT_AND_SIGN = tl.constexpr(-0x800000)
+SECOND = tl.constexpr(-0x10000)  # the high half of a word
+# Added to the bits of an fp32 number, it carries into the exponent where the mantissa is above 1.75.
+ABOVE_1_75 = tl.constexpr(0x1FFFFF)
 
 
 @triton.jit
@@ -23,6 +27,17 @@ def as_bits(x):
 @triton.jit
 def as_float(bits):
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_of(words):
+    """The number in the low half of a word of two bf16 numbers, fp32."""
+    return as_float(words << 16)
+
+
+@triton.jit
+def second_of(words):
+    return as_float(words & SECOND)
 
 
 @triton.jit
@@ -37,11 +52,18 @@ def with_sign_of(magnitude, x):
 
 
 @triton.jit
+def negative(x):
+    """-x as a part of the instruction that takes it: Triton's own is 0 - x, and one more."""
+    return x * -1.0
+
+
+@triton.jit
 def nearest(magnitude, MANTISSA_BITS: tl.constexpr, SMALLEST_EXPONENT: tl.constexpr):
     """Rounded to so many bits of mantissa, and to the step of 2^SMALLEST_EXPONENT below it."""
-    exponent = tl.maximum(as_bits(magnitude) & EXPONENT, (SMALLEST_EXPONENT + 127) << 23)
-    c = as_float(exponent + ((23 - MANTISSA_BITS) << 23))
-    return (magnitude + c) - c
+    factor: tl.constexpr = 2.0 ** (23 - MANTISSA_BITS)
+    # A little more than a power of two: the difference with just that power would have a digit more.
+    large = tl.maximum(magnitude, 2.0**SMALLEST_EXPONENT * (1 + 2.0**-18))
+    return tl.fma(large, factor, negative(tl.fma(large, factor, negative(magnitude))))
 
 
 @triton.jit

@@ -21,6 +21,19 @@ def test_every_kernel_gives_the_bits_of_its_plain_form(shape):
     assert_kernels_equal_plain_forms(shape, "cuda")
 
 
+def test_a_matrix_may_begin_between_two_words_of_memory():
+    x = random_bf16(1, 64 * 96 + 1, device="cuda")[0, 1:].view(64, 96)
+    assert x.data_ptr() % 4 == 2
+
+    def operands(x):
+        amaxes = emulation.nvfp4_amaxes(x)
+        weight = emulation.nvfp4_weight(x, amaxes[0])
+        return amaxes, weight, *emulation.mxfp8_operand(x), *emulation.nvfp4_operand(x, amaxes)
+
+    for a, b in zip(operands(x), operands(x.clone()), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_operations_run_the_kernels_on_a_gpu_also_compiled():
     x = random_bf16(96, 544)
 

@@ -6,7 +6,7 @@ from support.tensors import random
 
 from ops import emulation
 from ops.quantization.random_bits import random_key
-from ops.triton_kernels import microscaling
+from ops.triton_kernels import microscaling, philox
 
 KEY = random_key(2**40 + 7, iteration=2**31 + 5, micro_step=3, tensor=2**30 - 1)
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -57,7 +57,7 @@ def assert_kernels_equal_plain_forms(shape, device):
 
 
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported
-    triton_interpreter.prepare()
+    triton_interpreter.prepare(microscaling, philox)
     microscaling.TILE_N = 64  # the interpreter needs 0.2 s for a program: 96 columns are two tiles
     assert_kernels_equal_plain_forms((32, 96), "cpu")
     print("equal")

@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from ops.quantization.formats import to_float8
 from ops.triton_kernels import float8
-from ops.triton_kernels.float_bits import as_float, magnitude_bits
+from ops.triton_kernels.float_bits import as_float, magnitude_bits, nearest_e4m3, with_sign_of
 
 FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
@@ -54,6 +54,53 @@ def rounded(x, dtype: tl.constexpr):
     return x.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def second(words):
+    return as_float(words & -0x10000)
+
+
+@triton.jit
+def bf16_words(first_number, second_number):
+    low = rounded(first_number, tl.bfloat16).to(tl.int32, bitcast=True)
+    high = rounded(second_number, tl.bfloat16).to(tl.int32, bitcast=True)
+    return high | ((low >> 16) & 0xFFFF)
+
+
+@triton.jit
+def larger_words(a, b):
+    low = tl.maximum(a & 0xFFFF, b & 0xFFFF)
+    return tl.maximum(a >> 16, b >> 16) << 16 | low
+
+
+@triton.jit
+def mx_number(x, inverse, scale):
+    return with_sign_of(nearest_e4m3(tl.abs(x * inverse)), x) * scale
+
+
+@triton.jit
+def mx_words(words, inverse, scale):
+    low = mx_number(as_float(words << 16), as_float(inverse << 16), as_float(scale << 16))
+    return bf16_words(low, mx_number(second(words), second(inverse), second(scale)))
+
+
+@triton.jit
+def add_toward_zero(x, FACTOR: tl.constexpr, addend):
+    """For a sum with a last digit of x * FACTOR * 2^-23."""
+    total = x * FACTOR + addend
+    above = total - x * FACTOR > addend
+    return tl.where(above, total - x * (FACTOR * 2.0**-23), total)
+
+
+@triton.jit
+def in_threads_of(x, y):
+    return x
+
+
+REPLACED = (
+    largest, sigmoid, rounded, bf16_words, larger_words, mx_words, add_toward_zero, in_threads_of
+)  # fmt: skip
+
+
 def patch_tensors(patch, tensor, scope):
     """Loops that begin at a program's number: NumPy 2.4 makes no number of an array of one."""
     patch(tensor, scope)
@@ -66,6 +113,6 @@ def prepare(*modules) -> None:
     interpreter._patch_lang_tensor = partial(patch_tensors, interpreter._patch_lang_tensor)
     float8._four_bytes, float8._two_bytes = four_bytes, two_bytes
     for module in modules:
-        for function in (largest, sigmoid, rounded):
+        for function in REPLACED:
             if hasattr(module, function.fn.__name__):
                 setattr(module, function.fn.__name__, function)

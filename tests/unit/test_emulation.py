@@ -138,6 +138,6 @@ def test_the_kernels_give_the_bits_of_the_plain_forms_in_tritons_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

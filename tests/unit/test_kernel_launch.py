@@ -140,7 +140,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_cross_entropy(x, ids, True)
     triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
     one = torch.ones(())
-    triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 5), (0.9, 0.95), 1e-8, 0.1)
+    triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 6), (0.9, 0.95), 1e-8, 0.1)
     triton_mxfp8(x.repeat(2, 1))
     triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
     triton_nvfp4_square(x, torch.ones(()))
