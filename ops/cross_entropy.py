@@ -12,7 +12,7 @@ from torch.library import custom_op
 
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
-from ops.low_precision import METHODS, Kept, LowPrecision, gradient_operand, of_float8, product
+from ops.low_precision import METHODS, Kept, LowPrecision, gradient_operand, of_float8, of_part, product
 from ops.matmul import add_weight_gradient, input_gradient, linear
 
 
@@ -58,11 +58,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         dweight = None
         if gradient:
             dweight = total if ctx.in_place else torch.zeros_like(weight, dtype=torch.float32)
-        part = _low_precision_loss if low else _loss
-        parts = [
-            part(x_part, low or weight, target_part, dweight, scale if ctx.in_place else None)
-            for x_part, target_part in zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
-        ]
+        sums = dweight, scale if ctx.in_place else None
+        pairs = zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
+        if low is None:
+            parts = [_loss(*pair, weight, *sums) for pair in pairs]
+        else:
+            parts = [_low_precision_loss(*pair, of_part(low, i), *sums) for i, pair in enumerate(pairs)]
         losses, dxs = zip(*parts, strict=True)
         if gradient:
             dx = torch.cat(dxs) if len(dxs) > 1 else dxs[0]
@@ -83,7 +84,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx, None, None, None, None, None, None, None
 
 
-def _loss(x, weight, targets, dweight, scale):
+def _loss(x, targets, weight, dweight, scale):
     """Sum of the losses, and the gradient of x. Adds the weight's to dweight, if there is one, times scale,
     if there is one."""
     # scale is for x and not for the logits' gradient, which has many numbers just above -1: in bf16, all of
@@ -97,7 +98,7 @@ def _loss(x, weight, targets, dweight, scale):
     return losses.sum(), input_gradient(logits, weight)
 
 
-def _low_precision_loss(x, low: LowPrecision, targets, dweight, scale):
+def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
     """_loss in low precision."""
     method, weight = METHODS[low.method], low.weight
     logits, operand = product(x, None, low)

@@ -14,6 +14,7 @@ M tokens · K, N widths
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from ops import block_float8, emulation, float8
 from ops.delayed_float8 import delayed_quantize, delayed_requantize
 from ops.matmul import add_weight_gradient, input_gradient, linear
 from ops.recipes import RECIPES
+
+BITS_OF_A_PART = 2**20  # tensor numbers between the parts of a tensor: more than a model has layers
 
 
 class Operand(NamedTuple):
@@ -66,51 +69,52 @@ class Kept(NamedTuple):
 def unpack_kept(saved: Sequence[torch.Tensor | None]) -> list[Kept]:
     """The Kept of several Linears, out of the tensors that a backward gets back in one row."""
     size = len(Kept._fields)
-    return [Kept(*saved[i : i + size]) for i in range(0, len(saved), size)]  # type: ignore[arg-type]  # no None is there in a field that has none
+    parts = [saved[i : i + size] for i in range(0, len(saved), size)]
+    return [Kept(*part) for part in parts]  # type: ignore[arg-type]  # scales alone may be None
 
 
 # --- methods ---
 
 
-class Method:
+class Method(ABC):
     """Makes operands and multiplies them. amax: of the matrix, if somebody knows it (ops/float8.py)."""
 
     one_scale = False  # for a whole matrix, so that whoever writes it can help: with its amax, or in fp8
     emulated = False  # in bf16
     multiple = 1  # rows of an operand are a multiple of it
 
+    @abstractmethod
     def activation(self, x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
         """x (M, K)."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def gradient(self, dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
         """dy (M, N)."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def empty_weight(self, weight: torch.Tensor) -> Operand:
         """Room for a weight (N, K); requantize() fills it."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def requantize(self, weights: Sequence[torch.Tensor], into: Sequence[LowPrecision]) -> None:
         """Writes weights, rounded to bf16, into the tensors of `into`, whose addresses stay: captured code
         has them."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def forward(self, x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
         """x w^T (M, N) in dtype."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def input_gradient(self, dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """dy w (M, K) in dtype."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def weight_gradient(self, dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """dy^T x (N, K) in dtype."""
-        raise AssertionError("each method has its own")
 
+    @abstractmethod
     def add_weight_gradient(self, dy: Operand, kept: Kept, total: torch.Tensor) -> None:
         """total (N, K) fp32 += dy^T x."""
-        raise AssertionError("each method has its own")
 
 
 class Scaled(Method):
@@ -324,6 +328,15 @@ def linear_forward(
     """x (..., K) -> x w^T (M, N), and what the backward needs."""
     y, operand = product(x.flatten(0, -2), amax, low)
     return y, Kept(operand.columns, operand.columns_scale, low.weight.columns, low.weight.columns_scale)
+
+
+def of_part(low: LowPrecision, part: int) -> LowPrecision:
+    """For a part of the tokens of a micro-step, which has random bits of its own. Parts count from 0."""
+    method, dtype, weight, total, key, scalings = low
+    if key is not None and part:
+        key = key.clone()
+        key[3] += part * BITS_OF_A_PART
+    return LowPrecision(method, dtype, weight, total, key, scalings)
 
 
 def gradient_operand(dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:

@@ -18,6 +18,7 @@ from support.tensors import error, random_bf16, use_recipe
 from model_builder import build_model
 from model_config import model_config
 from ops import emulation
+from ops.cross_entropy import LinearCrossEntropy
 from ops.delayed_float8 import delayed_quantize
 from ops.linear import Linear, refresh_weights
 from ops.low_precision import METHODS
@@ -108,6 +109,18 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     first, second, again = (input_gradient(compiled, iteration) for iteration in (0, 1, 0))
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert torch.equal(first, input_gradient(layer, 0)) and torch.equal(second, input_gradient(layer, 1))
+
+
+@pytest.mark.parametrize("recipe", EMULATED)
+def test_parts_of_the_head_have_random_bits_of_their_own(recipe):
+    """The same tokens in two parts have the same gradients, but for stochastic rounding."""
+    low = emulated_linear(recipe, random_key(seed=3)).low_precision
+    half = random_bf16(M, K)
+    x, targets = torch.cat((half, half)).requires_grad_(), (torch.arange(2 * M) % M)
+    LinearCrossEntropy.apply(x, random_bf16(N, K), targets, None, low, 2, True, None).backward()
+    first, second = x.grad.chunk(2)
+    assert torch.equal(first, second) == (recipe != "nvfp4")
+    assert error(first, second) < 0.3
 
 
 @pytest.mark.parametrize("recipe", EMULATED)
