@@ -12,7 +12,8 @@ from torch.library import custom_op
 
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
-from ops.low_precision import METHODS, Kept, LowPrecision, gradient_operand, of_float8, of_part, product
+from ops.low_precision import gradient_operand, of_part, product
+from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
 from ops.matmul import add_weight_gradient, input_gradient, linear
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.library import custom_op
 
 from ops.linear import Linear
-from ops.low_precision import Kept, LowPrecision, gradient_operand, linear_backward, linear_forward
+from ops.low_precision import gradient_operand, linear_backward, linear_forward
+from ops.low_precision_methods import Kept, LowPrecision
 
 
 class Rotary(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops.low_precision import METHODS, LowPrecision, LowPrecisionLinear
+from ops.low_precision import LowPrecisionLinear
+from ops.low_precision_methods import METHODS, LowPrecision
 from ops.matmul import add_weight_gradient, chosen, input_gradient, linear
 from ops.norm import Delta
 

@@ -15,15 +15,8 @@ from torch.library import custom_op
 from ops.delayed_float8 import empty_float8, plain_delayed_quantize
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
-from ops.low_precision import (
-    LowPrecision,
-    Operand,
-    gradient_operand,
-    linear_backward,
-    linear_forward,
-    of_float8,
-    unpack_kept,
-)
+from ops.low_precision import gradient_operand, linear_backward, linear_forward, unpack_kept
+from ops.low_precision_methods import LowPrecision, Operand, of_float8
 from ops.norm import Delta
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax

@@ -5,7 +5,7 @@ import torch
 from model_config import model_config
 from ops import float8
 from ops.linear import Linear, refresh_weights
-from ops.low_precision import METHODS, LowPrecision
+from ops.low_precision_methods import METHODS, LowPrecision
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 CONFIG = model_config("qwen3", n_layer=1, n_head=2, n_embd=32, vocab_size=64, block_size=64)
@@ -40,7 +40,7 @@ def fp8_linear(weight):
 
 
 def use_recipe(layer, method, key=None, gradient_dtype=E5M2):
-    """The same Linear in low precision, by a method of ops/low_precision.py, its weight quantized."""
+    """The same Linear in low precision, by a method of METHODS, its weight quantized."""
     weight = METHODS[method].empty_weight(layer.weight.detach())
     layer.low_precision = LowPrecision(method, gradient_dtype, weight, key=key)
     refresh_weights(layer)

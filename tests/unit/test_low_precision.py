@@ -21,7 +21,7 @@ from ops import emulation
 from ops.cross_entropy import LinearCrossEntropy
 from ops.delayed_float8 import delayed_quantize
 from ops.linear import Linear, refresh_weights
-from ops.low_precision import METHODS
+from ops.low_precision_methods import METHODS
 from ops.quantization import blockwise, mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key

@@ -1,6 +1,7 @@
 """Chooses the layers that compute in low precision, and keeps what they need from one micro-step to the next.
 
-ops/recipes.py has the recipes, ops/low_precision.py computes them, capability.py says how a device does.
+ops/recipes.py has the recipes, ops/low_precision_methods.py computes them, capability.py says how a device
+does.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import re
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from ops.block_float8 import compare_with_emulation
 
 from common.errors import RunError, UserError
 from ops import float8
+from ops.block_float8 import compare_with_emulation
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
 from ops.float8 import FORWARD, GRADIENT, quantize
 from ops.linear import Linear
-from ops.low_precision import METHODS, LowPrecision, Scaling
+from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization.delayed_scaling import update_all
 from ops.quantization.random_bits import random_key
 from ops.recipes import DELAYED, RANDOM, RECIPES
@@ -168,8 +169,8 @@ def has_low_precision_head(config: TrainConfig) -> bool:
 
 
 def method_name(recipe: str, device: torch.device) -> str:
-    """Of ops/low_precision.py's METHODS: the recipe's own, or its emulation in bf16. That of fp8_tensorwise
-    on a CPU is in its matmul."""
+    """In METHODS: the recipe's own, or its emulation in bf16. That of fp8_tensorwise on a CPU is in its
+    matmul."""
     emulated = low_precision_support(recipe, capability(device)) == EMULATED
     return f"emulated {recipe}" if emulated and f"emulated {recipe}" in METHODS else recipe
 
@@ -237,7 +238,8 @@ def executed_as(config: TrainConfig, device: torch.device) -> str:
 
 
 def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
-    """'nvfp4 matmuls in layers but the last 4 blocks (bf16, emulates nvfp4)'."""
+    """'nvfp4 matmuls in layers but the last 4 blocks (bf16, emulates nvfp4)'. A dry run, which looks at no
+    device, does not know what is executed."""
     text = f"{config.low_precision} matmuls in {config.low_precision_scope}"
     counts = {"first": config.low_precision_skip_first, "last": config.low_precision_skip_last}
     if skipped := " and ".join(f"{name} {count} blocks" for name, count in counts.items() if count):

@@ -31,7 +31,7 @@ from common.errors import UserError
 from model import Transformer
 from ops import cublaslt, float8
 from ops.linear import Linear
-from ops.low_precision import METHODS
+from ops.low_precision_methods import METHODS
 from ops.matmul import Matmul, Plan, candidates, chosen, matmul_by_torch, multiply
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import GRADIENT_DTYPES

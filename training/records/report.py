@@ -244,14 +244,12 @@ def _datasets(config: TrainConfig, info: dict) -> Section:
 
 def _precision(config: TrainConfig, info: dict) -> str:
     stored, moments = config.param_dtype, config.adam_dtype
-    both = stored == moments
-    text = f"{config.dtype} compute, {stored} weights"
-    text += " and optimizer state" if both else f", {moments} optimizer state"
+    state = " and" if stored == moments else f", {moments}"
+    text = f"{config.dtype} compute, {stored} weights{state} optimizer state"
     if config.weight_rounding != "nearest":
         text += f", {config.weight_rounding} rounding to bfloat16"
     if config.low_precision != "none":
-        executed = info.get("low_precision", {}).get("executed")  # a dry run looks at no device
-        text += f"; {low_precision_line(config, executed)}"
+        text += f"; {low_precision_line(config, info.get('low_precision', {}).get('executed'))}"
     return text
 
 

@@ -1,0 +1,294 @@
+"""Methods of low precision: how each recipe of ops/recipes.py makes operands, and how it multiplies them.
+
+    scaled     fp8 operands, multiplied by tensor cores: with one scale each (ops/float8.py), which may come
+               from earlier micro-steps (ops/delayed_float8.py), or one a block (ops/block_float8.py)
+    emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
+               that of block-scaled tensor cores, up to the order of sums; it is no faster: ops/emulation.py
+
+M tokens · K, N widths
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ops import block_float8, emulation, float8
+from ops.delayed_float8 import delayed_quantize, delayed_requantize
+from ops.matmul import add_weight_gradient, input_gradient, linear
+from ops.recipes import RECIPES
+
+
+class Operand(NamedTuple):
+    """A matrix (M, N) for two matmuls. Scaled: with inverse scales, and columns is transposed, (N, M).
+    Emulated: both forms are (M, N) in bf16, without scales."""
+
+    rows: torch.Tensor  # for the product that sums over N
+    columns: torch.Tensor  # for the product that sums over M
+    rows_scale: torch.Tensor | None = None
+    columns_scale: torch.Tensor | None = None
+
+
+class Scaling(NamedTuple):
+    """What delayed scaling knows of one tensor: () fp32 each, views into tensors of the whole model."""
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+
+
+class LowPrecision(NamedTuple):
+    """What a Linear in low precision has beside its weight (N, K)."""
+
+    method: str  # of METHODS
+    gradient_dtype: torch.dtype  # of fp8 gradients
+    weight: Operand
+    gradient_sum: torch.Tensor | None = None  # (N, K) fp32, to which the backward adds the weight's gradient
+    key: torch.Tensor | None = None  # int64 (4), what random bits are for (ops/quantization/random_bits.py)
+    scalings: tuple[Scaling, Scaling, Scaling] | None = None  # of x, w and dy
+
+
+class Kept(NamedTuple):
+    """What the backward of y = x w^T needs of x and w."""
+
+    x_columns: torch.Tensor
+    x_scale: torch.Tensor | None
+    weight_columns: torch.Tensor
+    weight_scale: torch.Tensor | None
+
+
+# --- methods ---
+
+
+class Method(ABC):
+    """Makes operands and multiplies them. amax: of the matrix, if somebody knows it (ops/float8.py)."""
+
+    one_scale = False  # for a whole matrix, so that whoever writes it can help: with its amax, or in fp8
+    emulated = False  # in bf16
+    multiple = 1  # rows of an operand are a multiple of it
+
+    @abstractmethod
+    def activation(self, x: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
+        """x (M, K)."""
+
+    @abstractmethod
+    def gradient(self, dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
+        """dy (M, N)."""
+
+    @abstractmethod
+    def empty_weight(self, weight: torch.Tensor) -> Operand:
+        """Room for a weight (N, K); requantize() fills it."""
+
+    @abstractmethod
+    def requantize(self, weights: Sequence[torch.Tensor], into: Sequence[LowPrecision]) -> None:
+        """Writes weights, rounded to bf16, into the tensors of `into`, whose addresses stay: captured code
+        has them."""
+
+    @abstractmethod
+    def forward(self, x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+        """x w^T (M, N) in dtype."""
+
+    @abstractmethod
+    def input_gradient(self, dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """dy w (M, K) in dtype."""
+
+    @abstractmethod
+    def weight_gradient(self, dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """dy^T x (N, K) in dtype."""
+
+    @abstractmethod
+    def add_weight_gradient(self, dy: Operand, kept: Kept, total: torch.Tensor) -> None:
+        """total (N, K) fp32 += dy^T x."""
+
+
+class Scaled(Method):
+    """fp8, one scale for a matrix, computed from it: fp8_tensorwise."""
+
+    one_scale = True
+
+    def activation(self, x, amax, low):
+        return of_float8(float8.quantize(x, float8.FORWARD, amax))
+
+    def gradient(self, dy, amax, low):
+        return of_float8(float8.quantize(dy, low.gradient_dtype, amax))
+
+    def empty_weight(self, weight):
+        return of_float8(float8.empty_like(weight))
+
+    def requantize(self, weights, into):
+        float8.requantize(weights, [as_float8(low.weight) for low in into])
+
+    def forward(self, x, weight, dtype):
+        return float8.matmul(x.rows, weight.rows, x.rows_scale, weight.rows_scale, dtype, fast=True)
+
+    def input_gradient(self, dy, kept, dtype):
+        return float8.matmul(dy.rows, kept.weight_columns, dy.rows_scale, kept.weight_scale, dtype)
+
+    def weight_gradient(self, dy, kept, dtype):
+        return float8.matmul(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, dtype)
+
+    def add_weight_gradient(self, dy, kept, total):
+        float8.add_float8_weight_gradient(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, total)
+
+
+class Delayed(Scaled):
+    """fp8, one scale for a matrix, computed from its amaxes in earlier micro-steps: fp8_delayed."""
+
+    def activation(self, x, amax, low):
+        scale, found = low.scalings[0]
+        return of_float8(delayed_quantize(x, scale, found, float8.FORWARD, amax))
+
+    def gradient(self, dy, amax, low):
+        scale, found = low.scalings[2]
+        return of_float8(delayed_quantize(dy, scale, found, low.gradient_dtype, amax))
+
+    def requantize(self, weights, into):
+        scales, amaxes = zip(*(low.scalings[1] for low in into), strict=True)
+        torch._foreach_zero_(list(amaxes))  # a checkpoint may have replaced the weights that they are of
+        delayed_requantize(weights, [as_float8(low.weight) for low in into], scales, amaxes)
+
+
+class Blockwise(Method):
+    """fp8, one scale for a block of 128: fp8_blockwise, on Hopper."""
+
+    multiple = block_float8.BLOCK
+
+    def activation(self, x, amax, low):
+        return of_blocks(block_float8.block_operand(x))
+
+    def gradient(self, dy, amax, low):
+        return of_blocks(block_float8.block_operand(dy))
+
+    def empty_weight(self, weight):
+        return of_blocks(block_float8.empty_block_weight(weight))
+
+    def requantize(self, weights, into):
+        block_float8.write_block_weights(weights, [as_blocks(low.weight) for low in into])
+
+    def forward(self, x, weight, dtype):
+        return block_float8.block_matmul(x.rows, x.rows_scale, weight.rows, weight.rows_scale, True, dtype)
+
+    def input_gradient(self, dy, kept, dtype):
+        weight = kept.weight_columns, kept.weight_scale
+        return block_float8.block_matmul(dy.rows, dy.rows_scale, *weight, True, dtype)
+
+    def weight_gradient(self, dy, kept, dtype):
+        x = kept.x_columns, kept.x_scale
+        return block_float8.block_matmul(dy.columns, dy.columns_scale, *x, False, dtype)
+
+    def add_weight_gradient(self, dy, kept, total):
+        x = kept.x_columns, kept.x_scale
+        block_float8.add_block_weight_gradient(dy.columns, dy.columns_scale, *x, total)
+
+
+class Emulated(Method):
+    """Multiplies in bf16."""
+
+    emulated = True
+
+    def forward(self, x, weight, dtype):
+        return linear(x.rows, weight.rows)
+
+    def input_gradient(self, dy, kept, dtype):
+        return input_gradient(dy.rows, kept.weight_columns)
+
+    def weight_gradient(self, dy, kept, dtype):
+        return dy.columns.t() @ kept.x_columns
+
+    def add_weight_gradient(self, dy, kept, total):
+        add_weight_gradient(dy.columns, kept.x_columns, total)
+
+
+class EmulatedBlockwise(Emulated):
+    multiple = block_float8.BLOCK
+
+    def activation(self, x, amax, low):
+        return Operand(*block_float8.block_emulated_operand(x))
+
+    def gradient(self, dy, amax, low):
+        return Operand(*block_float8.block_emulated_operand(dy))
+
+    def empty_weight(self, weight):
+        both = _empty_bf16(weight)  # blocks are square, so that rows and columns are the same numbers
+        return Operand(both, both)
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            low.weight.rows.copy_(block_float8.block_emulated_weight(weight.to(torch.bfloat16)))
+
+
+class EmulatedMxfp8(Emulated):
+    multiple = RECIPES["mxfp8"].alignment
+
+    def activation(self, x, amax, low):
+        return Operand(*emulation.mxfp8_operand(x))
+
+    def gradient(self, dy, amax, low):
+        return Operand(*emulation.mxfp8_operand(dy))
+
+    def empty_weight(self, weight):
+        return Operand(_empty_bf16(weight), _empty_bf16(weight))
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            rows, columns = emulation.mxfp8_operand(weight.to(torch.bfloat16))
+            low.weight.rows.copy_(rows)
+            low.weight.columns.copy_(columns)
+
+
+class EmulatedNvfp4(Emulated):
+    multiple = emulation.FP4_BLOCK
+
+    def activation(self, x, amax, low):
+        return Operand(*_nvfp4(x, None))
+
+    def gradient(self, dy, amax, low):
+        return Operand(*_nvfp4(dy, low.key))
+
+    def empty_weight(self, weight):
+        both = _empty_bf16(weight)  # blocks are square
+        return Operand(both, both)
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            rounded = weight.to(torch.bfloat16)
+            low.weight.rows.copy_(emulation.nvfp4_weight(rounded, rounded.abs().amax().float()))
+
+
+METHODS: dict[str, Method] = {
+    "fp8_tensorwise": Scaled(),
+    "fp8_delayed": Delayed(),
+    "fp8_blockwise": Blockwise(),
+    "emulated fp8_blockwise": EmulatedBlockwise(),
+    "emulated mxfp8": EmulatedMxfp8(),
+    "emulated nvfp4": EmulatedNvfp4(),
+}
+
+
+def of_float8(matrix: float8.Float8) -> Operand:
+    return Operand(*matrix[:2], matrix.inverse_scale, matrix.inverse_scale)
+
+
+def as_float8(matrix: Operand) -> float8.Float8:
+    assert matrix.rows_scale is not None
+    return float8.Float8(matrix.rows, matrix.columns, matrix.rows_scale)
+
+
+def of_blocks(matrix: block_float8.BlockFloat8) -> Operand:
+    values, scales, transposed, transposed_scales = matrix
+    return Operand(values, transposed, scales, transposed_scales)
+
+
+def as_blocks(matrix: Operand) -> block_float8.BlockFloat8:
+    assert matrix.rows_scale is not None and matrix.columns_scale is not None
+    return block_float8.BlockFloat8(matrix.rows, matrix.rows_scale, matrix.columns, matrix.columns_scale)
+
+
+def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), key)
+
+
+def _empty_bf16(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight, dtype=torch.bfloat16)
