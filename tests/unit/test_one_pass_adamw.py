@@ -298,4 +298,4 @@ def test_the_norm_of_a_whole_bucket_is_that_of_its_gradients():
         bucket.views[name][: size[0]].add_(grad)
     assert len(bucket.views["a"]) == 68
     expected = torch.cat([grad.flatten() for grad in grads]).double().norm()
-    assert norm([bucket.gradients]).item() == pytest.approx(expected.item(), rel=1e-7)
+    assert norm(bucket.gradients).item() == pytest.approx(expected.item(), rel=1e-7)

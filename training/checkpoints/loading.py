@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import model_builder
 from common.errors import UserError
-from model import Transformer
+from model import Attend, Transformer, manual_attention
 from model_config import ModelConfig
 from training.checkpoints.folder import MANIFEST, find_checkpoint
 from training.checkpoints.saved_state import SavedState, read_state
@@ -59,10 +59,12 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
     return Progress(saved.iteration, saved.samples_seen, saved.best_val_loss, saved.val_loss)
 
 
-def load_model(out_dir: Path, which: str, device: torch.device) -> tuple[Path, SavedState, Transformer]:
+def load_model(
+    out_dir: Path, which: str, device: torch.device, attend: Attend = manual_attention
+) -> tuple[Path, SavedState, Transformer]:
     """The checkpoint that was found, what it says, and its model with its weights, for sampling. Raises
     UserError."""
-    return with_checkpoint(out_dir, which, lambda folder: (folder, *load_weights(folder, device)))
+    return with_checkpoint(out_dir, which, lambda folder: (folder, *load_weights(folder, device, attend)))
 
 
 def with_checkpoint(out_dir: Path, which: str, use: Callable[[Path], T]) -> T:
@@ -79,13 +81,15 @@ def with_checkpoint(out_dir: Path, which: str, use: Callable[[Path], T]) -> T:
     raise deleted_too_fast(out_dir)
 
 
-def load_weights(folder: Path, device: torch.device) -> tuple[SavedState, Transformer]:
+def load_weights(
+    folder: Path, device: torch.device, attend: Attend = manual_attention
+) -> tuple[SavedState, Transformer]:
     """Loads only the weights of a verified checkpoint, into one process's model. Raises UserError."""
     opened = _open(folder)
     if isinstance(opened, UserError):
         raise opened
     saved, reader = opened
-    model = model_builder.build_model(saved.model_config).init_weights(device, seed=0)
+    model = model_builder.build_model(saved.model_config, attend).init_weights(device, seed=0)
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     _load(folder, reader, tensors, no_dist=True)
     return saved, model

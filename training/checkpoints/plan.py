@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ops.quantization import adamw_8bit
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import checkpoint_interval
@@ -45,8 +46,9 @@ def plan_saves(config: TrainConfig, start: int) -> SavePlan:
 
 def checkpoint_bytes(parameters: int, config: TrainConfig) -> int:
     """The size of one, except for a few kilobytes: each parameter with its two moments."""
-    weight, moment = (DTYPES[name].itemsize for name in (config.param_dtype, config.adam_dtype))
-    return parameters * (weight + 2 * moment)
+    eight_bit = config.adam_dtype == "8bit"
+    moment = adamw_8bit.BYTES if eight_bit else DTYPES[config.adam_dtype].itemsize
+    return round(parameters * (DTYPES[config.param_dtype].itemsize + 2 * moment))
 
 
 def _when(config: TrainConfig, iterations: int, seconds: float, ends: bool) -> str:

@@ -35,7 +35,7 @@ from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damage_here, damaged
-from training.configuration.keys import FACTORS, GUARDED, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
@@ -125,6 +125,7 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
     if config.init_from == "resume":
         checkpoint, saved, renamed = _choose_checkpoint(config, world)
         check_architecture(checkpoint, saved.model_config, config.model_config())
+        config = _with_moments(checkpoint, saved.config.get("adam_dtype", "float32"), config)
         config = end_after_epochs(config, epoch, per_iteration, saved.iteration, saved.samples_seen)
         config = fix_schedule(config, saved.config)
         if not config.eval_only:
@@ -229,6 +230,20 @@ def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, worl
 
 
 # --- settings ---
+
+
+def _with_moments(folder: Path, saved: str, config: TrainConfig) -> TrainConfig:
+    """For an evaluation, with the checkpoint's adam_dtype. Raises UserError where only one of both has
+    moments of 8 bits: they have scales beside them."""
+    if saved == config.adam_dtype or "8bit" not in (saved, config.adam_dtype):
+        return config
+    if config.eval_only and saved in KEYS["adam_dtype"].choices:
+        return replace(config, adam_dtype=saved)  # type: ignore[arg-type]  # one of its choices
+    raise UserError(
+        f"{folder} has Adam moments with adam_dtype={saved!r}, but this run has "
+        f"adam_dtype={config.adam_dtype!r}, and moments of 8 bits are not converted; go on with "
+        f"--adam_dtype={saved}"
+    )
 
 
 def changed_settings(saved: SavedState, config: TrainConfig) -> dict[str, list]:

@@ -25,6 +25,12 @@ from training.process.world import World
 from training.strategies.strategy import Strategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight, beside the number of its steps
+SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}  # beside moments of 8 bits
+
+
+def moments_of(adam: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adam's moments of a weight, with their scales, if they have 8 bits."""
+    return {name: adam[name] for name in (*MOMENTS, *SCALES.values()) if name in adam}
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,8 @@ class TrainState:
         for shard in self.strategy.shards:
             adam = self.optimizer.state[shard.local]
             tensors[f"model.{shard.name}"] = self.strategy.as_global(shard, shard.local.detach())
-            for moment in MOMENTS:
-                tensors[f"optimizer.{shard.name}.{moment}"] = self.strategy.as_global(shard, adam[moment])
+            for name, tensor in moments_of(adam).items():
+                tensors[f"optimizer.{shard.name}.{name}"] = self.strategy.as_global(shard, tensor)
             tensors[f"optimizer.{shard.name}.step"] = adam["step"]
         return tensors
 

@@ -18,10 +18,11 @@ import model_builder
 from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
+from ops.quantization.adamw_8bit import is_quantized, scales_shape
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
 from training.checkpoints.saved_state import HALVES_FORMAT, STATE, SavedState, UnknownFormat, read_state
 from training.checkpoints.tensor_files import SUFFIX, TensorFiles, read_header
-from training.checkpoints.train_state import MOMENTS
+from training.checkpoints.train_state import SCALES
 from training.process.world import World, gather_objects
 
 HASH_THREADS = 4  # files hashed in parallel
@@ -144,22 +145,31 @@ def open_tensors(folder: Path, saved: SavedState) -> TensorFiles:
 
 
 def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:
-    """Raises ValueError unless every weight is there with its moments, in its shape, as floating point."""
+    """Raises ValueError unless every weight is there with its moments, in its shape, as floating point or as
+    bytes with their scales."""
     try:
         model = model_builder.build_model(config)  # on the meta device: only the shapes
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"its model cannot be built ({error})") from None
     for name, weight in model.named_parameters():
         _check_tensor(f"model.{name}", saved, weight.shape)
-        for moment in MOMENTS:
-            _check_tensor(f"optimizer.{name}.{moment}", saved, weight.shape)
+        for moment, scale in SCALES.items():
+            moment, scale = f"optimizer.{name}.{moment}", f"optimizer.{name}.{scale}"
+            has_8_bits = is_quantized(weight.shape) and scale in saved
+            _check_tensor(moment, saved, weight.shape, torch.uint8 if has_8_bits else None)
+            if has_8_bits:
+                _check_tensor(scale, saved, scales_shape(weight.shape))
         _check_tensor(f"optimizer.{name}.step", saved, torch.Size())
 
 
-def _check_tensor(name: str, saved: dict[str, Any], shape: torch.Size) -> None:
+def _check_tensor(
+    name: str, saved: dict[str, Any], shape: torch.Size, dtype: torch.dtype | None = None
+) -> None:
+    """dtype: None is any floating point."""
     found = saved.get(name)
     if not isinstance(found, TensorStorageMetadata):
         raise ValueError(f"the tensor {name} is missing")
-    if found.size != shape or not found.properties.dtype.is_floating_point:
-        kind = f"{found.properties.dtype} {tuple(found.size)}"
-        raise ValueError(f"the tensor {name} is {kind}, not of floating point and {tuple(shape)}")
+    kind = found.properties.dtype
+    if found.size != shape or not (kind == dtype if dtype else kind.is_floating_point):
+        wanted = dtype or "of floating point and"
+        raise ValueError(f"the tensor {name} is {kind} {tuple(found.size)}, not {wanted} {tuple(shape)}")

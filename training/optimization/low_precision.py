@@ -67,7 +67,7 @@ class RandomBits(LowPrecisionState):
         self.counter[1] += 1
         if last:
             self.counter[0] += 1
-            self.counter[1] = 0
+            self.counter[1].zero_()  # = 0 would wait for the GPU
         return loss
 
     def state(self) -> dict[str, torch.Tensor]:

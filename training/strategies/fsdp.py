@@ -18,7 +18,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
-from training.strategies.strategy import Shard, norm
+from training.strategies.strategy import Shard, norm, whole_shape
 
 
 class Fsdp:
@@ -126,15 +126,9 @@ class Fsdp:
         return any(shard.parameter.grad is not None for shard in self.shards)
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        whole = _sharded(shard.parameter)
-        return DTensor.from_local(
-            tensor,
-            whole.device_mesh,
-            whole.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        parameter, (shape, stride) = _sharded(shard.parameter), whole_shape(shard, tensor)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _sharded(tensor: torch.Tensor | None) -> DTensor:

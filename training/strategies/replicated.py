@@ -3,6 +3,7 @@ training/strategies/strategy.py says what each method is for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,28 +20,42 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World, all_gather, reduce_scatter
-from training.strategies.strategy import Shard, norm
+from training.strategies.strategy import Shard, norm, whole_shape
 
 LOSS_ROOM = 4  # floats; so the size of a message stays a multiple of 16 bytes
 
 
 class Bucket:
-    """The gradient sums of some modules, as views of one fp32 tensor: matrices first, then vectors.
+    """The gradient sums of some modules, as views of one fp32 tensor: matrices first, then vectors. With
+    gradient_dtype='bfloat16', matrices have a tensor of their own.
 
     They live as long as the run: the backward adds to them in place, and they are communicated in place.
     After the gradients there is space for the iteration's loss, so that it travels with the last bucket.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], world_size: int):
-        ordered = sorted(parameters.items(), key=lambda item: item[1].ndim < 2)
-        shapes = {n: _padded_shape(p, world_size) if p.ndim >= 2 else p.shape for n, p in ordered}
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-        self.flat = torch.zeros(sum(sizes) + LOSS_ROOM, dtype=torch.float32, device=ordered[0][1].device)
-        self.gradients, self.loss = self.flat[:-LOSS_ROOM], self.flat[-1]
-        flat_views = zip(shapes.items(), self.gradients.split(sizes), strict=True)
-        self.views = {name: flat.view(shape) for (name, shape), flat in flat_views}
-        self.matrices = [view for view in self.views.values() if view.ndim >= 2]
-        self.vectors = self.gradients[sum(view.numel() for view in self.matrices) :]
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], world_size: int, dtype: torch.dtype = torch.float32
+    ):
+        device = next(iter(parameters.values())).device
+        of_matrices = {n: _padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
+        of_vectors = {n: tuple(p.shape) for n, p in parameters.items() if p.ndim < 2}
+        elements = sum(map(math.prod, of_matrices.values()))
+        separate = dtype != torch.float32
+        rest = sum(map(math.prod, of_vectors.values())) + LOSS_ROOM
+        self.flat = torch.zeros(rest if separate else elements + rest, device=device)
+        self.loss, gradients = self.flat[-1], self.flat[:-LOSS_ROOM]
+        matrices, self.vectors = self.flat[:elements], self.flat[-rest:-LOSS_ROOM]
+        self.tensors, self.gradients = [self.flat], [gradients]  # all of it, and without the loss
+        if separate:
+            matrices = torch.zeros(elements, dtype=dtype, device=device)
+            self.tensors, self.gradients = [matrices, self.flat], [matrices, gradients]
+        self.views = _views(matrices, of_matrices) | _views(self.vectors, of_vectors)
+        self.matrices = [self.views[name] for name in of_matrices]
+
+
+def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    parts = flat.split([math.prod(shape) for shape in shapes.values()]) if shapes else ()
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
@@ -64,7 +79,7 @@ class Replicated:
         self.module = self.forward = model
         self.world, self.last = world, False
         self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
-        self.reduce_dtype = DTYPES[config.reduce_dtype]
+        self.reduce_dtype, self.gradient_dtype = DTYPES[config.reduce_dtype], DTYPES[config.gradient_dtype]
         self.works: list[tuple[dist.Work, Callable[[], object] | None]] = []  # in progress, and what follows
         named = dict(model.named_parameters())
         if world.size > 1:
@@ -86,8 +101,8 @@ class Replicated:
             top, *path = name.split(".")
             group = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
             groups.setdefault(group, {})[name] = parameter
-        rest = Bucket(groups.pop("rest"), self.world.size)
-        buckets = {group: Bucket(parameters, self.world.size) for group, parameters in groups.items()}
+        rest = Bucket(groups.pop("rest"), self.world.size, self.gradient_dtype)
+        buckets = {name: Bucket(p, self.world.size, self.gradient_dtype) for name, p in groups.items()}
         if self.world.size > 1:
             for group, bucket in buckets.items():
                 self._reduce_after_backward(self.module.get_submodule(group), bucket)
@@ -142,7 +157,8 @@ class Replicated:
         self.last = last and self.world.size > 1
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._all_reduce(bucket.flat)
+        for tensor in bucket.tensors:
+            self._all_reduce(tensor)
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         wire, op = self._for_the_wire(tensor)
@@ -169,7 +185,8 @@ class Replicated:
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         # whole buckets: what is between the gradients, the rows that pad a matrix, is zero
-        return self.buckets[-1].loss, norm([bucket.gradients for bucket in self.buckets], foreach=False)
+        whole = [gradients for bucket in self.buckets for gradients in bucket.gradients]
+        return self.buckets[-1].loss, norm(whole, foreach=False)
 
     @torch.no_grad()
     def publish(self, copied: bool = False) -> None:
@@ -184,8 +201,9 @@ class Replicated:
             torch._foreach_copy_([copy for copy, _ in pairs], [own for _, own in pairs])
 
     def clear_gradients(self) -> None:
-        for bucket in self.buckets:  # one kernel each: _foreach_zero_ writes at 60 % of its speed on an H200
-            bucket.flat.zero_()
+        # a kernel for each: _foreach_zero_ writes at 60 % of its speed on an H200
+        for tensor in (tensor for bucket in self.buckets for tensor in bucket.tensors):
+            tensor.zero_()
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -199,7 +217,7 @@ class Replicated:
         self.clear_gradients()
 
     def has_gradients(self) -> bool:
-        return any(bool(bucket.flat.any()) for bucket in self.buckets)  # sync point
+        return any(bool(tensor.any()) for bucket in self.buckets for tensor in bucket.tensors)  # sync point
 
 
 class Zero1(Replicated):
@@ -270,7 +288,7 @@ class Zero1(Replicated):
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         if not shard.is_matrix:
             return tensor
-        shape, stride = shard.parameter.shape, shard.parameter.stride()
+        shape, stride = whole_shape(shard, tensor)
         return DTensor.from_local(
             tensor, self.mesh, [ShardOn(0)], run_check=False, shape=shape, stride=stride
         )

@@ -69,7 +69,7 @@ class Strategy(Protocol):
     def clear_gradients(self) -> None: ...
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        """For checkpoints: turns a tensor shaped like shard.local into the whole that it is part of."""
+        """For checkpoints: turns a tensor with the rows of shard.local into the whole that it is part of."""
 
     def working_copies(self) -> dict[str, torch.Tensor]:
         """{name: weight that this rank computes with}, for weights that are whole and are not the optimizer's
@@ -82,9 +82,17 @@ class Strategy(Protocol):
         """Whether any gradient is not zero. Sync point."""
 
 
+def whole_shape(shard: Shard, tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and stride of the whole of a contiguous tensor with the rows of shard.local."""
+    columns = tensor.shape[1:]
+    return torch.Size((len(shard.parameter), *columns)), (columns.numel(), 1)[-tensor.ndim :]
+
+
 def norm(grads: list[torch.Tensor], foreach: bool = True) -> torch.Tensor:
     """Norm of this rank's gradients, a 0-d fp32 tensor. foreach: in one launch on a GPU, for many tensors. A
     launch for each of a few large ones reads faster: 1.7 ms instead of 2.2 for 1.8e9 elements on an H200."""
+    if grads[0].is_cuda and grads[0].dtype == torch.bfloat16:  # get_total_norm would round each norm to bf16
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
     if grads[0].is_cuda:  # both ways add squares in fp32, at most some hundred one after another
         return get_total_norm(grads, foreach=foreach).float()
     # torch's CPU kernel adds fp32 squares one by one: an error of 1e-4 at 5 M elements, also for clipping

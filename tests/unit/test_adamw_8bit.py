@@ -1,0 +1,236 @@
+"""adam_dtype='8bit' is torchao's AdamW8bit, also after a resume; gradient sums in bf16."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from support.checkpoint_parts import checkpoint_tensors
+from support.graphed_runs import build
+from support.helpers import TINY, make_dataset, write_config
+
+from common.errors import UserError
+from ops.quantization import adamw_8bit
+from ops.quantization.adamw_8bit import Scalars, dequantize, empty_moment, plain_adamw_8bit, quantize
+from training.checkpoints.plan import checkpoint_bytes
+from training.configuration.keys import TrainConfig
+from training.configuration.rules import check
+from training.optimization.optimizer import build_optimizer
+from training.records.memory_estimate import estimate_memory
+from training.strategies.strategy import Shard
+
+RATE, EPS, DECAY = 1e-3, 1e-8, 0.1
+
+
+def scalars(step: int, betas=(0.9, 0.95), scale=1.0, found_inf=0.0) -> Scalars:
+    corrections = 1 - betas[0] ** step, math.sqrt(1 - betas[1] ** step)
+    return Scalars(*(torch.tensor(float(x)) for x in (RATE, scale, found_inf, step, *corrections)))
+
+
+def gradients(shape, count: int):
+    """Some directions that last, and noise; rows of many sizes."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(shape, generator=generator) * torch.logspace(-9, 0, shape[0])[:, None]
+    return [mean + 3 * mean * torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+# --- torchao, the oracle ---
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_number_has_torchaos_code(signed):
+    """The numbers of the map, those around each threshold, and many in between."""
+    torchao = pytest.importorskip("torchao.optim.quant_utils")
+    numbers = torch.tensor(torchao.create_dynamic_map(signed=signed))
+    assert torch.equal(adamw_8bit.number_map(signed), numbers)
+    limits = adamw_8bit.thresholds(signed)
+    near = [limits]
+    for end in (-2.0, 2.0):
+        x = limits
+        for _ in range(4):
+            x = torch.nextafter(x, torch.tensor(end))
+            near.append(x)
+    x = torch.cat(
+        [*near, numbers, torch.linspace(-1.0 if signed else 0.0, 1, 20_001), torch.logspace(-9, 0, 20_001)]
+    )
+    codes = torch.bucketize(x, limits, right=True).to(torch.uint8)
+    assert torch.equal(codes, torchao.quantize_8bit_with_qmap(x, numbers))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_blocks_have_torchaos_codes_and_scales(signed):
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+    x = torch.randn(24, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-14, 2, 24)[:, None]
+    x = x if signed else x.square()
+    x[3] = 0
+    theirs = subclass.OptimState8bit.zeros(x.shape, signed)
+    theirs.copy_(x)
+    ours = quantize(x, signed)
+    assert torch.equal(ours.codes, theirs.codes)
+    assert torch.equal(ours.scales.flatten(), theirs.scale)
+    assert torch.equal(dequantize(ours, signed), theirs.dequantize())
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+def test_fifty_updates_are_torchaos(betas):
+    """The first one, which starts from zeros, bit for bit; the others but for rounding in fp32."""
+    adam = pytest.importorskip("torchao.optim.adam")
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+    shape, generator = (20, 512), torch.Generator().manual_seed(2)
+    ours = torch.randn(shape, generator=generator) * 0.02
+    theirs, start = ours.clone(), ours.clone()
+    mean, square = empty_moment(ours), empty_moment(ours)
+    their_mean, their_square = (subclass.OptimState8bit.zeros(shape, signed) for signed in (True, False))
+    for step, gradient in enumerate(gradients(shape, 50), start=1):
+        plain_adamw_8bit(ours, gradient, mean, square, None, scalars(step, betas), betas, EPS, DECAY)
+        about = torch.tensor(RATE), *betas, DECAY, EPS, True, False
+        number = torch.tensor(float(step))
+        adam.single_param_adam(theirs, gradient, number, their_mean, their_square, None, *about)
+        for moment, wanted in ((mean, their_mean), (square, their_square)):
+            rounding = 0.0 if step == 1 else 1e-6
+            assert (moment.codes != wanted.codes).float().mean() <= (0 if step == 1 else 1e-3), step
+            assert (moment.scales.flatten() / wanted.scale - 1).abs().max() <= rounding, step
+    assert (ours - theirs).norm() <= 3e-4 * (theirs - start).norm()  # a few codes are next to theirs
+
+
+# --- the update ---
+
+
+@pytest.mark.parametrize("columns", [512, 300])
+def test_a_refused_update_changes_no_bit_and_a_divisor_divides(columns):
+    shape = (8, columns)
+    first, second, bad = (torch.full(shape, 0.5) for _ in range(3))
+    for weight, divisor in ((first, 1.0), (second, 4.0), (bad, 1.0)):
+        mean, square = empty_moment(weight), empty_moment(weight)
+        copy = torch.zeros(shape, dtype=torch.bfloat16)
+        for step, gradient in enumerate(gradients(shape, 3), start=1):
+            about = (0.9, 0.95), EPS, DECAY
+            plain_adamw_8bit(
+                weight, divisor * gradient, mean, square, copy, scalars(step, scale=divisor), *about
+            )
+            if weight is bad:
+                kept = [tensor.clone() for tensor in (weight, *mean, *square, copy)]
+                refused = scalars(step + 1, found_inf=1.0)
+                plain_adamw_8bit(weight, gradient * math.nan, mean, square, copy, refused, *about)
+                for now, was in zip((weight, *mean, *square, copy), kept, strict=True):
+                    assert torch.equal(now, was)
+        assert torch.equal(copy, weight.bfloat16())
+    assert torch.equal(first, second) and torch.equal(first, bad) and (first != 0.5).all()
+
+
+def test_vectors_and_matrices_below_4096_numbers_keep_moments_in_fp32():
+    shapes = {(64, 64): torch.uint8, (1, 5000): torch.uint8, (63, 64): torch.float32, (5000,): torch.float32}
+    shards = [Shard(str(s), p, p) for s, p in ((s, torch.nn.Parameter(torch.zeros(s))) for s in shapes)]
+    optimizer = build_optimizer(shards, TrainConfig(device="cpu", adam_dtype="8bit"))
+    for shard, dtype in zip(shards, shapes.values(), strict=True):
+        state = optimizer.state[shard.local]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == dtype, shard.name
+        assert ("exp_avg_scale" in state) == (dtype == torch.uint8)
+
+
+# --- runs ---
+
+SIZES = {"n_embd": 64, "d_ff": 300, "n_head": 4, "num_key_value_heads": 2}  # rows of 64 and of 300
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("adamw_8bit") / "tokens", train_tokens=20_000)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "gradient_dtype": "bfloat16"},
+    ],
+    ids=["fp32", "stochastic", "bf16 sums"],
+)
+def test_a_run_learns_as_with_moments_in_fp32(dataset, keys):
+    losses = []
+    for other in ({}, {**keys, "adam_dtype": "8bit"}):
+        parts = build(dataset, **SIZES, gradient_accumulation_steps=2, **other)
+        losses.append([parts.step(*parts.loader.next(), 1e-2).loss.item() for _ in range(12)])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[1][-1] < losses[1][0] - 0.5
+
+
+def test_sums_in_bf16_are_the_optimizers_gradients(dataset):
+    """No copy of a matrix's; vectors, which autograd adds up, are summed in fp32."""
+    keys = {"dtype": "bfloat16", "param_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
+    parts = build(dataset, **SIZES, **keys)
+    parts.step(*parts.loader.next(), 1e-2)
+    strategy = parts.state.strategy
+    for shard in strategy.shards:
+        view = strategy.views[shard.name]
+        assert (shard.grad.data_ptr() == view.data_ptr()) == shard.is_matrix
+        assert view.dtype == (torch.bfloat16 if shard.is_matrix else torch.float32)
+    assert not strategy.has_gradients()
+
+
+def test_a_resume_goes_on_bit_for_bit_and_refuses_moments_of_another_kind(dataset, tmp_path, run, capsys):
+    config = {
+        **TINY,
+        **SIZES,
+        "dataset": str(dataset),
+        "max_iters": 4,
+        "eval_interval": 2,
+        "adam_dtype": "8bit",
+    }
+    path = write_config(tmp_path / "run.py", **config)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert run(path, f"--out_dir={whole}") == 0
+    assert run(path, f"--out_dir={part}", "--max_iters=2") == 0
+    resume = path, f"--out_dir={part}", "--init_from=resume"
+    assert run(*resume, "--adam_dtype=float32") == 2
+    error = capsys.readouterr().err
+    assert "adam_dtype='8bit', but this run has adam_dtype='float32'" in error
+    assert "go on with --adam_dtype=8bit" in error
+    assert run(*resume, "--adam_dtype=float32", "--eval_only=True") == 0  # an evaluation needs no moments
+    assert run(*resume) == 0
+    theirs, ours = (checkpoint_tensors(p / "checkpoints" / "step-00000004") for p in (whole, part))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert ours["optimizer.blocks.0.ffn.down.weight.exp_avg"].dtype == torch.uint8
+    assert ours["optimizer.blocks.0.ffn.down.weight.exp_avg_scale"].shape == (64, 2)
+    size = sum(f.stat().st_size for f in (part / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    total = sum(t.numel() for name, t in ours.items() if name.startswith("model."))
+    assert size == pytest.approx(checkpoint_bytes(total, TrainConfig(**config)), rel=0.25)  # rows of 64
+
+
+# --- rules, estimate ---
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"use_fsdp": True}, "FSDP sums gradients in reduce_dtype; set reduce_dtype='bfloat16'"),
+        ({"param_dtype": "float32"}, "param_dtype='float32'.*set param_dtype='bfloat16'"),
+        ({"low_precision": "fp8_tensorwise"}, "low_precision='fp8_tensorwise'.*set low_precision='none'"),
+    ],
+)
+def test_sums_in_bf16_are_refused_where_they_are_not_used(keys, error):
+    config = TrainConfig(**{"param_dtype": "bfloat16", "gradient_dtype": "bfloat16", **keys})
+    with pytest.raises(UserError, match=error):
+        check(config, 2)
+
+
+def test_the_estimate_counts_what_is_allocated(dataset):
+    keys = {"dtype": "bfloat16", "param_dtype": "bfloat16", "n_embd": 256, "d_ff": 512, "vocab_size": 512}
+    for adam, sums in itertools.product(("float32", "8bit"), ("float32", "bfloat16")):
+        parts = build(dataset, **keys, adam_dtype=adam, gradient_dtype=sums)
+        strategy, state = parts.state.strategy, parts.state.optimizer.state
+        moments = [t for s in strategy.shards for name, t in state[s.local].items() if name != "step"]
+        model, parameters = parts.config.model_config(), sum(s.local.numel() for s in strategy.shards)
+        items = estimate_memory(model, parameters, parts.config, 1)
+        held = sum(t.nbytes for t in moments) / 2**30
+        assert items[f"Adam moments ({adam})"] == pytest.approx(held, rel=0.03)
+        kept = [t for bucket in strategy.buckets for t in bucket.tensors]
+        copies = [
+            s.grad
+            for s in strategy.shards
+            if s.grad.data_ptr() not in {v.data_ptr() for v in strategy.views.values()}
+        ]
+        held = sum(t.nbytes for t in (*kept, *copies)) / 2**30
+        assert items[f"gradient sums ({sums})"] == pytest.approx(held, rel=0.03)
