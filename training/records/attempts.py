@@ -66,11 +66,16 @@ def _started_by(record: dict, launch: dict) -> bool:
 
 def _read(path: Path) -> dict | None:
     try:
-        record = plain(read_json(path))
-        _check(record)
+        return read_record(path)
     except (OSError, ValueError) as error:
         log.warning("the rows of earlier attempts are left out: %s cannot be read (%s)", path, error)
         return None
+
+
+def read_record(path: Path) -> dict:
+    """A record with what its journal adds. Raises OSError or ValueError."""
+    record = plain(read_json(path))
+    _check(record)
     attempts = len(_attempts(record))
     for section, entry in _journal(journal_path(path), record.setdefault("journal_lines", 0), attempts):
         record[section].append(entry)

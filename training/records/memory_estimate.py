@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model_config import ModelConfig
+from ops.quantization import adamw_8bit
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs, shards_optimizer
 from training.optimization.compile import is_recomputed
@@ -28,6 +29,7 @@ from training.process.memory import GIB
 from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
 # Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
 QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "fp8_blockwise": 2, "mxfp8": 4, "nvfp4": 2}
 MIB = 2**20
@@ -129,7 +131,7 @@ def _at_rest(s: _Sizes) -> Moment:
     own = s.parameters / s.adam_shards
     items = {
         f"weights ({s.config.param_dtype})": s.stored * own,
-        f"Adam moments ({s.config.adam_dtype})": 2 * BYTES[s.config.adam_dtype] * own,
+        f"Adam moments ({s.config.adam_dtype})": 2 * MOMENT_BYTES[s.config.adam_dtype] * own,
     }
     if s.config.low_precision != "none":
         elements = len(s.low_blocks) * s.block + s.low_head * s.head
@@ -145,13 +147,14 @@ def _at_rest(s: _Sizes) -> Moment:
 def _replicated_moments(s: _Sizes) -> list[Moment]:
     """The buckets live as long as the run."""
     config = s.config
-    # the optimizer's copy of the sums, in its own dtype; in float32 it is the sums themselves
-    rounded = 0 if config.param_dtype == "float32" else s.stored * s.parameters / s.adam_shards
-    items = {"gradient sums (float32)": 4 * s.parameters + rounded}
+    # the optimizer's copy of the sums, in its own dtype; in the sums' dtype it is the sums themselves
+    summed = config.gradient_dtype
+    rounded = 0 if summed == config.param_dtype else s.stored * s.parameters / s.adam_shards
+    items = {f"gradient sums ({summed})": BYTES[summed] * s.parameters + rounded}
     if shards_optimizer(config, s.processes) or config.dtype != config.param_dtype:
         items[f"working weights ({config.dtype})"] = s.compute * s.parameters
-    # in bf16, gradients are copied to be sent; copies are kept until the end of the backward
-    sent = s.reduce if s.processes > 1 and config.reduce_dtype != "float32" else 0
+    # in another dtype, gradients are copied to be sent; copies are kept until the end of the backward
+    sent = s.reduce if s.processes > 1 and config.reduce_dtype != summed else 0
     # in float16 and of emulated operands, the head's gradient is first summed by itself
     # (ops/cross_entropy.py)
     by_itself = config.dtype == "float16" or (s.low_head and s.emulated)

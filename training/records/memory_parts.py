@@ -76,6 +76,7 @@ RULES = (
     Rule("training/batches/", "", OTHER),
     Rule("training/optimization/optimizer.py", "", OTHER),
     Rule("training/optimization/update_guard.py", "", OTHER),
+    Rule("ops/quantization/adamw_8bit.py", "", OTHER),
     Rule("torch/optim/", "", OTHER),
     # FSDP: gathered weights; then whole gradients, and the parts that they are reduced to
     Rule("torch/distributed/fsdp/", r".*(all_gather|alloc_storage|unshard\b|copy_out)", WORKING),

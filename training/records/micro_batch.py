@@ -30,6 +30,12 @@ ENOUGH_TOKENS = 16_384  # matmuls of so many rows are fast, so the logits stay i
 # than a larger micro-batch gains; below the second it is only worth it if nothing else fits.
 FAST_PART, SMALLEST_PART = 4096, 512
 
+SMALL = {
+    "activation_checkpointing": "full",
+    "adam_dtype": "8bit",
+    "param_dtype": "bfloat16",
+    "weight_rounding": "stochastic",
+}
 # What else could make a run fit, from the least slowdown to the greatest.
 REMEDIES: tuple[dict[str, Any], ...] = (
     {},
@@ -37,6 +43,8 @@ REMEDIES: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "full", "adam_dtype": "bfloat16"},
     {"activation_checkpointing": "full", "adam_dtype": "bfloat16", "param_dtype": "bfloat16"},
+    SMALL,
+    {**SMALL, "gradient_dtype": "bfloat16"},
 )
 MOST_REMEDIES = 3  # so many of those that fit are shown
 FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
@@ -124,7 +132,8 @@ def _candidates(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     2. the largest one with logits in the fewest parts that are not below FAST_PART tokens;
     3. the largest one with logits in the fewest parts that are not below SMALLEST_PART tokens.
 
-    A number that the user states stays.
+    A number that the user states stays. With a stated micro-batch, loss_chunks='auto' is the fewest parts
+    that fit on a GPU, none below SMALLEST_PART tokens; 1 if none fits.
     """
     T = config.block_size
     batches = _batch_sizes(config, world_size)
@@ -134,7 +143,8 @@ def _candidates(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
             for B in batches:
                 yield from (_with(config, B, parts, world_size) for parts in _parts(B * T, least))
     else:
-        yield _with(config, batches[0], config.logit_parts, world_size)
+        parts = _parts(batches[0] * T, SMALLEST_PART) if config.device == "cuda" else [1]
+        yield from (_with(config, batches[0], count, world_size) for count in (*parts, 1))
 
 
 def _batch_sizes(config: TrainConfig, world_size: int) -> list[int]:

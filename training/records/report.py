@@ -231,12 +231,8 @@ def _datasets(config: TrainConfig, info: dict) -> Section:
         if packing := source.get("packing"):
             cut = packing["tokens_cut_off"] / source["tokens"]["train"]
             text = f"{packing['documents']:,} documents in {packing['windows']:,} windows"
-            rows.append(
-                (
-                    "  packed",
-                    f"{text}; {cut:.1%} of the tokens cut off, {packing['share_padded']:.2%} padding",
-                )
-            )
+            lost = f"{cut:.1%} of the tokens cut off, {packing['share_padded']:.2%} padding"
+            rows.append(("  packed", f"{text}; {lost}"))
     if config.verify_data == "size":
         rows.append(("  verified", "sizes and recorded ids; no hash of a file that was never read whole"))
     return rows
@@ -246,6 +242,8 @@ def _precision(config: TrainConfig, info: dict) -> str:
     stored, moments = config.param_dtype, config.adam_dtype
     state = " and" if stored == moments else f", {moments}"
     text = f"{config.dtype} compute, {stored} weights{state} optimizer state"
+    if config.gradient_dtype != "float32":
+        text += f", gradients summed in {config.gradient_dtype}"
     if config.weight_rounding != "nearest":
         text += f", {config.weight_rounding} rounding to bfloat16"
     if config.low_precision != "none":

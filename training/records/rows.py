@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from training.checkpoints.saver import Save
+from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
@@ -26,7 +27,6 @@ from training.process.world import World, mean_over_ranks, sum_over_ranks
 from training.records.clock import Clock
 from training.records.console_lines import ProgressText, console_lines
 from training.records.run_record import RunRecord
-from training.records.trackers import WandbTracker
 from training.records.utilization import document_flops, recomputed_flops, summarize, utilization
 
 log = logging.getLogger("nanomfu")
@@ -47,7 +47,8 @@ class Reading(NamedTuple):
 
 
 class Logger:
-    """Writes log rows to the console, the record and the tracker. All ranks call it; rank 0 writes."""
+    """Writes log rows to the console and the record, which passes them to the trackers. All ranks call it;
+    rank 0 writes."""
 
     def __init__(
         self,
@@ -57,30 +58,28 @@ class Logger:
         clock: Clock,
         peak: Peak,
         info: dict[str, Any],
-        start: int,
-        best_val_loss: float | None = None,
+        progress: Progress,
         monitor: GpuMonitor | None = None,
     ):
-        """`record` is None on all ranks except 0. `info` is the record's startup_info, `start` the first
-        iteration of this process. Without a monitor, no GPU is sampled."""
+        """`record` is None on all ranks except 0. `info` is the record's startup_info, `progress` where this
+        process begins. Without a monitor, no GPU is sampled."""
         self.config, self.world, self.record, self.clock = config, world, record, clock
         self.flops, self.peak, self.facts = info["flops"], peak, row_facts(info)
         self.recomputed = recomputed_flops(self.flops, config)
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
-        self.start = self.logged = start  # first iteration of this process; first one in no log row yet
-        self.best_val_loss = best_val_loss
+        self.tokens_before = progress.samples_seen * config.block_size
+        self.start = progress.iteration  # first iteration of this process
+        self.logged = self.start  # first one in no log row yet
+        self.best_val_loss = progress.best_val_loss
         self.monitor = monitor or GpuMonitor([])
         self.summary: dict[str, Any] = {}  # of the record, once the run is over
         self.attended = torch.zeros((), device=world.device)  # of StepResult, summed since the last log row
-        self.saved_at = start  # iteration of the last JSON rewrite
+        self.saved_at = self.start  # iteration of the last JSON rewrite
         self.progress = ProgressText(config.max_iters)
         self.reasons_said = {peak.reason}  # why there is no MFU; the start-up report says this one
-        self.tracker: WandbTracker | None = None
         self.bar: tqdm | None = None
         if record:  # disable=None: no bar where the output is not a terminal
-            self.bar = tqdm(total=config.max_iters, initial=start, desc="Training", disable=None)
-            if config.wandb_log:
-                self.tracker = WandbTracker(config, record.content["run_name"])
+            self.bar = tqdm(total=config.max_iters, initial=self.start, desc="Training", disable=None)
 
     def is_due(self, iteration: int) -> bool:
         """Whether a log row is due. One is due after the first iteration of this process, too, so that its
@@ -135,8 +134,6 @@ class Logger:
             row["skipped_updates"] = skipped
         self._show(row)
         self.record.add_iteration(row)
-        if self.tracker:
-            self.tracker.add_row(row)
         interval = self.config.log_save_interval
         first = reading.first == self.start  # at once: scripts expect that a record has a row
         if first or row["iter"] // interval != self.saved_at // interval:
@@ -161,6 +158,7 @@ class Logger:
             "loss": reading.loss,
             "time_ms": 1000 * reading.seconds,
             "lr": learning_rate,
+            "tokens_seen": self.tokens_before + (reading.iteration + 1 - self.start) * self.tokens_per_iter,
             "tokens_per_sec": tokens_per_sec,
             "tokens_per_sec_per_gpu": tokens_per_sec / self.world.size,
             "warmup": reading.first < self.start + UNMEASURED_ITERS,
@@ -225,8 +223,6 @@ class Logger:
         if self.record is not None:
             self.record.add_evaluation(iteration, losses, learning_rate)
             self.record.save()
-        if self.tracker:
-            self.tracker.add_evaluation(iteration, losses)
 
     def saved(self, save: Save) -> None:
         log.info(f"💽 Saved {save.final}{save.note}")
@@ -259,8 +255,8 @@ class Logger:
         self.record.finish(status, self.summary)  # before all other output, which may fail or block
         self._draw(lambda bar: bar.close())
         self.monitor.close()
-        if self.tracker:
-            self.tracker.close(status)
+        if self.record.trackers:
+            self.record.trackers.close(status, self.summary)
 
     def _draw(self, action: Callable[[tqdm], object]) -> None:
         """Changes the bar, if there is one. It ends where the terminal takes no more: training goes on."""

@@ -24,12 +24,15 @@ from typing import Any
 
 from common.durable_file import create, sync_folder
 from training.configuration.keys import TrainConfig
+from training.configuration.rules import tracker_names
 from training.process.console import start_logging
 from training.process.memory import GIB, resident_bytes
 from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, gather_objects
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
+from training.trackers.identity import makes_other_rows
+from training.trackers.sender import Trackers
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 
@@ -106,6 +109,8 @@ class RunRecord:
                     missing_ok=True
                 )
         self.journal = Journal(journal_path(path)) if enabled else None
+        self.trackers: Trackers | None = None  # they get every entry of this attempt, too
+        self.newest = start  # the highest iteration of an entry
         self.save_not_before = 0.0
         self.warned = False
         self.lock = threading.Lock()  # the watchdog's thread may complete the record
@@ -145,11 +150,15 @@ class RunRecord:
         self._add("events", {"iter": iteration, "kind": kind, "time": _now(), **facts})
 
     def _add(self, section: str, entry: dict) -> None:
-        entry = plain(redact_all({**entry, "attempt": self.attempt}))
+        late = {"noted_at_iter": self.newest} if entry["iter"] < self.newest else {}
+        self.newest = max(self.newest, entry["iter"])
+        entry = plain(redact_all({**entry, "attempt": self.attempt, **late}))
         self.content[section].append(entry)
         if self.journal and not self.run_lock.is_lost():
             with self._surviving(self.journal.path):
                 self.journal.append(section, entry)
+        if self.trackers:  # after the record, from which a resume sends what they lack
+            self.trackers.add(section, entry)
 
     def finish(self, status: str, summary: dict) -> None:
         end = {"status": status, "end_time": _now()}
@@ -211,7 +220,11 @@ def open_record(
         return None
     keys = {**config.to_dict(), **accumulation_steps(config, world.size)}
     history = None if config.eval_only else find_history(path.parent, resumed_run, info["launch"])
-    return RunRecord(path, keys, info, config.save_log_to_json, history, start, run_lock)
+    record = RunRecord(path, keys, info, config.save_log_to_json, history, start, run_lock)
+    if names := tracker_names(config):
+        begins = makes_other_rows(history, keys, start)
+        record.trackers = Trackers(names, record.content, path, begins)
+    return record
 
 
 class Journal:
