@@ -22,7 +22,8 @@ from common.json_file import open_regular
 from data.folders import dataset_folder
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.meta_file import describe, keep_tokenizer, read_meta, report
+from data.pipeline.meta_file import describe, keep_tokenizer, read_meta
+from data.pipeline.next_commands import report
 from data.pipeline.token_files import (
     DTYPES,
     SPLITS,

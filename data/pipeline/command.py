@@ -7,7 +7,7 @@ from pathlib import Path
 from common.arguments import user_folder, whole_number
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.meta_file import report
+from data.pipeline.next_commands import report
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
@@ -90,6 +90,10 @@ def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -
     return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens)
 
 
+def make_job(args: argparse.Namespace) -> Job:
+    return Job(args.workers, args.max_bad, args.resume, args.part, args.num_parts)
+
+
 def make_dataset(
     args: argparse.Namespace,
     files: list[Path],
@@ -106,7 +110,7 @@ def make_dataset(
         tokenizer,
         settings,
         source,
-        Job(args.workers, args.max_bad, args.resume, args.part, args.num_parts),
+        make_job(args),
         args.max_tokens,
         store=store,
     )

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from common.errors import UserError
-from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.documents import TEXT_KEY, BadRecord, read_records
 from data.pipeline.units import Unit
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
@@ -23,7 +23,12 @@ GB = 1e9
 
 
 def check_disk_space(
-    units: list[Unit], folder: Path, tokenizer: Tokenizer, itemsize: int, size_of: Callable[[str], int]
+    units: list[Unit],
+    folder: Path,
+    tokenizer: Tokenizer,
+    itemsize: int,
+    size_of: Callable[[str], int],
+    text_key: str = TEXT_KEY,
 ) -> None:
     """Warns if the token files of these units may not fit; UserError if they cannot."""
     free = shutil.disk_usage(folder).free
@@ -31,7 +36,7 @@ def check_disk_space(
     if sum(sizes) * MOST_TOKENS * itemsize < free:
         return
     files = [path for unit in units for path, _ in unit.files if Path(path).is_file()]
-    ratio = tokens_per_byte(files[:: -(-len(files) // SAMPLED_FILES)] if files else [], tokenizer)
+    ratio = tokens_per_byte(files[:: -(-len(files) // SAMPLED_FILES)] if files else [], tokenizer, text_key)
     if ratio is None:  # nothing to read yet
         return
     needed = 0.0
@@ -49,7 +54,7 @@ def check_disk_space(
         print(f"warning: {state}. If it fills, what is complete is kept: make room, or use {fix}")
 
 
-def tokens_per_byte(files: list[str], tokenizer: Tokenizer) -> float | None:
+def tokens_per_byte(files: list[str], tokenizer: Tokenizer, text_key: str = TEXT_KEY) -> float | None:
     """Tokens for each byte of these files, as they are on disk (compressed); None if they hold no text."""
     read = chars = encoded = tokens = 0
 
@@ -59,7 +64,7 @@ def tokens_per_byte(files: list[str], tokenizer: Tokenizer) -> float | None:
 
     for path in files:
         file_chars, sample = 0, ""
-        for _, document in read_records(Path(path), advance):
+        for _, document in read_records(Path(path), advance, text_key):
             if isinstance(document, BadRecord):
                 continue
             for text in islice(document, 3):

@@ -1,13 +1,12 @@
-"""Reads documents from files on disk: .txt, .jsonl, .jsonl.gz, .jsonl.zst and .parquet, one file at a time.
+"""Reads documents from files on disk: text and source code, .jsonl, .jsonl.gz, .jsonl.zst and .parquet.
 
-A .txt file is one document, read in chunks; each line of .jsonl or row of .parquet is one, {"text": ...}, and
-so is each sample of an MDS shard (data/pipeline/mds.py).
+A file of text is one document, read in chunks; each line of .jsonl or row of .parquet is one, {"text": ...},
+and so is each sample of an MDS shard (data/pipeline/mds.py).
 What cannot be read becomes a BadRecord and is never left out in silence. The trap: zstandard's own reader
 takes the middle of a frame for its end, so an archive that was cut off reads like a shorter one; ZstdFile
 below knows the difference.
 """
 
-import glob
 import gzip
 import io
 import json
@@ -15,60 +14,41 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
-from common.text import plain
+from common.text import one_line
 from data.pipeline.mds import is_shard
 from data.pipeline.mds_samples import read_texts
-from data.pipeline.parquet import read_values
+from data.pipeline.parquet import NoColumn, read_values
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# A file with one of these is one document, read as it stands: also the tags of .html, the markup of .md.
+PROSE_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html")
+SOURCE_SUFFIXES = (
+    *(".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".js", ".ts", ".go"),
+    *(".rs", ".swift", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".sql", ".sh"),
+)
+TEXT_SUFFIXES = PROSE_SUFFIXES + SOURCE_SUFFIXES
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # many documents each
+TEXT_KEY = "text"  # the name in a JSON line, or the column of .parquet, that holds a document
 LINE_BYTES = 64 << 20  # longest JSON line; decoding it takes up to nine times that in memory
-SHOWN_FILES = 20  # of those that are left out; a folder may have very many
-CHUNK_CHARS = 1 << 20  # of a .txt file, read at once
+CHUNK_CHARS = 1 << 20  # of a file of text, read at once
+SHOWN_COLUMNS = 500  # characters of the names that exist, where one is missing
 
 
 class BadRecord(Exception):
     """A record that holds no document: where it is, and what is wrong with it."""
 
 
-def say_left_out(where: str, paths: Iterable[Path], reason: str) -> None:
-    """Names the input files that are not read, and says why. Prints nothing if there are none."""
-    names = sorted(str(path) for path in paths)
-    more = f" and {len(names) - SHOWN_FILES:,} more" if len(names) > SHOWN_FILES else ""
-    if names:
-        print(plain(f"{where}left out {', '.join(names[:SHOWN_FILES])}{more} ({reason})"))
+class MissingColumn(BadRecord):
+    """A record without the name that holds the document. names: of those with text, the longest first."""
+
+    def __init__(self, place: object, text_key: str, columns: Iterable[str], with_text: list[str]):
+        shown = one_line(", ".join(columns), SHOWN_COLUMNS) or "none"
+        fix = f"; use --text_key={one_line(with_text[0])}" if with_text else ""
+        super().__init__(f"no column {text_key!r:.100} in {place}; it has: {shown}{fix}")
 
 
-def find_files(patterns: list[str]) -> list[Path]:
-    """The input files in the order in which they are read. Each pattern is a file, a folder or a glob; the
-    files of one pattern are sorted."""
-    files: list[Path] = []
-    for pattern in patterns:
-        path = Path(pattern)
-        found = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
-        if path.is_dir():
-            within = [file for file in path.rglob("*") if not file.is_dir()]
-            found = [file for file in within if file.name.endswith(SUFFIXES)]
-            others = [file.relative_to(path) for file in within if not file.name.endswith(SUFFIXES)]
-            say_left_out(f"--input {pattern}: ", others, f"not {', '.join(SUFFIXES)}")
-            notes = [file for file in found if file.suffix == ".txt"]
-            if 0 < len(notes) < len(found):  # otherwise a README.txt beside the data would become a document
-                names = [file.relative_to(path) for file in notes]
-                reason = "a note beside the other files? Name a .txt file that is text with a glob"
-                say_left_out(f"--input {pattern}: ", names, reason)
-                found = [file for file in found if file.suffix != ".txt"]
-        if not found:
-            raise UserError(
-                f"--input {pattern}: no such file, or nothing in it ends in {', '.join(SUFFIXES)}"
-            )
-        files += sorted(found)
-    for path in files:
-        if not path.name.endswith(SUFFIXES):
-            raise UserError(
-                f"--input {path}: cannot read this kind of file; it must be {', '.join(SUFFIXES)}"
-            )
-        if not path.is_file():
-            raise UserError(f"--input {path}: a link to nothing, or not a regular file")
-    return list(dict.fromkeys(files))  # a file that two arguments name is read once
+def is_one_document(path: Path) -> bool:
+    """Whether a file of this name is one document, as .txt and source code are."""
+    return path.suffix.lower() in TEXT_SUFFIXES
 
 
 class ZstdFile(io.RawIOBase):
@@ -114,18 +94,25 @@ def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.G
     return io.BufferedReader(ZstdFile(raw, path), 1 << 20) if path.suffix == ".zst" else raw
 
 
-def parse_line(line: bytes, place: str) -> str:
+def parse_line(line: bytes, place: str, text_key: str) -> str:
     try:
-        text = json.loads(line)["text"]
+        values = json.loads(line)
+        if isinstance(values, dict) and text_key not in values:
+            texts = [name for name, value in values.items() if isinstance(value, str)]
+            texts.sort(key=lambda name: -len(values[name]))
+            raise MissingColumn(place, text_key, values, texts)
+        text = values[text_key]
         text.encode("utf-8")  # fails for half a surrogate pair, which is valid JSON but not text
         return text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecord(
-            f'{place} is not a JSON object with a "text" string ({type(error).__name__}: {error})'
+            f'{place} is not a JSON object with a "{text_key}" string ({type(error).__name__}: {error})'
         ) from None
 
 
-def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
+def read_lines(
+    path: Path, progress: Callable[[int], None], text_key: str
+) -> Iterator[tuple[int, str | BadRecord]]:
     number = position = 0
     with open(path, "rb") as raw:
         lines = open_lines(raw, path)
@@ -154,18 +141,22 @@ def read_lines(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[in
                 yield number, BadRecord(f"{place} is longer than {LINE_BYTES >> 20} MiB")
             elif line.strip():
                 try:
-                    yield number, parse_line(line, place)
+                    yield number, parse_line(line, place, text_key)
                 except BadRecord as bad:
                     yield number, bad
 
 
-def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
+def read_rows(
+    path: Path, progress: Callable[[int], None], text_key: str
+) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     try:
-        for text in read_values(path, LINE_BYTES, progress):
+        for text in read_values(path, LINE_BYTES, progress, text_key):
             number += 1
             bad = BadRecord(f"{path}, row {number} has no text, or none of at most {LINE_BYTES >> 20} MiB")
             yield number, bad if text is None else text
+    except NoColumn as missing:  # in all rows: more than a bad record
+        raise UserError(str(MissingColumn(path, text_key, missing.columns, missing.with_text))) from None
     except (UserError, MemoryError):
         raise
     except Exception as error:  # pyarrow raises many kinds
@@ -175,15 +166,18 @@ def read_rows(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int
         yield number + 1, BadRecord(reason)
 
 
-def read_mds(path: Path, progress: Callable[[int], None]) -> Iterator[tuple[int, str | BadRecord]]:
-    """A damaged shard is a UserError and no BadRecord: not one of its samples is used."""
+def read_mds(
+    path: Path, progress: Callable[[int], None], text_key: str
+) -> Iterator[tuple[int, str | BadRecord]]:
+    """The column is always "text". A damaged shard is a UserError and no BadRecord: not one of its samples is
+    used."""
     for number, text in read_texts(path):
         yield number, BadRecord(f"{path}, sample {number} is not UTF-8 text") if text is None else text
     progress(path.stat().st_size)
 
 
 def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
-    """The chunks of a .txt file, with \\n for \\r\\n."""
+    """The chunks of a file of text, with \\n for \\r\\n."""
     position = 0
     try:
         with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
@@ -198,21 +192,21 @@ def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
 
 
 def read_records(
-    path: Path, progress: Callable[[int], None] = lambda count: None
+    path: Path, progress: Callable[[int], None] = lambda count: None, text_key: str = TEXT_KEY
 ) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
     """(number, document) of every record that is not blank. A document is its text: a list of one string, or
-    an iterator of chunks for a .txt file.
+    an iterator of chunks for a file of text.
 
     progress is told how many more bytes of the file were read. A damaged archive gives the documents before
     the damage, and then one BadRecord.
     """
-    if path.suffix == ".txt":
+    if is_one_document(path):
         yield 1, read_text(path, progress)
         return
     if not path.stat().st_size:
         yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")
         return
-    for number, text in _reader(path)(path, progress):
+    for number, text in _reader(path)(path, progress, text_key):
         yield number, text if isinstance(text, BadRecord) else [text]
 
 

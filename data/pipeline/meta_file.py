@@ -8,16 +8,13 @@ dataset may contain, is never read.
 import os
 import pickle
 import re
-import shlex
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import read_json
-from data.folders import DATA_DIR, dataset_argument, how_to_make, is_plain_name
+from data.folders import dataset_argument, how_to_make, is_plain_name
 from data.pipeline.document_lengths import MOST_LENGTH
 from data.pipeline.token_files import (
     DTYPES,
@@ -234,45 +231,8 @@ def keep_tokenizer(folder: Path, tokenizer: SubwordTokenizer) -> dict[str, Any]:
     return meta
 
 
-SMALL = "config/quickstart.py"  # a model of 3 M parameters, for any CPU
-SMALL_BLOCK_SIZE = 128
-SMALL_TOKENS = 100_000_000  # from here on a model of a billion parameters, on a GPU, has something to learn
-
-
-def training_command(meta: dict, folder: str | Path, config: str | None = None) -> str:
-    """The command that trains a model of fitting size on this dataset, from the folder where the user is, by
-    the Python that runs now. config: a large model's, for datasets of its size."""
-    counts = count_tokens(meta)
-    flags = [f"--dataset={dataset_argument(folder)}", f"--out_dir=out-{Path(folder).resolve().name}"]
-    if config is None or counts["train"] < SMALL_TOKENS:
-        config = SMALL
-        flags.insert(0, f"--vocab_size={meta['vocab_size']}")
-        if (fewest := min(counts.values())) <= SMALL_BLOCK_SIZE:  # a window needs one token more
-            flags.append(f"--block_size={max(1, fewest - 1)}")
-    root = DATA_DIR.parent
-    before = "" if Path.cwd() == root else f"cd {shlex.quote(str(root))} && "
-    return before + shlex.join([_this_python(root), "train.py", config, *flags])
-
-
-def _this_python(root: Path) -> str:
-    """As short as the shell finds it: 'python', '.venv/bin/python', or the whole path."""
-    this = Path(sys.executable)
-    if (found := shutil.which("python")) and Path(found) == this:
-        return "python"
-    return str(this.relative_to(root) if this.is_relative_to(root) else this)
-
-
 def document_ends(meta: dict) -> str:
     """How the end of a document is known."""
     if meta.get("format") == LENGTHS_FORMAT:
         return f"{sum(file['lengths']['documents'] for file in meta['files'].values()):,} documents by length"
     return f"end-of-text id {meta['eot_id']}"
-
-
-def report(meta: dict, folder: str | Path, config: str | None = None) -> None:
-    """Print where the dataset is, what it holds, and the command that trains on it."""
-    tokens = ", ".join(f"{split} {count:,}" for split, count in count_tokens(meta).items())
-    print(f"in     {Path(folder).resolve()}")
-    print(f"tokens {tokens}, as {meta['dtype']}")
-    print(f"vocab  {meta['vocab_size']:,}, {document_ends(meta)}")
-    print(f"next   {training_command(meta, folder, config)}")

@@ -11,14 +11,22 @@ from typing import Any, BinaryIO
 
 from common.errors import UserError
 
-COLUMN = "text"
 PAGE_BYTES = 128 << 20  # largest page, decompressed; writers make pages of about 1 MiB
 BATCH_BYTES = 32 << 20  # pages that one batch of rows may hold in memory
 READ_BYTES = 1 << 20
 UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 2, 3  # numbers of these fields in a page header
 
 
-def read_values(path: Path, max_bytes: int, progress: Callable[[int], None]) -> Iterator[str | None]:
+class NoColumn(Exception):
+    """The file does not have this column. columns: those that it has; with_text: the largest first."""
+
+    def __init__(self, columns: list[str], with_text: list[str]):
+        self.columns, self.with_text = columns, with_text
+
+
+def read_values(
+    path: Path, max_bytes: int, progress: Callable[[int], None], column_name: str
+) -> Iterator[str | None]:
     """The text of every row; None if the row has none, or more than max_bytes, or it is not UTF-8."""
     try:
         import pyarrow.parquet
@@ -27,9 +35,9 @@ def read_values(path: Path, max_bytes: int, progress: Callable[[int], None]) -> 
     size, done = path.stat().st_size, 0
     with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
         total = max(1, file.metadata.num_rows)
-        page = largest_page(path, file.metadata)
+        page = largest_page(path, file.metadata, column_name)
         batch_size = max(1, min(64, BATCH_BYTES // max(1, page)))
-        for batch in file.iter_batches(batch_size=batch_size, columns=[COLUMN], use_threads=False):
+        for batch in file.iter_batches(batch_size=batch_size, columns=[column_name], use_threads=False):
             column = batch.column(0)
             column = column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
             for value in column:
@@ -48,16 +56,19 @@ def _text(value: Any, max_bytes: int) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def largest_page(path: Path, metadata: Any) -> int:
+def largest_page(path: Path, metadata: Any, column_name: str) -> int:
     """Bytes of the text column's largest page, decompressed. UserError if that is above PAGE_BYTES."""
     largest = 0
     with open(path, "rb") as file:
         for group in range(metadata.num_row_groups):
             columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
-            chunk = next((column for column in columns if column.path_in_schema == COLUMN), None)
+            chunk = next((column for column in columns if column.path_in_schema == column_name), None)
             if chunk is None:
-                names = ", ".join(column.path_in_schema for column in columns)
-                raise UserError(f'{path} has no column "{COLUMN}"; it has {names}')
+                texts = [column for column in columns if column.physical_type == "BYTE_ARRAY"]
+                texts.sort(key=lambda column: -column.total_uncompressed_size)
+                raise NoColumn(
+                    [column.path_in_schema for column in columns], [column.path_in_schema for column in texts]
+                )
             position = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 position = min(position, chunk.dictionary_page_offset)

@@ -18,10 +18,11 @@ from common.durable_file import write_bytes, write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.disk_space import check_disk_space
-from data.pipeline.documents import say_left_out
+from data.pipeline.documents import SOURCE_SUFFIXES
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.folder_lock import one_at_a_time, one_part
 from data.pipeline.hub import ON_DISK, Disk, Hub
+from data.pipeline.input_files import say_left_out
 from data.pipeline.manifests import COUNTS, read_manifests
 from data.pipeline.meta_file import count_tokens, describe, keep_tokenizer, nanogpt_meta
 from data.pipeline.single_files import join, read_joined
@@ -39,10 +40,12 @@ FAST_BYTES = 8 << 20  # input bytes from which on the fast encoder saves more ti
 
 
 def split_of(name: str) -> str | None:
-    """The split that a path names (train/, validation-00000-of-00001.parquet); None if it names none."""
+    """The split that a path names (train/, validation-00000-of-00001.parquet); None if it names none.
+    train.py is a program."""
     *folders, file = Path(name).parts
+    is_source = file.endswith(SOURCE_SUFFIXES)
     for split in ("train", "validation", "test"):
-        if split in folders or file.startswith((f"{split}-", f"{split}.", f"{split}_")):
+        if split in folders or not is_source and file.startswith((f"{split}-", f"{split}.", f"{split}_")):
             return split
     return None
 
@@ -102,23 +105,32 @@ def plan_units(
 # --- the dataset ---
 
 
+def _refuse_link(folder: Path) -> None:
+    if (folder / "units").is_symlink():
+        raise UserError(f"{folder / 'units'} is a link, through which nothing is written; remove it")
+
+
+def delete_dataset(folder: Path) -> None:
+    _refuse_link(folder)
+    leftovers = [*folder.glob("meta.*"), folder / "plan.json", *folder.glob("units/*")]
+    leftovers += [file for split in SPLITS for file in folder.glob(f"{split}*.bin*")]
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
+
+
 def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
     """Returns if all that is in the folder belongs to this plan. UserError if not, unless resume is False:
     then what is there is deleted."""
     path = folder / "plan.json"
-    if (folder / "units").is_symlink():
-        raise UserError(f"{folder / 'units'} is a link, through which nothing is written; remove it")
+    _refuse_link(folder)
     if not resume:
-        leftovers = [*folder.glob("meta.*"), path, *folder.glob("units/*")]
-        leftovers += [file for split in SPLITS for file in folder.glob(f"{split}*.bin*")]
-        for leftover in leftovers:
-            leftover.unlink(missing_ok=True)
+        delete_dataset(folder)
     if path.is_file():
         try:
             old = read_json(path)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); --no-resume deletes what is there") from None
-        differ = [key for key in plan if old.get(key) != plan[key]]
+        differ = [key for key in plan | old if old.get(key) != plan.get(key)]
         if differ:
             raise UserError(
                 f"{folder} was begun with another {', '.join(differ)}; pass what it was begun with, another "
@@ -231,7 +243,7 @@ def prepare(
     units, listing = plan_units(files, max_tokens, unit_bytes, store.size)
     read = {path for unit in units for path, _ in unit.files}
     of_test = [path for path in files if os.path.abspath(path) not in read]
-    say_left_out("", of_test, "the test split: there are files for training and for validation")
+    say_left_out(of_test, "the test split: there are files for training and for validation")
     plan = {
         **settings.to_dict(),
         "input": listing,
@@ -251,7 +263,8 @@ def prepare(
                 (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
         if missing and job.workers:
             if not settings.tokens:  # how many ids a shard of them holds is not known before it is read
-                check_disk_space(missing, folder, tokenizer, stored_dtype(dtype).itemsize, store.size)
+                itemsize = stored_dtype(dtype).itemsize
+                check_disk_space(missing, folder, tokenizer, itemsize, store.size, settings.text_key)
             size = sum(store.size(path) for unit in missing for path, _ in unit.files)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
             fast = not settings.tokens and needed > FAST_BYTES and tokenizer.use_fast_encoder()

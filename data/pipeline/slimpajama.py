@@ -5,8 +5,8 @@ from pathlib import Path
 
 from common.arguments import user_folder, user_path
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse
-from data.pipeline.documents import find_files
 from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
+from data.pipeline.input_files import find_files
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.tokenizer import find_eot
 

@@ -20,7 +20,7 @@ import numpy as np
 from common.durable_file import sync, sync_folder, write_json
 from common.errors import UserError
 from data.pipeline.document_lengths import split_lengths, with_lengths
-from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.documents import TEXT_KEY, BadRecord, is_one_document, read_records
 from data.pipeline.mds_samples import read_tokens
 from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
 from data.pipeline.verified import remember_files
@@ -53,11 +53,17 @@ class Settings:
     lengths: str | None = None
     split_at: int | None = None
     bytes_dtype: str | None = None
+    # of text
+    text_key: str = TEXT_KEY
 
     def to_dict(self) -> dict[str, Any]:
-        """For plan.json. What is only of token ids is left out for text."""
-        of_text = ("eot_id", "bos_id", "val_fraction", "shard_tokens")
-        return {key: value for key, value in asdict(self).items() if self.tokens or key in of_text}
+        """For plan.json. What is only of token ids is left out for text, and so is the usual text_key, which
+        older plans do not have."""
+        of_text = ("eot_id", "bos_id", "val_fraction", "shard_tokens", "text_key")
+        settings = {key: value for key, value in asdict(self).items() if self.tokens or key in of_text}
+        if self.text_key == TEXT_KEY:
+            del settings["text_key"]
+        return settings
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,13 @@ def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -
 
 def is_validation(file: str, number: int, val_fraction: float) -> bool:
     """Whether a document is for validation. A hash of its place decides, so all machines agree."""
-    digest = hashlib.sha256(f"{file}:{number}".encode()).digest()
+    digest = hashlib.sha256(f"{file}:{number}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
+
+
+def split_of_document(unit: Unit, file: str, number: int, val_fraction: float) -> str:
+    val = unit.split is None and is_validation(file, number, val_fraction)
+    return "val" if val else unit.split or "train"
 
 
 # --- one unit ---
@@ -133,10 +144,10 @@ def is_validation(file: str, number: int, val_fraction: float) -> bool:
 
 def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterator[np.ndarray]:
     """The ids of a document, all encoded before this returns, so that a BadRecord is raised before anything
-    is written. A .txt file may have any size, so it alone is encoded while it is written, and what would be a
-    BadRecord is a UserError."""
+    is written. A file of text may have any size, so it alone is encoded while it is written, and what would
+    be a BadRecord is a UserError."""
     pieces = encode_document(document, encode)
-    return _streamed(pieces, path) if path.endswith(".txt") else iter(list(pieces))
+    return _streamed(pieces, path) if is_one_document(Path(path)) else iter(list(pieces))
 
 
 def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
@@ -177,14 +188,13 @@ def encode_unit(
     batch: list[tuple[str, str, str]] = []
     chars = 0
     for path, name in unit.files:
-        for number, document in read_records(Path(path), progress):
+        for number, document in read_records(Path(path), progress, settings.text_key):
             if isinstance(document, BadRecord):
                 reject(str(document))
                 continue
             place = f"{path}, record {number}"
-            val = unit.split is None and is_validation(name, number, settings.val_fraction)
-            split = "val" if val else unit.split or "train"
-            # the text of a short document; a .txt file is read in chunks, so its length is not known
+            split = split_of_document(unit, name, number, settings.val_fraction)
+            # the text of a short document; a file of text is read in chunks, so its length is not known
             short = (
                 document[0] if isinstance(document, list) and len(document[0]) <= 2 * PIECE_CHARS else None
             )
@@ -210,8 +220,7 @@ def token_unit(
     columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype)
     for path, name in unit.files:
         for number, ids, lengths in read_tokens(Path(path), *columns, reject):
-            val = unit.split is None and is_validation(name, number, settings.val_fraction)
-            yield "val" if val else unit.split or "train", [ids], lengths
+            yield split_of_document(unit, name, number, settings.val_fraction), [ids], lengths
         progress(os.path.getsize(path))
 
 

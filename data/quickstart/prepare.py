@@ -19,15 +19,16 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from data.pipeline.documents import say_left_out  # noqa: E402
-from data.pipeline.meta_file import read_meta, report  # noqa: E402
+from data.pipeline.input_files import say_left_out  # noqa: E402
+from data.pipeline.meta_file import read_meta  # noqa: E402
+from data.pipeline.next_commands import report  # noqa: E402
 from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
+from data.tokenizers.bpe_training import EOT_ID, train_bpe  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
 
 VOCAB_SIZE = 4096
-EOT = "<|endoftext|>"
 CORPUS_BYTES = 12_000_000  # about 3 M tokens; the preparation takes seconds
-BPE_BYTES = 8_000_000  # of text, to learn the merges from; this bounds the time and memory that it takes
+BPE_BYTES = 8_000_000  # of text, to learn the merges from: every k-th text; bounds time and memory
 VAL_EVERY = 20  # every 20th file is for validation: whole files, so that training sees no part of them
 # These are not the library itself; encodings holds tables of character codes.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
@@ -46,7 +47,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            say_left_out("", [path], "not UTF-8 text")
+            say_left_out([path], "not UTF-8 text")
             continue
         limit_bytes -= len(text.encode("utf-8"))
         if limit_bytes < 0:
@@ -58,26 +59,6 @@ def read_stdlib(limit_bytes: int) -> list[str]:
             f"only {len(texts)} Python files under {root}; use a Python with its library as .py files"
         )
     return texts
-
-
-def train_bpe(texts: list[str], limit_bytes: int, path: Path) -> None:
-    """Train a byte-level BPE on every k-th text, with the smallest k that keeps it to about limit_bytes."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise UserError("this dataset needs the tokenizers library: pip install tokenizers") from None
-    k = math.ceil(sum(len(text) for text in texts) / limit_bytes)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[EOT],  # the first id, 0
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so any text can be encoded
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts[::k], trainer)
-    tokenizer.save(str(path))
 
 
 def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_BYTES) -> dict | None:
@@ -94,15 +75,15 @@ def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "quickstart" / "tokenizer.json"
         path.parent.mkdir()
-        train_bpe(train, BPE_BYTES, path)
+        k = math.ceil(sum(len(text) for text in train) / BPE_BYTES)
+        content, _ = train_bpe(train[::k], VOCAB_SIZE)
+        path.write_text(content, encoding="utf-8")
         tokenizer = FileTokenizer(path)
-        eot_id = tokenizer.token_id(EOT)
-        assert eot_id is not None, "train_bpe() makes it the first token"
         splits = {
-            "train": (tokenizer.encode(text) + [eot_id] for text in train),
-            "val": (tokenizer.encode(text) + [eot_id] for text in val),
+            "train": (tokenizer.encode(text) + [EOT_ID] for text in train),
+            "val": (tokenizer.encode(text) + [EOT_ID] for text in val),
         }
-        return write_dataset(folder, splits, tokenizer.vocab_size, tokenizer.meta, eot_id, source)
+        return write_dataset(folder, splits, tokenizer.vocab_size, tokenizer.meta, EOT_ID, source)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.json_file import read_regular  # noqa: E402
-from data.pipeline.meta_file import report  # noqa: E402
+from data.pipeline.next_commands import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
 from data.tokenizers.tokenizer import Tokenizer  # noqa: E402

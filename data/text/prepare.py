@@ -1,25 +1,35 @@
-"""Your own text as a dataset, under any tokenizer.
+"""Your own text as a dataset, under any tokenizer, or under one that is trained on it.
 
+    python data/text/prepare.py --input FOLDER --train_tokenizer=8000
     python data/text/prepare.py --input 'corpus/*.jsonl.zst' --tokenizer gpt2 --output data/my_corpus
 
-Reads .txt (a file is one document), .jsonl, .jsonl.gz, .jsonl.zst (a line is one document, {"text": ...}) and
-.parquet. Each document is followed by the tokenizer's end-of-text id. Whether it trains or validates depends
-only on its place and on --val_fraction: the same input gives the same split. A split that would get no
-document gets the last one, or the end of an only one. The same command again goes on where it stopped.
+Reads .txt, .md, .rst, .tex, .html and source code (a file is one document), .jsonl, .jsonl.gz, .jsonl.zst (a
+line is one document, {"text": ...}) and .parquet. Of a folder, it lists the files that it leaves out. Each
+document is followed by the tokenizer's end-of-text id. Whether it trains or validates depends only on its
+place and on --val_fraction: the same input gives the same split. A split that would get no document gets the
+last one, or the end of an only one. The same command again goes on where it stopped.
 """
 
 import sys
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from common.arguments import user_path  # noqa: E402
+from common.arguments import user_path, whole_number  # noqa: E402
 from common.command import run_command  # noqa: E402
-from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
-from data.pipeline.documents import find_files  # noqa: E402
+from common.errors import UserError  # noqa: E402
+from data.pipeline.command import make_dataset, make_job, make_parser, make_settings, parse  # noqa: E402
+from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
+from data.pipeline.input_files import find_input  # noqa: E402
+from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
+from data.pipeline.units import Settings  # noqa: E402
+from data.tokenizers.bpe_training import EOT, EOT_ID, LEAST_IDS  # noqa: E402
 from data.tokenizers.tokenizer import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
+VOCABULARY_MAX = 1 << 20
 # Which config has a model for a tokenizer of this vocabulary size, for the command printed at the end.
 CONFIGS = {
     50257: "config/full_gpt2_1.36b.py",
@@ -29,7 +39,7 @@ CONFIGS = {
 }
 
 
-def main() -> None:
+def parse_arguments() -> Namespace:
     parser = make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
     add(
@@ -40,20 +50,64 @@ def main() -> None:
         metavar="PATH",
         help="files, folders or quoted globs",
     )
-    add(
+    tokenizers = parser.add_mutually_exclusive_group(required=True)
+    tokenizers.add_argument(
         "--tokenizer",
-        required=True,
         type=user_path,
         metavar="NAME",
         help="gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or hf:OWNER/NAME",
     )
+    tokenizers.add_argument(
+        "--train_tokenizer",
+        type=vocabulary_size,
+        metavar="IDS",
+        help="train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB",
+    )
     add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
-    args = parse(parser)
-    files = find_files(args.input)
-    tokenizer = open_or_download_tokenizer(args.tokenizer)
+    add(
+        "--text_key",
+        default=TEXT_KEY,
+        metavar="NAME",
+        help=f"what holds the text in .jsonl and .parquet (default: {TEXT_KEY})",
+    )
+    return parse(parser)
+
+
+def main() -> None:
+    args = parse_arguments()
+    found = find_input(args.input)
+    found.report()
+    check_text_key(found.files, args.text_key)
+    config = None
+    if args.tokenizer:
+        tokenizer = open_or_download_tokenizer(args.tokenizer)
+        config = CONFIGS.get(tokenizer.vocab_size)
+    else:
+        trained = Settings(EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key)
+        tokenizer = make_tokenizer(
+            found.files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
+        )
     settings = make_settings(args, tokenizer, find_eot(tokenizer, args.eot))
-    config = CONFIGS.get(tokenizer.vocab_size)
-    make_dataset(args, files, tokenizer, settings, " ".join(args.input), config)
+    settings = replace(settings, text_key=args.text_key)
+    make_dataset(args, found.files, tokenizer, settings, " ".join(args.input), config)
+    found.write_left_out(args.output)
+
+
+def vocabulary_size(text: str) -> int:
+    try:
+        return whole_number(LEAST_IDS, VOCABULARY_MAX)(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}: the 256 bytes and the end-of-text token have an id each") from None
+
+
+def check_text_key(files: list[Path], text_key: str) -> None:
+    """UserError if the first file of records has no such column, before anything is made."""
+    for path in files:
+        if not is_one_document(path):
+            _, first = next(read_records(path, text_key=text_key), (0, None))
+            if isinstance(first, MissingColumn):
+                raise UserError(str(first))
+            return
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def write_tokenizer(folder: Path, tokenizer: CharTokenizer | SubwordTokenizer, e
         content = tokenizer_json(tokenizer.meta["file"])
     else:
         content = _make(tokenizer)
+    write_content(folder, content, eot_id)
+
+
+def write_content(folder: Path, content: str, eot_id: int | None) -> None:
+    """content: of a tokenizer.json."""
     write_bytes(folder / FILE, content.encode())
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,0 +1,161 @@
+"""Finds the files of text that a preparation reads, and says which others it leaves out and why.
+
+A file that --input names is read, or is an error. Of a folder, what is no text is left out: a folder of notes
+or of source code also holds images, programs and what an editor has left there.
+"""
+
+import codecs
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.durable_file import write_json
+from common.errors import UserError
+from common.json_file import open_regular
+from common.text import one_line
+from data.pipeline.documents import RECORD_SUFFIXES, TEXT_SUFFIXES, is_one_document
+
+KNOWN = ", ".join(RECORD_SUFFIXES + TEXT_SUFFIXES)
+SHOWN_FILES = 10  # of those that are left out for one reason; a folder may have very many
+CHECKED_BYTES = 16 << 20  # of a file; what is no UTF-8 after them is an error when the file is read
+LISTING = "left_out.json"  # beside the dataset: all files that are left out
+NOTE = "a note beside the other files? Name a file that is one text with a glob"
+
+
+@dataclass
+class InputFiles:
+    """What --input names: the files to read, in their order, and those that are left out."""
+
+    files: list[Path] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # {reason: files}
+
+    def leave_out(self, path: Path, reason: str) -> None:
+        self.left_out.setdefault(reason, []).append(str(path))
+
+    def report(self) -> None:
+        for reason, names in self.left_out.items():
+            say_left_out(names, reason)
+
+    def write_left_out(self, folder: Path) -> None:
+        """Writes the whole list, if there is more in it than the console showed."""
+        if any(len(names) > SHOWN_FILES for names in self.left_out.values()):
+            write_json(folder / LISTING, {reason: sorted(names) for reason, names in self.left_out.items()})
+            print(f"all files that were left out: {folder / LISTING}")
+
+
+def say_left_out(names: Iterable[str | Path], reason: str) -> None:
+    """Names the input files that are not read, and says why. Prints nothing if there are none."""
+    shown = sorted(one_line(str(name)) for name in names)
+    more = f" and {len(shown) - SHOWN_FILES:,} more" if len(shown) > SHOWN_FILES else ""
+    if shown:
+        print(f"left out {len(shown):,} ({reason}): {', '.join(shown[:SHOWN_FILES])}{more}")
+
+
+def find_files(patterns: list[str]) -> list[Path]:
+    """The input files in the order in which they are read; prints what is left out."""
+    found = find_input(patterns)
+    found.report()
+    return found.files
+
+
+def find_input(patterns: list[str]) -> InputFiles:
+    """Each pattern is a file, a folder or a glob; the files of one pattern are sorted."""
+    found = InputFiles()
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            found.files += sorted(_files_of_folder(path, found))
+            continue
+        named = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
+        if not named:
+            raise UserError(f"--input {pattern}: there is no such file or folder")
+        for file in named:
+            if not is_read(file):
+                raise UserError(
+                    f"--input {file}: cannot read this kind of file; its name must end in {KNOWN}"
+                )
+        found.files += sorted(named)
+    for path in found.files:
+        if not path.is_file():
+            raise UserError(f"--input {path}: a link to nothing, or not a regular file")
+    found.files = list(dict.fromkeys(found.files))  # a file that two arguments name is read once
+    return found
+
+
+def is_read(path: Path) -> bool:
+    return is_one_document(path) or path.name.endswith(RECORD_SUFFIXES)
+
+
+def _files_of_folder(folder: Path, found: InputFiles) -> list[Path]:
+    files: list[Path] = []
+    seen: set[bytes] = set()
+    for path, reason in sorted(_walk(folder)):
+        reason = reason or _why_not_text(path, seen)
+        if reason is None:
+            files.append(path)
+        else:
+            found.leave_out(path, reason)
+    # otherwise a README.md beside the data would become a document
+    texts = [path for path in files if is_one_document(path)]
+    if 0 < len(texts) < len(files):
+        for path in texts:
+            found.leave_out(path, NOTE)
+        files = [path for path in files if not is_one_document(path)]
+    if not files:
+        counts = [f"{len(names):,} {reason}" for reason, names in found.left_out.items()]
+        raise UserError(
+            f"--input {folder}: nothing in it can be read as text (files: {', '.join(counts) or 'none'}); "
+            f"names must end in {KNOWN}"
+        )
+    return files
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """(path, why it is left out or None) of what is in a folder at any depth. Links to folders are not
+    followed: they may lead in a circle."""
+    errors: list[OSError] = []
+    for parent, folders, names in os.walk(folder, onerror=errors.append):
+        for name in folders:
+            if name.startswith("."):
+                yield Path(parent, name), "hidden folder"
+            elif os.path.islink(Path(parent, name)):
+                yield Path(parent, name), "link to a folder"
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            yield Path(parent, name), "hidden" if name.startswith(".") else None
+    for error in errors:
+        yield Path(error.filename), f"cannot be read: {error.strerror}"
+
+
+def _why_not_text(path: Path, seen: set[bytes]) -> str | None:
+    """Why this file of a folder is left out; None if it is read. seen: hashes of the files before. Files of
+    records are read in any case: what is wrong in one of them is an error later, because somebody made it as
+    data."""
+    if path.name.endswith(RECORD_SUFFIXES):
+        return None
+    if not is_one_document(path):
+        return "unknown suffix"
+    try:
+        with open_regular(path) as file:
+            content = file.read(CHECKED_BYTES)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError:
+        return "no regular file"
+    if not content:
+        return "empty"
+    if b"\0" in content and not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "binary"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) < CHECKED_BYTES)
+    except UnicodeDecodeError:
+        return "not UTF-8 text"
+    # a training document that is also for validation would make the validation loss too low
+    digest = hashlib.sha256(content).digest()
+    if digest in seen and len(content) < CHECKED_BYTES:
+        return "copy of another file"
+    seen.add(digest)
+    return None

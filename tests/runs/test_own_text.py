@@ -1,0 +1,426 @@
+"""Own text in one command: what is read, the tokenizer trained on it, and the commands that follow."""
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import warm_python
+from support.corpora import HARD, tokens_and_meta
+from support.helpers import ROOT, last_run
+from support.preparation import ENVIRONMENT, run_units_here, write_jsonl
+
+import sample
+from common.command import USER_ERROR, run_command
+from common.errors import UserError
+from data.pipeline import input_files, next_commands, trained_tokenizer
+from data.pipeline.input_files import find_input
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.preparation import plan_units
+from data.pipeline.trained_tokenizer import every_kth, pieces, training_documents
+from data.pipeline.units import Settings
+from data.text import prepare as text_prepare
+from data.tokenizers.bpe_training import train_bpe
+from plots import plot_single_run
+
+WORDS = [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in ("n", "r", "st", "ck", "")]
+
+
+def prose(seed: int, words: int = 300) -> str:
+    chosen = random.Random(seed).choices(WORDS, k=words)
+    return " ".join(chosen) + ".\n"
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    folder = tmp_path / "in"
+    for number in range(24):
+        path = folder / f"part{number % 3}" / f"{number:02}{('.md', '.txt', '.py')[number % 3]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(prose(number))
+    return folder
+
+
+@pytest.fixture
+def prepare(monkeypatch, capsys):
+    """prepare(*arguments): what the command prints. A UserError is raised."""
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # commands for a CPU, on any machine
+
+    def prepare(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
+        capsys.readouterr()
+        text_prepare.main()
+        return capsys.readouterr().out
+
+    return prepare
+
+
+def train(corpus: Path, out: Path, ids: int = 400) -> list:
+    return ["--input", corpus, "--train_tokenizer", ids, "--output", out, "--val_fraction", 0.1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return tokens_and_meta(folder) | {path.name: path.read_bytes() for path in folder.glob("tokenizer*")}
+
+
+# --- the whole path ---
+
+
+def test_from_a_folder_of_text_the_printed_commands_train_plot_and_sample(
+    prepare, corpus, run, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "my text"
+    lines = dict(line.split(maxsplit=1) for line in prepare(*train(corpus, out)).splitlines()[-4:])
+    assert list(lines) == ["model", "next", "plot", "sample"]
+    commands = {name: shlex.split(lines[name].rpartition("&& ")[2]) for name in ("next", "plot", "sample")}
+    _, script, config, *flags = commands["next"]
+    assert script == "train.py" and f"--dataset={out}" in flags and "--out_dir=out-my text" in flags
+    config = str(ROOT / config)
+    monkeypatch.chdir(tmp_path)
+    small = ("--max_iters=3", "--peak_tflops=1", "--eval_iters=1", "--n_layer=1", "--block_size=32")
+    assert run(config, *flags, *small) == 0
+    assert last_run(tmp_path / "out-my text")["training_iterations"][-1]["iter"] == 2
+    _, script, pattern = commands["plot"]
+    assert script == "plots/plot_single_run.py" and plot_single_run.main([pattern]) == 0
+    (plot,) = (tmp_path / "out-my text").glob("run_*.png")
+    assert plot.stat().st_size > 10_000
+    capsys.readouterr()
+    _, script, *flags = commands["sample"]
+    assert script == "sample.py" and flags == ["--out_dir=out-my text"]
+    sample.main([*flags, "--prompt=ban dar", "--max_new_tokens=3", "--device=cpu"])
+    assert "ban dar" in capsys.readouterr().out
+
+
+# --- the tokenizer ---
+
+
+def test_the_same_text_gives_the_same_tokenizer_and_the_same_tokens(prepare, corpus, tmp_path):
+    folders = [tmp_path / name / "out" for name in ("first", "second")]
+    for folder in folders:
+        prepare(*train(corpus, folder))
+    first, second = map(contents, folders)
+    assert first == second and {"tokenizer.json", "tokenizer_config.json", "train.bin"} <= first.keys()
+    meta = read_meta(folders[0])
+    assert (meta["vocab_size"], meta["eot_id"], meta["documents"]) == (400, 0, 24)
+
+
+def test_every_text_makes_a_round_trip(prepare, corpus, tmp_path):
+    prepare(*train(corpus, tmp_path / "out"))
+    tokenizer = load_tokenizer(tmp_path / "out")
+    for text in [*HARD, "".join(map(chr, range(0x300))), "\U0010ffff\x00\r"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and 0 not in ids
+    assert len(tokenizer.encode("ban dar")) < 7
+
+
+def test_transformers_opens_the_trained_tokenizer(prepare, corpus, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    prepare(*train(corpus, tmp_path / "out"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_tokenizer(tmp_path / "out")
+    assert theirs.eos_token_id == 0 and theirs(prose(99)).input_ids == ours.encode(prose(99))
+
+
+def test_the_same_command_goes_on_and_trains_no_other_tokenizer(prepare, corpus, tmp_path, monkeypatch):
+    whole, out = tmp_path / "whole/out", tmp_path / "out"
+    assert "training a tokenizer of 400 ids" in prepare(*train(corpus, whole))
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    for place in ("write_json", "write_content"):  # before the record, before the tokenizer is there
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(trained_tokenizer, place, killed)
+            prepare(*train(corpus, out))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("data.pipeline.preparation.run_units", killed)  # while the tokens are made
+        prepare(*train(corpus, out))
+    monkeypatch.setattr(trained_tokenizer, "train_bpe", killed)
+    prepare(*train(corpus, out))
+    assert contents(out) == contents(whole)
+    (out / "tokenizer.json").unlink()
+    monkeypatch.setattr(trained_tokenizer, "train_bpe", train_bpe)
+    prepare(*train(corpus, out))
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.chaos
+@pytest.mark.kill
+def test_the_same_command_goes_on_after_sigkill_at_any_moment(corpus, tmp_path):
+    def start(out: Path) -> subprocess.Popen:
+        command = [sys.executable, "data/text/prepare.py", *map(str, train(corpus, out)), "--workers=2"]
+        return warm_python.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+
+    for number in range(40):  # more text, so that there are moments to be killed at
+        (corpus / f"more{number}.txt").write_text(prose(5000 + number, 3000))
+    began = time.monotonic()
+    assert start(tmp_path / "whole/out").wait() == 0
+    seconds = time.monotonic() - began
+    killed = 0
+    for number in range(8):
+        out = tmp_path / str(number) / "out"
+        process = start(out)
+        time.sleep(seconds * (number + 1) / 9)
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        assert start(out).wait() == 0
+        assert contents(out) == contents(tmp_path / "whole/out")
+    assert killed > 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["--train_tokenizer", 300], ["--eot", "<end>"], ["--val_fraction", 0.2], ["--text_key", "body"]],
+)
+def test_another_tokenizer_in_the_same_folder_is_refused_and_changes_nothing(
+    prepare, corpus, tmp_path, change
+):
+    prepare(*train(corpus, tmp_path / "out"))
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match="was begun with another .*--no-resume"):
+        prepare(*train(corpus, tmp_path / "out"), *change)
+    assert contents(tmp_path / "out") == before
+    prepare(*train(corpus, tmp_path / "out"), *change, "--no-resume")
+    assert contents(tmp_path / "out") != before
+
+
+def test_a_dataset_of_another_tokenizer_keeps_it(prepare, corpus, tmp_path):
+    prepare(*train(corpus, tmp_path / "bpe"))
+    given = ["--input", corpus, "--tokenizer", tmp_path / "bpe", "--output", tmp_path / "out"]
+    prepare(*given)
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match="was begun with another tokenizer"):
+        prepare(*train(corpus, tmp_path / "out"))
+    assert contents(tmp_path / "out") == before
+
+
+def test_too_many_ids_for_the_text_are_told_and_what_results_works(prepare, corpus, tmp_path):
+    printed = prepare(*train(corpus, tmp_path / "out", 30_000))
+    ids = read_meta(tmp_path / "out")["vocab_size"]
+    assert 257 < ids < 30_000 and f"warning: it has {ids:,} ids, not 30,000: no other pair" in printed
+    assert f"--vocab_size={ids} " in printed
+    assert "little text for 400 ids, so many will be rare; 512 would fit" not in prepare(
+        *train(corpus, tmp_path / "fewer", 260)
+    )
+    assert "warning: little text for 400 ids" in prepare(*train(corpus, tmp_path / "more"))
+
+
+def test_a_trained_tokenizer_is_not_taken_for_a_published_one_with_as_many_ids(
+    prepare, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(text_prepare.CONFIGS, 300, "config/full_gpt2_1.36b.py")
+    monkeypatch.setattr(next_commands, "LARGE_TOKENS", 1)
+    assert "config/quickstart.py" in prepare(*train(corpus, tmp_path / "bpe", 300))
+    given = ["--input", corpus, "--tokenizer", tmp_path / "bpe", "--output", tmp_path / "out"]
+    assert "config/full_gpt2_1.36b.py" in prepare(*given)
+
+
+def units_of(*paths: Path) -> list:
+    return plan_units(list(paths), None, None)[0]
+
+
+def texts(documents) -> list[str]:
+    return ["".join(document) for document in documents]
+
+
+def test_the_tokenizer_learns_from_no_document_that_is_held_out(prepare, tmp_path):
+    """Whether a hash chooses those for validation, or none, or there is only one document."""
+    rows = [f"number {i} {prose(i, 30)}" for i in range(60)]
+    for name, count, fraction in (("many", 60, 0.2), ("few", 2, 0.001), ("all", 3, 0.999), ("one", 1, 0.3)):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", rows[:count])
+        learned = texts(training_documents(units_of(path), Settings(0, None, fraction, 1000), 0))
+        out = tmp_path / name
+        arguments = ["--input", path, "--output", out, "--train_tokenizer", 300, "--val_fraction", fraction]
+        prepare(*arguments)
+        decode = load_tokenizer(out).decode
+        train_text, val_text = (
+            decode(memoryview((out / f"{split}.bin").read_bytes()).cast("H")) for split in ("train", "val")
+        )
+        assert val_text
+        if count == 1:  # cut at a token, near the character where the training text was cut
+            assert len(learned) == 1 and rows[0].startswith(learned[0])
+            assert abs(len(learned[0]) - len(train_text)) < 0.2 * len(rows[0])
+        else:
+            assert "".join(f"{text}<|endoftext|>" for text in learned) == train_text
+
+
+def test_of_very_much_text_every_kth_document_is_read_and_others_are_not_opened(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{i:03}.txt" for i in range(100)]
+    for i, path in enumerate(paths):
+        path.write_text(f"{i:03}" + "x" * 997)
+    units, settings = units_of(*paths), Settings(0, None, 1e-9, 1000)
+    documents = every_kth(training_documents(units, settings, 0), units, 10_000)
+    for path in paths[1::10]:
+        path.unlink()
+    assert [text[:3] for text in texts(documents)] == [f"{i:03}" for i in range(0, 100, 10)]
+    monkeypatch.setattr(trained_tokenizer, "PIECE_CHARS", 100)
+    assert sum(map(len, pieces([["é" * 3000], ["b" * 3000]], 7000))) == 4000
+
+
+# --- what is read ---
+
+
+def test_files_of_a_folder_that_are_no_text_are_left_out_and_listed(tmp_path, prepare, corpus, capsys):
+    made = {
+        "a.png": b"\x89PNG",
+        "zero.txt": b"ab\0cd",
+        "latin.md": b"caf\xe9",
+        "utf16.txt": "\ufeffhello".encode("utf-16-le"),
+        "nothing.txt": b"",
+        ".hidden.txt": b"secret",
+        ".git/config.txt": b"[core]",
+        "cut.txt": b"caf\xc3",
+        "z_copy.md": prose(0).encode(),
+    }
+    for name, content in made.items():
+        (corpus / name).parent.mkdir(exist_ok=True)
+        (corpus / name).write_bytes(content)
+    os.symlink("..", corpus / "circle")
+    os.symlink("loop.txt", corpus / "loop.txt")
+    found = find_input([str(corpus)])
+    reasons = {Path(name).name: reason for reason, names in found.left_out.items() for name in names}
+    assert reasons == {
+        "a.png": "unknown suffix",
+        "zero.txt": "binary",
+        "latin.md": "not UTF-8 text",
+        "utf16.txt": "not UTF-8 text",
+        "cut.txt": "not UTF-8 text",
+        "nothing.txt": "empty",
+        "z_copy.md": "copy of another file",
+        ".hidden.txt": "hidden",
+        ".git": "hidden folder",
+        "circle": "link to a folder",
+        "loop.txt": "cannot be read: Too many levels of symbolic links",
+    }
+    assert len(found.files) == 24
+    printed = prepare(*train(corpus, tmp_path / "out"))
+    assert f"left out 1 (binary): {corpus / 'zero.txt'}" in printed and "left_out.json" not in printed
+
+
+def test_a_long_list_of_files_that_are_left_out_is_written_whole(tmp_path, prepare, corpus):
+    for number in range(input_files.SHOWN_FILES + 1):
+        (corpus / f"{number}.png").touch()
+    assert "left_out.json" in prepare(*train(corpus, tmp_path / "out"))
+    listed = json.loads((tmp_path / "out/left_out.json").read_text())
+    assert len(listed["unknown suffix"]) == input_files.SHOWN_FILES + 1
+
+
+def test_names_with_odd_characters_are_read_and_shown_without_harm(tmp_path, prepare, corpus):
+    names = ["a b'\"$(x).txt", "[draft]*.md", "né 日本.txt", "line\nbreak.txt", os.fsdecode(b"latin\xe9.txt")]
+    for name in [*names, "\x1b[2J\n.png"]:
+        (corpus / name).write_text(prose(1000 + len(name)))
+    printed = prepare(*train(corpus, tmp_path / "out"))
+    assert read_meta(tmp_path / "out")["documents"] == 24 + len(names)
+    assert "\x1b" not in printed and "left out 1 (unknown suffix): " in printed
+
+
+def test_program_files_named_train_and_test_are_no_splits(tmp_path):
+    for name in ("train.py", "validation_of_forms.py", "test_all.py"):
+        (tmp_path / name).write_text(f"x = {name!r}\n")
+    (unit,) = plan_units(find_input([str(tmp_path)]).files, None, 1000)[0]
+    assert unit.split is None and len(unit.files) == 3
+
+
+# --- other columns ---
+
+
+def write_records(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        import pyarrow
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_text_in_another_column_is_read_by_its_name(tmp_path, prepare, name):
+    rows = [{"id": i, "title": f"T{i}", "body": prose(i)} for i in range(30)]
+    path = write_records(tmp_path / name, rows)
+    arguments = train(path, tmp_path / "out", 300)
+    with pytest.raises(UserError) as error:
+        prepare(*arguments)
+    line = str(error.value)
+    assert (
+        line.startswith(f"no column 'text' in {path}")
+        and "it has: id, title, body; use --text_key=body" in line
+    )
+    assert not (tmp_path / "out").exists()
+    prepare(*arguments, "--text_key=body")
+    text = load_tokenizer(tmp_path / "out").decode(
+        memoryview((tmp_path / "out/train.bin").read_bytes()).cast("H")
+    )
+    assert set(text.split("<|endoftext|>")[:-1]) < {row["body"] for row in rows}
+    with pytest.raises(UserError, match="use --text_key=body"):
+        prepare(*arguments, "--text_key=content", "--no-resume")
+
+
+def test_a_dataset_of_another_column_is_not_continued(tmp_path, prepare, corpus):
+    rows = [{"text": prose(i), "body": prose(i + 100)} for i in range(30)]
+    path = write_records(tmp_path / "a.jsonl", rows)
+    prepare(*train(corpus, tmp_path / "bpe"))
+    given = ["--input", path, "--tokenizer", tmp_path / "bpe", "--output", tmp_path / "out"]
+    prepare(*given, "--text_key=body")
+    with pytest.raises(UserError, match="begun with another text_key"):
+        prepare(*given)
+
+
+# --- bad input ---
+
+
+def broken_lines(folder: Path) -> Path:
+    path = folder / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "cut o\n{"text": "fine"}\n')
+    return path
+
+
+def empty_folder(folder: Path) -> Path:
+    (folder / "x.png").touch()
+    return folder
+
+
+def circle(folder: Path) -> Path:
+    (folder / "l.txt").symlink_to("l.txt")
+    return folder / "l.txt"
+
+
+BAD = {
+    "no folder": (lambda f: f / "absent", [], "absent: there is no such file or folder"),
+    "nothing to read": (empty_folder, [], "nothing in it can be read as text (files: 1 unknown suffix)"),
+    "broken lines": (broken_lines, [], "a.jsonl, line 2 is not a JSON object"),
+    "link in a circle": (circle, [], "l.txt: a link to nothing, or not a regular file"),
+    "few ids": (lambda f: f, ["--train_tokenizer=10"], "10 is not between 257 and 1,048,576: the 256 bytes"),
+    "two tokenizers": (lambda f: f, ["--tokenizer=gpt2"], "not allowed with argument --train_tokenizer"),
+}
+
+
+@pytest.mark.parametrize("make, more, wanted", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, capsys, make, more, wanted):
+    (tmp_path / "in").mkdir()
+    arguments = [
+        "--input",
+        make(tmp_path / "in"),
+        "--train_tokenizer=300",
+        "--output",
+        tmp_path / "out",
+        *more,
+    ]
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
+    assert run_command(text_prepare.main) == USER_ERROR
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert wanted in error and "Traceback" not in error
+
+
+def test_a_tokenizer_is_required(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "x.txt"])
+    assert run_command(text_prepare.main) == USER_ERROR
+    assert "one of the arguments --tokenizer --train_tokenizer is required" in capsys.readouterr().err
