@@ -2,88 +2,212 @@
 
     python sample.py --out_dir=out-quickstart --prompt="def main(" --num_samples=2
     python sample.py --hf=exported --prompt="Once upon a time"
+    python sample.py --hf=Qwen3-0.6B --chat --prompts=questions.txt --top_p=0.95
 
-It samples token by token through the whole model, without a key/value cache: made to look at a model, not to
-serve it.
+Text goes to stdout, as it is made if it is a single one; its speed goes to stderr. docs/sampling.md has the
+details.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from common.arguments import real_number, user_path, whole_number
-from common.command import run_command
+from common.arguments import real_number, user_folder, user_path, whole_number
+from common.command import run_command, say
 from common.errors import UserError
+from common.json_file import read_json, read_regular
 from common.text import plain
-from data.pipeline.meta_file import load_tokenizer
-from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.tokenizers.tokenizer import EOT_NAMES, Tokenizer, open_tokenizer
+from generation.cache import cached_attention
+from generation.chat import apply_template
+from generation.choice import Choice
+from generation.decoding import Speed, check_prompts
+from generation.precision import compute_in
+from generation.text import generate_text
 from model import Transformer
+from training.batches.fingerprint import data_differences, data_fingerprint
 from training.checkpoints.loading import load_model
 from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.pretrained.folder import PREFIX
+from training.configuration.seeds import SAMPLING, stream_seed
+from training.pretrained.folder import CONFIG, PREFIX
 from training.pretrained.reading import load_pretrained
+from training.pretrained.writing import GENERATION
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3  # logits divided by it stay numbers in float32
+TOP_P_MIN = 1e-6  # 0 would leave no token
+MAX_PROMPTS, MAX_CONFIG = 1 << 28, 1 << 24  # bytes of a file
+
+
+class Source(NamedTuple):
+    """Where text comes from."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    folder: Path  # of the tokenizer
+    ends: set[int]  # ids of end-of-text
+    about: str
+
+
+class Text(NamedTuple):
+    """One that is to be made."""
+
+    title: str
+    prompt: str
+    ids: list[int]
+    seed: int
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
+    prompts = read_prompts(options)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, tokenizer, about = load_hf(options, device) if options.hf else load_run(options, device)
-    model.eval()
-    prompt = tokenizer.encode(options.prompt)
-    if not prompt:
-        raise UserError("--prompt is empty; give at least one character")
-    print(about)
-    generator = torch.Generator(device).manual_seed(options.seed)
-    for number in range(1, options.num_samples + 1):
-        ids = torch.tensor([prompt], device=device)
-        ids = generate(model, ids, options.max_new_tokens, options.temperature, options.top_k, generator)
-        print(f"--- sample {number} ---\n{tokenizer.decode(ids[0].tolist())}", flush=True)
+    source = load_hf(options, device) if options.hf else load_run(options, device)
+    check_tokenizer(source)
+    compute_in(source.model, options.dtype)
+    ids, ends = encode(options, source, prompts)
+    check_prompts(source.model, ids)
+    print(source.about, flush=True)
+    say_room(options, source.model.config.block_size, ids)
+    texts, speed = list_texts(options, source.tokenizer, ids), Speed()
+    try:
+        while batch := list(itertools.islice(texts, options.batch_size)):
+            show(options, source, batch, ends, speed)
+    except torch.OutOfMemoryError:
+        raise UserError("the GPU's memory is full; lower --batch_size or --max_new_tokens") from None
+    say(str(speed))
 
 
-def load_run(options: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer, str]:
-    """The model of a checkpoint, the tokenizer of its dataset, and what is printed about them."""
-    checkpoint, saved, model = load_model(Path(options.out_dir), options.checkpoint, device)
+def show(
+    options: argparse.Namespace, source: Source, batch: list[Text], ends: set[int], speed: Speed
+) -> None:
+    """Makes the texts of a batch and prints them; a single one as it is made."""
+    alone = len(batch) == 1
+    if alone:
+        print(f"{batch[0].title}\n{batch[0].prompt}", end="", flush=True)
+    made = generate_text(
+        source.model,
+        source.tokenizer,
+        [text.ids for text in batch],
+        options.max_new_tokens,
+        Choice(options.temperature, options.top_k, options.top_p),
+        seeds=[text.seed for text in batch],
+        ends=ends,
+        on_text=(lambda _, more: print(more, end="", flush=True)) if alone else None,
+        speed=speed,
+    )
+    if alone:
+        print(flush=True)
+        return
+    for text, new in zip(batch, made, strict=True):
+        print(f"{text.title}\n{text.prompt}{new}", flush=True)
+
+
+def encode(
+    options: argparse.Namespace, source: Source, prompts: list[str]
+) -> tuple[list[list[int]], set[int]]:
+    """The ids of each prompt, and the ids that end a text."""
+    if options.chat:
+        ids, ends = apply_template(source.folder, prompts)
+    else:
+        ids, ends = [source.tokenizer.encode(prompt) for prompt in prompts], set()
+    return ids, set() if options.ignore_eot else source.ends | ends
+
+
+def list_texts(options: argparse.Namespace, tokenizer: Tokenizer, prompts: list[list[int]]) -> Iterator[Text]:
+    """Every text that is to be made, one at a time: --num_samples may be any number."""
+    numbers = itertools.count()
+    for number, ids in enumerate(prompts, 1):
+        begins = f"prompt {number}, " if len(prompts) > 1 else ""
+        for sample in range(1, options.num_samples + 1):
+            seed = stream_seed(options.seed, SAMPLING, next(numbers))
+            yield Text(f"--- {begins}sample {sample} ---", tokenizer.decode(ids), ids, seed)
+
+
+def say_room(options: argparse.Namespace, context: int, prompts: list[list[int]]) -> None:
+    room = context - max(map(len, prompts))
+    if room < options.max_new_tokens:
+        say(
+            f"the model's context has {context:,} tokens, which leave room for {room:,} new ones after the "
+            f"longest prompt: text ends there, not after --max_new_tokens={options.max_new_tokens}"
+        )
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """Those of --prompt, then those of the file, one in each line that is not blank."""
+    prompts: list[str] = list(options.prompt)
+    if options.prompts is not None:
+        try:
+            lines = read_regular(options.prompts, MAX_PROMPTS).decode("utf-8-sig").split("\n")
+        except (OSError, ValueError) as error:
+            raise UserError(f"--prompts: {options.prompts} cannot be read: {error}") from None
+        prompts += [line.removesuffix("\r") for line in lines if line.strip()]
+        if not prompts:
+            raise UserError(f"--prompts: {options.prompts} holds no prompt; write one in each line")
+    if any(plain(prompt) != prompt for prompt in prompts):
+        raise UserError("a prompt has a control character, or is no UTF-8; take it out")
+    return prompts or ["\n"]
+
+
+# --- where text comes from ---
+
+
+def load_run(options: argparse.Namespace, device: torch.device) -> Source:
+    """The model of a checkpoint, and the tokenizer of its dataset."""
+    checkpoint, saved, model = load_model(Path(options.out_dir), options.checkpoint, device, cached_attention)
     dataset, *_ = parse_dataset(options.dataset or saved.config["dataset"])  # a mixture has one tokenizer
-    tokenizer = load_tokenizer(dataset_folder(TrainConfig(dataset=dataset)))
+    folder = Path(dataset_folder(TrainConfig(dataset=dataset)))
+    meta = read_meta(folder)
+    was, *_ = saved.data.get("sources", [saved.data])
+    if different := data_differences({"tokenizer": was["tokenizer"]}, data_fingerprint(meta, {})):
+        raise UserError(f"{folder} is not the data of this run: {different[0]}; name it with --dataset")
+    eot_id = meta["eot_id"]
     about = f"checkpoint {checkpoint}, iteration {saved.iteration}, validation loss {saved.val_loss}"
-    return model, tokenizer, about
+    ends = set() if eot_id is None else {eot_id}
+    return Source(model, load_tokenizer(folder), folder, ends, about)
 
 
-def load_hf(options: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer, str]:
+def load_hf(options: argparse.Namespace, device: torch.device) -> Source:
     """The same of weights in Hugging Face's format."""
     source = options.hf if options.hf.startswith(PREFIX) else f"{PREFIX}{options.hf}"
-    weights, model = load_pretrained(source, device)
+    weights, model = load_pretrained(source, device, cached_attention)
     tokenizer = open_tokenizer(str(weights.folder))
-    if tokenizer.vocab_size > model.config.vocab_size:
+    ends = ends_of(weights.folder, tokenizer)
+    return Source(model, tokenizer, weights.folder, ends, f"weights {weights.folder}")
+
+
+def ends_of(folder: Path, tokenizer: Tokenizer) -> set[int]:
+    """The ids at which transformers' generate stops; if the folder names none, that of EOT_NAMES."""
+    for name in (GENERATION, CONFIG):
+        if (folder / name).is_file():
+            try:
+                named = read_json(folder / name, MAX_CONFIG).get("eos_token_id")
+            except (OSError, ValueError) as error:
+                raise UserError(f"{folder / name} cannot be read: {error}") from None
+            listed = named if isinstance(named, list) else [named]
+            if ids := {one for one in listed if type(one) is int}:
+                return ids
+    found = (tokenizer.token_id(name) for name in EOT_NAMES)
+    return {eot_id for eot_id in found if eot_id is not None}
+
+
+def check_tokenizer(source: Source) -> None:
+    """Raises UserError if the tokenizer has more ids than the model. Fewer are right: models pad theirs."""
+    ids, rows = source.tokenizer.vocab_size, source.model.config.vocab_size
+    if ids > rows:
         raise UserError(
-            f"the tokenizer in {weights.folder} has {tokenizer.vocab_size:,} ids, the model "
-            f"{model.config.vocab_size:,}; one of them is from another model"
+            f"the tokenizer in {source.folder} has {ids:,} ids, the model {rows:,}; one of them is from "
+            "another model"
         )
-    return model, tokenizer, f"weights {weights.folder}"
-
-
-@torch.no_grad()
-def generate(model, ids, count: int, temperature: float, top_k: int, generator) -> torch.Tensor:
-    """Extends ids (1, T) by count tokens; temperature 0 takes the most likely one. Returns (1, T + count)."""
-    for _ in range(count):
-        window = ids[:, -model.config.block_size :]
-        logits = model(window)[:, -1].float()  # (1, V)
-        if temperature == 0:
-            chosen = logits.argmax(dim=-1, keepdim=True)
-        else:
-            if top_k:
-                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, float("-inf"))
-            chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-        ids = torch.cat((ids, chosen), dim=1)
-    return ids
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -96,22 +220,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
     )
-    parser.add_argument("--prompt", default="\n")
-    parser.add_argument("--num_samples", type=whole_number(1), default=1)
+    parser.add_argument("--prompt", action="append", default=[], help="may be repeated (a line break)")
+    parser.add_argument("--prompts", type=user_folder, metavar="FILE", help="a prompt in each line")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
+    parser.add_argument("--num_samples", type=whole_number(1), default=1, help="texts for each prompt")
+    parser.add_argument("--batch_size", type=whole_number(1), default=8, help="texts made at a time")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=200)
+    parser.add_argument("--ignore_eot", action="store_true", help="go on after the end-of-text token")
     hottest = real_number(0, TEMPERATURE_MAX)
     parser.add_argument("--temperature", type=hottest, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top_k", type=whole_number(0), default=200, help="the k most likely; 0: all")
+    share = "of these, the fewest that have this probability together; 1: all"
+    parser.add_argument("--top_p", type=real_number(TOP_P_MIN, 1), default=1.0, help=share)
     parser.add_argument("--seed", type=whole_number(0), default=1337)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="to compute in (float32)")
     parser.add_argument(
         "--dataset", type=user_path, help="a name in data/ or a path, if it has moved since training"
     )
     options = parser.parse_args(argv)
     if 0 < options.temperature < TEMPERATURE_MIN:
         parser.error(f"--temperature must be 0 or at least {TEMPERATURE_MIN}, got {options.temperature}")
-    if plain(options.prompt) != options.prompt:
-        parser.error("--prompt has a control character, or is no UTF-8")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda, but torch finds no CUDA GPU; use --device=cpu")
     return options

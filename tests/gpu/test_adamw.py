@@ -9,8 +9,9 @@ from support.helpers import make_dataset
 from torch.nn.utils import get_total_norm
 
 from ops.quantization.random_bits import weight_key
-from training.optimization.optimizer import OnePassAdamW, Rounding
-from training.strategies.strategy import norm
+from training.configuration.keys import TrainConfig
+from training.optimization.optimizer import OnePassAdamW, Rounding, build_optimizer
+from training.strategies.strategy import Shard, norm
 
 pytestmark = pytest.mark.gpu
 
@@ -198,6 +199,42 @@ def test_the_kernel_rounds_with_the_bits_of_the_plain_form(stored, moments):
         updates.assert_stored(tensors, expected, f"{n} elements from {start}")
 
 
+def test_the_8_bit_kernel_has_the_bits_of_the_plain_form_on_a_cpu():
+    """Also those of the random bits; products and sums are not fused."""
+    from support import rounded_updates as updates
+
+    updates.assert_the_8_bit_kernel_equals_its_plain_form("cuda")
+
+
+def test_an_8_bit_update_does_not_wait_for_the_gpu_and_can_be_captured():
+    weight = torch.nn.Parameter(torch.randn(64, 512, device="cuda").bfloat16())
+    shards = [Shard("w", weight, weight)]
+    config = TrainConfig(param_dtype="bfloat16", adam_dtype="8bit", weight_rounding="stochastic")
+    optimizer = build_optimizer(shards, config)
+    assert isinstance(optimizer, OnePassAdamW)
+    optimizer.param_groups[0]["lr"] = torch.full((), 1e-2, device="cuda")
+    optimizer.grad_scale, optimizer.found_inf = (torch.full((), x, device="cuda") for x in (1.0, 0.0))
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    kept = [weight.detach(), *optimizer.state[weight].values()]
+    before = [tensor.clone() for tensor in kept]
+    optimizer.step()
+    expected = [tensor.clone() for tensor in kept]
+    for tensor, was in zip(kept, before, strict=True):
+        tensor.copy_(was)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    assert all(torch.equal(now, wanted) for now, wanted in zip(kept, expected, strict=True))
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_an_update_does_not_wait_for_the_gpu(stochastic):
     stored = BF16 if stochastic else FP32
@@ -221,6 +258,8 @@ def test_an_update_does_not_wait_for_the_gpu(stochastic):
         {"dtype": "bfloat16", "param_dtype": "bfloat16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"},
         {"dtype": "bfloat16", "param_dtype": "bfloat16", "weight_rounding": "stochastic"},
+        {"dtype": "bfloat16", "adam_dtype": "8bit"},
+        {"dtype": "bfloat16", "param_dtype": "bfloat16", "gradient_dtype": "bfloat16"},
     ],
     ids=lambda keys: "-".join(keys.values()),
 )
@@ -236,7 +275,7 @@ def test_a_run_learns_as_with_torch_s_fused_adamw_and_publish_copies_nothing(tmp
         copy = shard.working_copy
         assert copy is None or torch.equal(copy, shard.local.detach().to(copy.dtype)), shard.name
     assert losses[-1] < losses[0] - 0.1
-    if keys.get("param_dtype") != keys.get("adam_dtype"):
+    if keys.get("param_dtype") != keys.get("adam_dtype"):  # also moments of 8 bits
         return
     other = build(dataset, **{**ON_GPU, **keys})
     ours = other.step.optimizer

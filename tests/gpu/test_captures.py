@@ -34,6 +34,8 @@ CASES = {
         "adam_dtype": "bfloat16",
         "weight_rounding": "stochastic",
     },
+    "8-bit moments": {"param_dtype": "bfloat16", "adam_dtype": "8bit", "weight_rounding": "stochastic"},
+    "bf16 sums": {"param_dtype": "bfloat16", "gradient_dtype": "bfloat16", "gradient_accumulation_steps": 2},
     "fp8": {"low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"},
     "fp8 delayed": {"low_precision": "fp8_delayed", "gradient_accumulation_steps": 2, "amax_history": 4},
     "mxfp8": {"low_precision": "mxfp8", "low_precision_scope": "layers_and_head"},

@@ -37,7 +37,7 @@ def test_without_a_history_every_cast_is_that_of_fp8_tensorwise():
     assert same(delayed_quantize(x, scale, amax, E5M2, x.abs().amax(-1)), float8.quantize(x, E5M2))
     assert amax == x.abs().max()
     ours = delayed_swiglu_backward(x, dh, scale, amax, E5M2)
-    assert same(ours, swiglu_backward_float8(x, dh))
+    assert same(ours, swiglu_backward_float8(x, dh, E5M2))
 
 
 def test_the_smallest_amaxes_have_the_scales_of_fp8_tensorwise():

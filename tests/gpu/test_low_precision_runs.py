@@ -4,6 +4,8 @@ import pytest
 import torch
 from support.helpers import SMALL_RUN, last_run, make_dataset, run_train, write_config
 
+from tools import export_hf
+
 pytestmark = pytest.mark.gpu
 
 RECIPES = ("fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4")
@@ -38,11 +40,20 @@ def losses(record: dict) -> list[float]:
     return [row["loss"] for row in record["training_iterations"]]
 
 
+@pytest.fixture(scope="module")
+def weights(folder):
+    """For runs on a GPU and on a CPU, which draw other ones."""
+    train(folder, "none", "drawn", device="cpu", compile=False, max_iters=1, low_precision_scope="layers")
+    export_hf.main([str(folder / "drawn"), str(folder / "weights"), "--dtype=float32"])
+    return f"hf:{folder / 'weights'}"
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_kernels_train_as_plain_operations_on_a_cpu(folder, recipe):
+def test_compiled_kernels_train_as_plain_operations_on_a_cpu(folder, weights, recipe):
     """The first losses are of equal weights. Later ones part by what other orders of sums become."""
-    gpu = train(folder, recipe, f"gpu-{recipe}")
-    cpu = train(folder, recipe, f"cpu-{recipe}", device="cpu", compile=False, eval_interval=0, max_iters=8)
+    gpu = train(folder, recipe, f"gpu-{recipe}", init_weights=weights)
+    on_cpu = {"device": "cpu", "compile": False, "eval_interval": 0, "max_iters": 8}
+    cpu = train(folder, recipe, f"cpu-{recipe}", init_weights=weights, **on_cpu)
     assert losses(gpu)[0] == pytest.approx(losses(cpu)[0], rel=2e-3)
     assert losses(gpu)[:8] == pytest.approx(losses(cpu), rel=3e-2)
     said = gpu["startup_info"]["low_precision"]

@@ -1,15 +1,30 @@
 """sample.py as a user runs it: on the checkpoint of a tiny run."""
 
+import json
+import re
+import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import warm_python
-from support.helpers import ROOT
+from support.helpers import ROOT, TINY
 
 import sample
 from common.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return []
+
+
+@pytest.fixture
+def ready(kept, request):
+    """The out_dir of `trained`, one for all tests that leave it as it is."""
+    if not kept:
+        kept.append(request.getfixturevalue("trained"))
+    return kept[0]
 
 
 def text(capsys, out_dir, *flags) -> str:
@@ -17,29 +32,44 @@ def text(capsys, out_dir, *flags) -> str:
     return capsys.readouterr().out
 
 
-def test_a_seed_gives_one_text_and_another_seed_another(trained, capsys):
-    first, again, other = (text(capsys, trained, f"--seed={seed}") for seed in (1, 1, 2))
+def test_a_seed_gives_one_text_and_another_seed_another(ready, capsys):
+    first, again, other = (text(capsys, ready, f"--seed={seed}") for seed in (1, 1, 2))
     assert first == again != other
     assert "--- sample 1 ---\nAB" in first
-    assert len(first.split("--- sample 1 ---\n")[1].rstrip("\n")) == 42
+    assert len(first.split("--- sample 1 ---\n")[1].rstrip("\n")) == TINY["block_size"]
 
 
-def test_temperature_0_and_top_k_1_both_take_the_most_likely_token(trained, capsys):
-    assert text(capsys, trained, "--temperature=0") == text(capsys, trained, "--top_k=1", "--seed=5")
+def test_temperature_0_and_top_k_1_both_take_the_most_likely_token(ready, capsys):
+    assert text(capsys, ready, "--temperature=0") == text(capsys, ready, "--top_k=1", "--seed=5")
 
 
-def test_the_best_checkpoint_can_be_chosen(trained, capsys):
-    assert "step-00000004" in text(capsys, trained)
-    best = (trained / "checkpoints" / "best").read_text().strip()
-    assert best in text(capsys, trained, "--checkpoint=best")
+def test_it_computes_in_the_dtype_that_is_asked_for(ready, capsys, monkeypatch):
+    computed = []
+    generate_text = sample.generate_text
+    monkeypatch.setattr(
+        sample,
+        "generate_text",
+        lambda model, *a, **k: computed.append(model) or generate_text(model, *a, **k),
+    )
+    assert text(capsys, ready, "--temperature=0").startswith("checkpoint")
+    assert text(capsys, ready, "--temperature=0", "--dtype=bfloat16").startswith("checkpoint")
+    assert [model.embed(torch.tensor([[1]])).dtype for model in computed] == [torch.float32, torch.bfloat16]
+
+
+def test_the_best_checkpoint_can_be_chosen(ready, capsys):
+    assert "step-00000004" in text(capsys, ready)
+    best = (ready / "checkpoints" / "best").read_text().strip()
+    assert best in text(capsys, ready, "--checkpoint=best")
     with pytest.raises(UserError, match="there are latest, best, step-"):
-        text(capsys, trained, "--checkpoint=step-7")
+        text(capsys, ready, "--checkpoint=step-7")
 
 
-@pytest.mark.parametrize("flag", ["--top_k=-1", "--temperature=nan", "--num_samples=0", "--device=tpu"])
-def test_bad_options_are_named_without_a_traceback(trained, capsys, flag):
+@pytest.mark.parametrize(
+    "flag", ["--top_k=-1", "--temperature=nan", "--num_samples=0", "--top_p=0", "--device=tpu"]
+)
+def test_bad_options_are_named_without_a_traceback(capsys, flag):
     with pytest.raises(SystemExit) as stop:
-        text(capsys, trained, flag)
+        text(capsys, "out", flag)
     assert stop.value.code == 2
     assert flag.split("=")[0] in capsys.readouterr().err
 
@@ -51,68 +81,15 @@ def test_no_checkpoint_is_one_line_and_status_1(tmp_path):
     assert done.stderr.startswith("error: ") and "holds no complete checkpoint" in done.stderr
 
 
-# --- how a token is chosen ---
-
-
-class FixedLogits(torch.nn.Module):
-    """A model with the same logits everywhere, which notes the windows that it is given."""
-
-    def __init__(self, logits, block_size=4):
-        super().__init__()
-        self.config, self.logits = SimpleNamespace(block_size=block_size), torch.tensor(logits)
-        self.windows, self.with_gradients = [], []
-
-    def forward(self, window):
-        self.windows.append(window[0].tolist())
-        self.with_gradients.append(torch.is_grad_enabled())
-        wrong = self.logits.flip(0).expand(*window.shape, -1).clone()
-        wrong[:, -1] = self.logits  # only the last position predicts the next token
-        return wrong
-
-
-def chosen(logits, temperature, top_k=0, count=2000) -> torch.Tensor:
-    """The share of each id among `count` tokens."""
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    generator = torch.Generator().manual_seed(0)
-    tokens = sample.generate(FixedLogits(logits), ids, count, temperature, top_k, generator)[0, 1:]
-    return torch.bincount(tokens, minlength=len(logits)) / count
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_logits_are_divided_by_the_temperature(temperature):
-    logits = [0.0, 1.0, 2.0]
-    expected = (torch.tensor(logits) / temperature).softmax(0)
-    assert chosen(logits, temperature).tolist() == pytest.approx(expected.tolist(), abs=0.04)
-
-
-def test_a_low_temperature_takes_the_most_likely_token_and_a_high_one_takes_all_alike():
-    assert chosen([0.0, 2.0, 1.0], 0.02).tolist() == [0, 1, 0]
-    assert chosen([0.0, 2.0, 1.0], 1000.0).tolist() == pytest.approx([1 / 3] * 3, abs=0.04)
-    assert chosen([0.0, 2.0, 1.0], 0).tolist() == [0, 1, 0]
-
-
-def test_top_k_leaves_the_k_most_likely_tokens():
-    assert (chosen([0.0, 2.0, 1.0, -1.0], 5.0, top_k=2) > 0).tolist() == [False, True, True, False]
-    assert (chosen([0.0, 2.0, 1.0, -1.0], 5.0, top_k=9) > 0).all()
-
-
-def test_the_model_sees_the_newest_tokens_that_fit_into_its_context():
-    model = FixedLogits([0.0, 9.0, 0.0], block_size=4)
-    ids = sample.generate(model, torch.tensor([[2, 0, 2, 0, 0, 2]]), 3, 0, 0, None)
-    assert ids.tolist() == [[2, 0, 2, 0, 0, 2, 1, 1, 1]]
-    assert model.windows == [[2, 0, 0, 2], [0, 0, 2, 1], [0, 2, 1, 1]]
-    assert model.with_gradients == [False] * 3
-
-
-def test_text_is_made_in_eval_mode(trained, capsys, monkeypatch):
+def test_text_is_made_in_eval_mode(ready, capsys, monkeypatch):
     modes = []
 
-    def generate(model, ids, *_):
+    def generate_text(model, tokenizer, prompts, *_, **__):
         modes.append([module.training for module in model.modules()])
-        return ids
+        return ["" for _ in prompts]
 
-    monkeypatch.setattr(sample, "generate", generate)
-    text(capsys, trained, "--num_samples=2")
+    monkeypatch.setattr(sample, "generate_text", generate_text)
+    text(capsys, ready, "--num_samples=2", "--batch_size=1")
     assert len(modes) == 2 and not any(sum(modes, []))
 
 
@@ -124,3 +101,121 @@ def test_a_damaged_checkpoint_gives_no_text(trained, capsys):
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"{folder} is damaged: {path.name}"):
         text(capsys, trained)
+
+
+# --- several prompts ---
+
+
+def split(shown: str) -> dict[str, str]:
+    """{title: text}"""
+    _, *parts = shown.split("\n--- ")
+    return {title: body.rstrip("\n") for title, _, body in (part.partition(" ---\n") for part in parts)}
+
+
+def test_each_prompt_has_its_samples_whatever_the_size_of_a_batch(ready, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfCDE\r\n\n9\n")
+    flags = (f"--prompts={file}", "--prompt=FGHI", "--num_samples=2")
+    shown = split(text(capsys, ready, *flags))
+    titles = [f"prompt {prompt}, sample {number}" for prompt in (1, 2, 3, 4) for number in (1, 2)]
+    assert list(shown) == titles
+    begins = ["AB", "AB", "FGHI", "FGHI", "CDE", "CDE", "9", "9"]
+    assert [body.startswith(prompt) for body, prompt in zip(shown.values(), begins, strict=True)] == [
+        True
+    ] * 8
+    assert len(set(shown.values())) == 8
+    for size in (1, 3):
+        assert split(text(capsys, ready, *flags, f"--batch_size={size}")) == shown
+
+
+def test_a_single_text_appears_as_it_is_made(ready, capsys, monkeypatch):
+    pieces = []
+    monkeypatch.setattr("builtins.print", lambda *text, **_: pieces.append("".join(text)))
+    text(capsys, ready, "--max_new_tokens=5", "--temperature=0")
+    first = pieces.index("--- sample 1 ---\nAB")
+    assert [len(piece) for piece in pieces[first + 1 : first + 7]] == [1, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"\n \n", "holds no prompt"),
+        (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+        (b"a\x1b[2J", "a prompt has a control character"),
+    ],
+)
+def test_a_file_without_prompts_is_one_message(content, message, tmp_path):
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        sample.main([f"--out_dir={tmp_path}", f"--prompts={file}", "--device=cpu"])
+
+
+# --- where a text ends ---
+
+
+def test_a_text_ends_at_the_context_and_a_line_says_so(ready, capsys):
+    context = TINY["block_size"]
+    sample.main([f"--out_dir={ready}", "--prompt=ABC", "--max_new_tokens=999", "--device=cpu"])
+    shown = capsys.readouterr()
+    assert len(shown.out.partition("--- sample 1 ---\n")[2].rstrip("\n")) == context
+    assert f"the model's context has {context} tokens, which leave room for {context - 3} new" in shown.err
+
+
+def test_the_speed_of_prompt_and_new_text_is_said_at_the_end(ready, capsys):
+    sample.main([f"--out_dir={ready}", "--prompt=ABC", "--max_new_tokens=9", "--device=cpu"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"prompt: 3 tokens in [\d.]+ s, [\d,]+ tokens/s; new text: 8 tokens in [\d.]+ s, [\d,]+ tokens/s",
+        last,
+    )
+
+
+def test_a_prompt_longer_than_the_context_is_one_message(ready):
+    with pytest.raises(
+        UserError, match=f"the prompt has 200 tokens, but .* has {TINY['block_size']} for prompt"
+    ):
+        sample.main([f"--out_dir={ready}", f"--prompt={'A' * 200}", "--device=cpu"])
+
+
+def other_tokens(ready, folder, **keys):
+    """A copy of the run's dataset, whose meta.json says something else."""
+    shutil.copytree(ready.parent / "tokens", folder)
+    path = folder / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return folder
+
+
+def test_text_ends_at_the_end_of_text_of_the_dataset_unless_told_otherwise(ready, tmp_path, capsys):
+    def greedy(*flags) -> str:
+        shown = text(capsys, ready, "--temperature=0", *flags)
+        return shown.partition("--- sample 1 ---\nAB")[2].rstrip("\n")
+
+    whole = greedy()
+    tokens = other_tokens(ready, tmp_path / "tokens", eot_id=ord(whole[10]) - 48)
+    assert greedy(f"--dataset={tokens}") == whole.partition(whole[10])[0]
+    assert greedy(f"--dataset={tokens}", "--ignore_eot") == whole
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"kind": "tiktoken", "name": "gpt2"},
+        {"kind": "char", "name": "char", "chars": "".join(map(chr, range(49, 49 + 64)))},
+    ],
+    ids=["another kind", "other characters"],
+)
+def test_a_dataset_with_another_tokenizer_than_the_run_is_refused(tokenizer, ready, tmp_path):
+    tokens = other_tokens(ready, tmp_path / "tokens", tokenizer=tokenizer)
+    found = (
+        f"tokens is not the data of this run: tokenizer {tokenizer['name']} .* instead of char .*--dataset"
+    )
+    with pytest.raises(UserError, match=found):
+        sample.main([f"--out_dir={ready}", f"--dataset={tokens}", "--prompt=A", "--device=cpu"])
+
+
+def test_a_dataset_has_no_chat_template(ready):
+    with pytest.raises(UserError, match="^--chat: the tokenizer in .*tokens has no chat template"):
+        sample.main([f"--out_dir={ready}", "--prompt=A", "--chat", "--device=cpu"])

@@ -1,0 +1,181 @@
+"""Makes tokens: reads all prompts of a batch in one pass, then one token of each sequence at a time.
+
+B sequences · T tokens of the longest prompt · V vocabulary
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import UserError
+from generation.cache import KeyValueCache, LayerCache, cached_attention
+from generation.choice import GREEDY, Choice, draw
+from generation.cuda_graph import record
+from model import Attention, Transformer
+from ops.heads import Rotary
+from ops.norm import Delta, no_delta
+
+OnToken = Callable[[int, int], bool]  # (number of the sequence, its new token) -> whether it ends here
+Step = Callable[..., torch.Tensor]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds, summed over calls of generate(). Each part ends when its result is on the host."""
+
+    prompt_tokens: int = 0
+    prompt_s: float = 0.0  # until the first new token of each sequence is known
+    graph_s: float = 0.0  # recording the CUDA graph
+    new_tokens: int = 0  # after the first of each sequence
+    new_s: float = 0.0
+
+    def __str__(self) -> str:
+        prompt = self.prompt_tokens / max(self.prompt_s, 1e-9)
+        new = self.new_tokens / max(self.new_s, 1e-9)
+        graph = f"CUDA graph in {self.graph_s:.2f} s; " if self.graph_s else ""
+        return (
+            f"prompt: {self.prompt_tokens:,} tokens in {self.prompt_s:.2f} s, {prompt:,.0f} tokens/s; {graph}"
+            f"new text: {self.new_tokens:,} tokens in {self.new_s:.2f} s, {new:,.0f} tokens/s"
+        )
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    choice: Choice = GREEDY,
+    *,
+    seeds: Sequence[int] | None = None,
+    ends: Collection[int] = (),
+    on_token: OnToken | None = None,
+    speed: Speed | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt, all prompts in one batch. The model must be in eval mode.
+
+    A sequence ends before a token of `ends`, which is not returned; after a token for which on_token is true;
+    after max_new_tokens; and when prompt and new text fill the model's context. seeds: one for each prompt,
+    where tokens are drawn. Raises UserError for a prompt that is empty, too long, or of unknown ids.
+    """
+    check_prompts(model, prompts)
+    attention = [module.attend for module in model.modules() if isinstance(module, Attention)]
+    assert all(attend is cached_attention for attend in attention), "build it with attend=cached_attention"
+    speed = Speed() if speed is None else speed
+    began = time.perf_counter()
+    device, context = model.embed.weight.device, model.config.block_size
+    lengths = [len(prompt) for prompt in prompts]
+    room = [min(max_new_tokens, context - length) for length in lengths]
+    cache = KeyValueCache(model, len(prompts), min(context, max(lengths) + max_new_tokens))
+    draws = draw(range(len(prompts)) if seeds is None else seeds, max(room), device)
+    positions = torch.tensor(lengths, device=device)
+    logits = read_prompts(model, cache, prompts)
+    if not bool(logits.isfinite().all()):  # sync point
+        raise UserError("the model gives values that are not finite; its weights are of no use")
+    tokens = choice.choose(logits, draws[0])
+    sequences = _Sequences(room, ends, on_token)
+    sequences.add(tokens.tolist())  # sync point
+    speed.prompt_tokens, speed.prompt_s = speed.prompt_tokens + sum(lengths), speed.prompt_s + _since(began)
+
+    began = time.perf_counter()
+    step = make_step(model, cache, choice)
+    if device.type == "cuda" and sequences.running:
+        step = record(step, tokens, positions, draws[0])
+        speed.graph_s += _since(began)
+    began = time.perf_counter()
+    for numbers in draws[1:]:
+        if not sequences.running:
+            break
+        tokens = step(tokens, positions, numbers)
+        # a sequence that has ended stays in the batch, and writes to the last slot at most
+        positions = (positions + 1).clamp(max=len(cache.slots) - 1)
+        speed.new_tokens += len(sequences.running)
+        sequences.add(tokens.tolist())  # sync point
+    speed.new_s += _since(began)
+    return sequences.new
+
+
+def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises UserError if the model cannot continue one of them."""
+    context, vocabulary = model.config.block_size, model.config.vocab_size
+    for number, prompt in enumerate(prompts, 1):
+        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        if not prompt:
+            raise UserError(f"{which} is empty; give at least one character")
+        if len(prompt) >= context:
+            raise UserError(
+                f"{which} has {len(prompt):,} tokens, but the model's context (block_size) has {context:,} "
+                "for prompt and new text together; shorten the prompt"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            raise UserError(
+                f"{which} has the id {max(prompt):,}, but the model has {vocabulary:,} ids; the tokenizer is "
+                "that of another model"
+            )
+
+
+def read_prompts(model: Transformer, cache: KeyValueCache, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Stores the prompts in the cache. Returns the logits (B, V) after the last token of each."""
+    device = model.embed.weight.device
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (B, T), with 0 on the right
+    positions = torch.arange(ids.shape[1], device=device)
+    x, (delta, _) = _run_blocks(model, ids, positions, cache.for_prompts())
+    last = torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)
+    return model.head(x[last], (delta[last], None)).float()  # not of all tokens: logits are large
+
+
+def make_step(model: Transformer, cache: KeyValueCache, choice: Choice) -> Step:
+    """step(tokens (B,), their positions (B,), draws (B,)) stores these tokens and returns the next (B,)."""
+
+    def step(tokens: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        x, delta = _run_blocks(model, tokens[None], positions, cache.for_tokens(positions))
+        logits = model.head(x, delta)[0]  # (B, V)
+        return choice.choose(logits.float(), draws)
+
+    return step
+
+
+def _run_blocks(
+    model: Transformer, ids: torch.Tensor, positions: torch.Tensor, caches: list[LayerCache]
+) -> tuple[torch.Tensor, Delta]:
+    """The residual stream after the last block, of ids (1 or B, T) at positions (T,). Transformer.forward
+    knows only windows that begin at position 0."""
+    x = model.embed(ids)
+    rotary = None
+    if model.positions is not None:
+        x = x + model.positions(positions)
+    else:
+        rotary = Rotary(model.rotary_cos[positions], model.rotary_sin[positions])
+    x = x.to(model.compute_dtype)
+    delta = no_delta(x)
+    for block, cache in zip(model.blocks, caches, strict=True):
+        x, delta = block(x, delta, rotary, cache)
+    return x, delta
+
+
+class _Sequences:
+    """The new tokens of each sequence, and which are still running."""
+
+    def __init__(self, room: list[int], ends: Collection[int], on_token: OnToken | None):
+        self.room, self.ends, self.on_token = room, frozenset(ends), on_token
+        self.new: list[list[int]] = [[] for _ in room]
+        self.running = list(range(len(room)))
+
+    def add(self, tokens: list[int]) -> None:
+        """tokens: the next one of each sequence, also of those that have ended."""
+        self.running = [number for number in self.running if self._goes_on(number, tokens[number])]
+
+    def _goes_on(self, number: int, token: int) -> bool:
+        if token in self.ends:
+            return False
+        self.new[number].append(token)
+        ended = self.on_token is not None and self.on_token(number, token)
+        return not ended and len(self.new[number]) < self.room[number]
+
+
+def _since(began: float) -> float:
+    return time.perf_counter() - began
