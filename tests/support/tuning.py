@@ -1,0 +1,46 @@
+"""What the tests of tools.tune's search share: a config, a machine, and a speed for each setting."""
+
+from support.helpers import SMALL, write_config
+
+from tools.tune.search import Result
+from tools.tune.space import Machine, Space
+from training.configuration.files_and_flags import load_config
+from training.hardware.capability import lookup
+from training.hardware.gpu_memory import DeviceMemory
+
+SEQUENCES = 48  # of a GPU, in an iteration: 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 divide them
+HOPPER = lookup((9, 0), "NVIDIA H200")
+GAINS = {  # the speed of an option, as a multiple of the careful one's
+    "compile": {True: 1.3},
+    "activation_checkpointing": {"selective": 1.1, "none": 1.2},
+    "loss_chunks": {4: 1.005, 1: 1.02},
+    "use_cuda_graphs": {True: 1.04},
+    "matmul_algorithms": {"measured": 0.98},
+    "use_dataloader": {True: 0.9},
+    "use_zero1": {True: 1.05},
+    "use_fsdp": {True: 0.97},
+    "low_precision": {"fp8_tensorwise": 1.4, "fp8_delayed": 1.3},
+}
+
+
+def make_config(folder):
+    """48 sequences an iteration on each of two GPUs, or 96 on one; nothing is started with it."""
+    keys = {**SMALL, "batch_size": "auto", "gradient_accumulation_steps": "auto", "dataset": "quickstart"}
+    keys |= {"block_size": 2048, "tokens_per_iter": 2 * SEQUENCES * 2048}
+    return load_config([str(write_config(folder / "small.py", **keys))], 2)
+
+
+def make_space(config, gib=139.8, processes=2, allowed=(), fixed=()):
+    memory = DeviceMemory(gib, "NVIDIA H200")
+    return Space(config, processes, Machine(memory, HOPPER, {"gpu_name": "H200"}, 2), allowed, fixed)
+
+
+def speed_of(setting):
+    speed = 1000.0 * min(setting["batch_size"], 16) ** 0.5
+    for key, gains in GAINS.items():
+        speed *= gains.get(setting[key], 1.0) if key in setting else 1.0
+    return speed
+
+
+def good(speed, noise=0.0):
+    return Result(tuple(speed * (1 + noise + wobble) for wobble in (-1e-4, 0.0, 0.0, 1e-4)), 10.0, 50.0)

@@ -1,0 +1,314 @@
+"""Climbs from a careful setting to the fastest one: a dimension at a time, each option compared with the best
+so far.
+
+A gain counts if it is more than noise. A gain of CLEAR and more is taken from one run; a smaller one after
+both sides have run REPEATS times (plots/verdict.py); no gain at all is dropped after one run. Within noise
+the setting stays as it was, which is the one with less memory or fewer features. Nothing here knows how a
+trial is run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import UserError
+from plots.verdict import Verdict, compare
+from tools.tune.dimensions import BATCH, Dimension, Keys, Option, option_of
+from tools.tune.space import Space
+from training.configuration.batch import is_auto
+
+CLEAR = 0.10  # far more than runs of one setting differ by
+REPEATS, TOP_REPEATS = 2, 3  # runs of each side of a close comparison; of the best and the config at the end
+SMALLER_TRIES = 2  # how often an option that runs out of memory is tried with half of the micro-batch
+KEEPS_SPEED = 0.95  # goal 'memory': of the best speed
+GOALS = ("tokens_per_sec", "memory")
+AS_IT_IS, FIRST, LAST = "the config as it is", "conservative", "repeated"
+
+
+class OutOfTime(Exception):
+    """The budget is used up: no further trial is started."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of a setting measured, or why it failed."""
+
+    tokens_per_sec: tuple[float, ...] = ()  # of each row
+    memory_gib: float | None = None  # the most that was allocated on a GPU
+    mfu_percent: float | None = None
+    reason: str | None = None
+    out_of_memory: bool = False
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.tokens_per_sec)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the ladder: a setting that was tried."""
+
+    rung: str  # the dimension
+    option: str
+    setting: Keys
+    needed_gib: float  # by the estimate, with its reserve
+    result: Result | None  # of its first run; None if it was not run
+    gain: float | None  # against the best so far, as a share
+    kept: bool
+    note: str = ""
+
+
+Measure = Callable[[Keys, int], Result]  # of a setting and the number of its run, from 1; raises OutOfTime
+
+
+class Ladder:
+    """The climb. `steps` is what was tried, in order; report() is called with each."""
+
+    def __init__(self, space: Space, measure: Measure, report: Callable[[Step], None] = lambda step: None):
+        self.space, self.measure, self.report = space, measure, report
+        self.steps: list[Step] = []
+        self.runs: dict[str, list[Result]] = {}  # by the setting's text
+        self.best: Keys | None = None
+        # Options are not tried with a larger micro-batch than this. None: only memory limits it
+        self.ceiling: int | None = None
+        self.finished = False
+        self.verdict: Verdict | None = None  # of the best against the config as it is
+
+    def climb(self) -> Keys:
+        """The best setting. Raises UserError if none ran."""
+        try:
+            self._as_it_is()
+            self._first()
+            for one in self.space.dimensions():
+                if one.name == BATCH:
+                    self._climb_batch()
+                else:
+                    self._try_options(one)
+            self.finished = True
+        except OutOfTime:
+            pass
+        self._finish()
+        if self.best is None:
+            reasons = [step.result.reason for step in self.steps if step.result and step.result.reason]
+            raise UserError(
+                f"no trial succeeded: {reasons[-1]}"
+                if reasons
+                else "the budget was over before a trial was finished; give a larger --budget"
+            )
+        return self.best
+
+    # --- the rungs ---
+
+    def _as_it_is(self) -> None:
+        """First, so that there is a valid result from the first minute on."""
+        setting = self.space.as_it_is
+        if is_auto(self.space.base) and not self.space.fits(setting):  # train.py would refuse it, too
+            return self._skip(AS_IT_IS, "", setting, "does not fit by the estimate")
+        result = self._run(setting)
+        self._add(AS_IT_IS, "", setting, result, None, False)
+
+    def _first(self) -> None:
+        setting = self.space.first()
+        result = self._run(setting)
+        while result.out_of_memory and self.space.batch_size(setting) > self.space.batches[0]:
+            self._add(FIRST, self.batch_text(setting), setting, result, None, False)
+            setting = self._smaller(setting)
+            result = self._run(setting)
+        self._add(FIRST, self.batch_text(setting), setting, result, None, not result.reason)
+        if not result.reason:
+            self.best, self.ceiling = setting, self.space.batch_size(setting)
+        elif self._good(self.space.as_it_is):
+            self.best = self.space.as_it_is
+            self.ceiling = self.space.batch_size(self.best)
+        else:
+            raise UserError(f"no trial succeeded, not even the most careful one: {result.reason}")
+
+    def _try_options(self, dimension: Dimension) -> None:
+        # the climb began with the first option; only one for which there was no memory then may fit now
+        is_new = dimension.makes_room or dimension.changes_numbers
+        for option in dimension.options if is_new else dimension.options[1:]:
+            assert self.best
+            if option_of(Dimension("", (option,)), self.best):
+                continue
+            wanted = self.space.with_option(self.best, option)
+            if obstacle := self.space.obstacle(wanted):
+                self._skip(dimension.name, option.name, wanted, obstacle)
+                continue
+            most = self.ceiling or max(self.space.usual_most, self.space.batch_size(self.best))
+            setting = self.space.largest(wanted, most)
+            if setting is None:
+                smallest = self.space.divided({**wanted, "batch_size": self.space.batches[0]})
+                self._skip(dimension.name, option.name, smallest, "does not fit by the estimate")
+                continue
+            if setting != self.best:  # so few tokens are not divided into more parts
+                self._try_with_less(dimension.name, option, setting)
+
+    def _try_with_less(self, rung: str, option: Option, setting: Keys) -> None:
+        """Tries the option; if memory runs out in spite of the estimate, with smaller micro-batches."""
+        for _ in range(1 + SMALLER_TRIES):
+            result = self._try(rung, option.name, setting)
+            if not result.out_of_memory or self.space.batch_size(setting) == self.space.batches[0]:
+                return
+            setting = self._smaller(setting)
+
+    def _climb_batch(self) -> None:
+        """Doubles the micro-batch while that is a gain. Between one that runs and one that does not fit, it
+        takes the middle."""
+        failed = float("inf")  # the smallest that ran out of memory
+        while True:
+            assert self.best
+            size = self.space.batch_size(self.best)
+            larger = [
+                self.space.divided({**self.best, "batch_size": b}) for b in self.space.batches if b > size
+            ]
+            fitting = [one for one in larger if self.space.batch_size(one) < failed and self.space.fits(one)]
+            if not fitting:
+                self.ceiling = None
+                if larger and failed == float("inf"):
+                    text = self.batch_text(larger[0])
+                    self._skip(BATCH, text, larger[0], "does not fit by the estimate")
+                return
+            wanted = 2 * size if failed == float("inf") else (size * failed) ** 0.5
+            setting = min(fitting, key=lambda one: abs(self.space.batch_size(one) - wanted))
+            result = self._try(BATCH, self.batch_text(setting), setting)
+            if result.out_of_memory:
+                failed = self.space.batch_size(setting)
+            elif setting is not self.best:
+                self.ceiling = size
+                return
+
+    def _finish(self) -> None:
+        """The best against the config as it is, both repeated. Without a real gain the config stays."""
+        own = self.space.as_it_is
+        if not self._good(own):
+            return
+        if self.best is None:
+            self.best = own
+        if self._text(self.best) == self._text(own):
+            return
+        found = self.best
+        gain = self._gain(found, own)
+        try:
+            if self.finished:
+                for setting in (found, own):
+                    self._repeat(setting, TOP_REPEATS)
+        except OutOfTime:
+            self.finished = False
+        kept, note = gain >= CLEAR, "not repeated: the time is over"
+        if min(len(self._good(found)), len(self._good(own))) >= REPEATS:
+            self.verdict = self._compare(found, own)
+            gain, note = self.verdict.change, self.verdict.text("it", "the config as it is")
+            kept = self.verdict.low > 0
+        if not kept:
+            self.best = own
+            note += "; the config stays as it is"
+        self._add(LAST, "best against the config", found, self._good(found)[0], gain, kept, note)
+
+    # --- one trial, and what it means ---
+
+    def _try(self, rung: str, option: str, setting: Keys) -> Result:
+        """Runs the setting, and makes it the best if it is a real gain."""
+        assert self.best
+        result = self._run(setting)
+        if result.reason:
+            self._add(rung, option, setting, result, None, False)
+            return result
+        gain, note = self._gain(setting, self.best), ""
+        kept = gain >= CLEAR
+        if 0 < gain < CLEAR:
+            try:
+                for one in (setting, self.best):
+                    self._repeat(one, REPEATS)
+            except OutOfTime:
+                self._add(rung, option, setting, result, gain, False, "not repeated: the time is over")
+                raise
+            if min(len(self._good(one)) for one in (setting, self.best)) < REPEATS:
+                note = "a repeat failed"
+            else:
+                verdict = self._compare(setting, self.best)
+                gain, kept = verdict.change, verdict.low > 0
+                note = "" if kept else "within noise"
+        if kept:
+            self.best = setting
+        self._add(rung, option, setting, result, gain, kept, note)
+        return result
+
+    def _run(self, setting: Keys) -> Result:
+        """The first run of a setting; once in a climb."""
+        runs = self.runs.setdefault(self._text(setting), [])
+        if not runs:
+            runs.append(self.measure(setting, 1))
+        return runs[0]
+
+    def _repeat(self, setting: Keys, times: int) -> None:
+        runs = self.runs[self._text(setting)]
+        while len(runs) < times:
+            runs.append(self.measure(setting, len(runs) + 1))
+
+    def _good(self, setting: Keys) -> list[Result]:
+        return [result for result in self.runs.get(self._text(setting), []) if not result.reason]
+
+    def _gain(self, setting: Keys, other: Keys) -> float:
+        speeds = [statistics.median(r.speed for r in self._good(one)) for one in (setting, other)]
+        return speeds[0] / speeds[1] - 1
+
+    def _compare(self, setting: Keys, other: Keys) -> Verdict:
+        sides = [[np.array(r.tokens_per_sec) for r in self._good(one)] for one in (setting, other)]
+        return compare(sides[0], sides[1])
+
+    def _smaller(self, setting: Keys) -> Keys:
+        half = max(1, self.space.batch_size(setting) // 2)
+        size = max(b for b in self.space.batches if b <= half)
+        return self.space.divided({**setting, "batch_size": size})
+
+    def _skip(self, rung: str, option: str, setting: Keys, note: str) -> None:
+        self._add(rung, option, setting, None, None, False, note)
+
+    def _add(
+        self,
+        rung: str,
+        option: str,
+        setting: Keys,
+        result: Result | None,
+        gain: float | None,
+        kept: bool,
+        note: str = "",
+    ) -> None:
+        if result and result.reason:
+            note = "out of memory" if result.out_of_memory else result.reason
+        step = Step(rung, option, setting, self.space.needed(setting), result, gain, kept, note)
+        self.steps.append(step)
+        self.report(step)
+
+    # --- what came out ---
+
+    def batch_text(self, setting: Keys) -> str:
+        return f"{setting['batch_size']} x {self.space.base.block_size}"
+
+    def chosen(self, goal: str) -> Keys:
+        """The best by this goal. 'memory': the least memory that keeps KEEPS_SPEED of the best speed."""
+        assert self.best
+        if goal != "memory":
+            return self.best
+        least = KEEPS_SPEED * statistics.median(r.speed for r in self._good(self.best))
+        tried = [step.setting for step in self.steps if step.result and self._good(step.setting)]
+        fast = [one for one in tried if statistics.median(r.speed for r in self._good(one)) >= least]
+        return min([self.best, *fast], key=self.memory)
+
+    def memory(self, setting: Keys) -> float:
+        """GiB, measured; by the estimate on a CPU, where none is measured."""
+        measured = [result.memory_gib for result in self._good(setting) if result.memory_gib is not None]
+        return max(measured) if measured else self.space.needed(setting)
+
+    def results(self, setting: Keys) -> list[Result]:
+        """Of the runs that succeeded."""
+        return self._good(setting)
+
+    @staticmethod
+    def _text(setting: Keys) -> str:
+        return repr(sorted(setting.items()))
