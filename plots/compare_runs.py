@@ -59,23 +59,24 @@ def require_one_method(runs: list[Run]) -> None:
         )
 
 
-def warn_about_peaks(runs: list[Run], labels: list[str]) -> None:
-    """Warns on stderr where equal MFUs do not mean equal speed, and where an MFU cannot be true."""
+def peak_warnings(runs: list[Run], labels: list[str]) -> list[str]:
+    """Where equal MFUs do not mean equal speed, and where an MFU cannot be true."""
     named = [(run, label) for run, label in zip(runs, labels, strict=True) if run.mfu_methods]
     sparse = [label for run, label in named if run.sparse]
     peaks = {f"{run.peak_tflops_per_gpu:,.6g}" for run, _ in named if run.peak_tflops_per_gpu}
+    found = []
     if sparse and len(sparse) < len(named):
-        print(
+        found.append(
             f"WARNING: the MFU of {', '.join(sparse)} is of the 2:4 sparse peak, twice the dense one: "
-            "NOT comparable with the others; compare tokens/s, or run again with use_sparse_specs=False",
-            file=sys.stderr,
+            "NOT comparable with the others; compare tokens/s, or run again with use_sparse_specs=False"
         )
     elif len(peaks) > 1:
         listing = " and ".join(sorted(peaks))
-        print(f"warning: these MFUs are of different peaks: {listing} TFLOPS per GPU", file=sys.stderr)
+        found.append(f"warning: these MFUs are of different peaks: {listing} TFLOPS per GPU")
     for run, label in named:
         if (spread := run_record.spread(run, "mfu_percent")) and spread[0] > 100:
-            print(f"WARNING: {label}: an MFU above 100 % is an error of measurement", file=sys.stderr)
+            found.append(f"WARNING: {label}: an MFU above 100 % is an error of measurement")
+    return found
 
 
 # --- the figure ---
@@ -160,12 +161,13 @@ def legend_label(run: Run, label: str) -> str:
 
 
 def compare(patterns: list[str], baseline: list[str], method: str | None, output: str | None) -> None:
-    target = figure.png_path(output) if output else None
+    target = figure.output_path(output) if output else None
     sides = read_sides(patterns, baseline, method)
     runs = [run for side in sides for run in side]
     require_one_method(runs)
     names, labels = comparison_text.run_names(sides), run_labels(runs)
-    warn_about_peaks(runs, labels)
+    for warning in peak_warnings(runs, labels):
+        print(warning, file=sys.stderr)
     parts = [
         comparison_text.legend(runs, names, labels),
         comparison_text.table(runs, names),

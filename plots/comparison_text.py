@@ -231,8 +231,13 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
 def gpu_facts(run: Run) -> dict[str, str]:
     """Medians over the timed rows, and in which share of the samples the clock was lowered, and why."""
     facts = {text: median_text(run, name, ",.0f") for name, text in GPU_FIGURES.items()}
-    shares = run_record.throttle_shares(run)
-    if shares is not None:
-        reasons = [f"{name} {100 * share:.0f} %" for name, share in shares.items()]
-        facts["clock lowered by"] = " and ".join(reasons) or "nothing"
+    facts["clock lowered by"] = throttle_text(run) or "-"
     return {text: value for text, value in facts.items() if value != "-"}
+
+
+def throttle_text(run: Run) -> str:
+    """'power_limit 98 %'; an empty text if no row has samples."""
+    shares = run_record.throttle_shares(run)
+    if shares is None:
+        return ""
+    return " and ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()) or "nothing"

@@ -84,11 +84,11 @@ def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
 
     second = axis.secondary_xaxis(-0.2, functions=(tokens, iteration))
     second.set_xlabel("tokens")
-    second.xaxis.set_major_formatter(_tokens_text)
+    second.xaxis.set_major_formatter(tokens_text)
 
 
-def _tokens_text(value: float, place: float | None = None) -> str:
-    """'1.4 B', for the ticks of an axis of tokens."""
+def tokens_text(value: float, place: float | None = None) -> str:
+    """'1.4 B', for the ticks of an axis of tokens, and with `place` also as a formatter of matplotlib's."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.4g} {letter}"
@@ -99,7 +99,7 @@ def show_tokens(axis: Axes) -> None:
     """For a panel over tokens: its own limits and label, instead of those of the iterations."""
     axis.set_xlabel("tokens")
     axis.autoscale(axis="x")
-    axis.xaxis.set_major_formatter(_tokens_text)
+    axis.xaxis.set_major_formatter(tokens_text)
 
 
 def make_logarithmic(axis: Axes, drawn: list[np.ndarray]) -> None:
@@ -132,28 +132,42 @@ def limit_x(axes: dict[Any, Axes], runs: list[Run]) -> None:
 
 
 def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> None:
-    """Fits the axis to the typical values of each line, so that one compilation step does not flatten the
-    rest, and notes on the panel how many points are then off the scale."""
+    """Fits the axis to the typical values, and notes on the panel how many points are then off the scale."""
+    if limits := y_limits(drawn, typical, axis.get_yscale() == "log"):
+        axis.set_ylim(*limits)
+        if text := off_the_scale(drawn, *limits):
+            style: dict[str, Any] = {"ha": "right", "fontsize": 8, "color": "dimgray"}
+            axis.annotate(text, (0.99, 0.02), xycoords="axes fraction", **style)
+
+
+def y_limits(
+    drawn: list[np.ndarray], typical: list[np.ndarray], is_logarithmic: bool = False
+) -> tuple[float, float] | None:
+    """The limits that fit the typical values of each line, so that one compilation step does not flatten the
+    rest; None if nothing is drawn."""
     points = finite(np.concatenate(drawn))
     bounds = [
         np.percentile(values, [1, 99], method="nearest") for values in map(finite, typical) if len(values)
     ] or [points]
     if not len(points):
-        return
+        return None
     low, high = min(map(min, bounds)), max(map(max, bounds))
     near = points[np.abs(points - (low + high) / 2) <= high - low]  # shows points a little beyond, too
-    low, high = min([low, *near]), max([high, *near])
+    low, high = float(min([low, *near])), float(max([high, *near]))
     pad = max(0.1 * (high - low), 0.05 * abs(high)) or 1.0
     bottom, top = max(low - pad, 0) if low >= 0 else low - pad, high + pad
-    if axis.get_yscale() == "log":
-        bottom = max(bottom, low / 2)  # 0 has no place on it
-    axis.set_ylim(bottom, top)
+    return (max(bottom, low / 2) if is_logarithmic else bottom), top  # 0 has no place on a logarithmic axis
+
+
+def off_the_scale(drawn: list[np.ndarray], bottom: float, top: float) -> str:
+    """How many points are outside these limits, and the farthest of them; an empty text if none is."""
+    points = finite(np.concatenate(drawn))
     outside = points[(points < bottom) | (points > top)]
-    if len(outside):
-        farthest = outside[np.argmax(np.abs(outside - (low + high) / 2))]
-        number = f"{farthest:,.0f}" if abs(farthest) >= 1000 else f"{farthest:.4g}"
-        note = f"{len(outside)} of {len(points)} points are off the scale, the farthest at {number}"
-        axis.annotate(note, (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=8, color="dimgray")
+    if not len(outside):
+        return ""
+    farthest = outside[np.argmax(np.abs(outside - (bottom + top) / 2))]
+    number = f"{farthest:,.0f}" if abs(farthest) >= 1000 else f"{farthest:.4g}"
+    return f"{len(outside)} of {len(points)} points are off the scale, the farthest at {number}"
 
 
 def legend(axis: Axes) -> None:
@@ -212,8 +226,8 @@ def save(figure: Figure, path: Path) -> None:
     print(f"wrote {plain(str(path))}")
 
 
-def png_path(text: str) -> Path:
+def output_path(text: str, ending: str = ".png") -> Path:
     """The path after --output. Raises UserError if its ending is not that of the format."""
-    if not text.endswith(".png"):
-        raise UserError(f"--output {text} must end in .png")
+    if not text.endswith(ending):
+        raise UserError(f"--output {text} must end in {ending}")
     return Path(os.path.expanduser(text))

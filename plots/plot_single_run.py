@@ -191,7 +191,7 @@ def plot_all(patterns: list[str], output: str | None) -> None:
     paths = run_record.expand_globs(patterns)
     if output and len(paths) > 1:
         raise UserError(f"--output is one file, but {len(paths)} runs were given; plot them one by one")
-    target = figure.png_path(output) if output else None
+    target = figure.output_path(output) if output else None
     # all are read before the first PNG is written, so that a bad file stops the command here
     runs = [run_record.load_run(path) for path in paths]
     for run in runs:

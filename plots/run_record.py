@@ -250,6 +250,12 @@ def _number(value: Any, default: float = math.nan) -> float:
     return float(value) if is_number and abs(value) < LARGEST else default  # NaN is below nothing
 
 
+def number(value: Any) -> float | None:
+    """The value as a float; None if it is no number, or one that no quantity of a run can have."""
+    found = _number(value)
+    return None if math.isnan(found) else found
+
+
 def _dict(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
@@ -272,6 +278,12 @@ def evaluations(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
     points = np.array([(_number(step.get("iter")), _number(step.get(name))) for step in steps]).reshape(-1, 2)
     points = points[np.isfinite(points).all(axis=1)]
     return points[:, 0], points[:, 1]
+
+
+def entries(run: Run, section: str) -> list[tuple[float, dict]]:
+    """(iteration, entry) of a list of the record, such as "events"; without those that name no iteration."""
+    found = [(_number(entry.get("iter")), entry) for entry in _list(run.record, section)]
+    return [(iteration, entry) for iteration, entry in found if not math.isnan(iteration)]
 
 
 def spread(run: Run, name: str) -> tuple[float, float, float] | None:

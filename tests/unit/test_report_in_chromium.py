@@ -1,0 +1,122 @@
+"""The page of plots/report.py in a browser: values appear under the pointer, no script of a record runs."""
+
+import pytest
+from support import chromium
+from test_plots import new_record, resumed_record, write
+from test_report_page import PROFILE, hostile_inputs
+
+from plots import report
+
+pytestmark = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium, which is not installed")
+HEADS = "[...document.querySelectorAll('.tip b')].map(e => e.textContent)"
+TEXTS = "[...e.querySelectorAll('span')].map(s => s.textContent)"
+ROWS = f"[...document.querySelectorAll('.tip div')].map(e => {TEXTS})"
+DRAWN = "[...document.querySelectorAll('.area .line')].filter(e => e.getClientRects().length).length"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    started = chromium.Chromium(tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """page(*records): opens their page with a profile beside them; gives its path."""
+    browser.problems.clear()
+
+    def opened(*records, **window):
+        write(tmp_path, PROFILE, "profile")
+        paths = [str(write(tmp_path, record, f"run_{index}")) for index, record in enumerate(records)]
+        path = tmp_path / "page.html"
+        assert report.main([*paths, f"--output={path}"]) == 0
+        browser.open(path, **window)
+        return path
+
+    yield opened
+    assert browser.problems == [], "no error, no dialog, no request, nothing that the page's policy forbids"
+
+
+def test_pointing_at_a_chart_shows_its_values(browser, page):
+    record = new_record(400)
+    page(record)
+    browser.point_at(".area", 0.52)
+    row = next(row for row in record["training_iterations"] if row["iter"] == 200)
+    head, rows = browser.value(HEADS), browser.value(ROWS)
+    assert head == ["iteration 200"] and rows == [["training", f"{row['loss']:.4f}"]]
+    assert browser.value("document.querySelectorAll('.cross').length") > 6, (
+        "the moment is marked in each chart"
+    )
+
+
+def test_arrow_keys_go_from_row_to_row(browser, page):
+    page(new_record(400))
+    browser.value("document.querySelector('.area').focus()")
+    for key in ("ArrowLeft", "ArrowLeft", "ArrowLeft", "ArrowRight"):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+    assert browser.value(HEADS) == ["iteration 380"]
+
+
+def test_a_run_can_be_hidden(browser, page):
+    page(new_record(400), resumed_record())
+    before = browser.value(DRAWN)
+    browser.value("document.querySelectorAll('.switch')[1].click()")
+    assert browser.value(DRAWN) == before / 2
+    browser.point_at(".area", 0.1)
+    assert [name for name, _ in browser.value(ROWS)] == ["A"]
+    browser.value("document.querySelectorAll('.switch')[1].click()")
+    assert browser.value(DRAWN) == before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_fits_its_window_and_shows_its_lines(width, scheme, browser, page):
+    page(new_record(400), width=width, scheme=scheme)
+    browser.point_at(".area", 0.5)
+    assert browser.value("document.documentElement.scrollWidth") <= width, "nobody scrolls sideways"
+    style = "getComputedStyle(document.querySelector('{}')).{}".format
+    line, paper = (
+        browser.value(style(".area .line", "stroke")),
+        browser.value(style("body", "backgroundColor")),
+    )
+    assert contrast(line, paper) > 3 and contrast(browser.value(style(".about", "color")), paper) > 4.5
+    assert (luminance(paper) < 0.1) == (scheme == "dark")
+    size = "(b => [b.width, b.height])(document.querySelector('.area .line').getBoundingClientRect())"
+    box = browser.value(size)
+    assert box[0] > 0.7 * min(width, 1100) - 60 and box[1] > 50, "the line takes its chart"
+
+
+def test_no_script_of_a_record_runs(browser, page, tmp_path):
+    first, second, profile = hostile_inputs(tmp_path)
+    write(first.parent, profile, "profile")
+    for paths in ([first], [first, second]):
+        output = tmp_path / "hostile.html"
+        assert report.main([*map(str, paths), f"--output={output}"]) == 0
+        browser.open(output)
+        for share in (0.3, 0.7):
+            browser.point_at(".area", share)
+        assert browser.value(HEADS)[0].startswith("iteration")
+        assert browser.value("document.title") != "broken"
+        assert browser.value("document.querySelectorAll('img').length") == 0
+
+
+def test_the_policy_of_the_page_stops_a_script_that_was_put_into_it(browser, page):
+    path = page(new_record(100))
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("</main>", "<script>document.title='broken'</script></main>"))
+    browser.open(path)
+    assert browser.value("document.title") != "broken"
+    assert len(browser.problems) == 1 and "Content Security Policy" in browser.problems.pop()
+
+
+def luminance(color):
+    """Relative luminance of 'rgb(1, 2, 3)' (WCAG 2.2)."""
+    shares = [int(part) / 255 for part in color[4:-1].split(",")]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(color, other):
+    low, high = sorted((luminance(color), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

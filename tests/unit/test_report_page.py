@@ -1,0 +1,371 @@
+"""The page of plots/report.py: it holds the record's own figures, needs no network, escapes what it shows."""
+
+import copy
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from support.hostile_files import no_hang  # noqa: F401
+from test_plots import SHAPES, V1, cpu_record, new_record, old_record, resumed_record, write
+
+from plots import page_chart, report
+from plots.run_record import load_run, spread
+
+HOSTILE = (
+    "</script></style><script>document.title='broken'</script><img src=x onerror=alert(1)>\"'`{{7*7}}&lt;"
+)
+ADDRESSES = {"src", "href", "srcset", "action", "formaction", "data", "poster", "background", "ping", "cite"}
+STEPS = [
+    {
+        "step": "clock",
+        "label": "clock below that of the peak",
+        "ms": 50.0,
+        "points": 20.0,
+        "left_percent": 80.0,
+    },
+    {"step": "attention", "label": "attention", "ms": -5.0, "points": -1.6, "left_percent": 81.6},
+    {"step": "idle", "label": "idle: no kernel running", "ms": 20.0, "points": 6.5, "left_percent": 75.1},
+]
+PROFILE = {
+    "device": "NVIDIA H200",
+    "processes": 1,
+    "profiled": {"wall_ms": 265.2},
+    "config": {"arch_preset": "qwen3", "dtype": "bfloat16"},
+    "waterfall": {
+        "unit": "points",
+        "steps": [step | {"advice": f"advice for {step['step']}"} for step in STEPS],
+        "notes": ["a note"],
+        "mfu_percent": 75.1,
+    },
+}
+
+
+class Page(HTMLParser):
+    """A page that was read back: its elements, their texts, and the figures of its charts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.texts = [], [["", ""]]
+        self.feed(text)
+        self.texts = [(tag, text) for tag, text in self.texts if tag]
+        self.figures = json.loads(self.of("script")[0])
+        self.style, self.script = self.of("style")[0], self.of("script")[1]
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.texts.append([tag, ""])
+
+    def handle_data(self, data):
+        self.texts[-1][1] += data
+
+    def handle_endtag(self, tag):
+        self.texts.append(["", ""])  # what follows belongs to no element whose text is asked for
+
+    def of(self, tag):
+        return [text for name, text in self.texts if name == tag]
+
+    def cells(self, name):
+        """The cells of the row of a table with this name."""
+        places = [i for i, (tag, text) in enumerate(self.texts) if tag == "th" and text.strip() == name]
+        found = []
+        for tag, text in self.texts[places[0] + 1 :]:
+            if tag not in ("td", "i"):
+                break
+            found += [text.strip()] if tag == "td" else []
+        return found
+
+    def panel(self, title):
+        titles = [
+            text for place, (tag, text) in enumerate(self.texts) if tag == "b" and self.is_caption(place)
+        ]
+        return self.figures["panels"][titles.index(title)]
+
+    def is_caption(self, place):
+        return self.texts[place - 1][0] == "figcaption"
+
+
+def page_of(folder, *records, **options):
+    """The page of these records, read back."""
+    paths = [str(write(folder, record, f"run_{index}")) for index, record in enumerate(records)]
+    output = folder / "page.html"
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    assert report.main([*paths, *flags, f"--output={output}"]) == 0
+    return Page(output.read_text(encoding="utf-8"))
+
+
+def line(panel, label):
+    return next(found for found in panel["lines"] if found["label"] == label)
+
+
+# --- the figures ---
+
+
+def test_the_charts_hold_the_figures_of_the_record(tmp_path):
+    record = new_record(400)
+    page = page_of(tmp_path, record)
+    rows = record["training_iterations"]
+    columns = {
+        ("Loss", "training"): [row["loss"] for row in rows],
+        ("MFU", "MFU"): [row["mfu"]["mfu_percent"] for row in rows],
+        ("MFU", "MFU, causal"): [row["mfu"]["mfu_causal_percent"] for row in rows],
+        ("Throughput", "Throughput"): [row["tokens_per_sec"] for row in rows],
+        ("Step time", "Step time"): [row["time_ms"] for row in rows],
+        ("Learning rate", "Learning rate"): [row["lr"] for row in rows],
+        ("Peak GPU memory", "Peak GPU memory"): [row["memory"]["max_allocated_gb"] for row in rows],
+    }
+    for (title, label), values in columns.items():
+        shown = line(page.panel(title), label)
+        assert shown["x"] == [row["iter"] for row in rows]
+        assert shown["y"] == pytest.approx(values, rel=1e-6)
+    evaluated = line(page.panel("Loss"), "evaluation, val")
+    assert evaluated["x"] == [250]
+    assert evaluated["y"] == pytest.approx([record["eval_steps"][0]["val_loss"]], rel=1e-6)
+
+
+def test_the_tables_hold_the_medians_of_the_record(tmp_path):
+    record = new_record(400)
+    page, run = page_of(tmp_path, record), load_run(tmp_path / "run_0.json")
+    median, low, high = spread(run, "tokens_per_sec")
+    assert page.cells("tokens/s, all GPUs") == [f"{median:,.0f} ({low:,.0f} to {high:,.0f})"]
+    median, low, high = spread(run, "mfu_percent")
+    assert page.cells("MFU, %") == [f"{median:.2f} ({low:.2f} to {high:.2f})"]
+    assert page.cells("validation loss, lowest") == [f"{record['eval_steps'][0]['val_loss']:.4f}"]
+    assert page.cells("GPUs") == ["8 x NVIDIA B200"]
+    assert page.cells("MFU formula") == ["component_summation_v2025"]
+    assert page.cells("peak") == ["2,250 TFLOPS per GPU"]
+
+
+def test_several_runs_are_side_by_side_with_the_verdict(tmp_path):
+    slower = new_record(400, tokens_per_sec=700_000)
+    page = page_of(tmp_path, new_record(400), slower)
+    assert len(page.cells("MFU, %")) == 2
+    assert page.cells("GPUs") == ["8 x NVIDIA B200"], "what is the same is said once"
+    assert any(re.match(r"B is 3\.\d % slower than A, 95 % interval", text) for text in page.of("p"))
+    assert {found["run"] for found in page.panel("Throughput")["lines"]} == {0, 1}
+
+
+def test_losses_are_over_tokens_too_if_the_runs_have_different_batches(tmp_path):
+    records = [new_record(100), new_record(100)]
+    for record, tokens in zip(records, (1000, 4000), strict=True):
+        record["startup_info"]["tokens_per_iter"] = tokens
+    page = page_of(tmp_path, *records)
+    assert line(page.panel("Training loss over tokens"), "B")["x"][:2] == [4000, 44_000]
+    assert page.panel("Training loss")["tokens_per_iter"] is None
+
+
+def test_restarts_anomalies_and_checkpoints_are_marked_and_listed(tmp_path):
+    event = {
+        "iter": 700,
+        "kind": "spike",
+        "time": "2025-11-21T07:30:00",
+        "message": "iteration 700 is a spike",
+    }
+    record = resumed_record() | {"events": [event], "checkpoints": [{"iter": 500, "path": "x"}]}
+    page = page_of(tmp_path, record)
+    marks = [attributes["class"] for _, attributes in page.elements if "mark" in attributes.get("class", "")]
+    assert {name for mark in marks for name in mark.split()} >= {"restart", "anomaly", "checkpoint"}
+    assert {"resumed", "spike: iteration 700 is a spike", "700", "2025-11-21T07:30:00"} <= set(page.of("td"))
+
+
+def test_an_earlier_attempt_at_another_speed_is_in_sight(tmp_path):
+    record = resumed_record()
+    low, high = page_of(tmp_path, record).panel("Throughput")["y"]
+    speeds = [row["tokens_per_sec"] for row in record["training_iterations"] if not row["warmup"]]
+    assert low < min(speeds) < 400_000 and 700_000 < max(speeds) < high
+
+
+def test_a_page_without_an_mfu_says_why(tmp_path):
+    page = page_of(tmp_path, cpu_record())
+    assert any("No MFU: a CPU has no published peak" in text for text in page.of("p"))
+
+
+# --- the waterfall ---
+
+
+def test_the_waterfall_is_that_of_the_profile_beside_the_record(tmp_path):
+    write(tmp_path, PROFILE, "profile")
+    page = page_of(tmp_path, new_record(100))
+    assert page.cells("peak") == ["", "", "", "100.00"]
+    assert page.cells("clock below that of the peak") == ["", "50.0", "\u221220.00", "80.00"]
+    assert page.cells("attention") == ["", "\u22125.0", "+1.60", "81.60"]
+    assert page.cells("measured MFU") == ["", "", "", "75.10"]
+    bars = [
+        attributes["style"] for tag, attributes in page.elements if tag == "i" and "width" in str(attributes)
+    ]
+    assert bars[:3] == ["left:0.0%;width:100.0%", "left:80.0%;width:20.0%", "left:80.0%;width:1.6%"]
+    assert page.of("dd") == ["advice for clock", "advice for idle"], "what gives points back needs none"
+
+
+def test_a_profile_of_other_settings_is_named_as_such(tmp_path):
+    other = copy.deepcopy(PROFILE)
+    other["config"]["dtype"] = "float32"
+    page = page_of(tmp_path, new_record(100), profile=write(tmp_path, other, "other"))
+    assert any("other settings than the run: dtype float32 (run: bfloat16)" in text for text in page.of("p"))
+
+
+def test_a_profile_without_a_peak_shows_milliseconds(tmp_path):
+    other = copy.deepcopy(PROFILE)
+    other["waterfall"]["unit"] = "ms"
+    page = page_of(tmp_path, new_record(100), profile=write(tmp_path, other, "other"))
+    assert page.cells("idle: no kernel running") == ["", "20.0"]
+
+
+# --- what anybody may send ---
+
+
+def test_the_page_has_no_address(tmp_path):
+    write(tmp_path, PROFILE, "profile")
+    for page in (page_of(tmp_path, new_record(100)), page_of(tmp_path, new_record(100), resumed_record())):
+        for tag, attributes in page.elements:
+            assert tag not in ("link", "img", "iframe", "object", "embed", "base", "image", "use", "form"), (
+                tag
+            )
+            assert not ADDRESSES & attributes.keys(), (tag, attributes)
+            assert "url(" not in (attributes.get("style") or "")
+        assert "url(" not in page.style and "@import" not in page.style
+        assert not re.search(
+            r"https?:|//[a-z]|fetch|XMLHttp|import\(|innerHTML", re.sub(r"//.*", "", page.script)
+        )
+        policy = next(found["content"] for _, found in page.elements if found.get("http-equiv"))
+        assert policy.startswith("default-src 'none'; ") and "script-src 'sha256-" in policy
+
+
+def hostile(value):
+    """The value with HOSTILE in place of every text, also of names that nothing looks up."""
+    if isinstance(value, dict):
+        return {key: hostile(item) for key, item in value.items()} | {HOSTILE: HOSTILE}
+    if isinstance(value, list):
+        return [hostile(item) for item in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def hostile_inputs(folder):
+    """A record and a profile in which every text is a script; the folder's name is one, too."""
+    folder = folder / "<script>alert(2)<"
+    folder.mkdir()
+    record = resumed_record()
+    for row in record["training_iterations"]:
+        row["throttle"] = {"power_limit": 1.0}
+    record["events"] = [{"iter": 700, "kind": "spike", "time": "now", "message": "a spike"}]
+    record["startup_info"] |= {
+        "software": {"torch": "2"},
+        "git": {"commit": "1"},
+        "low_precision": {"recipe": "x"},
+    }
+    profile = hostile(PROFILE)
+    profile["waterfall"]["unit"] = "points"
+    return write(folder, hostile(record), "a"), write(folder, hostile(new_record(300)), "b"), profile
+
+
+def test_texts_of_a_record_are_escaped(tmp_path):
+    first, second, profile = hostile_inputs(tmp_path)
+    write(first.parent, profile, "profile")
+    for paths in ([first], [first, second]):
+        output = tmp_path / "page.html"
+        assert report.main([*map(str, paths), f"--output={output}"]) == 0
+        page = Page(output.read_text(encoding="utf-8"))
+        tags = [tag for tag, _ in page.elements]
+        assert tags.count("script") == 2 and "img" not in tags
+        assert page.script == (report.FILES / "page.js").read_text(encoding="utf-8")
+        assert not [found for _, found in page.elements if any(name.startswith("on") for name in found)]
+        assert sum("document.title='broken'" in text for text in page.of("td")) > 2, "they are shown as text"
+
+
+BAD = {
+    "cut short": (lambda: json.dumps(new_record(100))[:5000], "is no run record"),
+    "a list": (lambda: "[]", "it is not a JSON object"),
+    "a profile": (lambda: PROFILE, "it has no list of training_iterations"),
+    "no rows": (lambda: new_record(0), "has no rows yet"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_run_is_one_clear_line(kind, tmp_path, capsys):
+    make, message = BAD[kind]
+    assert_refused([write(tmp_path, make(), "bad")], message, capsys)
+    assert not (tmp_path / "bad.html").exists()
+
+
+def test_bad_arguments_are_one_clear_line(tmp_path, capsys):
+    good, old = write(tmp_path, new_record(50), "good"), write(tmp_path, old_record(50, V1), "old")
+    assert_refused([tmp_path / "missing.json"], "nothing matches", capsys)
+    assert_refused([tmp_path], "is a directory", capsys)
+    assert_refused([good, "--output=page.png"], "must end in .html", capsys)
+    assert_refused([good, old], "count MFU by different formulas", capsys)
+    assert_refused([good, f"--profile={tmp_path / 'none.json'}"], "cannot be read: No such file", capsys)
+    assert_refused([good, f"--profile={old}"], "it has no steps of a waterfall", capsys)
+    (tmp_path / "cut.json").write_text("{")
+    assert_refused([good, f"--profile={tmp_path / 'cut.json'}"], "is no profile", capsys)
+
+
+def assert_refused(arguments, message, capsys):
+    assert report.main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("shape", [name for name, record in SHAPES.items() if record["training_iterations"]])
+def test_any_run_with_a_row_gives_a_page(shape, tmp_path):
+    assert page_of(tmp_path, SHAPES[shape]).of("h1")
+
+
+def test_any_value_anywhere_gives_a_page_or_a_clear_line(tmp_path, capsys):
+    noise = random.Random(20)
+    values = [None, -1, 1e300, 1e29, 1e-320, math.nan, "x", [], {}, [{}], {"a": 1}, True, 10**400]
+    write(tmp_path, PROFILE, "profile")
+    for _ in range(40):
+        record, profile = new_record(60), copy.deepcopy(PROFILE)
+        for whole in (record, profile):
+            for _ in range(3):
+                replace_one(whole, noise, values)
+        write(tmp_path, profile, "profile")
+        path = write(tmp_path, record, "run")
+        status = report.main([str(path)])
+        assert status == 0 or (status == 2 and capsys.readouterr().err.count("\n") == 1)
+
+
+def replace_one(value, noise, values):
+    """Puts one of `values` somewhere in a JSON value."""
+    while True:
+        place = noise.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if not isinstance(value[place], (dict, list)) or not value[place] or noise.random() < 0.1:
+            value[place] = copy.deepcopy(noise.choice(values))
+            return
+        value = value[place]
+
+
+# --- charts ---
+
+
+def chart_of(x, y, **options):
+    lines = [page_chart.Line("a", 0, np.array(x, float), np.array(y, float), 0)]
+    chart = page_chart.Chart("A", "", ".4f", lines, [np.array(y, float)], **options)
+    return page_chart.draw(chart, (min(x) - 0.5, max(x) + 0.5), 1)
+
+
+def test_a_spike_among_many_rows_is_drawn():
+    values = np.ones(200_000)
+    values[77_777] = 9.0
+    shown = chart_of(range(len(values)), values)["data"]["lines"][0]
+    assert len(shown["x"]) <= page_chart.MOST_POINTS
+    assert (shown["x"][shown["y"].index(9)], shown["x"][0], shown["x"][-1]) == (77_777, 0, 199_999)
+
+
+def test_a_point_is_where_its_value_is():
+    chart = chart_of([0, 10], [0.0, 1.0])
+    low, high = chart["data"]["y"]
+    x, y = map(float, re.findall(r"[\d.]+", chart["lines"][0]["d"])[:2])
+    assert x / 1000 == pytest.approx(0.5 / 11, abs=1e-4)
+    assert y / 1000 == pytest.approx(high / (high - low), abs=1e-4)
+
+
+@pytest.mark.parametrize("limits", [(0, 1), (-3, 117), (1e-9, 3e-9), (0.1234, 0.1239), (5e11, 9e12)])
+def test_ticks_are_round_and_within_the_limits(limits):
+    ticks = page_chart.nice_ticks(*limits)
+    slack = 1e-9 * abs(limits[1])
+    assert 3 <= len(ticks) <= 7 and limits[0] - slack <= ticks[0] and ticks[-1] <= limits[1] + slack
+    assert f"{ticks[1] - ticks[0]:.3e}"[0] in "125"
