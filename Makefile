@@ -1,4 +1,5 @@
-# make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint and a plot
+# make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint, a plot and a page
+# make setup     create .venv and install what every command needs
 # make test      set up, run the tests
 # make lint      set up, run the linter and the type checker
 # make test-all  set up, run both and the slow tests, with every process started anew
@@ -11,13 +12,16 @@ BIN := $(VENV)/bin
 # The tests start hundreds of processes that import the project: its compiled files spare a tenth of the time.
 test test-all chaos: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all chaos lint clean
+.PHONY: setup train test test-all chaos lint clean
+
+setup: $(VENV)/.installed
 
 train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
 	rm -rf $(OUT)/checkpoints-before-*  # a run moves older checkpoints aside once; this one can be repeated
 	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
+	$(BIN)/python plots/report.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
@@ -33,14 +37,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# --no-compile: Python compiles what it imports; pip would compile all files, which takes 37 s of one core.
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-data.txt requirements-test.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-data.txt requirements-test.txt requirements-trackers.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt
 	touch $@
 
 clean:

@@ -59,7 +59,7 @@ from training.hardware.capability import capability, require_low_precision
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
-from training.optimization.compile import compile_and_checkpoint
+from training.optimization.compile import compile_and_checkpoint, start_compilers
 from training.optimization.ffn_backend import require_ffn_backend, use_ffn_backend
 from training.optimization.low_precision import (
     LowPrecisionState,
@@ -143,6 +143,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     sources = check_inputs(config, lock)
 
     # 2) join the ranks; from here on the log is open
+    start_compilers(config)
     world = init_world(config)
     watchdog.join(world)
     path = open_log(config, world)
@@ -192,7 +193,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     info |= algorithms.info
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
-    logger = Logger(config, world, record, clock, peak, info, start, progress.best_val_loss, monitor)
+    logger = Logger(config, world, record, clock, peak, info, progress, monitor)
     watchdog.logger = logger
 
     # 9) make what the loop calls

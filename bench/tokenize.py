@@ -32,7 +32,7 @@ from bench.tokenization import Peers, Rate, measure_preparation, read_sample
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from common.text import aligned
-from data.pipeline.documents import find_files
+from data.pipeline.input_files import find_files
 from data.tokenizers.tokenizer import open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.

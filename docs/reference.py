@@ -57,6 +57,7 @@ VARIABLES = {
     "PYTHON": "of the Makefile and scripts/slurm_train.sh: the Python interpreter",
     "VENV": "of the Makefile: the folder of the environment (.venv)",
     "OUT": "of the Makefile: the out_dir of `make train` (out-quickstart)",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that torch uses; empty: none; a preparation prints commands for them",
     "GPUS_PER_NODE": "of scripts/slurm_train.sh: processes on each node (as many as torch sees GPUs)",
     "MAX_REQUEUES": "of scripts/slurm_train.sh: how often a job is queued again (1000)",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "of scripts/slurm_train.sh, for torchrun: seconds until it kills (270)",

@@ -40,13 +40,16 @@ class EmbeddingFunction(torch.autograd.Function):
 
 @custom_op("nanomfu::add_embedding_gradient", mutates_args=("total",))
 def add_embedding_gradient(ids: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
-    """total (V, C) fp32, row ids[n], += dy[n] (N, C). In a fixed order, unlike index_add_ on a GPU."""
+    """total (V, C), row ids[n], += dy[n] (N, C). In a fixed order, unlike index_add_ on a GPU. In bf16, a row
+    of total is rounded once."""
     if dy.is_cuda:
         from ops.triton_kernels.embedding import triton_add_embedding_gradient
 
         triton_add_embedding_gradient(ids, dy.contiguous(), total)
+    elif total.dtype == torch.float32:
+        total.index_add_(0, ids, dy.float())
     else:
-        total.index_add_(0, ids, dy.to(total.dtype))
+        total.copy_(total.float().index_add_(0, ids, dy.float()))
 
 
 @add_embedding_gradient.register_fake

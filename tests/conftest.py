@@ -3,11 +3,20 @@
 import gc
 import json
 import logging
+import os
 import signal
 
 import pytest
 import torch
+from support.counted_flops import once_a_model
 from support.helpers import TINY, WITHOUT_DATA, make_dataset, write_config
+
+
+def pytest_configure():
+    # Operations of tests are tiny: several threads mostly wait for each other, and take four times the CPU
+    # time. And a forked process, which has none of these threads, would wait for them for ever.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 
 
 def pytest_collection_modifyitems(items):
@@ -24,26 +33,40 @@ def pytest_report_teststatus(report):
         return "skipped without test data", "s", "SKIPPED"
 
 
-@pytest.fixture
-def run():
-    """train.run(argv) in this process, on one thread: gives the exit status, and leaves no handler behind."""
-    import train
+@pytest.fixture(scope="session")
+def counted_flops():
+    from training.records.utilization import count_flops
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operations; several threads only wait for each other on a busy machine
+    return once_a_model(count_flops)
 
-    handlers_of = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+@pytest.fixture(autouse=True)
+def log_as_before():
+    """No test finds the handlers that start_logging added in an earlier one."""
     log = logging.getLogger("nanomfu")
     handlers, propagate, level = log.handlers[:], log.propagate, log.level
+    yield
+    if log.handlers != handlers:
+        for handler in log.handlers:
+            handler.close()
+        log.handlers[:] = handlers
+    log.propagate = propagate
+    log.setLevel(level)
+
+
+@pytest.fixture
+def run(counted_flops, monkeypatch):
+    """train.run(argv) in this process: gives the exit status, and leaves no signal handler behind."""
+    import train
+    from training.records import dry_run
+
+    for module in (train, dry_run):
+        monkeypatch.setattr(module, "count_flops", counted_flops)
+    handlers_of = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield lambda *argv: train.run([str(arg) for arg in argv])
     for number, handler in handlers_of.items():
         signal.signal(number, handler)
-    for handler in log.handlers:
-        handler.close()
-    log.handlers[:], log.propagate = handlers, propagate
-    log.setLevel(level)
     gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +101,7 @@ def documents_run(tmp_path_factory):
 
 
 @pytest.fixture
-def graph_lines(caplog, monkeypatch):
+def graph_lines(caplog):
     """graph_lines(): what the log said about CUDA Graphs."""
-    monkeypatch.setattr(logging.getLogger("nanomfu"), "propagate", True)
     caplog.set_level(logging.INFO, logger="nanomfu")
     return lambda: [message for message in caplog.messages if "CUDA Graph" in message]

@@ -13,25 +13,14 @@ the kernel computes itself and keeps in registers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from ops.quantization.adamw_8bit import Scalars
+
 BLOCK, WARPS = 1024, 4  # as fast on an H200 as 8 warps, and faster than blocks of 2048 and 4096
 OF_A_COUNTER = tl.constexpr(8)  # elements: Philox makes 128 bits, and rounding to bf16 takes 16
-
-
-class Scalars(NamedTuple):
-    """What the kernel reads on the device, so that nothing waits and a capture follows changes: 0-d fp32."""
-
-    rate: torch.Tensor
-    grad_scale: torch.Tensor  # divides the gradient
-    found_inf: torch.Tensor  # 1: nothing is written
-    step: torch.Tensor  # the number of this update, for its random bits
-    correction1: torch.Tensor  # 1 - beta1^step
-    root2: torch.Tensor  # sqrt(1 - beta2^step)
 
 
 @triton.jit
@@ -47,7 +36,7 @@ def _random_halves(key, step, stream: tl.constexpr, counter):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, key, step, stream: tl.constexpr, counter, STOCHASTIC: tl.constexpr):
+def rounded(x, dtype: tl.constexpr, key, step, stream: tl.constexpr, counter, STOCHASTIC: tl.constexpr):
     """x, fp32, as it is stored: what is bf16, to nearest or stochastically."""
     if STOCHASTIC and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
@@ -83,11 +72,11 @@ def _adamw(
         v = beta2 * v + rest2 * g * g
         w -= step_size * decay * w
         w -= (step_size / tl.load(correction1)) * m / (tl.sqrt(v) / tl.load(root2) + eps)
-        stored = _rounded(w, weight.dtype.element_ty, key, step, 0, counter, STOCHASTIC)
+        stored = rounded(w, weight.dtype.element_ty, key, step, 0, counter, STOCHASTIC)
         tl.store(weight + at, stored, mask=inside)
-        m = _rounded(m, mean.dtype.element_ty, key, step, 1, counter, STOCHASTIC)
+        m = rounded(m, mean.dtype.element_ty, key, step, 1, counter, STOCHASTIC)
         tl.store(mean + at, m, mask=inside)
-        v = _rounded(v, square.dtype.element_ty, key, step, 2, counter, STOCHASTIC)
+        v = rounded(v, square.dtype.element_ty, key, step, 2, counter, STOCHASTIC)
         tl.store(square + at, v, mask=inside)
         if COPY:  # as rounded: a copy made after loading would see nothing else
             tl.store(copy + at, stored.to(copy.dtype.element_ty), mask=inside)

@@ -17,8 +17,11 @@ from torch.distributed.run import get_args_parser
 
 from bench import checkpointing, precision, throughput, tokenize
 from bench.plan import check_overrides
+from tools.evaluate import __main__ as evaluate
 from tools.profile import __main__ as profile
+from tools.tune import __main__ as tune
 from training.configuration.files_and_flags import load_config
+from training.configuration.rules import TRACKERS
 
 SCRIPTS = (
     "*.py",
@@ -163,6 +166,8 @@ def check(environment: dict, words: list[str], script):
     program, arguments = words[0], words[1:]
     if program == "torchrun":
         launch = get_args_parser().parse_args(arguments)
+        if launch.module:
+            return check_module(launch.training_script, launch.training_script_args, script)
         assert launch.training_script == "train.py"
         nodes = int(launch.nnodes.split(":")[-1])  # 1:1 where it is not given
         load_config(launch.training_script_args, nodes * int(launch.nproc_per_node))
@@ -223,6 +228,12 @@ def check_module(module: str, arguments: list[str], script):
         parsed, overrides = profile.parse(arguments)
         profile.check_overrides(overrides)
         load_config([parsed.config, *overrides, *profile.fixed_flags(parsed.memory)], parsed.nproc)
+    elif module == "tools.tune":
+        parsed, overrides = tune.parse(arguments)
+        tune.check(parsed, overrides)
+        load_config([parsed.config, *overrides], parsed.nproc)
+    elif module == "tools.evaluate":
+        assert evaluate.parse(arguments)
     elif module.startswith(("data.", "tools.")):
         script(module, arguments)
         if "--" in arguments:
@@ -268,9 +279,10 @@ def check_pytest(arguments: list[str]):
 @pytest.mark.parametrize("line", all_commands())
 def test_command_is_accepted_by_its_program(line, script, monkeypatch):
     monkeypatch.chdir(ROOT)
-    wandb = types.ModuleType("wandb")  # the documents say how to install it
-    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for name in TRACKERS:  # the documents say how to install them
+        package = types.ModuleType(name)
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, package)
     check_line(line, script)
 
 

@@ -1,5 +1,7 @@
 """Every table of numbers in the documents is what the code computes."""
 
+from fractions import Fraction
+
 import pytest
 from support.documents import TEXTS, table
 from support.helpers import ROOT
@@ -8,6 +10,9 @@ import model_builder
 from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
+from tools.plan.law import HOFFMANN
+from tools.plan.search import plan, plan_flops
+from tools.plan.shapes import FAMILIES, shape_of
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory
 
@@ -20,6 +25,33 @@ def full(name: str, *flags: str):
 
 def totals(formula, model) -> int:
     return formula.count_flops(model, S)["flops_per_token"]
+
+
+def test_the_page_on_plans_has_what_the_law_and_both_counts_of_flops_give():
+    rows = table(TEXTS["docs/plan.md"], "plan")
+    assert len(rows) == 4
+    for path, published, *cells in rows:
+        model = full(path.split("/")[1]).model_config()
+        shape, tokens = shape_of(path, model), 1e9 * float(published.removesuffix(" B"))
+        counts = v2.count_flops(model, S)
+        printed = 1 + counts["attention_to_ffn_ratio"]  # with the score term as v2 prints it; no logits
+        stated = 3 * model.n_layer * counts["ffn_flops_per_layer"] * printed * tokens / S
+        made, whole = plan(HOFFMANN, shape, tokens), plan_flops(HOFFMANN, shape, 1.36e21)
+        assert cells == [
+            f"{made.loss:.3f}",
+            f"{stated / 1e21:.3f}e21",
+            f"{made.flops / 1e20:.1f}e20",
+            f"{whole.tokens / 1e9:.1f} B",
+            f"{whole.loss:.3f}",
+        ]
+
+
+def test_the_page_on_plans_has_the_families():
+    for name, layers, d_ff, heads, path in table(TEXTS["docs/plan.md"], "family"):
+        family = FAMILIES[name]
+        assert [Fraction(layers), Fraction(d_ff)] == [family.layers_per_1024, family.d_ff_per_width]
+        assert (int(heads), path) == (family.heads_per_kv_head, f"config/{family.shipped}")
+    assert len(table(TEXTS["docs/plan.md"], "family")) == len(FAMILIES)
 
 
 def test_readme_describes_the_full_models():

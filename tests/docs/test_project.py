@@ -16,13 +16,16 @@ from support import warm_python
 from support.documents import DOCS, TEXTS
 from support.helpers import ROOT
 
+from common.errors import UserError
 from docs.house import product_files
+from training.configuration.rules import TRACKERS, require_tracker
 
 EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "data": "requirements-data.txt",
     "gpu": "requirements-gpu.txt",
     "quack": "requirements-quack.txt",
     "trackers": "requirements-trackers.txt",
+    "evaluate": "requirements-evaluate.txt",
     "dev": "requirements-dev.txt",
 }
 IN_NO_EXTRA = {"ray", "datasets"}  # a cluster has its own Ray; datasets is a peer of bench.tokenize alone
@@ -124,15 +127,22 @@ def test_a_message_says_how_to_install_what_an_extra_has(path, hint):
         assert "==" not in str(requirement), "a pinned package is installed from its file"
 
 
-@pytest.mark.parametrize("package", ["transformers", "huggingface_hub", "wandb", "datatrove"])
+@pytest.mark.parametrize("package", ["transformers", "huggingface_hub", "datatrove"])
 def test_the_file_that_a_message_names_has_the_package(package):
     source = "".join(re.sub(r'"\s*\n\s*f?"', "", read(path)) for path in product_files())
-    files = re.findall(
-        rf"(?:this|downloading|wandb_log=True) needs {package}: pip install -r (\S+\.txt)", source
-    )
+    files = re.findall(rf"(?:this|downloading) needs {package}: pip install -r (\S+\.txt)", source)
     assert files
     for file in files:
         assert package in {Requirement(line).name for line in installed_by(file)}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_the_file_of_trackers_has_each(tracker, monkeypatch):
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(UserError) as refused:
+        require_tracker(tracker)
+    (file,) = re.findall(r"pip install -r (\S+\.txt)", str(refused.value))
+    assert tracker in {Requirement(line).name for line in installed_by(file)}
 
 
 # --- versions that stand in several places ---

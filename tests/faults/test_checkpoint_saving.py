@@ -37,15 +37,6 @@ from training.faults.watchdog import Watchdog
 pytestmark = pytest.mark.saving
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A forked process must not find OpenMP's threads gone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def config(tmp_path):
     return make_config(tmp_path / "out")

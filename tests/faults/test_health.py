@@ -46,14 +46,6 @@ def watching(count: int = N, seed: int = 0, **keys) -> UpdateGuard:
     return health
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several only wait for each other where operations are tiny
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- the verdict on one iteration ---
 
 

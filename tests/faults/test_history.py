@@ -1,7 +1,6 @@
 """The record over several attempts at a run: whatever kills it, no row is lost or
 there twice; and what cannot be written does not end a run."""
 
-import contextlib
 import errno
 import io
 import json
@@ -285,39 +284,32 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@contextlib.contextmanager
 def logging_to(path, monkeypatch, stdout):
-    log = logging.getLogger("nanomfu")
-    before = log.handlers[:], log.propagate, log.level
     monkeypatch.setattr(sys, "stdout", stdout)
     start_logging(path)
-    yield log
-    for handler in log.handlers:
-        handler.close()
-    log.handlers[:], log.propagate = before[:2]
-    log.setLevel(before[2])
+    return logging.getLogger("nanomfu")
 
 
 def test_full_disk_under_the_log_is_one_warning_and_later_messages_are_written(tmp_path, monkeypatch, capfd):
     path = tmp_path / "run.log"
-    with logging_to(path, monkeypatch, io.StringIO()) as log:
-        log.info("before")
-        handler = log.handlers[-1]
-        monkeypatch.setattr(handler, "_open", Full)
-        handler.abandon()
-        for i in range(5):
-            log.info("lost %d", i)
-        monkeypatch.undo()
-        monkeypatch.setattr(sys, "stdout", io.StringIO())
-        log.info("after")
+    log = logging_to(path, monkeypatch, io.StringIO())
+    log.info("before")
+    handler = log.handlers[-1]
+    monkeypatch.setattr(handler, "_open", Full)
+    handler.abandon()
+    for i in range(5):
+        log.info("lost %d", i)
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    log.info("after")
     assert path.read_text() == "before\nafter\n"
     assert capfd.readouterr().err.count("No space left on device") == 1
 
 
 def test_console_that_takes_nothing_more_does_not_end_the_run(tmp_path, monkeypatch, capfd):
-    with logging_to(tmp_path / "run.log", monkeypatch, Full()) as log:
-        log.info("one")
-        log.info("two")
+    log = logging_to(tmp_path / "run.log", monkeypatch, Full())
+    log.info("one")
+    log.info("two")
     assert (tmp_path / "run.log").read_text() == "one\ntwo\n"
     assert capfd.readouterr().err.count("could not write to the console") == 1
 
@@ -330,7 +322,6 @@ def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, m
 
     monkeypatch.setattr(record_module, "_replace", full)
     monkeypatch.setattr(content.journal, "append", full)
-    monkeypatch.setattr(logging.getLogger("nanomfu"), "propagate", True)
     for iteration in range(5):
         content.add_iteration(row(iteration))
         content.save(at_once=True)

@@ -22,6 +22,7 @@ from common.errors import UserError
 from data.adopt import adopt
 from data.pipeline import verified
 from data.pipeline.hub import open_hub
+from data.pipeline.input_files import find_files
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.small_dataset import has_dataset
@@ -426,13 +427,13 @@ def test_dataset_that_cannot_be_named_is_one_message(tmp_path):
 def test_input_that_is_no_regular_file_is_named(tmp_path, kind):
     SPECIAL[kind](tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=r"a\.jsonl|nothing in it"):
-        text_prepare.find_files([str(tmp_path / "*.jsonl")])
+        find_files([str(tmp_path / "*.jsonl")])
 
 
 def test_folder_whose_name_ends_like_a_file_is_searched(tmp_path):
     (tmp_path / "part.jsonl").mkdir()
     path = write_jsonl(tmp_path / "part.jsonl" / "a.jsonl", ["a"])
-    assert text_prepare.find_files([str(tmp_path)]) == [path]
+    assert find_files([str(tmp_path)]) == [path]
 
 
 def cut(content: bytes, compress) -> bytes:

@@ -11,6 +11,7 @@ import torch
 from support.helpers import TINY, last_run, make_dataset, write_config
 
 from training.checkpoints.saver import Saver
+from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
 from training.faults import watchdog as watchdog_module
 from training.faults.replica_check import ReplicaCheck
@@ -288,7 +289,7 @@ def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
     }
     peak = Peak(None, "", reason="none")
     config = TrainConfig(**TINY)
-    logger = Logger(config, ALONE, None, Clock(CPU), peak, info, start=start)
+    logger = Logger(config, ALONE, None, Clock(CPU), peak, info, Progress(start, 0))
     found = []
     for first in range(start, start + 8):
         reading = Reading(first + 3, first, 1.0, 1.0, None, 1.0, seconds=1.0, verdicts=[])

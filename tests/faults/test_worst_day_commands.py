@@ -129,7 +129,7 @@ def test_help_says_the_limits_and_what_0_means():
 
 
 OPTIONS = {
-    sample.parse: (["--out_dir=x"], "num_samples max_new_tokens temperature top_k seed"),
+    sample.parse: (["--out_dir=x"], "num_samples batch_size max_new_tokens temperature top_k top_p seed"),
     throughput.parse: (["--suite=quick"], "iters warmup repeats timeout"),
     checkpointing.parse: (["run.py"], "processes timeout"),
     tokenize.parse: (["--input=x", "--tokenizer=x"], "workers mb repeats"),
@@ -194,8 +194,9 @@ def test_a_tilde_is_the_home_folder_in_each_part_of_a_mixture(config, monkeypatc
 
 
 PATH_OPTIONS = ("--output", "--input", "--out_dir", "--dataset", "--text", "--logs", "config", "dataset")
+PATH_OPTIONS += ("--prompts",)
 EXPANDED_LATER = {("bench/tokenize.py", "--tokenizer"), ("plots/compare_runs.py", "--output")}
-EXPANDED_LATER |= {("plots/plot_single_run.py", "--output")}
+EXPANDED_LATER |= {("plots/plot_single_run.py", "--output"), ("plots/report.py", "--output")}
 
 
 def test_every_option_that_is_a_path_takes_a_tilde():
@@ -241,8 +242,8 @@ def test_a_path_that_no_file_can_have_is_refused_and_one_of_other_bytes_is_not(c
 
 
 def test_a_prompt_that_is_no_text_is_one_message(capfd):
-    assert run_command(lambda: sample.parse(["--out_dir=x", "--prompt=\udce9"])) == 2
-    assert "--prompt has a control character, or is no UTF-8" in tells(capfd)
+    assert run_command(lambda: sample.main(["--out_dir=x", "--prompt=\udce9"])) == 2
+    assert "a prompt has a control character, or is no UTF-8" in tells(capfd)
 
 
 def test_a_config_may_begin_with_a_byte_order_mark(config, tmp_path):

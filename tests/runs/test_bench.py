@@ -42,11 +42,6 @@ ITERS, WARMUP = 8, 4
 SHORT = ["--suite", "quick", f"--iters={ITERS}", f"--warmup={WARMUP}"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny operations; several threads only wait for each other
-
-
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("bench") / "tokens")

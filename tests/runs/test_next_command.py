@@ -9,8 +9,10 @@ import pytest
 from support.helpers import ROOT, last_run, make_dataset
 from support.preparation import prepare_text, small_bpe
 
-from data.pipeline import meta_file
-from data.pipeline.meta_file import read_meta, training_command
+import model_builder
+from data.pipeline import next_commands
+from data.pipeline.meta_file import read_meta
+from data.pipeline.next_commands import CPU, GPU, Device, device_here, fitting, next_lines
 from training.configuration.files_and_flags import load_config
 
 LARGE = "config/full_gpt2_1.36b.py"
@@ -28,9 +30,13 @@ def dataset(folder: Path, **keys) -> dict:
     return read_meta(make_dataset(folder, **keys)) | {"eot_id": None}
 
 
-def meta_of(train_tokens: int, vocab_size: int = 50257) -> dict:
-    files = {"train.bin": {"tokens": train_tokens}, "val.bin": {"tokens": 10**6}}
+def meta_of(train_tokens: int, vocab_size: int = 50257, val_tokens: int = 10**6) -> dict:
+    files = {"train.bin": {"tokens": train_tokens}, "val.bin": {"tokens": val_tokens}}
     return {"vocab_size": vocab_size, "files": files}
+
+
+def training_command(meta: dict, folder: Path, config: str | None = None, device: Device = CPU) -> str:
+    return next_lines(meta, folder, config, device)["next"]
 
 
 @pytest.mark.parametrize("val_tokens", [4_000, 129, 128, 20])
@@ -53,6 +59,48 @@ def test_a_small_text_under_a_known_tokenizer_gets_a_small_model(tmp_path):
     ]
     arguments = words(training_command(meta_of(10**9), tmp_path, LARGE))
     assert arguments == [LARGE, f"--dataset={tmp_path}", f"--out_dir=out-{tmp_path.name}"]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("tokens", [2_000, 10**6, 3 * 10**8, 3 * 10**9, 10**12])
+def test_the_model_fits_the_text_and_its_config_is_complete(tmp_path, tokens, device):
+    plan = fitting(meta_of(tokens, 8001), device)
+    config = load_config(words(training_command(meta_of(tokens, 8001), tmp_path, None, device)))
+    model = config.model_config()
+    counted = model_builder.build_model(model).count_parameters()["total"] if tokens < 10**9 else 0
+    assert abs(plan.size.parameters(model.vocab_size) - counted) < 0.01 * counted or not counted
+    assert model.vocab_size == (8001 if device is CPU else 8064)
+    if plan.size != device.sizes[0]:  # the smallest may see a text several times
+        assert plan.size.parameters(8064) * 20 <= tokens and plan.epochs <= 1.01
+    read = config.max_iters * plan.size.tokens_per_iter
+    assert config.max_iters == 100 or read <= 4 * tokens
+    assert device is GPU or config.max_iters <= 500 and config.device == "cpu"
+    if device is GPU:
+        assert config.tokens_per_iter == plan.size.tokens_per_iter and config.tokens_per_iter % 1024 == 0
+
+
+def test_the_smallest_size_of_a_device_is_that_of_its_config():
+    for device in (CPU, GPU):
+        config, size = load_config([device.config]), device.sizes[0]
+        names = ("n_layer", "n_head", "num_key_value_heads", "n_embd", "d_ff", "learning_rate", "block_size")
+        stated = vars(size) | {"block_size": device.block_size}
+        assert {name: getattr(config, name) for name in names} == {name: stated[name] for name in names}
+        read = config.tokens_per_iter if device is GPU else config.batch_size * config.block_size
+        assert read == size.tokens_per_iter
+
+
+@pytest.mark.parametrize(
+    "listing, device", [("GPU 0: a GPU (UUID: GPU-1)\n", GPU), ("No devices were found\n", CPU), (None, CPU)]
+)
+def test_a_gpu_is_found_by_nvidia_smi(monkeypatch, tmp_path, listing, device):
+    if listing:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if listing else str(tmp_path))
+    assert device_here() is device
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_here() is CPU
 
 
 def test_prepare_prints_the_command_of_the_python_that_runs(tmp_path):
@@ -79,11 +127,11 @@ def test_from_another_folder_the_command_goes_to_the_checkout(tmp_path, monkeypa
 def test_the_python_is_the_one_that_has_the_packages(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
-    monkeypatch.setattr(meta_file.shutil, "which", lambda name: "/usr/bin/python")
+    monkeypatch.setattr(next_commands.shutil, "which", lambda name: "/usr/bin/python")
     assert training_command(meta_of(1000), tmp_path).startswith(".venv/bin/python train.py ")
-    monkeypatch.setattr(meta_file.shutil, "which", lambda name: str(ROOT / ".venv/bin/python"))
+    monkeypatch.setattr(next_commands.shutil, "which", lambda name: str(ROOT / ".venv/bin/python"))
     assert training_command(meta_of(1000), tmp_path).startswith("python train.py ")
-    monkeypatch.setattr(meta_file.shutil, "which", lambda name: None)
+    monkeypatch.setattr(next_commands.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "executable", "/opt/x/bin/python3")
     assert training_command(meta_of(1000), tmp_path).startswith("/opt/x/bin/python3 train.py ")
 
@@ -93,4 +141,4 @@ def test_a_document_activates_the_environment_before_its_first_python(name):
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     needs = [i for i, line in enumerate(lines) if re.match(r"(python|pip|torchrun) ", line)]
-    assert "source .venv/bin/activate" in lines[: needs[0]]
+    assert any("source .venv/bin/activate" in line.split(" && ") for line in lines[: needs[0]])

@@ -36,12 +36,16 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("older")
     keys = {**TINY, **LLAMA, "max_iters": 6, "eval_interval": 3, "dropout": 0.1, "keep_all_checkpoints": True}
     config = write_config(folder / "run.py", **keys, dataset=make_dataset(folder / "data"))
-    for name, (processes, flags) in STRATEGIES.items():
-        command = [config, *flags]
-        run_in_one_launch(folder, [[*command, f"--out_dir={folder / f'whole-{name}'}"]], processes)
-        as_format_2(folder / f"whole-{name}" / KEPT, folder / f"older-{name}" / KEPT)
-        resume = [*command, f"--out_dir={folder / f'older-{name}'}", "--init_from=resume"]
-        run_in_one_launch(folder, [resume], processes)
+    for processes in (1, 2):
+        commands = {
+            name: [config, *flags] for name, (count, flags) in STRATEGIES.items() if count == processes
+        }
+        whole = [[*command, f"--out_dir={folder / f'whole-{name}'}"] for name, command in commands.items()]
+        run_in_one_launch(folder, whole, processes)
+        for name in commands:
+            as_format_2(folder / f"whole-{name}" / KEPT, folder / f"older-{name}" / KEPT)
+        older = [[*command, f"--out_dir={folder / f'older-{name}'}"] for name, command in commands.items()]
+        run_in_one_launch(folder, [[*command, "--init_from=resume"] for command in older], processes)
     return folder
 
 
@@ -68,15 +72,14 @@ def test_a_run_resumes_bit_equal_and_then_saves_the_new_format(folder, name):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_strategy_loads_what_any_other_saved_in_format_2(folder, processes):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    for name in STRATEGIES:
-        arguments = [f"--equal={folder / f'whole-{name}' / KEPT}", folder / f"older-{name}" / KEPT]
-        worker = [ROOT / "tests/support/load_worker.py", folder / "run.py", *arguments]
-        done = warm_python.run(
-            [sys.executable, *(launcher if processes > 1 else []), *map(str, worker)],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert int(re.search(r"loaded (\d+) pairs", done.stdout)[1]) == {1: 3, 2: 4}[processes]
+    saved = [f"{folder / f'older-{name}' / KEPT}={folder / f'whole-{name}' / KEPT}" for name in STRATEGIES]
+    worker = [ROOT / "tests/support/load_worker.py", folder / "run.py", *saved]
+    done = warm_python.run(
+        [sys.executable, *(launcher if processes > 1 else []), *map(str, worker)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(re.search(r"loaded (\d+) pairs", done.stdout)[1]) == len(STRATEGIES) * {1: 3, 2: 4}[processes]

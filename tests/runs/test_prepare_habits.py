@@ -12,41 +12,43 @@ import pytest
 from support.helpers import ROOT
 from support.preparation import ENVIRONMENT, prepare_text, small_bpe, write_jsonl
 
-from data.pipeline import documents
-from data.pipeline.documents import find_files
+from data.pipeline import input_files
+from data.pipeline.input_files import find_files
 from data.quickstart import prepare as quickstart
 
 
 def test_files_of_a_folder_that_are_not_read_are_named_with_the_reason(tmp_path, capsys):
     (tmp_path / "deep").mkdir()
-    for name in ("a.txt", "deep/b.md", "c.csv", "d.jsonl.xz"):
+    for name in ("a.txt", "deep/b.doc", "c.csv", "d.jsonl.xz"):
         (tmp_path / name).write_text("text")
     assert find_files([str(tmp_path)]) == [tmp_path / "a.txt"]
     (line,) = capsys.readouterr().out.splitlines()
-    assert "left out c.csv, d.jsonl.xz, deep/b.md (not .txt, .jsonl," in line
+    names = ", ".join(str(tmp_path / name) for name in ("c.csv", "d.jsonl.xz", "deep/b.doc"))
+    assert line == f"left out 3 (unknown suffix): {names}"
 
 
 def test_of_very_many_files_some_are_named_and_the_others_counted(tmp_path, capsys):
-    for number in range(documents.SHOWN_FILES + 7):
-        (tmp_path / f"{number:03}.md").touch()
-    (tmp_path / "\x1b[2J.md").touch()
-    (tmp_path / "a.txt").touch()
+    for number in range(input_files.SHOWN_FILES + 7):
+        (tmp_path / f"{number:03}.doc").touch()
+    (tmp_path / "\x1b[2J.doc").touch()
+    (tmp_path / "a.txt").write_text("text")
     find_files([str(tmp_path)])
     line = capsys.readouterr().out
-    assert "and 8 more" in line and line.count(".md") == documents.SHOWN_FILES and "\x1b" not in line
+    assert "and 8 more" in line and line.count(".doc") == input_files.SHOWN_FILES and "\x1b" not in line
 
 
 def test_a_folder_that_is_read_whole_says_nothing(tmp_path, capsys):
-    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.txt").write_text("text")
     find_files([str(tmp_path)])
     assert capsys.readouterr().out == ""
 
 
 def test_a_note_beside_data_is_named_with_the_reason(tmp_path, capsys):
-    for name in ("README.txt", "a.jsonl"):
-        (tmp_path / name).touch()
+    for name in ("README.md", "load.py", "a.jsonl"):
+        (tmp_path / name).write_text(f"what {name} says")
     assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
-    assert "left out README.txt (a note beside the other files?" in capsys.readouterr().out
+    line = capsys.readouterr().out
+    assert line.startswith("left out 2 (a note beside the other files?") and f"{tmp_path}/README.md" in line
 
 
 def test_a_test_split_that_is_not_read_is_named(tmp_path):
@@ -71,7 +73,7 @@ def test_the_quickstart_names_a_module_that_it_cannot_read(tmp_path, monkeypatch
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     monkeypatch.setattr(quickstart.sysconfig, "get_path", lambda name: str(tmp_path))
     assert len(quickstart.read_stdlib(10**6)) == 30
-    assert "latin.py (not UTF-8 text)" in capsys.readouterr().out
+    assert "left out 1 (not UTF-8 text): " in (line := capsys.readouterr().out) and "latin.py" in line
 
 
 # --- Ctrl-C ---

@@ -2,7 +2,6 @@
 as a dry run with its number of processes; the rest on a tiny run on a CPU, in the order of a user."""
 
 import contextlib
-import functools
 import io
 import json
 import shlex
@@ -16,7 +15,6 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launc
 from plots import compare_runs, plot_single_run
 from training.configuration.files_and_flags import load_config
 from training.hardware.gpu_memory import CARDS, card_memory
-from training.records import dry_run
 from training.records.micro_batch import choose
 from training.records.rows import Logger
 
@@ -48,24 +46,11 @@ def printed(snippet: str) -> list[str]:
 # --- training commands, dry ---
 
 
-@pytest.fixture(scope="module")
-def counted_once():
-    """count_flops() depends on the model alone; several commands share one."""
-
-    @functools.cache
-    def count(config_file: str) -> dict:
-        return report_count(load_config([config_file]))
-
-    report_count = dry_run.count_flops
-    return count
-
-
 @pytest.mark.parametrize("line", TRAINING)
-def test_training_command_passes_as_a_dry_run(line, run, counted_once, monkeypatch, capfd):
+def test_training_command_passes_as_a_dry_run(line, run, monkeypatch, capfd):
     processes, arguments = processes_and_arguments(line)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setattr(dry_run, "count_flops", lambda config: counted_once(arguments[0]))
     if "--init_from=resume" in arguments:  # the report of an evaluation is that of a run
         assert load_config(arguments, processes).eval_only
     assert run(*arguments, "--dry_run=True") == 0

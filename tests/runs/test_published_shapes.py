@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.helpers import TINY, last_run, make_dataset, write_config
 
-from sample import generate
+from generation.cache import cached_attention
+from generation.decoding import generate
 from training.checkpoints.loading import load_model
 
 SCALING = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0}
@@ -57,9 +58,9 @@ def test_a_resume_as_another_model_is_refused_by_name(run, config, tmp_path, cap
 
 def test_samples_come_from_the_model_that_was_trained(run, config, tmp_path):
     assert run(config, f"--out_dir={tmp_path / 'out'}", "--max_iters=60", "--log_interval=20") == 0
-    _, saved, model = load_model(tmp_path / "out", "latest", torch.device("cpu"))
+    _, saved, model = load_model(tmp_path / "out", "latest", torch.device("cpu"), cached_attention)
     assert saved.config["rope_scaling"] == SCALING
     assert model.config.rope_scaling.to_dict() == SCALING
-    ids = generate(model.eval(), torch.tensor([[1, 2]]), 20, 0, 0, None)[0]
-    steps = ids.diff() % KEYS["vocab_size"]
+    (new,) = generate(model.eval(), [[1, 2]], 20)
+    steps = torch.tensor([2, *new]).diff() % KEYS["vocab_size"]
     assert ((steps == 1) | (steps == 2)).float().mean() > 0.8, "the next id is one or two above the last"

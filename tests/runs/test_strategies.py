@@ -35,7 +35,7 @@ from training.strategies.parallelize import parallelize
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 ALL = ["single", *STRATEGIES]
-ITERATIONS, HALF = 6, 3
+ITERATIONS, HALF = 4, 2
 CONFIG = {
     **TINY,
     "n_layer": 3,  # 'selective' recomputes the first and the last
@@ -54,6 +54,10 @@ STOCHASTIC = [
     *(*BF16, "--param_dtype=bfloat16", "--adam_dtype=bfloat16", "--weight_rounding=stochastic"),
     *("--beta2=0.999", "--drift_check_interval=1"),  # a run whose replicas differ fails
 ]
+EIGHT_BIT = [  # matrices of 4,096 numbers, in rows of 64 and of 300
+    *(*BF16, "--param_dtype=bfloat16", "--adam_dtype=8bit", "--weight_rounding=stochastic"),
+    *("--n_embd=64", "--d_ff=300", "--drift_check_interval=1"),
+]
 VARIANTS = {  # name -> flags, for one process and for every strategy
     "plain": [],
     "loss_chunks": ["--loss_chunks=3"],
@@ -71,6 +75,8 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "bf16 moments, part 1": ["--adam_dtype=bfloat16", f"--max_iters={HALF}"],
     "rounded stochastically": STOCHASTIC,
     "rounded stochastically, part 1": [*STOCHASTIC, f"--max_iters={HALF}"],
+    "8-bit moments": EIGHT_BIT,
+    "8-bit moments, part 1": [*EIGHT_BIT, f"--max_iters={HALF}"],
 }
 ONE_STRATEGY = {
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
@@ -87,6 +93,7 @@ RESUMED = {  # name -> (folder it goes on in, flags)
     "bf16 weights, part 2": ("bf16 weights, part 1", VARIANTS["bf16 weights"]),
     "bf16 moments, part 2": ("bf16 moments, part 1", VARIANTS["bf16 moments"]),
     "rounded stochastically, part 2": ("rounded stochastically, part 1", STOCHASTIC),
+    "8-bit moments, part 2": ("8-bit moments, part 1", EIGHT_BIT),
 }
 
 
@@ -253,7 +260,7 @@ def test_gradients_may_travel_in_bf16(runs, strategy):
 def test_weights_may_be_stored_in_bf16(runs, strategy):
     plain, stored = runs["single", "bf16"], runs[strategy, "bf16 weights"]
     assert losses(stored) == pytest.approx(losses(plain), rel=2e-2)
-    assert losses(stored)[-1] < losses(stored)[0] - 0.3
+    assert losses(stored)[-1] < losses(stored)[0] - 0.2
     assert evaluations(stored) == pytest.approx(evaluations(runs["single", "bf16 weights"]), rel=5e-3)
 
 
@@ -266,11 +273,34 @@ def test_moments_may_be_stored_in_bf16(runs, strategy):
 def test_weights_and_moments_may_be_rounded_stochastically(runs, strategy):
     plain, rounded = runs["single", "bf16"], runs[strategy, "rounded stochastically"]
     assert losses(rounded) == pytest.approx(losses(plain), rel=2e-2)
-    assert losses(rounded)[-1] < losses(rounded)[0] - 0.3
+    assert losses(rounded)[-1] < losses(rounded)[0] - 0.2
     assert rounded["startup_info"]["optimizer"]["weight_rounding"] == "stochastic"
 
 
-@pytest.mark.parametrize("variant", ["bf16 weights", "bf16 moments", "rounded stochastically"])
+@pytest.mark.parametrize("strategy", ALL)
+def test_moments_may_have_8_bits(runs, strategy):
+    """Replicas are compared after each update."""
+    single, quantized = runs["single", "8-bit moments"], runs[strategy, "8-bit moments"]
+    assert losses(quantized) == pytest.approx(losses(single), rel=5e-3)
+    assert losses(quantized)[-1] < losses(quantized)[0] - 0.3
+
+
+def test_8_bit_moments_of_two_ranks_go_on_in_one_process(runs, folder, run, tmp_path):
+    """Codes and scales are divided by rows, also those of a matrix with fewer rows on the last rank."""
+    for strategy in ("zero1", "fsdp"):
+        start = out_dir(folder, strategy, "8-bit moments, part 1") / "checkpoints" / f"step-{HALF:08d}"
+        there = tmp_path / strategy
+        (there / "checkpoints").mkdir(parents=True)
+        (there / "checkpoints" / start.name).symlink_to(start)
+        steps = "--gradient_accumulation_steps=4"
+        assert run(folder / "run.py", f"--out_dir={there}", "--init_from=resume", steps, *EIGHT_BIT) == 0
+        whole = losses(runs[strategy, "8-bit moments"])
+        assert losses(last_run(there))[-1] == pytest.approx(whole[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "variant", ["bf16 weights", "bf16 moments", "rounded stochastically", "8-bit moments"]
+)
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant):
     whole, resumed = runs[strategy, variant], runs[strategy, f"{variant}, part 2"]
@@ -281,6 +311,10 @@ def test_a_resume_with_bf16_tensors_is_bit_exact(runs, folder, strategy, variant
     ours = checkpoint_tensors(out_dir(folder, strategy, f"{variant}, part 1") / name)
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    if variant == "8-bit moments":
+        assert ours["optimizer.embed.weight.exp_avg"].dtype == torch.uint8
+        assert ours["optimizer.embed.weight.exp_avg_scale"].shape == (65, 1)
+        return
     both = ("model.", "optimizer.")
     bf16 = {"bf16 weights": "model.", "bf16 moments": "optimizer."}.get(variant, both)
     for key, tensor in ours.items():
@@ -304,12 +338,12 @@ def test_a_checkpoint_with_bf16_tensors_loads_into_fp32_and_back(runs, folder, r
         *VARIANTS[variant],
         "--eval_iters=3",
     ]
-    assert run(*flags, f"--{key}=float32", "--max_iters=11") == 0
+    assert run(*flags, f"--{key}=float32", f"--max_iters={ITERATIONS + 5}") == 0
     assert last_run(there)["startup_info"]["changed_since_checkpoint"][key] == ["bfloat16", "float32"]
-    wide = checkpoint_tensors(there / "checkpoints" / "step-00000011")
+    wide = checkpoint_tensors(there / "checkpoints" / f"step-{ITERATIONS + 5:08d}")
     assert {t.dtype for k, t in wide.items() if k.startswith(("model.", "optimizer."))} == {torch.float32}
-    assert run(*flags, "--max_iters=12") == 0
-    narrow = checkpoint_tensors(there / "checkpoints" / "step-00000012")
+    assert run(*flags, f"--max_iters={ITERATIONS + 6}") == 0
+    narrow = checkpoint_tensors(there / "checkpoints" / f"step-{ITERATIONS + 6:08d}")
     assert torch.bfloat16 in {t.dtype for t in narrow.values()}
     record = last_run(there)
     assert losses(record)[0] < losses(runs["single", variant])[0] - 0.3

@@ -105,15 +105,20 @@ def hf_run(folder: Path, **keys) -> Path:
     return write_config(folder / "run.py", **settings)
 
 
-def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """By transformers."""
+def load_reference(folder: Path):
+    """The model as transformers loads it."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
     model, about = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
     assert not any(about.values()), about  # no missing, unexpected or mismatched name
+    return model.eval()
+
+
+def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """By transformers."""
     with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
+        return load_reference(folder)(input_ids=ids).logits
 
 
 def some_ids(count: int = 2, length: int = T) -> torch.Tensor:

@@ -2,11 +2,11 @@
 with every strategy at this world size and compares each tensor with what the safetensors library reads from
 the same files. Exits with 0 if all agree.
 
-    load_worker.py CONFIG [--save=FOLDER] [--equal=CHECKPOINT_DIR] CHECKPOINT_DIR ...
+    load_worker.py CONFIG [--save=FOLDER] CHECKPOINT_DIR[=OTHER_DIR] ...
 
 With --save, each strategy first saves what it has loaded from the first checkpoint to FOLDER/STRATEGY-SIZE,
-and these are loaded, too. With --equal, every tensor must be that of this checkpoint. In one process, ZeRO-1
-and FSDP shard over one rank, which train.py would refuse.
+and these are loaded, too. With OTHER_DIR, every tensor must be that of this other checkpoint. In one process,
+ZeRO-1 and FSDP shard over one rank, which train.py would refuse.
 """
 
 import sys
@@ -66,7 +66,9 @@ def save(config, state: TrainState, progress, out_dir: Path) -> Path:
     return saver.finished(wait=None).final
 
 
-def main(config_path: str, folders: list[str], save_to: str | None, equal: str | None) -> None:
+def main(config_path: str, folders: list[str], save_to: str | None) -> None:
+    others = dict(text.split("=", 1) for text in folders if "=" in text)
+    folders = [text.split("=", 1)[0] for text in folders]
     world_size = launch_info()[2]
     names = ["ddp", "zero1", "fsdp"] + ["hybrid"] * (world_size > 1)
     world = init_world(load_config([config_path], world_size))
@@ -80,7 +82,7 @@ def main(config_path: str, folders: list[str], save_to: str | None, equal: str |
         ]
     iteration = int(Path(folders[0]).name.removeprefix("step-"))  # of all: copies are of the first
     for folder in folders:
-        expected = checkpoint_tensors(equal or folder)
+        expected = checkpoint_tensors(others.get(folder, folder))
         for name in names:
             _, state, progress = load(name, config_path, world, folder)
             assert progress.iteration == iteration, progress
@@ -94,4 +96,4 @@ def main(config_path: str, folders: list[str], save_to: str | None, equal: str |
 if __name__ == "__main__":
     options = dict(text.split("=", 1) for text in sys.argv[2:] if text.startswith("--"))
     rest = [text for text in sys.argv[2:] if not text.startswith("--")]
-    main(sys.argv[1], rest, options.get("--save"), options.get("--equal"))
+    main(sys.argv[1], rest, options.get("--save"))

@@ -22,7 +22,12 @@ SHARED_DATA = Path(os.environ.get("NANOMFU_TEST_DATA") or ROOT.parent / "shared"
 CHAR = CharTokenizer("ab")
 
 
-ENVIRONMENT = {**os.environ, "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
+# without GPUs: a preparation uses none, and prints commands for the device that it finds
+ENVIRONMENT = {
+    **os.environ,
+    "TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache"),
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 def shared(name: str) -> Path:

@@ -9,6 +9,7 @@ import torch
 from support import triton_interpreter
 from support.tensors import random
 
+from ops.quantization import adamw_8bit
 from ops.quantization.random_bits import bf16_stochastically, weight_key
 from ops.triton_kernels import adamw
 
@@ -86,8 +87,39 @@ def assert_the_kernel_equals_its_plain_form():
         assert_stored(tensors, expected, name)
 
 
+# --- moments of 8 bits ---
+
+ROWS = [(3, 512, 0), (5, 264, 264 * 3), (7, 40, 80), (2, 300, 0)]  # rows, columns, start of a shard
+
+
+def eight_bit_updates(update, rows, columns, dtype, copies, rounding, device):
+    """[weight, codes and scales of both moments, copy] after updates, of which one is refused."""
+    weight = random(rows * columns).view(rows, columns).to(device, dtype)
+    gradient = (1e-3 * random(rows * columns + 1)[1:]).view(rows, columns).to(device, dtype)
+    copy = None if copies is None else torch.zeros_like(weight, dtype=copies)
+    moments = adamw_8bit.empty_moment(weight), adamw_8bit.empty_moment(weight)
+    for step, found_inf in ((1, 0.0), (2, 0.0), (3, 1.0), (3, 0.0)):
+        of_step = scalars(device, found_inf, step)
+        update(weight, step * gradient, *moments, copy, of_step, BETAS, EPS, DECAY, rounding)
+    return [weight, *moments[0], *moments[1], *([] if copy is None else [copy])]
+
+
+def assert_the_8_bit_kernel_equals_its_plain_form(device="cpu"):
+    """For shards that begin at any row; with rows that are blocks, that end in a part of one, or are one."""
+    from ops.triton_kernels.adamw_8bit import triton_adamw_8bit
+
+    for (rows, columns, start), dtype, stochastic in itertools.product(ROWS, (FP32, BF16), (False, True)):
+        rounding = (KEY.to(device), start) if stochastic else None
+        case = rows, columns, dtype, BF16 if dtype == FP32 else None, rounding
+        ours = eight_bit_updates(triton_adamw_8bit, *case, device)
+        theirs = eight_bit_updates(adamw_8bit.plain_adamw_8bit, *case, "cpu" if rounding is None else device)
+        for now, wanted in zip(ours, theirs, strict=True):
+            assert torch.equal(now.cpu(), wanted.cpu()), case[:3]
+
+
 if __name__ == "__main__":
     triton_interpreter.prepare()
     adamw.BLOCK = 64  # so that a shard is several programs
     assert_the_kernel_equals_its_plain_form()
+    assert_the_8_bit_kernel_equals_its_plain_form()
     print("equal")

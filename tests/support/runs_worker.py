@@ -13,24 +13,12 @@ from types import SimpleNamespace
 sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
 import torch.distributed as dist
+from support.counted_flops import once_a_model
 
 import train
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
 from training.process.world import init_world, launch_info
-
-
-def once_a_model(count_flops):
-    """What every run would do again, and takes longer than its iterations."""
-    counts = {}
-
-    def count(config):
-        model = config.model_config()  # it has the block_size, too
-        if model not in counts:
-            counts[model] = count_flops(config)
-        return counts[model]
-
-    return count
 
 
 def main(path: str) -> None:

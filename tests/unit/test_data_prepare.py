@@ -26,7 +26,8 @@ from support.preparation import (
 
 from common.errors import UserError
 from data.inspect.__main__ import check_files
-from data.pipeline.documents import BadRecord, find_files, read_records
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.input_files import find_files
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
@@ -389,7 +390,7 @@ def test_a_corrupt_line_is_a_bad_record_with_its_file_and_number(tmp_path, bad):
     path.write_bytes(b'{"text": "fine"}\n\n' + bad + b"\n")
     (_, good), (number, record) = read_records(path)
     assert good == ["fine"] and number == 3
-    assert isinstance(record, BadRecord) and "a.jsonl, line 3 " in str(record)
+    assert isinstance(record, BadRecord) and re.search(r"a\.jsonl, line 3[ ;]", str(record))
 
 
 def test_a_truncated_archive_ends_in_a_bad_record(tmp_path):
@@ -408,7 +409,7 @@ def test_a_note_beside_jsonl_files_is_not_taken_for_a_document(tmp_path, capsys)
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "README.txt").write_text("a note")
     assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
-    assert "left out README.txt" in capsys.readouterr().out
+    assert f"{tmp_path}/README.txt" in capsys.readouterr().out
     assert find_files([str(tmp_path / "*.jsonl")]) == [tmp_path / "a.jsonl"]
 
 

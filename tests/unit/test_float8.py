@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import fake_norm
-from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train, write_config
+from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.tensors import (
     E4M3,
     E5M2,
@@ -218,23 +218,25 @@ def test_an_fp8_run_resumes_bit_equal(folder, keys, processes):
     ("flag", "matrix"),
     [("--d_ff=72", "blocks.0.ffn.down is (32, 72)"), ("--head_dim=6", "blocks.0.attn.out is (32, 24)")],
 )
-def test_a_width_that_fp8_cannot_have_is_an_error_that_names_the_matrix(folder, flag, matrix):
+def test_a_width_that_fp8_cannot_have_is_an_error_that_names_the_matrix(folder, run, capsys, flag, matrix):
     config = write_config(folder / "odd.py", **{**FP8, "dataset": folder / "data"})
-    done = run_train(config, f"--out_dir={folder / 'odd'}", flag)
-    assert done.returncode == 2
-    assert "multiples of 16" in done.stderr and matrix in done.stderr and "head_dim" in done.stderr
+    assert run(config, f"--out_dir={folder / 'odd'}", flag) == 2
+    said = capsys.readouterr().err
+    assert "multiples of 16" in said and matrix in said and "head_dim" in said
 
 
 @pytest.mark.parametrize(
     ("flags", "got"),
     [(["--block_size=15"], "is 60"), (["--loss_chunks=4", "--block_size=8"], "in 4 loss_chunks")],
 )
-def test_a_number_of_tokens_that_fp8_cannot_have_is_an_error_that_says_how_many(folder, flags, got):
+def test_a_number_of_tokens_that_fp8_cannot_have_is_an_error_that_says_how_many(
+    folder, run, capsys, flags, got
+):
     config = write_config(folder / "tokens.py", **{**FP8, "dataset": folder / "data", "batch_size": 4})
     scope = "--low_precision_scope=layers_and_head"
-    done = run_train(config, f"--out_dir={folder / 'tokens'}", scope, *flags)
-    assert done.returncode == 2
-    assert "multiple of 16 tokens" in done.stderr and got in done.stderr and "block_size" in done.stderr
+    assert run(config, f"--out_dir={folder / 'tokens'}", scope, *flags) == 2
+    said = capsys.readouterr().err
+    assert "multiple of 16 tokens" in said and got in said and "block_size" in said
 
 
 def test_wide_heads_with_biases_train_in_fp8_as_in_bf16(folder):

@@ -104,7 +104,9 @@ def test_no_more_programs_start_than_there_are_rows(compiled):
 @pytest.mark.parametrize("compute", TABLE)
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
-    from ops.triton_kernels.adamw import Scalars, triton_adamw
+    from ops.quantization.adamw_8bit import Scalars, empty_moment
+    from ops.triton_kernels.adamw import triton_adamw
+    from ops.triton_kernels.adamw_8bit import triton_adamw_8bit
     from ops.triton_kernels.block_float8 import (
         triton_block_emulated_operand,
         triton_block_emulated_weight,
@@ -141,6 +143,9 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
     one = torch.ones(())
     triton_adamw(*(weight.clone() for _ in range(4)), x[0], Scalars(*[one] * 6), (0.9, 0.95), 1e-8, 0.1)
+    moments, key = (empty_moment(x), empty_moment(x)), torch.zeros(4, dtype=torch.int64)
+    about = Scalars(*[one] * 6), (0.9, 0.95), 1e-8, 0.1, (key, 0)
+    triton_adamw_8bit(x.clone(), x, *moments, None, *about)
     triton_mxfp8(x.repeat(2, 1))
     triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
     triton_nvfp4_square(x, torch.ones(()))
@@ -148,7 +153,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     square, scales = torch.zeros(128, 128, dtype=BF16), torch.ones(1, 128)
     triton_block_emulated_operand(square)
     triton_block_emulated_weight(square)
-    expected = 16
+    expected = 17
     if TABLE[compute].fp8:  # others have no instruction for it
         triton_block_operand(square, scales, scales)
         square8 = square.to(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 """A Linear, a model and a run in each recipe of low precision: what is computed, and that it trains."""
 
-import itertools
+import functools
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from support.helpers import (
     last_run,
     make_dataset,
     run_in_one_launch,
-    run_train,
     write_config,
 )
 from support.tensors import error, random_bf16, use_recipe
@@ -175,6 +174,7 @@ KEYS = TINY | {
     "gradient_accumulation_steps": 2,
     "max_iters": 4,
     "eval_interval": 2,
+    "eval_iters": 1,
     "log_interval": 1,
     "low_precision_scope": "layers_and_head",
 }
@@ -203,7 +203,8 @@ def losses(record):
 
 
 def test_every_recipe_trains_on_a_cpu_and_follows_bf16(folder):
-    keys = {"max_iters": 30, "log_interval": 10, "eval_interval": 0, "low_precision_scope": "layers"}
+    keys = {"max_iters": 24, "log_interval": 8, "eval_interval": 0, "low_precision_scope": "layers"}
+    keys["gradient_accumulation_steps"] = 1
     found = records(folder, {name: keys | {"low_precision": name} for name in ("none", *NEW)})
     bf16, *others = map(losses, found)
     assert bf16[-1] < 0.8 * bf16[0]
@@ -212,37 +213,68 @@ def test_every_recipe_trains_on_a_cpu_and_follows_bf16(folder):
         assert low[1:] == pytest.approx(bf16[1:], rel=bound)
 
 
+STRATEGIES = {
+    "ddp": {},
+    "zero1": {"use_zero1": True},
+    "fsdp": {"use_fsdp": True, "reshard_after_forward": True},
+    "recomputed": {"activation_checkpointing": "full"},
+}
+# A recomputed block and a resumed run must find what a recipe keeps: random bits, and scales of the past. The
+# other recipes keep nothing, they are functions of the matrix alone: mxfp8 stands for both.
+WITH_STATE = ("nvfp4", "fp8_delayed")
+COVERING = (*WITH_STATE, "mxfp8")
+
+
+@pytest.fixture(scope="module")
+def trained_by(folder):
+    """trained_by(processes): {(strategy, recipe): its losses} with the same sequences an iteration."""
+
+    @functools.cache
+    def trained(processes: int) -> dict[tuple[str, str], list[float]]:
+        one = {("one", recipe): {"gradient_accumulation_steps": 4} for recipe in NEW}
+        two = {
+            (name, recipe): keys
+            for recipe in NEW
+            for name, keys in STRATEGIES.items()
+            if name != "recomputed" or recipe in COVERING
+        }
+        runs = one if processes == 1 else two
+        named = {f"{name}-{kind}": keys | {"low_precision": kind} for (name, kind), keys in runs.items()}
+        return dict(zip(runs, map(losses, records(folder, named, processes)), strict=True))
+
+    return trained
+
+
 @pytest.mark.parametrize("recipe", NEW)
-def test_every_strategy_trains_like_one_process(folder, recipe):
-    one = {"low_precision": recipe, "gradient_accumulation_steps": 4}
-    several = {"low_precision": recipe}
-    (alone,) = records(folder, {f"one-{recipe}": one})
-    runs = {
-        f"ddp-{recipe}": several,
-        f"zero1-{recipe}": several | {"use_zero1": True},
-        f"fsdp-{recipe}": several | {"use_fsdp": True, "reshard_after_forward": True},
-        f"recomputed-{recipe}": several | {"activation_checkpointing": "full"},
-    }
-    found = list(map(losses, records(folder, runs, 2)))
-    for each in found:
-        assert each == pytest.approx(losses(alone), rel=0.02)
-    ddp, zero1, _, recomputed = found
-    assert recomputed == ddp  # also random bits, and scales of the past
+def test_every_strategy_trains_like_one_process(trained_by, recipe):
+    alone = trained_by(1)["one", recipe]
+    found = {name: of for (name, its), of in trained_by(2).items() if its == recipe}
+    for each in found.values():
+        assert each == pytest.approx(alone, rel=0.02)
+    ddp, zero1 = found["ddp"], found["zero1"]
     assert zero1[:2] == ddp[:2]  # then the gradient norm, summed in another order, is another one
     assert zero1 == pytest.approx(ddp, rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "processes"),
-    [*itertools.product(("nvfp4", "fp8_delayed"), (1, 2)), ("mxfp8", 1)],
-)
-def test_a_run_resumes_bit_equal(folder, recipe, processes):
-    keys = {"low_precision": recipe} | ({"use_fsdp": True} if processes > 1 else {})
-    part = f"part-{recipe}-{processes}"
-    runs = {f"whole-{recipe}-{processes}": keys, f"{part} begun": keys | {"max_iters": 2}}
-    runs[f"{part} resumed"] = keys | {"init_from": "resume"}
-    whole, _, resumed = map(losses, records(folder, runs, processes))
-    assert resumed == whole  # its record begins with the first part's rows
+@pytest.mark.parametrize("recipe", COVERING)
+def test_a_recomputed_block_has_the_random_bits_and_the_scales_of_its_forward(trained_by, recipe):
+    assert trained_by(2)["recomputed", recipe] == trained_by(2)["ddp", recipe]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_resumes_bit_equal(folder, trained_by, processes):
+    strategy, keys, recipes = {
+        1: ("one", {"gradient_accumulation_steps": 4}, COVERING),
+        2: ("fsdp", STRATEGIES["fsdp"], WITH_STATE),
+    }[processes]
+    runs = {}
+    for recipe in recipes:
+        part = f"part-{recipe}-{processes}"
+        runs[f"{part} begun"] = keys | {"low_precision": recipe, "max_iters": 2}
+        runs[f"{part} resumed"] = keys | {"low_precision": recipe, "init_from": "resume"}
+    resumed = map(losses, records(folder, runs, processes)[1::2])  # they begin with the first part's rows
+    whole = trained_by(processes)
+    assert dict(zip(recipes, resumed, strict=True)) == {recipe: whole[strategy, recipe] for recipe in recipes}
 
 
 def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
@@ -333,22 +365,22 @@ def test_an_overflow_that_fp8_would_hide_skips_the_update():
         (["--low_precision=mxfp4"], ["mxfp4", "mxfp8"]),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_are_an_error_that_names_them(folder, flags, words):
+def test_settings_that_contradict_are_an_error_that_names_them(folder, run, capsys, flags, words):
     config = write_config(folder / "bad.py", **{**KEYS, "dataset": folder / "data"})
-    done = run_train(config, f"--out_dir={folder / 'bad'}", *flags)
-    assert done.returncode == 2
+    assert run(config, f"--out_dir={folder / 'bad'}", *flags) == 2
+    said = capsys.readouterr().err
     for word in words:
-        assert word in done.stderr, done.stderr
+        assert word in said, said
 
 
-def test_another_recipe_on_resume_is_an_error_that_names_both(folder):
-    (_,) = records(folder, {"first": {"low_precision": "mxfp8", "max_iters": 2}})
-    config = write_config(folder / "other.py", **{**KEYS, "dataset": folder / "data", "init_from": "resume"})
-    done = run_train(config, f"--out_dir={folder / 'first'}", "--low_precision=nvfp4")
-    assert done.returncode == 2
-    assert "low_precision: checkpoint mxfp8, now nvfp4" in done.stderr
-    assert "--allow_changes=low_precision" in done.stderr
-    done = run_train(
-        config, f"--out_dir={folder / 'first'}", "--low_precision=nvfp4", "--allow_changes=low_precision"
-    )
-    assert done.returncode == 0, done.stderr
+def test_another_recipe_on_resume_is_an_error_that_names_both(folder, run, capsys):
+    keys = {**KEYS, "dataset": folder / "data", "out_dir": folder / "first"}
+    config = write_config(folder / "first.py", **keys)
+    assert run(config, "--low_precision=mxfp8", "--max_iters=2") == 0
+    capsys.readouterr()
+    other = [config, "--init_from=resume", "--low_precision=nvfp4"]
+    assert run(*other) == 2
+    said = capsys.readouterr().err
+    assert "low_precision: checkpoint mxfp8, now nvfp4" in said
+    assert "--allow_changes=low_precision" in said
+    assert run(*other, "--allow_changes=low_precision") == 0

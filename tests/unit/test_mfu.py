@@ -20,6 +20,7 @@ from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from model_config import model_config
+from training.checkpoints.train_state import Progress
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, table_peak
@@ -409,7 +410,7 @@ def logged_row(num_gpus, seconds, config, flops, peak=B200):
         "hardware": dict.fromkeys(names),
         "model": {"architecture": architecture, "total_params": 1},
     }
-    logger = Logger(config, world, None, Clock(world.device), peak, info, start=0)
+    logger = Logger(config, world, None, Clock(world.device), peak, info, Progress(0, 0))
     reading = Reading(10, 10, 2.0, 1.0, None, attended=S, seconds=seconds, verdicts=[])
     return logger._row(reading, 1e-4)
 

@@ -125,6 +125,14 @@ def test_fp8_saturates_and_keeps_nan(dtype, largest):
     assert to_float8(torch.tensor([torch.nan]), dtype).float().isnan().all()
 
 
+def test_why_the_cast_of_torch_is_not_relied_on():
+    """It makes nan of what is too large for E4M3 before torch 2.13, and the largest number since."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    cast = torch.tensor([1000.0]).to(E4M3).float()
+    assert cast.isnan() if version < (2, 13) else cast == 448
+    assert to_float8(torch.tensor([1000.0]), E4M3).float() == 448
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_bf16_number_becomes_the_nearest_fp8_number(dtype):
     all_codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()

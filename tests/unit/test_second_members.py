@@ -18,6 +18,7 @@ from training.batches.sources import describe_sources, make_windows, open_source
 from training.batches.token_files import TokenFiles
 from training.checkpoints import tensor_files, verification
 from training.checkpoints.tensor_files import Part, write_parts
+from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.process.world import World
@@ -92,7 +93,7 @@ def test_a_log_row_counts_samples_and_tokens_of_all_gpus(gpus):
         "model": {"architecture": {"arch": "", "n_head": 4, "n_kv_head": 2}, "total_params": 1},
     }
     world = World(0, 0, gpus, CPU)
-    logger = Logger(settings, world, None, Clock(CPU), PEAK, info, start=0)
+    logger = Logger(settings, world, None, Clock(CPU), PEAK, info, Progress(0, 0))
     reading = Reading(10, 10, 2.0, 1.0, None, attended=32.0, seconds=0.0192, verdicts=[])
     row = logger._row(reading, 1e-3)
     assert row["tokens_per_sec"] == pytest.approx(20_000 * gpus)

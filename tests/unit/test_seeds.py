@@ -18,11 +18,12 @@ from training.configuration.seeds import (
     EVALUATION,
     LOW_PRECISION,
     MIXTURE_BLOCK,
+    SAMPLING,
     WEIGHT_ROUNDING,
     stream_seed,
 )
 
-PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK, LOW_PRECISION, WEIGHT_ROUNDING)
+PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK, LOW_PRECISION, WEIGHT_ROUNDING, SAMPLING)
 
 
 def test_no_rank_epoch_or_block_shares_a_seed():

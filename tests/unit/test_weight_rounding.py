@@ -13,7 +13,8 @@ from support.helpers import TINY, make_dataset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
-from ops.quantization import random_bits
+from ops.quantization import adamw_8bit, random_bits
+from training.checkpoints.train_state import moments_of
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.optimization import optimizer as optimizer_module
@@ -24,6 +25,7 @@ from training.strategies.strategy import Shard
 
 STORED = {"dtype": "bfloat16", "param_dtype": "bfloat16", "adam_dtype": "bfloat16"}
 STOCHASTIC = {**STORED, "weight_rounding": "stochastic"}
+MOMENTS = {"bf16 moments": STOCHASTIC, "8-bit moments": {**STOCHASTIC, "adam_dtype": "8bit", "d_ff": 300}}
 UPDATES = 5
 
 # --- any number of ranks ---
@@ -54,7 +56,7 @@ def rank_of(ranks: int, rank: int, on_a_machine: int):
 
 def updated(world: World, **keys) -> list[tuple[Shard, list[torch.Tensor]]]:
     """(shard, its weight and moments after UPDATES), of one rank that is given its part of the gradients."""
-    config = TrainConfig(**{**SHAPE, **STOCHASTIC, **keys})
+    config = TrainConfig(**{**SHAPE, **keys})
     model = model_builder.build_model(config.model_config(), dtype=torch.bfloat16).init_weights("cpu", 0)
     strategy = parallelize(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
@@ -65,40 +67,46 @@ def updated(world: World, **keys) -> list[tuple[Shard, list[torch.Tensor]]]:
             mine = whole[shard.start :][: shard.local.numel()]
             shard.local.grad = mine.view(shard.local.shape).clone()
         optimizer.step()
-    states = [optimizer.state[shard.local] for shard in strategy.shards]
+    states = [moments_of(optimizer.state[shard.local]).values() for shard in strategy.shards]
     return [
-        (shard, [shard.local.detach(), state["exp_avg"], state["exp_avg_sq"]])
-        for shard, state in zip(strategy.shards, states, strict=True)
+        (shard, [shard.local.detach(), *state]) for shard, state in zip(strategy.shards, states, strict=True)
     ]
 
 
+@pytest.fixture(scope="module", params=MOMENTS)
+def moments(request) -> dict[str, object]:
+    return MOMENTS[request.param]
+
+
 @pytest.fixture(scope="module")
-def by_one_process() -> list[tuple[Shard, list[torch.Tensor]]]:
+def by_one_process(moments) -> list[tuple[Shard, list[torch.Tensor]]]:
     with rank_of(1, 0, 1) as world:
-        return updated(world)
+        return updated(world, **moments)
 
 
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_every_division_among_ranks_makes_the_weights_of_one_process(by_one_process, name):
+def test_every_division_among_ranks_makes_the_weights_of_one_process(moments, by_one_process, name):
     keys, ranks, on_a_machine = DIVISIONS[name]
-    found = {shard.name: torch.zeros(shard.parameter.numel(), dtype=torch.int) for shard, _ in by_one_process}
+    found = {shard.name: torch.zeros(len(shard.parameter), dtype=torch.int) for shard, _ in by_one_process}
     for rank in range(ranks):
         with rank_of(ranks, rank, on_a_machine) as world:
-            parts = updated(world, **keys)
+            parts = updated(world, **moments, **keys)
         for (shard, tensors), (whole, expected) in zip(parts, by_one_process, strict=True):
             assert shard.name == whole.name
-            mine = slice(shard.start, shard.start + shard.local.numel())
+            first = shard.start // whole.parameter.shape[1:].numel()
+            mine = slice(first, first + len(shard.local))
             for ours, theirs in zip(tensors, expected, strict=True):
-                assert torch.equal(ours.flatten(), theirs.flatten()[mine]), (shard.name, rank)
+                assert torch.equal(ours, theirs[mine]), (shard.name, rank)
             found[shard.name][mine] += 1
     for name, times in found.items():
         assert times.min() == times.max() >= 1, f"{name}: not all elements were updated as often"
 
 
-def test_the_chunks_of_a_tensor_do_not_matter(by_one_process, monkeypatch):
-    monkeypatch.setattr(optimizer_module, "CHUNK", 100)
+def test_the_chunks_of_a_tensor_do_not_matter(moments, by_one_process, monkeypatch):
+    for module in (optimizer_module, adamw_8bit):
+        monkeypatch.setattr(module, "CHUNK", 700)
     with rank_of(1, 0, 1) as world:
-        for (shard, ours), (_, theirs) in zip(updated(world), by_one_process, strict=True):
+        for (shard, ours), (_, theirs) in zip(updated(world, **moments), by_one_process, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), shard.name
 
 

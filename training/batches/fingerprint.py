@@ -26,7 +26,9 @@ def data_fingerprint(
     """Tokenizer, storage format, files of each split and hashes of packings, and one hash of all of these."""
     tokenizer = meta.get("tokenizer") or {}
     content = {
-        "tokenizer": _tokenizer(tokenizer if isinstance(tokenizer, dict) else {"name": str(tokenizer)}),
+        "tokenizer": tokenizer_identity(
+            tokenizer if isinstance(tokenizer, dict) else {"name": str(tokenizer)}
+        ),
         **{name: meta.get(name) for name in FACTS},
         "splits": {
             split: {path.name: _file(path, i, files, meta) for i, path in enumerate(files.paths)}
@@ -76,7 +78,7 @@ def data_differences(saved: dict, now: dict) -> list[str]:
 
 def _dataset_differences(saved: dict, now: dict) -> list[str]:
     differences = []
-    was, is_now = (each.get("tokenizer") or _tokenizer({}) for each in (saved, now))
+    was, is_now = (each.get("tokenizer") or tokenizer_identity({}) for each in (saved, now))
     key = "sha256" if was["sha256"] and is_now["sha256"] else "name"  # a name is only a folder name
     if _differ(was[key], is_now[key]):
         differences.append(f"tokenizer {_show(is_now)} instead of {_show(was)}")
@@ -120,7 +122,8 @@ def _file_differences(saved: dict, now: dict) -> list[str]:
     ]
 
 
-def _tokenizer(recorded: dict) -> dict:
+def tokenizer_identity(recorded: dict) -> dict:
+    """The name and the hash of the tokenizer that a meta.json describes."""
     chars = recorded.get("chars")
     sha256 = recorded.get("sha256") or (_hash(chars) if chars else None)
     return {"name": recorded.get("name"), "sha256": sha256}

@@ -79,12 +79,11 @@ class TrainConfig:
     )
     allow_changes: str | None = key(None, "keys that may differ from the checkpoint's: 'seed,batch_size'")
     save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
-    log_save_interval: int = key(
-        100, "iterations between writes of the record; at most 1 % of the time", minimum=1
-    )
-    wandb_log: bool = key(False, "also send the log rows to Weights & Biases")
-    wandb_project: str = key("nanomfu", "the project at Weights & Biases")
-    wandb_run_name: str | None = key(None, "the name at Weights & Biases; None: the run's own")
+    log_save_interval: int = key(100, "iterations between writes of the record (1 % of the time)", minimum=1)
+    trackers: str = key("", "where figures also go: 'wandb,tensorboard,trackio' (docs/trackers.md)")
+    wandb_log: bool = key(False, "the same as 'wandb' in trackers")
+    wandb_project: str = key("nanomfu", "the project in the trackers")
+    wandb_run_name: str | None = key(None, "the name in the trackers; None: the run's own")
     seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
     dry_run: bool = key(False, "build on the meta device, print the start-up report, and stop")
     gpu: str | None = key(None, "of a dry run: the GPU that it answers for, such as 'H100' or 'A100-40GB'")
@@ -186,7 +185,7 @@ class TrainConfig:
     beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient, in [0, 1)", guarded=True)
     grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, guarded=True)
-    adam_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the Adam moments")
+    adam_dtype: Literal["float32", "bfloat16", "8bit"] = key("float32", "storage of the Adam moments")
 
     # --- bad numbers ---
     on_nonfinite: Literal["stop", "skip"] = key("stop", "on NaN or Inf: stop the run, or skip the update")
@@ -206,6 +205,7 @@ class TrainConfig:
     device: Literal["cuda", "cpu"] = key("cuda", "where to train")
     dtype: Literal["float32", "bfloat16", "float16"] = key("bfloat16", "compute; float16 scales the loss")
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
+    gradient_dtype: Literal["float32", "bfloat16"] = key("float32", "sums of gradients over micro-steps")
     weight_rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 weights and moments")
     low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"] = key(
         "none", "recipe of the matmuls (docs/low_precision.md)", guarded=True
@@ -224,7 +224,7 @@ class TrainConfig:
     )
     loss_chunks: int | Literal["auto"] = key(
         AUTO,
-        "compute logits and loss in so many parts; auto: 1, or as few as batch_size=auto needs to fit",
+        "compute logits and loss in so many parts; auto: as few as fit by the estimate of memory",
         minimum=1,
         maximum=BATCH_MAX,
     )

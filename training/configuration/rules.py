@@ -19,6 +19,7 @@ from training.configuration.batch import check_batch
 from training.configuration.keys import FACTORS, GUARDED, KEYS, YEAR, Key, TrainConfig
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
+TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -85,6 +86,34 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """What an error ends with if one of the known names is near."""
     near = difflib.get_close_matches(name[:100], list(known), n=1)  # it takes long for a long text
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def tracker_names(config: TrainConfig) -> list[str]:
+    """The trackers that get figures, each once. Raises UserError if one is unknown."""
+    return named_trackers(f"{config.trackers},wandb" if config.wandb_log else config.trackers)
+
+
+def named_trackers(text: str) -> list[str]:
+    names = list(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+    for name in names:
+        if name not in TRACKERS:
+            hint = did_you_mean(name, TRACKERS)
+            raise UserError(f"trackers={shown(text)}: {shown(name)} is none of {', '.join(TRACKERS)}{hint}")
+    return names
+
+
+def require_tracker(name: str, asked: str = "") -> None:
+    """Raises UserError if the package is missing. asked: the setting that names it, if that is not
+    `trackers`."""
+    found = importlib.util.find_spec(name)
+    # a folder of this name, such as wandb/ with offline runs, is found as a package without an origin
+    is_folder = found is not None and found.origin is None and found.submodule_search_locations is not None
+    if found is None or is_folder:
+        instead = "set --wandb_log=False" if asked else f"leave {name} out of --trackers"
+        raise UserError(
+            f"{asked or f'trackers={name!r}'} needs {name}: "
+            f"pip install -r requirements-trackers.txt, or {instead}"
+        )
 
 
 def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
@@ -154,10 +183,11 @@ BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a c
 
 
 def _check_precision(config: TrainConfig) -> None:
-    if config.weight_rounding == "stochastic" and config.param_dtype == config.adam_dtype == "float32":
+    stored = config.param_dtype, config.adam_dtype
+    if config.weight_rounding == "stochastic" and "bfloat16" not in stored:
         raise UserError(
-            "weight_rounding='stochastic' rounds to bfloat16, but param_dtype='float32' and "
-            "adam_dtype='float32' store nothing in it; set one of them to 'bfloat16', or "
+            f"weight_rounding='stochastic' rounds to bfloat16, but param_dtype={stored[0]!r} and "
+            f"adam_dtype={stored[1]!r} store nothing in it; set one of them to 'bfloat16', or "
             "weight_rounding='nearest'"
         )
     loses_small_changes = config.adam_dtype == "bfloat16" and config.weight_rounding == "nearest"
@@ -177,7 +207,29 @@ def _check_precision(config: TrainConfig) -> None:
             f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
             "set dtype='bfloat16', or low_precision='none'"
         )
+    _check_gradient_sums(config)
     _check_low_precision(config)
+
+
+def _check_gradient_sums(config: TrainConfig) -> None:
+    if config.gradient_dtype == "float32":
+        return
+    asked, back = "gradient_dtype='bfloat16'", "or gradient_dtype='float32'"
+    if config.use_fsdp:
+        raise UserError(
+            f"{asked} is for one process, DDP and ZeRO-1; FSDP sums gradients in reduce_dtype; "
+            f"set reduce_dtype='bfloat16' and gradient_dtype='float32'"
+        )
+    if config.param_dtype != "bfloat16":
+        raise UserError(
+            f"{asked} saves nothing with param_dtype='float32', whose update needs an fp32 copy of them; "
+            f"set param_dtype='bfloat16', {back}"
+        )
+    if config.low_precision != "none":
+        raise UserError(
+            f"{asked} is not for low_precision={config.low_precision!r}, whose matmuls add to sums in "
+            f"float32; set low_precision='none', {back}"
+        )
 
 
 def _check_low_precision(config: TrainConfig) -> None:
@@ -255,10 +307,8 @@ def _check_system(config: TrainConfig, world_size: int) -> None:
         )
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
-    if config.wandb_log and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "wandb_log=True needs wandb: pip install -r requirements-trackers.txt, or set --wandb_log=False"
-        )
+    for name in tracker_names(config):
+        require_tracker(name, "wandb_log=True" if config.wandb_log and name == "wandb" else "")
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
         raise UserError(f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'")

@@ -15,6 +15,7 @@ DROPOUT = range(2**32, 2**33)  # by rank
 MIXTURE_BLOCK = range(2**33, 2**63)  # the order of sources in a block of samples
 WEIGHT_ROUNDING = range(2**63, 2**63 + 1)  # of weights and moments: one for all ranks
 LOW_PRECISION = range(2**63 + 1, 2**63 + 2**32)  # by rank: stochastic rounding of gradients
+SAMPLING = range(2**63 + 2**32, 2**64)  # by number of the text that sample.py makes
 
 
 def stream_seed(seed: int, purpose: range, number: int = 0) -> int:

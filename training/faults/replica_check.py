@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 import torch
 
 from common.errors import RunError
-from training.checkpoints.train_state import TrainState
+from training.checkpoints.train_state import TrainState, moments_of
 from training.configuration.keys import TrainConfig
 from training.process.world import all_gather
 from training.records.clock import Clock
 from training.records.run_record import RunRecord
 
-BITS = {4: torch.int32, 2: torch.int16}  # bytes of an element -> the integer of its size
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # bytes of an element -> the integer of its size
 CHUNK = 2**24  # elements summed at a time
 NAMED = 5  # tensors named in a message, at most
 
@@ -96,8 +96,8 @@ def replicated(state: TrainState) -> dict[str, torch.Tensor]:
             held[f"{shard.name} (working weights)"] = copies[shard.name]
         if shard.replicas > 1:
             held[shard.name] = shard.local.data
-            adam = state.optimizer.state[shard.local]
-            held |= {f"{shard.name}.{moment}": adam[moment] for moment in ("exp_avg", "exp_avg_sq")}
+            moments = moments_of(state.optimizer.state[shard.local])
+            held |= {f"{shard.name}.{name}": tensor for name, tensor in moments.items()}
     return held
 
 

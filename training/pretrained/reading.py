@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import model_builder
 from common.errors import UserError
-from model import Transformer
+from model import Attend, Transformer, manual_attention
 from model_config import ModelConfig
 from training.checkpoints.folder import step_folders
 from training.checkpoints.loading import no_group_warning
@@ -69,7 +69,9 @@ def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -
     return facts
 
 
-def load_pretrained(source: str, device: torch.device) -> tuple[Weights, Transformer]:
+def load_pretrained(
+    source: str, device: torch.device, attend: Attend = manual_attention
+) -> tuple[Weights, Transformer]:
     """The weights and a model that has them, in one process, for sampling. Raises UserError."""
     weights = locate(source)
     fetch(weights)
@@ -77,7 +79,7 @@ def load_pretrained(source: str, device: torch.device) -> tuple[Weights, Transfo
     config = TrainConfig(**architecture.keys, block_size=architecture.longest).model_config()
     reader = _open(weights, architecture, config)
     check_tied(weights, config)
-    model = model_builder.build_model(config).init_weights(device, seed=0)
+    model = model_builder.build_model(config, attend).init_weights(device, seed=0)
     _load(weights, reader, {name: p.detach() for name, p in model.named_parameters()})
     if problem := _not_finite(model.named_parameters()):
         raise problem
