@@ -49,14 +49,17 @@ def python_command(target: list[str], processes: int) -> list[str]:
     return launcher + target
 
 
-def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Outcome:
-    """Runs command in the repository's root, writes its output to `log`, and stops it after timeout_s."""
+def run_process(
+    command: list[str], log: Path, timeout_s: float, keep_cache: bool = False, cache: str | None = None
+) -> Outcome:
+    """Runs command in the repository's root, writes its output to `log`, and stops it after timeout_s. Its
+    compile cache is the machine's own with keep_cache, else the folder `cache`, else a new folder."""
     with contextlib.ExitStack() as stack:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # train.py sets this itself; a peer must have it, too
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if not keep_cache:
-            cache = stack.enter_context(
+            cache = cache or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
             )
             environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}

@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import checkpointing, precision, throughput, tokenize
+from bench import checkpointing, precision, startup, throughput, tokenize
 from bench.plan import check_overrides
 from tools.evaluate import __main__ as evaluate
 from tools.profile import __main__ as profile
@@ -255,6 +255,10 @@ def check_benchmark(module: str, arguments: list[str]):
         assert parsed.rows and parsed.seeds
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
+    elif module == "bench.startup":
+        parsed, overrides = startup.parse(arguments)
+        check_overrides(overrides)
+        load_config([parsed.config, *overrides])
     elif module == "bench.checkpointing":
         parsed, overrides = checkpointing.parse(arguments)
         check_overrides(overrides)
