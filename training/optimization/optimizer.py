@@ -41,7 +41,6 @@ from training.strategies.strategy import Shard
 
 CHUNK = 2**22  # elements that MixedAdamW updates at a time: its fp32 copies are at most 64 MiB
 VECTOR = 64  # elements: the most that torch's kernel on a CPU takes at once
-EIGHT_BIT = "8bit"  # of adam_dtype
 ONE_PASS, FUSED = "AdamW (one pass, Triton)", "AdamW (fused)"  # in the start-up report: on a GPU, on a CPU
 
 
@@ -249,12 +248,12 @@ def build_optimizer(shards: list[Shard], config: TrainConfig) -> torch.optim.Ada
 
 
 def _first_moments(shard: Shard, dtype: str) -> dict[str, torch.Tensor]:
-    if dtype == EIGHT_BIT and is_quantized(shard.parameter.shape):
+    if dtype == "8bit" and is_quantized(shard.parameter.shape):
         pairs = {name: empty_moment(shard.local) for name in ("exp_avg", "exp_avg_sq")}
         return {name: pair.codes for name, pair in pairs.items()} | {
             f"{name}_scale": pair.scales for name, pair in pairs.items()
         }
-    stored = DTYPES["float32" if dtype == EIGHT_BIT else dtype]
+    stored = DTYPES["float32" if dtype == "8bit" else dtype]
     return {name: torch.zeros_like(shard.local, dtype=stored) for name in ("exp_avg", "exp_avg_sq")}
 
 
