@@ -19,6 +19,7 @@ ORDER = (
     "tools/evaluate/*",
     "tools/plan/*",
     "tools/profile/*",
+    "tools/seal/*",
     "tools/tune/*",
     "bench/*",
     "generation/*",

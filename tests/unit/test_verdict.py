@@ -74,7 +74,7 @@ def test_more_repeats_make_the_interval_narrower_and_more_rows_alone_do_not():
 
 
 def test_the_table_of_repeats_in_the_documents_is_what_the_assumed_noise_gives():
-    page = (ROOT / "docs/benchmarks.md").read_text()
+    page = (ROOT / "docs/bench.md").read_text()
     stated = re.findall(r"^\| (\d+) \| ± ([\d.]+) % \|$", page, re.M)
     assert len(stated) == 4 and f"standard deviation of {100 * RUN_NOISE:.1f} %" in page
     for repeats, margin in stated:

@@ -3,6 +3,7 @@ shows the same."""
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from typing import Any
 
@@ -104,17 +105,37 @@ def _without_config(pretrained: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def git_state() -> dict:
-    """Commit of this code and whether it was changed; None outside a git checkout."""
+    """Commit of this code and whether it was changed, with the difference's digest; None outside a git
+    checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "modified": None}
+    commit = commit.strip()
+    if not _git("status", "--porcelain", "-uno"):
+        return {"commit": commit, "modified": False}
+    return {
+        "commit": commit,
+        "modified": True,
+        "difference_sha256": difference_sha256(working_difference(commit)),
+    }
 
-    def git(*arguments):
-        try:
-            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
-    commit = git("rev-parse", "HEAD")
-    return {"commit": commit, "modified": bool(git("status", "--porcelain", "-uno")) if commit else None}
+def working_difference(commit: str) -> str | None:
+    """The tracked files' difference to this commit, as `git diff` shows it; None if git cannot say."""
+    return _git("diff", "--no-color", "--no-ext-diff", commit, "--")
+
+
+def difference_sha256(difference: str | None) -> str | None:
+    return None if difference is None else hashlib.sha256(difference.encode("utf-8", "replace")).hexdigest()
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", *arguments]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _describe_peak(peak: Peak) -> dict:

@@ -1,0 +1,219 @@
+"""Seals: what was changed is found and named, the MFU follows from the record alone, and a sealed run can be
+run again by somebody else."""
+
+import copy
+import json
+import sys
+
+import pytest
+from support import warm_python
+from support.helpers import TINY, make_dataset, write_config
+
+from common.command import run_command
+from tools import replay
+from tools.seal import __main__ as seal_command
+from tools.seal import contents
+from tools.seal.recount import disagreements, recount
+from training.hardware.peaks import table_peak
+from training.records import startup_info
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a dataset and a finished run in out/."""
+    folder = tmp_path_factory.mktemp("sealed")
+    keys = {**TINY, "max_iters": STEPS, "log_interval": 1, "eval_interval": STEPS, "peak_tflops": 1.0}
+    config = write_config(
+        folder / "run.py", **keys, dataset=make_dataset(folder / "tokens"), out_dir=folder / "out"
+    )
+    done = warm_python.run([sys.executable, "train.py", config])
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.fixture
+def record(folder):
+    """(path, content) of its run record."""
+    path = next((folder / "out").glob("run_*[0-9].json"))
+    return path, json.loads(path.read_text())
+
+
+@pytest.fixture
+def sealed(record, tmp_path):
+    """The path of a seal of it."""
+    path = tmp_path / "a.seal.json"
+    assert run_command(seal_command.main, [str(record[0]), f"--out={path}"]) == 0
+    return path
+
+
+def verify(path, content=None):
+    """The exit status of tools.seal --verify, of a file that is written anew if there is content."""
+    if content is not None:
+        path.write_text(json.dumps(content))
+    return run_command(seal_command.main, ["--verify", str(path)])
+
+
+def test_seal_of_a_run_is_verified_with_its_mfu_by_all_formulas(sealed, record, capsys):
+    assert verify(sealed) == 0
+    shown = capsys.readouterr().out
+    for found in recount(record[1]):
+        assert f"{found.flops_per_token:,}" in shown and f"{found.percent:.2f}" in shown
+        assert f"{found.causal_percent:.2f}" in shown
+    assert "Nothing was changed" in shown
+    v3 = next(found for found in recount(record[1]) if found.in_use)
+    assert v3.percent == pytest.approx(record[1]["summary"]["mfu_percent"]["median"])
+
+
+CHANGES = {
+    "configuration": lambda seal: seal["record"]["config"].update(learning_rate=1.0),
+    "environment": lambda seal: seal["record"]["startup_info"]["software"].update(torch="9.9"),
+    "data": lambda seal: seal["record"]["startup_info"]["data"].update(fingerprint="0" * 64),
+    "clocks": lambda seal: seal["record"]["training_iterations"][3].update(sm_clock_mhz=1980),
+    "rows": lambda seal: seal["record"]["training_iterations"][3].update(loss=1.0),
+    "code": lambda seal: seal["code"].update(commit="0" * 40),
+    "bench": lambda seal: seal.update(bench={"entries": []}),
+    "record": lambda seal: seal["record"]["summary"].update(best_val_loss=0.5),
+    "digests": lambda seal: seal.update(digest="0" * 64),
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_part_that_was_changed_by_hand_is_named(sealed, part, capsys):
+    seal = json.loads(sealed.read_text())
+    CHANGES[part](seal)
+    assert part in contents.changed_sections(seal)
+    assert verify(sealed, seal) == 1
+    assert "CHANGED after sealing: " in (shown := capsys.readouterr().out)
+    assert part in shown.split("CHANGED after sealing: ")[1].splitlines()[0]
+    assert run_command(replay.main, [str(sealed)]) == 2  # a changed seal is not run
+    assert "was changed after sealing" in capsys.readouterr().err
+
+
+def rows_of(record):
+    return record["training_iterations"]
+
+
+FORGERIES = {  # what somebody changes who makes the digests anew, and what names it
+    "mfu_percent": lambda r: rows_of(r)[9]["mfu"].update(mfu_percent=99.0),
+    "tokens_per_sec": lambda r: rows_of(r)[9].update(tokens_per_sec=1e9),
+    "summary.tokens_per_sec": lambda r: r["summary"]["tokens_per_sec"].update(median=1e9),
+    "startup_info.flops.totals": lambda r: r["startup_info"]["flops"]["totals"].update(combined_formula_v2=1),
+    "formula was changed": lambda r: rows_of(r)[9]["mfu"].update(calculation_method="nanogpt_legacy_v1"),
+    "hardware_peak_tflops": lambda r: r["startup_info"]["hardware"]["peak"].update(tflops_per_gpu=0.5),
+    "are missing": lambda r: r["training_iterations"].pop(9),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_figure_that_does_not_follow_from_the_record_is_named(record, name, tmp_path, capsys):
+    path, content = record
+    seal = contents.make_seal(content)
+    forged = copy.deepcopy(seal)
+    FORGERIES[name](forged["record"])
+    forged["digests"] = contents.digests_of(forged)
+    forged["digest"] = contents.sha256(forged["digests"])
+    assert not disagreements(seal["record"])
+    assert verify(tmp_path / "forged.json", forged) == 1
+    shown = capsys.readouterr().out
+    assert "CHANGED" not in shown and name in shown.partition("DOES NOT AGREE")[2]
+    (tmp_path / "run.json").write_text(json.dumps(forged["record"]))
+    assert run_command(seal_command.main, [str(tmp_path / "run.json")]) == 2  # it is not sealed
+    assert "does not agree with itself" in capsys.readouterr().err
+
+
+def test_peak_that_is_not_the_datasheets_is_named(record):
+    content = record[1]
+    hardware = content["startup_info"]["hardware"]
+    hardware.update(gpu_name="NVIDIA H200", precision="bfloat16")
+    source = table_peak("NVIDIA H200", "bfloat16").source
+    hardware["peak"].update(tflops_per_gpu=494.7, source=source)
+    assert any("494.7" in line and "989.4" in line for line in disagreements(content))
+
+
+def test_sealed_run_is_run_again_with_the_same_losses(sealed, tmp_path, capsys):
+    out = tmp_path / "again"
+    assert run_command(replay.main, [str(sealed), f"--out_dir={out}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"all {STEPS} are equal to the last digit" in shown and "FLOPs/token" in shown
+    assert "tokens/s" in shown and "All that can be compared here holds" in shown
+
+    # the same two records, one of them with other figures
+    record, path = json.loads(sealed.read_text())["record"], next(out.glob("run_*[0-9].json"))
+    for row in record["training_iterations"]:
+        row["tokens_per_sec"] *= 100
+    record["training_iterations"][5]["loss"] *= 1.02
+    record["startup_info"]["flops"]["totals"]["combined_formula_v2"] += 1
+    found = {finding.what: finding.holds for finding in replay.findings(sealed, record, path)}
+    assert found == {"FLOPs/token": False, "losses": False, "evaluations": True, "tokens/s": False}
+    record["startup_info"]["hardware"]["gpu_name"] = "NVIDIA H200"
+    *_, speed = replay.findings(sealed, record, path)
+    assert speed.holds is None and "another kind of machine" in speed.text
+
+    assert run_command(replay.main, [str(sealed), f"--out_dir={out}"]) == 2
+    assert "has a run already" in capsys.readouterr().err
+
+
+def test_replay_refuses_other_data_and_settings_that_do_not_exist(sealed, tmp_path, capsys):
+    other = make_dataset(tmp_path / "other", seed=1)
+    assert run_command(replay.main, [str(sealed), f"--dataset={other}", f"--out_dir={tmp_path / 'o'}"]) == 2
+    assert "holds other tokens than the sealed run read" in capsys.readouterr().err
+    seal = json.loads(sealed.read_text())
+    seal["record"]["config"]["__import__"] = "os"
+    seal["digests"] = contents.digests_of(seal)
+    sealed.write_text(json.dumps(seal | {"digest": contents.sha256(seal["digests"])}))
+    assert run_command(replay.main, [str(sealed), f"--out_dir={tmp_path / 'p'}"]) == 2
+    assert "'__import__', no setting of this code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda text: text[: len(text) // 2], "is not a run record"),
+        (lambda text: "[]", "is not a run record"),
+        (lambda text: json.dumps(json.loads(text) | {"status": "running"}), "not of a completed run"),
+        (lambda text: json.dumps({"training_iterations": []}), "of an older version"),
+        (lambda text: json.dumps(json.loads(text) | {"startup_info": {}}), "of an older version"),
+    ],
+)
+def test_file_that_cannot_be_sealed_is_one_line(record, damage, message, tmp_path, capsys):
+    (path := tmp_path / "run.json").write_text(damage(record[0].read_text()))
+    assert run_command(seal_command.main, [str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_run_record_and_cut_seal_are_no_seals(sealed, record, capsys):
+    assert verify(record[0]) == 2
+    assert "is a run record, no seal" in capsys.readouterr().err
+    seal = json.loads(sealed.read_text())
+    del seal["digests"]
+    assert verify(sealed, seal) == 2
+    assert "cut short or damaged: it has no digests" in capsys.readouterr().err
+
+
+def test_seal_is_never_written_over(sealed, record, capsys):
+    assert run_command(seal_command.main, [str(record[0]), f"--out={sealed}"]) == 2
+    assert "never written over" in capsys.readouterr().err
+
+
+def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
+    monkeypatch.setattr(contents, "working_difference", lambda commit: "+ one line")
+    digest = startup_info.difference_sha256("+ one line")
+    git = {"commit": "c0ffee", "modified": True, "difference_sha256": digest}
+    assert contents.describe_code(git)["difference"] == "+ one line"
+    changed = contents.describe_code({**git, "difference_sha256": "0" * 64})
+    assert changed["difference"] is None and "has been changed since" in changed["note"]
+    assert "does not say how" in contents.describe_code({"commit": "c0ffee", "modified": True})["note"]
+    assert contents.describe_code({"commit": None})["note"].startswith("the run's code was not in a git")
+
+
+def test_bench_results_are_sealed_with_the_run(record, tmp_path, capsys):
+    (table := tmp_path / "table.json").write_text(json.dumps({"entries": [{"name": "Qwen3"}]}))
+    out = tmp_path / "b.seal.json"
+    assert run_command(seal_command.main, [str(record[0]), f"--out={out}", f"--bench={table}"]) == 0
+    assert json.loads(out.read_text())["bench"]["entries"] == [{"name": "Qwen3"}]
+    table.write_text("{}")
+    assert run_command(seal_command.main, [str(record[0]), f"--bench={table}"]) == 2
+    assert "no table.json of bench.throughput" in capsys.readouterr().err

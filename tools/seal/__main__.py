@@ -1,0 +1,117 @@
+"""Seals a run record: one file with the record, the code, the data's hashes, and digests of all of it.
+
+    python -m tools.seal out-quickstart/run_20260101_120000.json
+    python -m tools.seal out-qwen3-1.8b-optimal/run_20260101_120000.json --bench=out-bench/models/table.json
+    python -m tools.seal --verify run_20260101_120000.seal.json
+
+--verify says whether a seal is as it was made, and counts its MFU again from the record alone, by all three
+formulas, with the full score matrix and its causal half. Exit status 1: something does not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.arguments import user_folder
+from common.command import FAILED, run_command
+from common.durable_file import write_json
+from common.errors import UserError
+from common.json_file import read_json
+from common.text import aligned, one_line
+from tools.seal.contents import changed_sections, make_seal, read_record, read_seal
+from tools.seal.recount import disagreements, recount
+
+ENDING = ".seal.json"
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    return verify(options.file) if options.verify else seal(options.file, options.out, options.bench)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.seal", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", type=user_folder, help="a run record; with --verify, a seal")
+    add("--verify", action="store_true", help="check a seal instead of making one")
+    add("--out", type=user_folder, help=f"the seal's file (default: run_*{ENDING} beside the record)")
+    add("--bench", type=user_folder, help="table.json of a bench.throughput that ran beside this run")
+    options = parser.parse_args(argv)
+    if options.verify and (options.out or options.bench):
+        parser.error("--verify writes nothing and adds nothing, so it takes neither --out nor --bench")
+    return options
+
+
+def seal(path: Path, out: Path | None, bench: Path | None) -> int:
+    record = read_record(path)
+    if wrong := disagreements(record):
+        raise UserError(f"{path} does not agree with itself, so it is not sealed: {one_line(wrong[0], 300)}")
+    content = make_seal(record, read_bench(bench) if bench else None)
+    out = out or path.with_name(path.stem + ENDING)
+    if out.exists():
+        raise UserError(f"{out} exists; a seal is never written over: remove it, or name another with --out")
+    write_json(out, content)
+    code = content["code"]
+    print(f"Sealed in {out}")
+    print(f"Code:   {code['commit'] or 'no commit'}{', modified' if code['modified'] else ''}")
+    if code["note"]:
+        print(f"        {code['note']}")
+    print(f"Digest: {content['digest']}")
+    return 0
+
+
+def read_bench(path: Path) -> dict[str, Any]:
+    try:
+        bench = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--bench={path} cannot be read: {error}; name the table.json of a benchmark"
+        ) from None
+    if not isinstance(bench.get("entries"), list):
+        raise UserError(f"--bench={path} has no entries, so it is no table.json of bench.throughput")
+    return bench
+
+
+def verify(path: Path) -> int:
+    content = read_seal(path)
+    changed = changed_sections(content)
+    wrong = disagreements(content["record"])
+    print("\n".join(recount_table(content["record"])))
+    print(f"\nDigest: {content['digest']}")
+    if changed:
+        print(f"CHANGED after sealing: {', '.join(changed)}")
+    for line in wrong:
+        print(f"DOES NOT AGREE: {one_line(line, 1000)}")
+    if changed or wrong:
+        return FAILED
+    print("Nothing was changed after sealing, and every figure follows from the record.")
+    return 0
+
+
+def recount_table(record: dict[str, Any]) -> list[str]:
+    """Lines: the MFU by each formula and convention, from the median of tokens/s."""
+
+    def percent(value: float | None) -> str:
+        return "no peak" if value is None else f"{value:.2f}"
+
+    rows = [
+        [
+            f"{one.formula}{' (the record)' if one.in_use else ''}",
+            f"{one.flops_per_token:,}",
+            percent(one.percent),
+            f"{one.flops_per_token_causal:,}",
+            percent(one.causal_percent),
+        ]
+        for one in recount(record)
+    ]
+    columns = ("formula", "FLOPs/token", "MFU %", "causal FLOPs/token", "causal MFU %")
+    return aligned(columns, rows, ("formula",), "github")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""What a seal holds, and its digests.
+
+    seal        the version of this form, 1
+    record      the whole run record, without secrets
+    code        commit, whether it was modified, and the difference if it is known for certain
+    bench       the results of bench.throughput that were measured beside the run, or null
+    digests     {section: SHA-256}, of parts of the above that have a name
+    digest      SHA-256 of `digests`: the one number to publish
+
+A digest is of the JSON text with sorted keys and no spaces. It finds what was changed afterwards. It does not
+prove who made the seal: whoever changes a figure can make all digests anew, so publish `digest` where readers
+trust it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.json_file import read_json
+from training.process.redaction import redact_all
+from training.records.startup_info import difference_sha256, working_difference
+
+VERSION = 1
+ENVIRONMENT = ("software", "hardware", "machine", "launch", "attention")  # of startup_info
+CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "gpu_reason")
+SECTIONS = ("configuration", "environment", "data", "clocks", "rows", "code", "bench", "record")
+MAX_BYTES = 256 << 20  # of a seal; a record of a million rows has more
+
+
+def make_seal(record: dict[str, Any], bench: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The seal of a record that check_record() accepts."""
+    startup = record["startup_info"]
+    content = {
+        "seal": VERSION,
+        "sealed": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "record": redact_all(record),
+        "code": describe_code(startup.get("git") or {}),
+        "bench": redact_all(bench) if bench else None,
+    }
+    digests = digests_of(content)
+    return {**content, "digests": digests, "digest": sha256(digests)}
+
+
+def describe_code(git: dict[str, Any]) -> dict[str, Any]:
+    """The commit that the record names, and what was changed on top of it. The record has the digest of the
+    changes, so those that are here now are the run's if theirs is the same."""
+    commit, modified = git.get("commit"), git.get("modified")
+    code = {"commit": commit, "modified": modified, "difference": None, "note": None}
+    if commit is None:
+        code["note"] = "the run's code was not in a git checkout, so nothing is known of it"
+    elif modified and not git.get("difference_sha256"):
+        code["note"] = "the code was modified, and the record does not say how"
+    elif modified:
+        difference = working_difference(commit)
+        if difference is not None and difference_sha256(difference) == git["difference_sha256"]:
+            code["difference"] = difference
+        else:
+            code["note"] = "the code was modified, and has been changed since: the difference is unknown"
+    return code
+
+
+def sections(seal: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a seal that have a digest each, by name. 'record' is the whole of it, so a change that no
+    narrower section names is found, too."""
+    record = seal["record"]
+    startup = record["startup_info"]
+    rows = record["training_iterations"]
+    return {
+        "configuration": record["config"],
+        "environment": {name: startup.get(name) for name in ENVIRONMENT},
+        "data": startup.get("data"),
+        "clocks": [{name: row.get(name) for name in CLOCKS} for row in rows],
+        "rows": rows,
+        "code": seal["code"],
+        "bench": seal["bench"],
+        "record": record,
+    }
+
+
+def digests_of(seal: dict[str, Any]) -> dict[str, str]:
+    return {name: sha256(section) for name, section in sections(seal).items()}
+
+
+def sha256(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def changed_sections(seal: dict[str, Any]) -> list[str]:
+    """What was changed after sealing: names of sections, the narrowest, or what is wrong with the digests."""
+    now, then = digests_of(seal), seal["digests"]
+    changed = [name for name in SECTIONS if now[name] != then.get(name)]
+    if len(changed) > 1 and "record" in changed:
+        within = {"configuration", "environment", "data", "clocks", "rows"}
+        changed = [name for name in changed if name != "record" or not within & set(changed)]
+    if not changed and (set(then) != set(SECTIONS) or sha256(then) != seal["digest"]):
+        changed = ["digests"]
+    return changed
+
+
+# --- reading ---
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A run record that can be sealed. Raises UserError."""
+    record = _read(path, "a run record")
+    check_record(record, path)
+    return record
+
+
+def read_seal(path: Path) -> dict[str, Any]:
+    """A seal whose form is right; its digests are still to be compared. Raises UserError."""
+    seal = _read(path, "a seal")
+    if "seal" not in seal and "training_iterations" in seal:
+        raise UserError(f"{path} is a run record, no seal; make one: python -m tools.seal {path}")
+    if seal.get("seal") != VERSION:
+        raise UserError(
+            f"{path} is no seal that this version reads: its 'seal' is {seal.get('seal')!r}, not {VERSION}"
+        )
+    lacks = [name for name in ("record", "code", "digests") if not isinstance(seal.get(name), dict)]
+    lacks += ["digest"] * (not isinstance(seal.get("digest"), str)) + ["bench"] * ("bench" not in seal)
+    if lacks:
+        raise UserError(f"{path} is cut short or damaged: it has no {', '.join(lacks)}; get the seal anew")
+    check_record(seal["record"], path)
+    return seal
+
+
+def check_record(record: dict[str, Any], path: Path) -> None:
+    """Raises UserError if the record is not complete, or older than what can be checked."""
+    startup, rows = record.get("startup_info"), record.get("training_iterations")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} is no run record: it has no list of training_iterations")
+    needed = {"software", "hardware", "model", "flops", "data"}
+    if not isinstance(startup, dict) or not isinstance(record.get("config"), dict):
+        raise UserError(f"{path} is of an older version: it has no startup_info and config; run it again")
+    if missing := sorted(name for name in needed if not isinstance(startup.get(name), dict)):
+        raise UserError(
+            f"{path} is of an older version: its startup_info has no {', '.join(missing)}; run it again"
+        )
+    if not isinstance(startup["flops"].get("totals"), dict):
+        raise UserError(f"{path} is of an older version: it has no startup_info.flops.totals; run it again")
+    if record.get("status") != "completed" or not isinstance(record.get("summary"), dict):
+        raise UserError(
+            f"{path} is not of a completed run: its status is {record.get('status')!r}; seal a run that ended"
+        )
+    if not rows:
+        raise UserError(f"{path} has no row; log at least one iteration (log_interval)")
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        return read_json(path, MAX_BYTES)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not {kind}: {error}") from None

@@ -1,0 +1,202 @@
+"""Counts a record's MFU again, from the record alone: FLOPs of its architecture by all three formulas,
+tokens/s from the time of each row, and the peak that it states. What does not agree is said, row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
+from model_config import ModelConfig
+from training.hardware.peaks import table_peak
+from training.records.percentiles import spread
+from training.records.utilization import document_flops
+
+FORMULAS = {
+    module.CALCULATION_METHOD: module for module in (model_builder_v1, model_builder_v2, model_builder_v3)
+}
+ROUNDING = 1e-9  # relative: what adding and dividing in another order changes
+SHOWN = 5  # rows of a kind that are named; the others are counted
+FIGURES = ("tokens_per_sec", "mfu_percent", "time_ms")  # of the summary
+
+
+@dataclass(frozen=True)
+class Recount:
+    """The MFU of a record by one formula, from the median of its tokens/s."""
+
+    formula: str
+    flops_per_token: int
+    flops_per_token_causal: int
+    percent: float | None  # of the peak; None without a peak
+    causal_percent: float | None
+    in_use: bool  # the formula that the record's own MFU is by
+
+
+def recount(record: dict[str, Any]) -> list[Recount]:
+    """By v1, v2 and v3. Raises UserError if the record's model cannot be built."""
+    counts = _counts(record)
+    startup, summary = record["startup_info"], record["summary"]
+    rate = (summary.get("tokens_per_sec") or {}).get("median")
+    peak = _peak_flops(startup)
+    share = rate / peak if rate and peak else None
+    return [
+        Recount(
+            formula,
+            found["flops_per_token"],
+            found["flops_per_token_causal"],
+            None if share is None else 100 * share * found["flops_per_token"],
+            None if share is None else 100 * share * found["flops_per_token_causal"],
+            formula == startup["flops"].get("calculation_method"),
+        )
+        for formula, found in counts.items()
+    ]
+
+
+def disagreements(record: dict[str, Any]) -> list[str]:
+    """What in the record does not follow from the rest of it, a line each; empty if all of it does."""
+    return [*_formula(record), *_peak(record), *_rows(record), *_summary(record), *_end(record)]
+
+
+def _counts(record: dict[str, Any]) -> dict[str, dict]:
+    architecture, config = record["startup_info"]["model"].get("architecture"), record["config"]
+    try:
+        model = ModelConfig(**architecture)
+        return {name: module.count_flops(model, config["block_size"]) for name, module in FORMULAS.items()}
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise UserError(
+            f"the record's model cannot be counted: {type(error).__name__}: {error}; it is damaged, or of "
+            "another version"
+        ) from None
+
+
+def _formula(record: dict[str, Any]) -> Iterator[str]:
+    flops, counts = record["startup_info"]["flops"], _counts(record)
+    method = flops.get("calculation_method")
+    if method not in FORMULAS:
+        yield f"startup_info.flops: the formula {method!r} is not one of {', '.join(FORMULAS)}"
+        return
+    for name, found in counts.items():
+        if flops["totals"].get(name) != found["flops_per_token"]:
+            yield (
+                f"startup_info.flops.totals: {name} is {flops['totals'].get(name)!r}, and the architecture "
+                f"makes {found['flops_per_token']:,}"
+            )
+    for key in ("flops_per_token", "flops_per_token_causal"):
+        if flops.get(key) != counts[method][key]:
+            made = counts[method][key]
+            yield f"startup_info.flops.{key} is {flops.get(key)!r}, and {method} makes {made:,}"
+    methods = {row["mfu"].get("calculation_method") for row in _measured(record)} - {method}
+    for other in sorted(map(str, methods)):
+        yield f"rows count MFU by {other}, and startup_info by {method}: the formula was changed between them"
+
+
+def _peak(record: dict[str, Any]) -> Iterator[str]:
+    """A peak said to be the datasheet's must be the one of our table."""
+    hardware = record["startup_info"]["hardware"]
+    peak = hardware.get("peak") or {}
+    name, precision = hardware.get("gpu_name"), hardware.get("precision")
+    if not (isinstance(name, str) and isinstance(precision, str)):
+        return
+    known = table_peak(name, precision, bool(peak.get("sparse")))
+    if known.tflops is not None and known.source == peak.get("source"):
+        if not _equal(peak.get("tflops_per_gpu"), known.tflops):
+            yield (
+                f"the peak is {peak.get('tflops_per_gpu')!r} TFLOPS a GPU, and its source, {known.source}, "
+                f"says {known.tflops:g}"
+            )
+
+
+def _rows(record: dict[str, Any]) -> Iterator[str]:
+    startup = record["startup_info"]
+    counts, method = _counts(record), startup["flops"].get("calculation_method")
+    tokens, peak = startup.get("tokens_per_iter"), _peak_flops(startup)
+    wrong: dict[str, list[str]] = {}
+    for row in _measured(record):
+        mfu, rate = row["mfu"], row.get("tokens_per_sec")
+        found = dict(counts.get(mfu.get("calculation_method"), counts.get(method)) or {})
+        if not found:
+            continue
+        attended = mfu.get("document_length_per_token")
+        if record["config"].get("doc_masking") and _positive(attended):
+            found["flops_per_token_causal"] = document_flops(found, attended, record["config"]["block_size"])
+        share = rate / peak if _positive(rate) and peak else math.nan
+        expected = {
+            "tokens_per_sec": 1e3 * tokens / row["time_ms"]
+            if _positive(row.get("time_ms")) and _positive(tokens)
+            else math.nan,
+            "mfu.tokens_per_sec": rate,
+            "mfu.mfu_percent": 100 * share * found["flops_per_token"],
+            "mfu.mfu": share * found["flops_per_token"],
+            "mfu.mfu_causal_percent": 100 * share * found["flops_per_token_causal"],
+            "mfu.hardware_peak_tflops": peak / 1e12 if peak else math.nan,
+        }
+        for name, value in expected.items():
+            stated = mfu.get(name.removeprefix("mfu.")) if name.startswith("mfu.") else row.get(name)
+            if not _equal(stated, value):
+                wrong.setdefault(name, []).append(f"iteration {row.get('iter')}: {stated!r}, not {value:.6g}")
+    for name, lines in wrong.items():
+        more = f", and {len(lines) - SHOWN} more rows" if len(lines) > SHOWN else ""
+        yield f"rows, {name}: {'; '.join(lines[:SHOWN])}{more}"
+
+
+def _summary(record: dict[str, Any]) -> Iterator[str]:
+    """The medians must be those of the rows after the warm-up, of the last attempt."""
+    last = record.get("attempt", 1)
+    rows = [
+        row
+        for row in record["training_iterations"]
+        if not row.get("warmup") and row.get("attempt", 1) == last and _positive(row.get("time_ms"))
+    ]
+    for name in FIGURES:
+        of_rows = [row["mfu"] for row in rows if row.get("mfu")] if name == "mfu_percent" else rows
+        values = [one.get(name) for one in of_rows]
+        numbers = [value for value in values if _positive(value)]
+        stated = record["summary"].get(name)
+        expected = spread(numbers) if numbers else None
+        if (stated or None) and expected and not _equal(stated.get("median"), expected["median"]):
+            made = expected["median"]
+            yield f"summary.{name}: the median is {stated.get('median')!r}, and the rows make {made:.6g}"
+
+
+def _end(record: dict[str, Any]) -> Iterator[str]:
+    iterations = [row.get("iter") for row in record["training_iterations"]]
+    final = record["summary"].get("final_iter")
+    numbers = [i for i in iterations if isinstance(i, int)]
+    if numbers != sorted(set(numbers)) or len(numbers) != len(iterations):
+        yield "rows: their iterations are not in order, each once"
+    elif final is not None and numbers[-1] > final:
+        yield f"rows: the last is iteration {numbers[-1]}, after summary.final_iter {final}"
+    interval = record["config"].get("log_interval")
+    if isinstance(interval, int) and isinstance(final, int) and numbers and interval > 0:
+        missing = sorted(set(range(0, final + 1, interval)) - set(numbers) - set(range(0, numbers[0])))
+        if missing:
+            first = ", ".join(map(str, missing[:SHOWN]))
+            yield f"rows: iterations {first} are missing ({len(missing)} in all)"
+
+
+def _measured(record: dict[str, Any]) -> list[dict]:
+    """Rows of the last attempt that have an MFU. Earlier attempts may have had other GPUs."""
+    rows = [row for row in record["training_iterations"] if isinstance(row.get("mfu"), dict)]
+    return [row for row in rows if row.get("attempt", 1) == record.get("attempt", 1)]
+
+
+def _peak_flops(startup: dict[str, Any]) -> float | None:
+    """Of all GPUs."""
+    hardware = startup["hardware"]
+    peak, gpus = (hardware.get("peak") or {}).get("tflops_per_gpu"), hardware.get("num_gpus")
+    return peak * 1e12 * gpus if _positive(peak) and _positive(gpus) else None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _equal(stated: Any, expected: Any) -> bool:
+    """Whether they agree up to rounding; an expectation that cannot be formed, nan, agrees with all."""
+    if isinstance(expected, float) and math.isnan(expected):
+        return True
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (stated, expected))
+    return numbers and math.isclose(stated, expected, rel_tol=ROUNDING)
