@@ -118,13 +118,9 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
-    from ops.triton_kernels.microscaling import (
-        triton_mxfp8,
-        triton_nvfp4,
-        triton_nvfp4_amaxes,
-        triton_nvfp4_square,
-    )
+    from ops.triton_kernels.mxfp8 import triton_mxfp8
     from ops.triton_kernels.norm import triton_add_norm
+    from ops.triton_kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
     from ops.triton_kernels.swiglu import (
         triton_delayed_swiglu_backward,
         triton_swiglu,
