@@ -4,8 +4,8 @@ Operands of a matmul have blocks along the dimension that it sums, so a matrix t
 quantized along its rows and along its columns. One kernel reads it once and writes both, in the layout that
 it has: bf16 matmuls take any. It gives the bits of ops/emulation.py's plain form.
 
-A program has the rows of one block, each as a tensor of its own: what lies along a column, and its amax, needs
-no other thread. A row is read and written as words (words.py). Formats are made by exact arithmetic
+A program has the rows of one block, each as a tensor of its own: what lies along a column, and its amax,
+needs no other thread. A row is read and written as words (words.py). Formats are made by exact arithmetic
 (float_bits.py, arithmetic.py).
 
 M rows · N columns

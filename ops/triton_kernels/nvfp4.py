@@ -7,8 +7,8 @@ A program has the 16 rows of one block. It walks over them twice, in loops whose
 for all of a thread's numbers was 93 KB, more than the GPU's instruction caches hold, and took eight times as
 long as its instructions do. The second walk finds the numbers in a cache.
 
-    columns   a thread has 16 rows of one word (words.py), so that the transform, a block's amax and its random
-              bits need no other thread
+    columns   a thread has 16 rows of one word (words.py), so that the transform, a block's amax and its
+              random bits need no other thread
     rows      a thread has 2 rows of 4 words, 16 bytes each; two threads share a block
 
 Divisions are tl.div_rn, since `/` is approximate. Formats are made by exact arithmetic (float_bits.py).
@@ -175,7 +175,7 @@ def _columns(x, out, n, W, of_all, key, STOCHASTIC: tl.constexpr):
     bits, random = (n, n), (0, 0)
     if STOCHASTIC:
         group = 2 * (tl.program_id(1) * W + n)
-        bits = random_words(group, key, 1, rows[0]), random_words(group + 1, key, 1, rows[0])  # type: ignore[assignment]
+        bits = random_words(group, key, 1, rows[0]), random_words(group + 1, key, 1, rows[0])
     out += n
     for row in tl.static_range(16):
         if STOCHASTIC:
