@@ -3,9 +3,9 @@
 Activations and gradients are quantized in blocks of 16 along their rows, and, after the Hadamard transform,
 along their columns; weights in squares of 16 x 16. They give the bits of ops/emulation.py's plain forms.
 
-A program has the 16 rows of one block. It walks over them twice, in loops whose code is small: straight code
-for all of a thread's numbers was 93 KB, more than the GPU's instruction caches hold, and took eight times as
-long as its instructions do. The second walk finds the numbers in a cache.
+A program has the 16 rows of one block. It walks over them twice, in loops whose code is small. Straight code
+for all of a thread's numbers was 93 KB and took eight times as long as its instructions do (LOG.md), probably
+because no instruction cache holds it. The second walk finds the numbers in a cache.
 
     columns   a thread has 16 rows of one word (words.py), so that the transform, a block's amax and its
               random bits need no other thread
@@ -38,7 +38,7 @@ from ops.triton_kernels.float_bits import (
 from ops.triton_kernels.philox import load_key, random_words
 from ops.triton_kernels.words import SIGNS, along_row, as_words, empty_words, to_row
 
-# To be swept on a GPU: python -m bench.operations nvfp4
+# python -m bench.casts CONFIG --low_precision=nvfp4 times others on a GPU
 WARPS = 4
 COLUMN_WORDS = 1  # of a row that a thread has in the walk along columns: 1 or 2
 THREADS, ROW_WORDS = 32, 4
