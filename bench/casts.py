@@ -1,6 +1,6 @@
 """Times the casts of an emulated recipe at a model's shapes: what emulation adds to a micro-step.
 
-    python -m bench.casts config/cpt_qwen3_1.7b_4096.py --low_precision=nvfp4
+    python -m bench.casts config/qwen3_1.7b.py --low_precision=nvfp4
 
 A matrix is cast once for its two matmuls: x in the forward, dy in the backward. Weights are cast once an
 iteration, which is not counted here. GB/s counts what must move: a matrix read once, both forms written once,
