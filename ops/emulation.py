@@ -10,7 +10,7 @@ both. So each operand exists twice, in blocks along its rows and along its colum
 matrix.
 
 torch.compile does not see into these operations: it would divide approximately and keep more digits than bf16
-has. On a GPU each is one kernel (ops/triton_kernels/microscaling.py), with the same bits.
+has. On a GPU each is one kernel (ops/triton_kernels/mxfp8.py and nvfp4.py), with the same bits.
 
 M rows · K columns
 """
@@ -35,7 +35,7 @@ def mxfp8_operand(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ValueError: 32 does not divide M and K."""
     check_operand(x, mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS)
     if x.is_cuda:
-        from ops.triton_kernels.microscaling import triton_mxfp8
+        from ops.triton_kernels.mxfp8 import triton_mxfp8
 
         return triton_mxfp8(x.contiguous())
     by_rows, by_columns = (mxfp8.quantize(x, block) for block in (mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS))
@@ -54,7 +54,7 @@ def nvfp4_amaxes(x: torch.Tensor) -> torch.Tensor:
     ValueError: 16 does not divide M and K."""
     check_operand(x, nvfp4.SQUARE)
     if x.is_cuda:
-        from ops.triton_kernels.microscaling import triton_nvfp4_amaxes
+        from ops.triton_kernels.nvfp4 import triton_nvfp4_amaxes
 
         return triton_nvfp4_amaxes(x.contiguous())
     return torch.stack([form.abs().amax().float() for form in (x, random_hadamard(x, dim=0))])
@@ -76,7 +76,7 @@ def nvfp4_operand(
     ValueError: 16 does not divide M and K."""
     check_operand(x, nvfp4.SQUARE)
     if x.is_cuda:
-        from ops.triton_kernels.microscaling import triton_nvfp4
+        from ops.triton_kernels.nvfp4 import triton_nvfp4
 
         return triton_nvfp4(x.contiguous(), amaxes, key)
     forms = (
@@ -102,7 +102,7 @@ def nvfp4_weight(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     along rows and columns. ValueError: 16 does not divide N and K."""
     check_operand(weight, nvfp4.SQUARE)
     if weight.is_cuda:
-        from ops.triton_kernels.microscaling import triton_nvfp4_square
+        from ops.triton_kernels.nvfp4 import triton_nvfp4_square
 
         return triton_nvfp4_square(weight.contiguous(), amax)
     return nvfp4.dequantize(nvfp4.quantize(weight, nvfp4.SQUARE, amax))
@@ -115,11 +115,14 @@ def _(weight, amax):
 
 
 def bits_of_operand(x: torch.Tensor, key: torch.Tensor, stream: int) -> torch.Tensor:
-    """Random bits for x (M, K), int32. A counter has those of 16 rows of a column, which a thread of the
-    kernel has together."""
+    """Random bits for x (M, K), int32. A counter has those of 16 elements that a thread of the kernel has
+    together: for the form with blocks along columns, 16 rows of a column; for the one with blocks along rows,
+    2 rows of 8 columns, in the order of 2 neighbors in the first row, 2 in the second one, the next 2, .."""
     M, K = x.shape
     numbers = random_bits(M * K, key, stream=stream)
-    return numbers.view(M // FP4_BLOCK, K, FP4_BLOCK).transpose(1, 2).reshape(M, K)
+    if stream == COLUMNS:
+        return numbers.view(M // FP4_BLOCK, K, FP4_BLOCK).transpose(1, 2).reshape(M, K)
+    return numbers.view(M // 2, K // 2, 2, 2).transpose(1, 2).reshape(M, K)
 
 
 def check_operand(x: torch.Tensor, *blocks: Block) -> None:

@@ -92,3 +92,12 @@ def mx_words(words, inverse, scale):
         " and.b32 sign, $1, 0x80008000; or.b32 $0, x, sign; }",
         "=r,r,r,r", [words, inverse, scale], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def third_byte(words, BYTE: tl.constexpr):
+    """Byte 0 to 3 of words (32 bits) as the third of int32 numbers whose other bytes are 0."""
+    places = 0x4044 + (BYTE << 8)  # which byte of the two operands each byte of the result is
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, places], dtype=tl.int32, is_pure=True, pack=1
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.quantization.random_bits import KEY_STEPS, MULTIPLIERS
+from ops.quantization.random_bits import KEY_STEPS, MULTIPLIERS, TENSOR_BITS
 from ops.triton_kernels.arithmetic import in_threads_of
 
 PHILOX_MULTIPLIERS, PHILOX_KEY_STEPS = tl.constexpr(MULTIPLIERS), tl.constexpr(KEY_STEPS)
+STREAM = tl.constexpr(2**TENSOR_BITS)
 
 
 @triton.jit
@@ -24,22 +25,17 @@ def _philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
-def random_words(key, stream: tl.constexpr, n, N, words):
-    """For the first column of each word and for the second one, four words of random bits: a byte for each of
-    the program's 16 rows."""
-    group = 2 * (tl.program_id(1).to(tl.int64) * N + n).to(tl.uint32)
-    group = in_threads_of(group, words)
-    tensor = (tl.load(key + 3) + (stream << 30)).to(tl.uint32)
-    zero = group * 0
-    micro_step, iteration = tl.load(key + 2).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
-    rest = zero + tensor, zero + micro_step, zero + iteration, tl.load(key)
-    return _philox(group, *rest), _philox(group + 1, *rest)
+def load_key(key):
+    """seed, iteration, micro-step, tensor: once a program, before its loops."""
+    return tl.load(key), tl.load(key + 1), tl.load(key + 2), tl.load(key + 3)
 
 
 @triton.jit
-def random_bytes(random, row: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC:
-        first, second = random[0][row // 4], random[1][row // 4]
-        return (first >> (8 * (row % 4))) & 255, (second >> (8 * (row % 4))) & 255
-    else:
-        return random, random
+def random_words(group, numbers, stream: tl.constexpr, like):
+    """Four words of random bits for each counter of `group`, whose first word it is, in the threads that have
+    `like`. numbers: as load_key() gives them."""
+    group = in_threads_of(group.to(tl.uint32), like)
+    zero = group * 0
+    tensor = (numbers[3] + stream * STREAM).to(tl.uint32)
+    micro_step, iteration = numbers[2].to(tl.uint32), numbers[1].to(tl.uint32)
+    return _philox(group, zero + tensor, zero + micro_step, zero + iteration, numbers[0])

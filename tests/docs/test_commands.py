@@ -264,7 +264,7 @@ def check_benchmark(module: str, arguments: list[str]):
         check_overrides(overrides)
         load_config([parsed.config, *overrides, *checkpointing.flags(True)], parsed.processes)
     else:
-        assert module in ("bench.peer", "bench.roofline")
+        assert module in ("bench.casts", "bench.peer", "bench.roofline")
         load_config(arguments)
 
 

@@ -5,6 +5,7 @@ import torch
 from support.tensors import random, random_bf16
 
 from ops import emulation
+from ops.compare_casts import compare_casts
 from ops.quantization import blockwise, delayed_scaling, mxfp8, nvfp4
 from ops.quantization.formats import E4M3
 from ops.quantization.hadamard import random_hadamard
@@ -19,6 +20,31 @@ def test_every_kernel_gives_the_bits_of_its_plain_form(shape):
     from support.emulated_operands import assert_kernels_equal_plain_forms
 
     assert_kernels_equal_plain_forms(shape, "cuda")
+
+
+@pytest.mark.parametrize(("warps", "words"), [(2, 1), (8, 1), (4, 2)])
+def test_other_constants_of_nvfp4s_kernels_give_the_same_bits(warps, words, monkeypatch):
+    """Those that `python -m bench.casts` tries."""
+    from support.emulated_operands import assert_same_bits
+
+    from ops.triton_kernels import nvfp4 as kernels
+
+    x = random_bf16(64, 1056)
+    amaxes = emulation.nvfp4_amaxes(x)
+    plain = emulation.nvfp4_operand(x, amaxes, KEY)
+    monkeypatch.setattr(kernels, "WARPS", warps)
+    monkeypatch.setattr(kernels, "COLUMN_WORDS", words)
+    assert_same_bits(kernels.triton_nvfp4_amaxes(x.cuda()), amaxes, "amaxes")
+    ours = kernels.triton_nvfp4(x.cuda(), amaxes.cuda(), KEY.cuda())
+    for a, b in zip(ours, plain, strict=True):
+        assert_same_bits(a, b, "stochastic")
+    weight = kernels.triton_nvfp4_square(x.cuda(), amaxes[0].cuda())
+    assert_same_bits(weight, emulation.nvfp4_weight(x, amaxes[0]), "weight")
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8", "nvfp4"])
+def test_the_comparison_at_the_start_finds_nothing(recipe):
+    assert compare_casts(recipe, torch.device("cuda")) is None
 
 
 def test_a_matrix_may_begin_between_two_words_of_memory():

@@ -6,7 +6,7 @@ from support.tensors import random
 
 from ops import emulation
 from ops.quantization.random_bits import random_key
-from ops.triton_kernels import microscaling, philox
+from ops.triton_kernels import mxfp8, nvfp4, philox
 
 KEY = random_key(2**40 + 7, iteration=2**31 + 5, micro_step=3, tensor=2**30 - 1)
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -43,21 +43,22 @@ def assert_kernels_equal_plain_forms(shape, device):
         amaxes = emulation.nvfp4_amaxes(x)
         there, amaxes_there = x.to(device), amaxes.to(device)
         known = (there, amaxes_there)
-        assert_same_bits(microscaling.triton_nvfp4_amaxes(there), amaxes, f"amaxes of {name}")
+        assert_same_bits(nvfp4.triton_nvfp4_amaxes(there), amaxes, f"amaxes of {name}")
         pairs = [
-            (microscaling.triton_mxfp8(there), emulation.mxfp8_operand(x), "mxfp8"),
-            (microscaling.triton_nvfp4(*known, None), emulation.nvfp4_operand(x, amaxes), "nvfp4"),
-            (microscaling.triton_nvfp4(*known, key), emulation.nvfp4_operand(x, amaxes, KEY), "stochastic"),
+            (mxfp8.triton_mxfp8(there), emulation.mxfp8_operand(x), "mxfp8"),
+            (nvfp4.triton_nvfp4(*known, None), emulation.nvfp4_operand(x, amaxes), "nvfp4"),
+            (nvfp4.triton_nvfp4(*known, key), emulation.nvfp4_operand(x, amaxes, KEY), "stochastic"),
         ]
         for ours, plain, kind in pairs:
             assert_same_bits(ours[0], plain[0], f"{kind} along rows, {name}")
             assert_same_bits(ours[1], plain[1], f"{kind} along columns, {name}")
-        square = microscaling.triton_nvfp4_square(there, amaxes_there[0])
+        square = nvfp4.triton_nvfp4_square(there, amaxes_there[0])
         assert_same_bits(square, emulation.nvfp4_weight(x, amaxes[0]), f"weight, {name}")
 
 
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported
-    triton_interpreter.prepare(microscaling, philox)
-    microscaling.TILE_N = 64  # the interpreter needs 0.2 s for a program: 96 columns are two tiles
+    triton_interpreter.prepare(mxfp8, nvfp4, philox)
+    # the interpreter needs 0.2 s for a program: 96 columns are two tiles
+    mxfp8.TILE_N, nvfp4.WARPS, nvfp4.THREADS, nvfp4.COLUMN_WORDS = 64, 1, 8, 2
     assert_kernels_equal_plain_forms((32, 96), "cpu")
     print("equal")

@@ -96,8 +96,13 @@ def in_threads_of(x, y):
     return x
 
 
+@triton.jit
+def third_byte(words, BYTE: tl.constexpr):
+    return (((words >> (8 * BYTE)) & 255) << 16).to(tl.int32)
+
+
 REPLACED = (
-    largest, sigmoid, rounded, bf16_words, larger_words, mx_words, add_toward_zero, in_threads_of
+    largest, sigmoid, rounded, bf16_words, larger_words, mx_words, add_toward_zero, in_threads_of, third_byte
 )  # fmt: skip
 
 

@@ -68,11 +68,21 @@ def test_a_gradients_two_forms_are_rounded_with_bits_of_their_own():
     assert not torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x)))
 
 
-def test_a_counter_has_the_bits_of_16_rows_of_a_column():
+def test_along_columns_a_counter_has_the_bits_of_16_rows_of_a_column():
+    x = torch.zeros(48, 32, dtype=torch.bfloat16)
+    bits = emulation.bits_of_operand(x, KEY, emulation.COLUMNS)
+    counter = 2 * 32 + 5  # rows 32 to 47, column 5
+    expected = random_bits(16, KEY, stream=emulation.COLUMNS, start=16 * counter)
+    assert torch.equal(bits[32:48, 5], expected)
+
+
+def test_along_rows_a_counter_has_the_bits_of_two_rows_of_8_columns():
     x = torch.zeros(48, 32, dtype=torch.bfloat16)
     bits = emulation.bits_of_operand(x, KEY, emulation.ROWS)
-    counter = 2 * 32 + 5  # rows 32 to 47, column 5
-    assert torch.equal(bits[32:48, 5], random_bits(16, KEY, start=16 * counter))
+    counter = 17 * 4 + 3  # rows 34 and 35, columns 24 to 31
+    expected = random_bits(16, KEY, stream=emulation.ROWS, start=16 * counter).view(4, 2, 2)
+    for row in (0, 1):  # of 4 numbers, 2 are in each row
+        assert torch.equal(bits[34 + row, 24:], expected[:, row].flatten())
 
 
 # --- torch.compile ---

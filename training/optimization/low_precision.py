@@ -16,6 +16,7 @@ import torch.nn as nn
 from common.errors import RunError, UserError
 from ops import float8
 from ops.block_float8 import compare_with_emulation
+from ops.compare_casts import compare_casts
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
 from ops.float8 import FORWARD, GRADIENT, quantize
 from ops.linear import Linear
@@ -139,8 +140,10 @@ def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> L
             key=state.keys[i] if isinstance(state, RandomBits) else None,
             scalings=state.of_layer(i) if isinstance(state, DelayedScaling) else None,
         )
-    if device.type == "cuda":  # where kernels write fp8
-        if METHODS[name].one_scale:
+    if device.type == "cuda":  # where kernels write the numbers
+        if METHODS[name].emulated:
+            check_emulation(config.low_precision, device)
+        elif METHODS[name].one_scale:
             check_low_precision(device)
         elif name == "fp8_blockwise" and (reason := compare_with_emulation(device)):
             raise RunError(
@@ -227,6 +230,16 @@ def check_low_precision(device: torch.device) -> None:
                     "as it is installed; another version of torch brings another one, low_precision='none' "
                     "needs none"
                 )
+
+
+def check_emulation(recipe: str, device: torch.device) -> None:
+    """Compares what the kernels of an emulated recipe write with their plain forms. Raises RunError."""
+    if reason := compare_casts(recipe, device):
+        raise RunError(
+            f"low_precision={recipe!r} cannot be emulated on this GPU with torch {torch.__version__} and its "
+            f"Triton: {reason}; another version of torch brings another Triton, low_precision='none' needs "
+            "no such kernel"
+        )
 
 
 def executed_as(config: TrainConfig, device: torch.device) -> str:
