@@ -23,6 +23,30 @@ QWEN3 = "config/full_qwen3_1.8b_optimal.py"
 BATCH: dict[str, object] = {"batch_size": 16, "gradient_accumulation_steps": 4}
 FP8 = {"low_precision": "fp8_tensorwise"}
 ONE_STEP = {"gradient_accumulation_steps": 1}
+TWO_STEPS = {**BATCH, "gradient_accumulation_steps": 2}  # few, so that communication is a large part
+STRATEGIES: dict[str, dict[str, object]] = {
+    "DDP": {},
+    "ZeRO-1": {"use_zero1": True},
+    "FSDP": {"use_fsdp": True},
+}
+# How gradients and weights travel: each by itself, then several together. Those of one strategy name it.
+COMMUNICATION: dict[str, dict[str, object]] = {
+    "defaults": {},
+    "bf16": {"reduce_dtype": "bfloat16"},
+    **{f"{n} CTAs": {"nccl_max_ctas": n} for n in (4, 8, 16)},
+    "NCCL first": {"nccl_high_priority_stream": True},
+    "8 CTAs left free": {"nccl_max_ctas": 8, "sm_carveout": 8},
+    "bf16, 8 CTAs": {"reduce_dtype": "bfloat16", "nccl_max_ctas": 8},
+    "bf16, 8 CTAs left free": {"reduce_dtype": "bfloat16", "nccl_max_ctas": 8, "sm_carveout": 8},
+}
+OVERLAP, FUSION = "overlap_param_gather", "gradient_accumulation_fusion"
+OF_STRATEGY: dict[str, dict[str, object]] = {"ZeRO-1": {OVERLAP: True}, "FSDP": {FUSION: True}}
+FP8_HEAD = {**FP8, "low_precision_scope": "layers_and_head"}
+IN_FP8: dict[str, tuple[tuple[str, ...], ...]] = {  # the keys that are True
+    "DDP": ((),),
+    "ZeRO-1": ((), (OVERLAP,)),
+    "FSDP": ((), (FUSION,), (OVERLAP,), (OVERLAP, FUSION)),
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,33 @@ SUITES: dict[str, tuple[Variant, ...]] = {
         Variant("DDP", QWEN3, BATCH, ALL_GPUS),
         Variant("ZeRO-1", QWEN3, {**BATCH, "use_zero1": True}, ALL_GPUS),
         Variant("FSDP", QWEN3, {**BATCH, "use_fsdp": True}, ALL_GPUS),
+    ),
+    # with any flag of train.py behind --suite, such as --gradient_accumulation_steps=4, for all of them
+    "communication": (
+        Variant("one GPU", QWEN3, TWO_STEPS),
+        *(
+            Variant(f"{strategy}, {name}", QWEN3, {**TWO_STEPS, **sharding, **keys}, ALL_GPUS)
+            for strategy, sharding in STRATEGIES.items()
+            for name, keys in COMMUNICATION.items()
+        ),
+        *(
+            Variant(
+                f"{strategy}, {name}, {key}",
+                QWEN3,
+                {**TWO_STEPS, **STRATEGIES[strategy], **COMMUNICATION[name], key: value},
+                ALL_GPUS,
+            )
+            for strategy, own in OF_STRATEGY.items()
+            for key, value in own.items()
+            for name in ("defaults", "bf16", "bf16, 8 CTAs", "bf16, 8 CTAs left free")
+        ),
+        Variant("one GPU, fp8", QWEN3, {**TWO_STEPS, **FP8_HEAD}),
+        *(
+            Variant(f"{strategy}, fp8{''.join(f', {key}' for key in keys)}", QWEN3, overrides, ALL_GPUS)
+            for strategy, sharding in STRATEGIES.items()
+            for keys in IN_FP8[strategy]
+            for overrides in [{**TWO_STEPS, **FP8_HEAD, **sharding, **dict.fromkeys(keys, True)}]
+        ),
     ),
     "attention": tuple(
         Variant(backend, QWEN3, {**BATCH, "attention_backend": backend})

@@ -28,7 +28,8 @@ from common.text import MESSAGE_CHARACTERS, one_line, plain, shown
 from data.inspect import __main__ as inspect
 from data.pipeline import command as prepare
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import INT_MAX, KEYS
+from training.configuration.key_line import INT_MAX
+from training.configuration.keys import KEYS
 from training.process import exit_status, redaction
 from training.records.attempts import find_history
 

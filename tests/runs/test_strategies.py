@@ -1,9 +1,12 @@
 """The keys of memory and communication, alone and with each strategy: they change what is stored, sent and
 recomputed, not what is learned. Under torchrun with 2 gloo processes, and with 4 as two machines of two."""
 
+import dataclasses
 import gc
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,13 +28,21 @@ import model_builder
 from common.errors import UserError
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_weights
+from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.faults.replica_check import replicated
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
+from training.optimization.precision import LossScale
+from training.optimization.step import EagerStep
+from training.optimization.update_guard import UpdateGuard
+from training.process import world as process_world
 from training.process.world import World
-from training.strategies import replicated
-from training.strategies.parallelize import parallelize
+from training.strategies import fused_sums, zero1
+from training.strategies import replicated as replicated_strategy
+from training.strategies.parallelize import parallelism_line, parallelize
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 ALL = ["single", *STRATEGIES]
@@ -78,7 +89,31 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "8-bit moments": EIGHT_BIT,
     "8-bit moments, part 1": [*EIGHT_BIT, f"--max_iters={HALF}"],
 }
+OVERLAPPED = ["--overlap_param_gather=True", "--drift_check_interval=1"]
+FUSED = [*BF16, "--gradient_accumulation_fusion=True"]
+# quantized weights that a delayed scale remembers, tied to the embedding, in blocks that are recomputed
+DELAYED_FP8 = [
+    *(*BF16, "--low_precision=fp8_delayed", "--n_embd=64", "--d_ff=128", "--weight_tying=True"),
+    "--activation_checkpointing=full",
+]
+FP8_HEAD = [
+    *(*BF16, "--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head", "--n_embd=64"),
+    *("--d_ff=128", "--vocab_size=80", "--reshard_after_forward=True"),
+]
+TIED = ["--weight_tying=True", "--activation_checkpointing=full"]
 ONE_STRATEGY = {
+    ("zero1", "overlapped"): OVERLAPPED,
+    ("zero1", "overlapped, part 1"): [*OVERLAPPED, f"--max_iters={HALF}"],
+    **{(s, "delayed fp8"): DELAYED_FP8 for s in ("zero1", "fsdp")},
+    **{(s, "delayed fp8, overlapped"): [*DELAYED_FP8, *OVERLAPPED] for s in ("zero1", "fsdp")},
+    ("fsdp", "fp8 head, overlapped"): [*FP8_HEAD, *OVERLAPPED, "--gradient_accumulation_fusion=True"],
+    ("fsdp", "fp8 head, fused"): [*FP8_HEAD, "--gradient_accumulation_fusion=True"],
+    ("fsdp", "bf16"): BF16,
+    ("fsdp", "fused"): FUSED,
+    ("fsdp", "fused, sent in bf16"): [*FUSED, "--reduce_dtype=bfloat16"],
+    ("fsdp", "fused, hybrid"): [*FUSED, "--fsdp_sharding=hybrid"],
+    ("fsdp", "fused, tied"): [*FUSED, *TIED, "--reshard_after_forward=True"],
+    ("single", "tied"): [*BF16, *TIED],
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
     ("fsdp", "reshard, full"): ["--reshard_after_forward=True", "--activation_checkpointing=full"],
     ("fsdp", "hybrid on one machine"): ["--fsdp_sharding=hybrid"],
@@ -86,6 +121,8 @@ ONE_STRATEGY = {
 }
 COMPILED = {(s, "full, compiled"): ["--activation_checkpointing=full", "--compile=True"] for s in ALL} | {
     ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
+    ("zero1", "overlapped, compiled"): [*OVERLAPPED, "--compile=True"],
+    ("fsdp", "fused, compiled"): ["--gradient_accumulation_fusion=True", "--compile=True"],
     ("single", "regional"): ["--compile=True"],
     ("single", "published shapes, compiled"): [*VARIANTS["published shapes"], "--compile=True"],
 }
@@ -117,6 +154,8 @@ def runs(folder):
     for strategy in ALL:
         for name, (where, flags) in RESUMED.items():
             variants[strategy, name] = (where, [*flags, "--init_from=resume"])
+    resume = [*OVERLAPPED, "--init_from=resume"]
+    variants["zero1", "overlapped, part 2"] = ("overlapped, part 1", resume)
     return records_of(folder, variants)
 
 
@@ -167,6 +206,78 @@ def norms(record: dict) -> list[float]:
 
 def evaluations(record: dict) -> list[float]:
     return [step["val_loss"] for step in record["eval_steps"]]
+
+
+def different(folder: Path, step: int, strategy: str, one: str, other: str) -> list[str]:
+    """Names of the tensors that differ in the checkpoints of two variants."""
+    name = f"checkpoints/step-{step:08d}"
+    ours, theirs = (checkpoint_tensors(out_dir(folder, strategy, v) / name) for v in (one, other))
+    assert ours.keys() == theirs.keys()
+    return [key for key in ours if not torch.equal(ours[key], theirs[key])]
+
+
+# --- weights that may arrive, and be quantized, during the forward ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plain", "overlapped"),
+    [
+        ("zero1", "plain", "overlapped"),
+        ("zero1", "delayed fp8", "delayed fp8, overlapped"),
+        ("fsdp", "delayed fp8", "delayed fp8, overlapped"),
+        ("fsdp", "fp8 head, fused", "fp8 head, overlapped"),
+    ],
+)
+def test_weights_that_arrive_during_the_forward_are_the_same_bit_for_bit(
+    runs, folder, strategy, plain, overlapped
+):
+    """With accumulation, and an evaluation and a checkpoint in the middle; the replicas agree each time."""
+    ours, theirs = runs[strategy, overlapped], runs[strategy, plain]
+    assert losses(ours) == losses(theirs) and norms(ours) == norms(theirs)
+    assert evaluations(ours) == evaluations(theirs)
+    for step in (HALF, ITERATIONS):
+        assert different(folder, step, strategy, overlapped, plain) == []
+
+
+def test_a_run_whose_weights_arrive_during_the_forward_resumes_bit_for_bit(runs, folder):
+    resumed = runs["zero1", "overlapped, part 2"]
+    assert resumed["startup_info"]["resumed_from"].endswith(f"step-{HALF:08d}")
+    assert losses(resumed) == losses(runs["zero1", "overlapped"])
+    assert different(folder, ITERATIONS, "zero1", "overlapped, part 1", "overlapped") == []
+
+
+# --- FSDP's gradients, which the matmuls may sum ---
+
+
+@pytest.mark.parametrize(("fused", "reference"), [("fused", "bf16"), ("fused, tied", "tied")])
+def test_gradients_that_fsdp_s_matmuls_sum_are_those_of_one_process(runs, fused, reference):
+    """In bf16, where autograd would round each micro-step's gradient; also where weights come and go."""
+    single, found = runs["single", reference], runs["fsdp", fused]
+    assert found["startup_info"]["gradient_sums"]["used"] == "in the matmul"
+    assert norms(found)[0] == pytest.approx(norms(single)[0], rel=1e-6)
+    assert losses(found) == pytest.approx(losses(single), rel=1e-5)
+    assert evaluations(found) == pytest.approx(evaluations(single), rel=1e-4)
+    rounded = runs["fsdp", "bf16"]
+    assert norms(rounded)[0] != pytest.approx(norms(runs["single", "bf16"])[0], rel=1e-5)
+
+
+def test_sums_of_the_matmuls_are_rounded_only_to_travel(runs):
+    fused, sent = runs["fsdp", "fused"], runs["fsdp", "fused, sent in bf16"]
+    assert norms(sent)[0] != norms(fused)[0]
+    assert norms(sent)[0] == pytest.approx(norms(fused)[0], rel=1e-3)
+    assert losses(sent) == pytest.approx(losses(fused), rel=3e-3)
+
+
+def test_a_torch_that_sums_elsewhere_is_reported(monkeypatch):
+    config = TrainConfig(use_fsdp=True, gradient_accumulation_fusion=True)
+    assert parallelism_line(config, "fsdp") == "fsdp, gradients summed in the matmul"
+    parameter = type("FSDPParam", (), {"__annotations__": {}})
+    monkeypatch.setattr(fused_sums, "import_module", lambda name: SimpleNamespace(FSDPParam=parameter))
+    assert not fused_sums.fuses_gradient_sums(config)
+    found = fused_sums.describe_fusion(config)["gradient_sums"]
+    assert (found["asked"], found["used"]) == ("in the matmul", "by FSDP")
+    reason = f"FSDP of torch {torch.__version__} keeps its sums of gradients elsewhere"
+    assert parallelism_line(config, "fsdp") == f"fsdp, gradients summed by FSDP ({reason})"
 
 
 # --- shapes of published models ---
@@ -234,6 +345,14 @@ def test_recomputed_blocks_have_the_same_masks_losses_and_gradients(runs, strate
 def test_compiled_blocks_can_be_recomputed(runs, compiled, strategy):
     plain = losses(runs[strategy, "plain"])
     assert losses(compiled[strategy, "full, compiled"]) == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "variant"), [("zero1", "overlapped, compiled"), ("fsdp", "fused, compiled")]
+)
+def test_compiled_blocks_wait_for_weights_and_sum_gradients(runs, compiled, strategy, variant):
+    assert losses(compiled[strategy, variant]) == pytest.approx(losses(runs[strategy, "plain"]), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -373,6 +492,7 @@ def test_hybrid_sharding_on_one_machine_is_full_sharding(runs):
     plain, hybrid = runs["fsdp", "plain"], runs["fsdp", "hybrid on one machine"]
     assert losses(hybrid) == pytest.approx(losses(plain), rel=1e-6)
     assert norms(hybrid) == pytest.approx(norms(plain), rel=1e-6)
+    assert losses(runs["fsdp", "fused, hybrid"]) == pytest.approx(losses(runs["fsdp", "fused"]), rel=1e-6)
 
 
 HYBRID = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
@@ -401,12 +521,56 @@ def test_hybrid_sharding_over_two_machines_gives_the_losses_of_one_process(runs,
     assert "loaded 8 pairs" in two_machines(*worker)[0]  # and the other way round, four strategies
 
 
-@pytest.mark.parametrize("flag", ["--fsdp_sharding=hybrid", "--reshard_after_forward=True"])
-def test_ways_of_sharding_need_fsdp(folder, flag):
+@pytest.mark.parametrize(
+    ("flag", "strategy"),
+    [
+        ("--fsdp_sharding=hybrid", "use_fsdp"),
+        ("--reshard_after_forward=True", "use_fsdp"),
+        ("--gradient_accumulation_fusion=True", "use_fsdp"),
+        ("--overlap_param_gather=True", "use_zero1"),
+    ],
+)
+def test_ways_of_sharding_need_their_strategy(folder, flag, strategy):
     name = flag[2:].split("=")[0]
-    with pytest.raises(UserError, match=f"{name}=.*use_fsdp"):
+    wanted = f"{name}=.* does nothing with {strategy}=False.*; set {strategy}=True"
+    with pytest.raises(UserError, match=wanted):
         load_config([str(folder / "run.py"), flag], 2)
-    load_config([str(folder / "run.py"), flag, "--use_fsdp=True"], 2)
+    load_config([str(folder / "run.py"), flag, f"--{strategy}=True"], 2)
+
+
+def test_fsdp_gathers_in_the_forward_by_itself_unless_it_quantizes(folder):
+    flags = [str(folder / "run.py"), "--use_fsdp=True", "--overlap_param_gather=True"]
+    with pytest.raises(UserError, match="unless FSDP has weights in low precision"):
+        load_config(flags, 2)
+    load_config([*flags, *BF16, "--low_precision=mxfp8"], 2)
+
+
+@pytest.mark.parametrize("flag", ["--nccl_max_ctas=8", "--nccl_high_priority_stream=True", "--sm_carveout=8"])
+def test_settings_of_nccl_need_nccl(folder, flag):
+    name = flag[2:].split("=")[0]
+    here = [str(folder / "run.py"), flag]
+    for other in ("--device=cpu", "--backend=gloo"):
+        with pytest.raises(UserError, match=f"{name}=.* is for GPUs that communicate by NCCL, but "):
+            load_config([*here, "--device=cuda", other], 2)
+    load_config([*here, "--device=cuda"], 2)
+    if name != "sm_carveout":
+        with pytest.raises(UserError, match=f"{name}=.* does not reach the process groups of fsdp_sharding"):
+            load_config([*here, "--device=cuda", *HYBRID], 2)
+
+
+def test_settings_of_nccl_reach_the_process_group(monkeypatch):
+    def options(is_high_priority_stream):
+        return SimpleNamespace(first=is_high_priority_stream, config=SimpleNamespace(max_ctas=-1))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    assert process_world.nccl_options(TrainConfig()) is None
+    first = process_world.nccl_options(TrainConfig(nccl_high_priority_stream=True))
+    assert (first.first, first.config.max_ctas) == (True, -1)
+    config = TrainConfig(nccl_max_ctas=4, sm_carveout=8)
+    limited = process_world.nccl_options(config)
+    assert (limited.first, limited.config.max_ctas) == (False, 4)
+    text = "NCCL on at most 4 multiprocessors, 8 multiprocessors left free"
+    assert parallelism_line(config, "ddp") == f"ddp, {text}"
 
 
 # --- when gradients travel, and what a strategy holds: rank 0 of two, the other one imagined ---
@@ -455,7 +619,7 @@ def watch(model, strategy, monkeypatch) -> list[str]:
         return run
 
     monkeypatch.setattr(dist, "all_reduce", recorded(dist.all_reduce, 0))
-    monkeypatch.setattr(replicated, "reduce_scatter", recorded(replicated.reduce_scatter, 1))
+    monkeypatch.setattr(zero1, "reduce_scatter", recorded(zero1.reduce_scatter, 1))
     parts = {f"blocks.{i}": block for i, block in enumerate(model.blocks)} | {"head": model.head}
     for name, module in parts.items():
         module.register_full_backward_pre_hook(lambda *_, name=name: events.append(f"backward of {name}"))
@@ -480,6 +644,119 @@ def test_gradients_travel_beside_the_backward_of_the_block_below(
     events.clear()
     strategy.reduce_gradients(torch.zeros(()))
     assert events == ["sends embed"]
+
+
+class Sending:
+    """What a communication in progress is; says when somebody waits for it."""
+
+    def __init__(self, events: list[str], what: str):
+        self.events, self.what = events, what
+
+    def wait(self) -> None:
+        if f"waits for {self.what}" not in self.events[-1:]:  # ZeRO-1 sends each matrix by itself
+            self.events.append(f"waits for {self.what}")
+
+
+PARTS = ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def watch_weights(model, strategy, monkeypatch) -> list[str]:
+    """A list that fills with 'gathers X', 'waits for X' and 'forward of X' as they happen."""
+    events = []
+
+    def gather(whole, mine, async_op):
+        (name,) = (name for name, tensor in strategy.padded.items() if tensor is whole)
+        part = ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
+        if f"gathers {part}" not in events[-1:]:
+            events.append(f"gathers {part}")
+        return Sending(events, part)
+
+    monkeypatch.setattr(zero1, "all_gather", gather)
+    for name in PARTS:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward of {name}"))
+    return events
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_block_waits_for_its_weights_in_its_next_forward(folder, world, monkeypatch, recompute):
+    flags = ["--use_zero1=True", f"--activation_checkpointing={recompute}", "--overlap_param_gather=True"]
+    model, strategy, _, _ = assemble(folder, world, *flags)
+    events = watch_weights(model, strategy, monkeypatch)
+    strategy.publish(wait=False)
+    assert events == [f"gathers {part}" for part in PARTS]  # in the order in which the forward needs them
+    events.clear()
+    micro_step(strategy, last=False)
+    assert events == [event for part in PARTS for event in (f"waits for {part}", f"forward of {part}")]
+    events.clear()
+    micro_step(strategy, last=True)
+    assert events == [f"forward of {part}" for part in PARTS]
+
+
+@pytest.mark.parametrize("reader", ["publish", "complete_weights", "tensors", "replicated", "close"])
+def test_whoever_reads_weights_waits_for_all_of_them(folder, world, monkeypatch, reader):
+    flags = ["--use_zero1=True", "--overlap_param_gather=True"]
+    model, strategy, optimizer, config = assemble(folder, world, *flags)
+    scale, guard = LossScale(False, world.device), UpdateGuard(config, world.device)
+    state = TrainState(strategy, optimizer, scale, world)
+    events = watch_weights(model, strategy, monkeypatch)
+    strategy.publish(wait=False)
+    events.clear()
+    {
+        "publish": strategy.publish,  # as loading calls it: first the old ones, then the new ones
+        "complete_weights": strategy.complete_weights,
+        "tensors": state.tensors,
+        "replicated": lambda: replicated(state),
+        "close": EagerStep(strategy, optimizer, scale, config, guard).close,
+    }[reader]()
+    waits = [f"waits for {part}" for part in PARTS]
+    gathers = [f"gathers {part}" for part in PARTS]
+    assert events == waits + (gathers + waits if reader == "publish" else [])
+    events.clear()
+    micro_step(strategy, last=False)
+    assert events == [f"forward of {part}" for part in PARTS]
+
+
+def test_without_the_overlap_the_update_waits_for_all_weights(folder, world, monkeypatch):
+    model, strategy, _, _ = assemble(folder, world, "--use_zero1=True")
+    events = watch_weights(model, strategy, monkeypatch)
+    strategy.publish(wait=False)
+    assert events[len(PARTS) :] == [f"waits for {part}" for part in PARTS]
+
+
+@pytest.mark.parametrize("strategy_flags", [[], ["--use_zero1=True"]], ids=["ddp", "zero1"])
+def test_norms_are_computed_while_the_embedding_s_gradient_travels(
+    folder, world, monkeypatch, strategy_flags
+):
+    """It is complete only at the end of the backward, which can hide nothing more."""
+    model, strategy, _, _ = assemble(folder, world, *strategy_flags)
+    micro_step(strategy, last=True)
+    events = watch(model, strategy, monkeypatch)
+    (module,) = {replicated_strategy, zero1} & {sys.modules[type(strategy).__module__]}
+    monkeypatch.setattr(type(strategy), "_for_the_wire", lambda self, tensor: (tensor, dist.ReduceOp.SUM))
+    monkeypatch.setattr(module, "norms", lambda grads, **_: events.append("norms") or torch.ones(len(grads)))
+    for where, name in ((dist, "all_reduce"), (zero1, "reduce_scatter")):
+        monkeypatch.setattr(where, name, lambda *_, **__: Sending(events, "the embedding"))
+    strategy.works.clear()
+    strategy.reduce_gradients(torch.zeros(()))
+    assert events == ["norms", "waits for the embedding", "norms"]
+
+
+def test_multiprocessors_are_left_free_in_the_last_backward_alone(folder, world):
+    get = torch._C._get_sm_carveout_experimental
+    flags = ["--device=cuda", "--sm_carveout=7"]
+    carveout = load_config([str(folder / "run.py"), *flags], 2).sm_carveout
+    model, strategy, optimizer, config = assemble(folder, world)
+    config = dataclasses.replace(config, sm_carveout=carveout)
+    guard = UpdateGuard(config, world.device)
+    step = EagerStep(strategy, optimizer, LossScale(False, world.device), config, guard)
+    found = []
+    model.head.register_forward_pre_hook(lambda *_: found.append(("forward", get())))
+    model.head.register_full_backward_pre_hook(lambda *_: found.append(("backward", get())))
+    ids = torch.zeros(2, 2, 32, dtype=torch.long)
+    step(ids, ids, 1e-3)
+    assert found == [("forward", None), ("backward", None), ("forward", None), ("backward", 7)]
+    assert get() is None
 
 
 def test_nothing_is_sent_by_an_evaluation(folder, world, monkeypatch):

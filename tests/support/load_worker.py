@@ -29,7 +29,8 @@ from training.optimization.precision import LossScale
 from training.process.exit_status import end_process
 from training.process.world import init_world, launch_info
 from training.strategies.fsdp import Fsdp
-from training.strategies.replicated import Replicated, Zero1
+from training.strategies.replicated import Replicated
+from training.strategies.zero1 import Zero1
 
 STRATEGIES = {
     "ddp": ([], Replicated),

@@ -35,7 +35,8 @@ from tools.profile.figure import draw
 from tools.profile.memory import MEMORY_KEYS, memory_lines
 from tools.profile.report import MEASURED_ROW, analyze, config_of, find_record, lines
 from training.configuration.flags import take_flags
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import KEYS, TrainConfig
+from training.configuration.processes import OF_SHARDING
 from training.pretrained.settings import load_run_config
 from training.records.profiler import ITERATIONS
 
@@ -121,7 +122,7 @@ def measure_roofline(
 ) -> tuple[dict[str, Any] | None, str | None]:
     """(what bench.roofline prints, None), or (None, why there is nothing)."""
     log = folder / "roofline.log"
-    alone = ["--use_zero1=False", "--use_fsdp=False", "--fsdp_sharding=full", "--reshard_after_forward=False"]
+    alone = [f"--{name}={KEYS[name].default}" for name in ("use_zero1", "use_fsdp", *OF_SHARDING)]
     argv = [*flags, *alone, "--profile=None", f"--batch_size={config.micro_batch}"]
     print("measuring this machine's matmuls and attention alone", flush=True)
     outcome = run_process(python_command(["-m", "bench.roofline", *argv], 1), log, timeout_s)

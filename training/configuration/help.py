@@ -13,7 +13,8 @@ from types import NoneType
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, plain, shorten, shown
 from training.configuration.files_and_flags import USAGE
-from training.configuration.keys import ALIASES, KEYS, Key, TrainConfig
+from training.configuration.key_line import Key
+from training.configuration.keys import ALIASES, KEYS, TrainConfig
 
 HELP_FLAGS = ("--help", "-h")
 INTRODUCTION = """       python train.py --help [WORD]

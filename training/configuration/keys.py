@@ -12,38 +12,23 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union
+from typing import Any, Literal, NamedTuple
 
 from model_config import ModelConfig, config_key, model_config
+from training.configuration.key_line import (
+    BATCH_MAX,
+    NCCL_CTAS_MAX,
+    READ_AHEAD_MAX,
+    SMS_MAX,
+    SPIKE_WINDOW_MAX,
+    WORKERS_MAX,
+    YEAR,
+    key,
+    read_line,
+)
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
-
-T = TypeVar("T")
 AUTO: Literal["auto"] = "auto"  # the run chooses: training/records/micro_batch.py
-
-
-# Greatest values. A key without one of its own has that of its type.
-INT_MAX = 2**63 - 1  # other programs that read the record and torch have 64 bits
-FLOAT_MAX = 1e18  # a product of two is still a number in float32, in which a GPU computes
-WORKERS_MAX = 1024  # each is a process, on a machine that has at most some hundred cores
-READ_AHEAD_MAX = 1024  # so many iterations of each worker are held in memory
-BATCH_MAX = 2**20  # sequences, held in memory together
-SPIKE_WINDOW_MAX = 10**6  # numbers that stay in the GPU's memory and are read in each iteration
-YEAR = 525_600.0  # minutes; timers of the system end at some hundred years
-
-
-def key(
-    default: T,
-    help: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    guarded: bool = False,
-) -> T:
-    """A field of TrainConfig. guarded: a resume may change it only if allow_changes names it."""
-    about = {"help": help, "minimum": minimum, "maximum": maximum, "guarded": guarded}
-    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -232,10 +217,23 @@ class TrainConfig:
         "none", "which blocks the backward pass recomputes; selective: every second one"
     )
     use_zero1: bool = key(False, "shard the optimizer state over the processes")
+    overlap_param_gather: bool = key(
+        False, "ZeRO-1, and FSDP in low precision: a block waits for its new weights in its own forward"
+    )
     use_fsdp: bool = key(False, "shard weights, gradients and optimizer state (FSDP2)")
     fsdp_sharding: Literal["full", "hybrid"] = key("full", "shard over all processes, or within a machine")
     reshard_after_forward: bool = key(False, "FSDP frees weights after each forward: less memory, slower")
+    gradient_accumulation_fusion: bool = key(
+        False, "FSDP's matmuls add weight gradients to float32 sums, which DDP's and ZeRO-1's always do"
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of gradients sent between processes")
+    nccl_max_ctas: int | None = key(
+        None, "multiprocessors that NCCL may use; None: its choice", minimum=1, maximum=NCCL_CTAS_MAX
+    )
+    nccl_high_priority_stream: bool = key(False, "communication goes before computation on the GPU")
+    sm_carveout: int = key(
+        0, "multiprocessors that cuBLASLt leaves free in the last backward", minimum=0, maximum=SMS_MAX
+    )
     use_sparse_specs: bool = key(False, "compute MFU from the 2:4-sparse peak; marks every record")
     peak_tflops: float | str | None = key(
         None, "dense TFLOPS of one GPU; 'measure': time a matmul; None: table"
@@ -289,39 +287,8 @@ class TrainConfig:
 
 # --- derived from the lines above ---
 
-
-class Key(NamedTuple):
-    """What the line of one key says."""
-
-    types: tuple[type, ...]  # that a value may have, besides the words; None comes last
-    choices: tuple[str | None, ...]  # () where the type allows any value
-    words: tuple[str, ...]  # that may stand in place of a number: 'auto'
-    default: object
-    help: str
-    minimum: float | None
-    maximum: float | None
-    guarded: bool
-
-    def most(self, value: float) -> float:
-        """The greatest value of this value's type."""
-        return self.maximum or (FLOAT_MAX if isinstance(value, float) else INT_MAX)
-
-
-def _read_line(hint: object, field: dataclasses.Field) -> Key:
-    """`int | None` allows two types; Literal["a", "b"] allows these choices, of type str; `int |
-    Literal["auto"]` allows numbers and this word."""
-    is_union = typing.get_origin(hint) in (UnionType, Union)
-    alternatives = typing.get_args(hint) if is_union else (hint,)
-    literals = [value for one in alternatives for value in typing.get_args(one)]
-    types = [one for one in alternatives if typing.get_origin(one) is not Literal]
-    choices, words = (literals, []) if not types else ([], literals)
-    allowed = types or dict.fromkeys(type(choice) for choice in choices)
-    ordered = tuple(sorted(allowed, key=lambda t: t is NoneType))
-    return Key(ordered, tuple(choices), tuple(words), field.default, **field.metadata)
-
-
 _HINTS = typing.get_type_hints(TrainConfig)
-KEYS = {field.name: _read_line(_HINTS[field.name], field) for field in dataclasses.fields(TrainConfig)}
+KEYS = {field.name: read_line(_HINTS[field.name], field) for field in dataclasses.fields(TrainConfig)}
 
 # What a resume may change only if allow_changes names it: which samples an iteration sees, and what an update
 # does with them. Errors list them in this order.

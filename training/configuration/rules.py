@@ -16,7 +16,9 @@ from common.errors import UserError
 from common.text import shorten, shown
 from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
-from training.configuration.keys import FACTORS, GUARDED, KEYS, YEAR, Key, TrainConfig
+from training.configuration.key_line import YEAR, Key
+from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
+from training.configuration.processes import check_processes
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
@@ -51,7 +53,7 @@ def check(config: TrainConfig, world_size: int) -> None:
         )
     _check_checkpoints(config)
     check_schedule(config)
-    _check_sharding(config, world_size)
+    check_processes(config, world_size)
     _check_precision(config)
     _check_ffn_backend(config)
     _check_system(config, world_size)
@@ -158,25 +160,6 @@ def check_schedule(config: TrainConfig) -> None:
         )
     if not 0 < config.wsd_decay_fraction <= 1:
         raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")
-
-
-def _check_sharding(config: TrainConfig, world_size: int) -> None:
-    if config.use_zero1 and config.use_fsdp:
-        raise UserError(
-            "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
-        )
-    if config.use_fsdp and world_size == 1 and not config.dry_run:
-        raise UserError(
-            "use_fsdp=True shards over processes, but this run has one; start it with "
-            "torchrun --standalone --nproc_per_node=N, or set --use_fsdp=False"
-        )
-    for name, default in (("fsdp_sharding", "full"), ("reshard_after_forward", False)):
-        value = getattr(config, name)
-        if value != default and not config.use_fsdp:
-            raise UserError(
-                f"{name}={value!r} is a way of sharding, but use_fsdp=False; "
-                f"set use_fsdp=True, or {name}={default!r}"
-            )
 
 
 BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8

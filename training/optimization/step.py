@@ -9,6 +9,7 @@ import torch
 
 from ops.documents import Documents
 from training.configuration.keys import TrainConfig
+from training.hardware.sm_carveout import leave_multiprocessors_free
 from training.optimization.low_precision import LowPrecisionState
 from training.optimization.optimizer import OnePassAdamW
 from training.optimization.precision import LossScale
@@ -60,7 +61,7 @@ class EagerStep:
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
         self.low_precision = low_precision or LowPrecisionState()
-        self.grad_clip = config.grad_clip
+        self.grad_clip, self.sm_carveout = config.grad_clip, config.sm_carveout
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
         for group in optimizer.param_groups:
@@ -90,7 +91,8 @@ class EagerStep:
         self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
         self.optimizer.step()
-        self.strategy.publish(copied=isinstance(self.optimizer, OnePassAdamW))
+        # without waiting: what comes next is a forward, or calls complete_weights()
+        self.strategy.publish(copied=isinstance(self.optimizer, OnePassAdamW), wait=False)
         self.strategy.clear_gradients()
         self.loss_scale.update(overflow)
         attended = self.documents.length_per_token(x) if self.documents else self.whole_window
@@ -110,12 +112,13 @@ class EagerStep:
             loss = self.strategy.forward(x[i], y[i], gradient_scale)
             if self.timer:
                 self.timer.end_forward()
-            loss.backward()
+            with leave_multiprocessors_free(self.sm_carveout if last else 0):
+                loss.backward()
             losses.append(self.low_precision.after_micro_step(loss.detach(), last))
         return torch.stack(losses).mean()
 
     def close(self) -> None:
-        """There is nothing to free."""
+        self.strategy.complete_weights()  # communication ends before the process group does
 
 
 def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -127,11 +127,29 @@ def init_world(config: TrainConfig) -> World:
             _record_collectives(Path(config.out_dir), rank)
         store = _fresh_store(next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0], rank, size)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT, device_id=bind
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=START_TIMEOUT,
+            device_id=bind,
+            pg_options=nccl_options(config) if backend == "nccl" else None,
         )
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(_timeout(config))
     return World(rank, local_rank, size, device, machine_size())
+
+
+def nccl_options(config: TrainConfig):
+    """Of the group of all processes, which every strategy but fsdp_sharding='hybrid' communicates in. None if
+    no key changes any."""
+    if config.nccl_max_ctas is None and not config.nccl_high_priority_stream:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_high_priority_stream)
+    options._timeout = START_TIMEOUT  # torch warns if it differs from init_process_group's
+    if config.nccl_max_ctas is not None:
+        options.config.max_ctas = config.nccl_max_ctas
+    return options
 
 
 def _fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:

@@ -173,35 +173,35 @@ def _replicated_moments(s: _Sizes) -> list[Moment]:
 
 def _sharded_moments(s: _Sizes) -> list[Moment]:
     """Gradients of all but the last micro-step are summed whole, in reduce_dtype. The last backward reduces
-    them block by block to this rank's part; what is outside of the blocks, at its end."""
-    config = s.config
-    several = config.micro_steps > 1
-    gathered, whole = f"gathered weights ({config.dtype})", f"whole gradients ({config.reduce_dtype})"
+    them to this rank's part: head, blocks, embeddings (with a tied head). Fused sums are always there."""
+    config, tied = s.config, s.model.weight_tying
+    several, fused = config.micro_steps > 1, config.gradient_accumulation_fusion
+    gathered = f"gathered weights ({config.dtype})"
+    whole = f"whole gradients ({'float32' if fused else config.reduce_dtype})"
     # After an all-gather, its buffer is kept until the next one. If weights stay gathered, there is none in
     # the second micro-step, which is fuller than the first
     buffer = 0 if several and not config.reshard_after_forward else s.compute * s.block
     resident = s.rest if config.reshard_after_forward else s.parameters
-    in_forward = {gathered: s.compute * resident + buffer, whole: several * s.reduce * s.parameters}
-    # reshard_after_forward: a block, and the block before it, which is gathered ahead
-    ahead = 2 * s.block if config.reshard_after_forward else 0
-    in_backward = {gathered: s.compute * (resident + ahead) + buffer}
-    head = {"head's gradient (float32)": 4 * s.head}
-    # scaled by the gradient of the loss in float32, then rounded
-    head_twice = {"head's gradient (float32), twice, and rounded": (8 + s.compute) * s.head}
-    # autograd's, and the copy that is reduced; the head's waits for the embedding's, which comes last
-    block = several * s.reduce * s.parameters + s.compute * (s.head + s.block) + s.reduce * s.block
-    rest = (max(s.reduce, s.compute) if several else s.compute) * s.rest + s.reduce * s.rest
+    sums, written = (4 * s.parameters, 0) if fused else (several * s.reduce * s.parameters, s.compute)
+    in_forward = {gathered: s.compute * resident + buffer, whole: sums}
+    # a block, and the block before it, which is gathered ahead
+    in_backward = {gathered: s.compute * (resident + 2 * s.block * config.reshard_after_forward) + buffer}
+    own, twice = 0 if fused else s.head, "head's gradient (float32), twice, and rounded"  # scaled, rounded
+    # autograd's, and the copy that is reduced: the head's, until the first block's. Tied, it waits
+    copied = s.reduce * (s.block if tied else max(s.head, s.block))
+    block = sums + written * (s.block + s.head * tied) + copied
+    last = s.rest if tied else s.rest - s.head
+    summed = sums if fused else (max(s.reduce, s.compute) if several else s.compute) * last
     part = {f"gradients ({config.param_dtype})": s.stored * s.parameters / s.shards}
     moments = [
-        {**in_forward, **_loss_moment(s), **head},
-        {**in_forward, **_head_backward(s, 3 * s.compute), **head_twice},
+        {**in_forward, **_loss_moment(s), "head's gradient (float32)": 4 * own},
+        {**in_forward, **_head_backward(s, 3 * s.compute), twice: (8 + s.compute) * own},
         {**in_backward, **_block_backward(s), whole: block},
-        {"activations": 0.0, whole: rest, **part},  # the weights are freed before the gradients are reduced
+        {"activations": 0.0, whole: summed + s.reduce * last, **part},  # the weights are freed before it
     ]
-    if (
-        config.low_precision != "none"
-    ):  # publish() gathers everything again to quantize it: buffers, of which the last is copied out
-        moments.append({gathered: s.compute * (s.parameters + s.rest), "activations": 0.0, **part})
+    if config.low_precision != "none" and not config.overlap_param_gather:  # publish() gathers into buffers
+        again = {gathered: s.compute * (s.parameters + last), whole: sums * fused, "activations": 0.0}
+        moments.append(again | part)
     return moments
 
 

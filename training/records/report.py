@@ -17,6 +17,7 @@ from training.process.memory import GB
 from training.records import units
 from training.records.machine import machine_lines, speed_line
 from training.records.run_record import RunRecord, accumulation_steps
+from training.strategies.parallelize import parallelism_line
 
 log = logging.getLogger("nanomfu")
 
@@ -287,7 +288,7 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
     return [
         ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
         *machine_lines(info),
-        ("Parallelism", _parallelism(config, hardware["parallelism"])),
+        ("Parallelism", parallelism_line(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
         ("Peak per GPU", _peak(hardware["peak"])),
         *([("  fp8", _peak(hardware["peak_fp8"]))] if "peak_fp8" in hardware else []),
@@ -303,16 +304,6 @@ def _fit(micro_batch: dict) -> str:
         return units.memory(needed)
     verdict = "fits" if needed <= available else "does not fit"
     return f"{units.memory(needed)} of {units.memory(available)}: {verdict} by the estimate"
-
-
-def _parallelism(config: TrainConfig, strategy: str) -> str:
-    extras = [
-        f"{config.fsdp_sharding} sharding" * (config.fsdp_sharding != "full"),
-        "reshard after forward" * config.reshard_after_forward,
-        f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
-        "use_zero1=True has no other process to share with" * (config.use_zero1 and strategy == "single"),
-    ]
-    return ", ".join([strategy, *filter(None, extras)])
 
 
 def _peak(peak: dict) -> str:

@@ -22,6 +22,7 @@ from training.process.world import launch_record
 from training.records.machine import machine_info
 from training.records.memory_estimate import estimate_memory
 from training.records.micro_batch import MicroBatch
+from training.strategies.fused_sums import describe_fusion
 from training.strategies.parallelize import strategy_name
 
 # versions that a number depends on
@@ -64,6 +65,7 @@ def startup_info(
         "git": git_state(),
         "attention": attention,
         **describe_ffn_backend(config),
+        **describe_fusion(config),
         **({"cuda_graphs": graphs} if obstacle else {}),
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,

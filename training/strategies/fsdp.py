@@ -18,6 +18,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
+from training.strategies.fused_sums import FusedSums, fuses_gradient_sums
 from training.strategies.strategy import Shard, norm, whole_shape
 
 
@@ -49,7 +50,10 @@ class Fsdp:
         refresh_weights(model)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        # by itself, the head's gradient travels beside the blocks' backward. Tied, it is the embedding's, too
+        self.head = [] if model.config.weight_tying else [model.head]
+        for module in (*self.head, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.module = self.forward = model
         self.world, self.replicas = world, world.size // mesh.shape[-1]
         self.parts = world.size // self.replicas
@@ -57,6 +61,12 @@ class Fsdp:
             Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas, start=self._start(p))
             for name, p in model.named_parameters()
         ]
+        self.sums = FusedSums(model, self._units(), policy) if fuses_gradient_sums(config) else None
+        self.overlap = self.quantized and config.overlap_param_gather
+        self.outdated: set[nn.Module] = set()  # whose quantized weights the next forward writes
+        if self.overlap:
+            for module in (*model.blocks, model.head):  # after FSDP's own hook, which gathers
+                module.register_forward_pre_hook(lambda module, inputs: self._quantize(module))
         if timer:
             self._measure_waits(timer)
 
@@ -68,13 +78,13 @@ class Fsdp:
 
     def _measure_waits(self, timer: WorkTimer) -> None:
         """Puts hooks around FSDP's own hooks, which wait for the weights of other ranks."""
-        for unit in (*self.module.blocks, self.module):
+        for unit in (*self.module.blocks, *self.head, self.module):
             unit.register_forward_pre_hook(lambda module, inputs: timer.begin_wait(), prepend=True)
             unit.register_forward_pre_hook(lambda module, inputs: timer.end_wait())
 
     def _units(self) -> list[FSDPModule]:
-        """The FSDP units, each gathered as a whole: every block, and the rest of the model."""
-        units = [*self.module.blocks, self.module]
+        """The FSDP units, each gathered as a whole: every block, the head, and the rest of the model."""
+        units = [*self.module.blocks, *self.head, self.module]
         return cast("list[FSDPModule]", units)  # fully_shard adds this class to a module's own
 
     def micro_step(self, last: bool) -> None:
@@ -95,9 +105,13 @@ class Fsdp:
         loss, squares = both.unbind()
         return loss, squares.sqrt()
 
-    def publish(self, copied: bool = False) -> None:
+    def publish(self, copied: bool = False, wait: bool = True) -> None:
         """The next forward gathers the new weights and casts them: there are no working copies to write. If
-        weights must be quantized, they are gathered here."""
+        weights must be quantized, they are gathered here; or, with overlap_param_gather, each block quantizes
+        those that its forward gathers."""
+        if self.overlap and not wait:
+            self.outdated.update((*self.module.blocks, self.module.head))
+            return
         if not self.quantized:
             return
         units = self._units()
@@ -108,13 +122,24 @@ class Fsdp:
             if gather is not None:
                 gather.wait()
         refresh_weights(self.module)
+        self.outdated.clear()
         if self.reshard:
-            for unit in units[:-1]:
-                unit.reshard()
+            for block in units[: len(self.module.blocks)]:
+                block.reshard()
+
+    def _quantize(self, module: nn.Module) -> None:
+        if module in self.outdated:
+            refresh_weights(module)
+            self.outdated.remove(module)
+
+    def complete_weights(self) -> None:
+        """A forward gathers its weights itself, and quantizes them if it must."""
 
     def clear_gradients(self) -> None:
         for shard in self.shards:
             shard.parameter.grad = shard.local.grad = None
+        if self.sums:
+            self.sums.clear()
 
     def working_copies(self) -> dict[str, torch.Tensor]:
         return {}  # gathered weights are freed, or written anew from the shards

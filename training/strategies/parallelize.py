@@ -10,8 +10,10 @@ from training.configuration.rules import shards_optimizer
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.fsdp import Fsdp
-from training.strategies.replicated import Replicated, Zero1
+from training.strategies.fused_sums import describe_fusion
+from training.strategies.replicated import Replicated
 from training.strategies.strategy import Strategy
+from training.strategies.zero1 import Zero1
 
 STRATEGIES: dict[str, Callable[[Transformer, TrainConfig, World, WorkTimer | None], Strategy]] = {
     "single": Replicated,
@@ -35,3 +37,27 @@ def strategy_name(config: TrainConfig, world_size: int) -> str:
     if shards_optimizer(config, world_size):
         return "zero1"
     return "ddp" if world_size > 1 else "single"
+
+
+def parallelism_line(config: TrainConfig, strategy: str) -> str:
+    """For the start-up report: 'fsdp, hybrid sharding, gradients travel in bfloat16'."""
+    several = strategy != "single"
+    extras = [
+        f"{config.fsdp_sharding} sharding" * (config.fsdp_sharding != "full"),
+        "reshard after forward" * config.reshard_after_forward,
+        f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
+        "a block waits for its weights in its forward" * (several and config.overlap_param_gather),
+        _sums(config),
+        f"NCCL on at most {config.nccl_max_ctas} multiprocessors" * (several and bool(config.nccl_max_ctas)),
+        "NCCL first on the GPU" * (several and config.nccl_high_priority_stream),
+        f"{config.sm_carveout} multiprocessors left free" * bool(config.sm_carveout),
+        "use_zero1=True has no other process to share with" * (config.use_zero1 and not several),
+    ]
+    return ", ".join([strategy, *filter(None, extras)])
+
+
+def _sums(config: TrainConfig) -> str:
+    found = describe_fusion(config).get("gradient_sums")
+    if not found:
+        return ""
+    return f"gradients summed {found['used']}" + (f" ({found['reason']})" if found["reason"] else "")

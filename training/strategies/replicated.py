@@ -1,5 +1,5 @@
-"""Strategies that hold whole working weights on every rank: one process, DDP and ZeRO-1.
-training/strategies/strategy.py says what each method is for."""
+"""Strategies that hold everything whole on every rank: one process and DDP. ZeRO-1 (zero1.py) changes what
+the optimizer holds. training/strategies/strategy.py says what each method is for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardOn
 
 from model import Transformer
 from ops.embedding import Embedding
@@ -19,10 +16,11 @@ from ops.linear import Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
-from training.process.world import World, all_gather, reduce_scatter
-from training.strategies.strategy import Shard, norm, whole_shape
+from training.process.world import World
+from training.strategies.strategy import Shard, norms
 
 LOSS_ROOM = 4  # floats; so the size of a message stays a multiple of 16 bytes
+REST = "rest"  # the part of the model outside of blocks and head, mainly the embeddings
 
 
 class Bucket:
@@ -37,7 +35,7 @@ class Bucket:
         self, parameters: dict[str, nn.Parameter], world_size: int, dtype: torch.dtype = torch.float32
     ):
         device = next(iter(parameters.values())).device
-        of_matrices = {n: _padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
+        of_matrices = {n: padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
         of_vectors = {n: tuple(p.shape) for n, p in parameters.items() if p.ndim < 2}
         elements = sum(map(math.prod, of_matrices.values()))
         separate = dtype != torch.float32
@@ -58,9 +56,16 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
+def padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
     """The matrix's shape with rows added at the end, so that every rank has the same number of rows."""
     return (-(-len(matrix) // world_size) * world_size, *matrix.shape[1:])
+
+
+def part_of_model(name: str) -> str:
+    """The part that a parameter is communicated with, by its path: a block, the head, or the rest. Tied
+    weights belong to the embedding, so to the rest."""
+    top, *path = name.split(".")
+    return f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else REST
 
 
 class Replicated:
@@ -81,6 +86,7 @@ class Replicated:
         self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
         self.reduce_dtype, self.gradient_dtype = DTYPES[config.reduce_dtype], DTYPES[config.gradient_dtype]
         self.works: list[tuple[dist.Work, Callable[[], object] | None]] = []  # in progress, and what follows
+        self.norms: list[torch.Tensor] = []  # of parts of the gradient, as they arrive
         named = dict(model.named_parameters())
         if world.size > 1:
             for parameter in named.values():
@@ -95,13 +101,11 @@ class Replicated:
 
     def _make_buckets(self, named: dict[str, nn.Parameter]) -> list[Bucket]:
         """One for each block and one for the head, whose reduction starts during the backward. The last one
-        has the rest, mainly the embeddings."""
-        groups: dict[str, dict[str, nn.Parameter]] = {"rest": {}}
+        has the rest."""
+        groups: dict[str, dict[str, nn.Parameter]] = {REST: {}}
         for name, parameter in named.items():
-            top, *path = name.split(".")
-            group = f"blocks.{path[0]}" if top == "blocks" else "head" if top == "head" else "rest"
-            groups.setdefault(group, {})[name] = parameter
-        rest = Bucket(groups.pop("rest"), self.world.size, self.gradient_dtype)
+            groups.setdefault(part_of_model(name), {})[name] = parameter
+        rest = Bucket(groups.pop(REST), self.world.size, self.gradient_dtype)
         buckets = {name: Bucket(p, self.world.size, self.gradient_dtype) for name, p in groups.items()}
         if self.world.size > 1:
             for group, bucket in buckets.items():
@@ -172,28 +176,45 @@ class Replicated:
         return tensor.to(self.reduce_dtype), dist.ReduceOp.AVG
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
-        self.buckets[-1].loss.copy_(loss)
+        """The last bucket is complete only when the backward ends, so nothing of the backward hides its
+        journey. The norms of the others are computed meanwhile."""
+        *others, last = self.buckets
+        last.loss.copy_(loss)
+        sent = len(self.works)  # during the backward
         if self.world.size > 1:
-            self._reduce(self.buckets[-1])
-            for work, then in self.works:
-                work.wait()
-                if then:
-                    then()
-            self.works.clear()
+            self._reduce(last)
+        self._receive(sent)
+        self.norms = self._norms_of(others)
+        self._receive(len(self.works))
+        self.norms += self._norms_of([last])
         if self.param_dtype != torch.float32:
             self._give_gradients_to_optimizer()
 
-    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _receive(self, count: int) -> None:
+        """Waits for the oldest of what is in progress. On a GPU, the stream waits and not the host."""
+        for work, then in self.works[:count]:
+            work.wait()
+            if then:
+                then()
+        del self.works[:count]
+
+    def _norms_of(self, buckets: list[Bucket]) -> list[torch.Tensor]:
         # whole buckets: what is between the gradients, the rows that pad a matrix, is zero
-        whole = [gradients for bucket in self.buckets for gradients in bucket.gradients]
-        return self.buckets[-1].loss, norm(whole, foreach=False)
+        whole = [gradients for bucket in buckets for gradients in bucket.gradients]
+        return [norms(whole, foreach=False)] if whole else []
+
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.buckets[-1].loss, torch.linalg.vector_norm(torch.cat(self.norms)).float()
 
     @torch.no_grad()
-    def publish(self, copied: bool = False) -> None:
+    def publish(self, copied: bool = False, wait: bool = True) -> None:
         """Every rank has made the same update; only the working copies must be renewed."""
         if not copied:
             self._copy_back()
         refresh_weights(self.module)
+
+    def complete_weights(self) -> None:
+        """No weight comes from another rank."""
 
     def _copy_back(self) -> None:
         pairs = [(s.working_copy, s.local) for s in self.shards if s.working_copy is not None]
@@ -218,77 +239,3 @@ class Replicated:
 
     def has_gradients(self) -> bool:
         return any(bool(tensor.any()) for bucket in self.buckets for tensor in bucket.tensors)  # sync point
-
-
-class Zero1(Replicated):
-    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients are replicated; the
-    optimizer's own weights and moments are sharded by rows of the matrices.
-
-    During the last backward, reduce-scatter brings each rank its rows of a gradient, in place. Each rank
-    updates its rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a
-    model, are updated by every rank.
-    """
-
-    def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
-        self.mesh = init_device_mesh(world.device.type, (world.size,))
-        # name -> the working matrix with its padding, which is what is gathered
-        self.padded: dict[str, torch.Tensor] = {}
-        super().__init__(model, config, world, timer)
-
-    def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
-        if parameter.ndim < 2:
-            return super()._make_shard(name, parameter)
-        whole = parameter.data
-        own = whole[self._span(whole)].to(self.param_dtype, copy=True)
-        self.padded[name] = whole.new_zeros(_padded_shape(whole, self.world.size), dtype=self.dtype)
-        self.padded[name][: len(whole)] = whole
-        parameter.data = self.padded[name][: len(whole)]
-        copy = self.padded[name][self._span(whole)][: len(own)]
-        start = self._span(whole).start * whole.shape[1:].numel()
-        return Shard(name, parameter, nn.Parameter(own), working_copy=copy, start=start)
-
-    def _span(self, matrix: torch.Tensor) -> slice:
-        """This rank's rows of a matrix; the last ranks may have fewer, as in DTensor's Shard(0)."""
-        rows = -(-len(matrix) // self.world.size)
-        return slice(self.world.rank * rows, (self.world.rank + 1) * rows)
-
-    def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
-
-    def _reduce(self, bucket: Bucket) -> None:
-        for matrix in bucket.matrices:
-            self._reduce_scatter(matrix)
-        if len(bucket.vectors):
-            self._all_reduce(bucket.vectors)
-
-    def _reduce_scatter(self, matrix: torch.Tensor) -> None:
-        wire, op = self._for_the_wire(matrix)
-        span = self._span(matrix)
-        work = reduce_scatter(wire[span], wire, op=op, async_op=True)
-        self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
-
-    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        squares = norm([shard.grad for shard in self.shards if shard.is_matrix]).square()
-        both = torch.stack([self.buckets[-1].loss / self.world.size, squares])
-        dist.all_reduce(both)
-        loss, squares = both.unbind()
-        vectors = [shard.grad for shard in self.shards if not shard.is_matrix]
-        return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
-
-    @torch.no_grad()
-    def publish(self, copied: bool = False) -> None:
-        if not copied:
-            self._copy_back()
-        # in place: each rank's rows are already where they belong
-        works = [all_gather(whole, whole[self._span(whole)], async_op=True) for whole in self.padded.values()]
-        for work in works:
-            work.wait()
-        refresh_weights(self.module)
-
-    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        if not shard.is_matrix:
-            return tensor
-        shape, stride = whole_shape(shard, tensor)
-        return DTensor.from_local(
-            tensor, self.mesh, [ShardOn(0)], run_check=False, shape=shape, stride=stride
-        )

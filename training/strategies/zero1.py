@@ -1,0 +1,141 @@
+"""ZeRO-1: as DDP, but each rank updates only its rows of the weights. training/strategies/strategy.py says
+what each method is for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOn
+
+from model import Transformer
+from ops.linear import refresh_weights
+from training.configuration.keys import TrainConfig
+from training.process.work_timer import WorkTimer
+from training.process.world import World, all_gather, reduce_scatter
+from training.strategies.replicated import REST, Bucket, Replicated, padded_shape, part_of_model
+from training.strategies.strategy import Shard, norm, norms, whole_shape
+
+
+class Zero1(Replicated):
+    """ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5.1): working weights and gradients are replicated; the
+    optimizer's own weights and moments are sharded by rows of the matrices.
+
+    During the last backward, reduce-scatter brings each rank its rows of a gradient, in place. Each rank
+    updates its rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a
+    model, are updated by every rank.
+
+    overlap_param_gather (Megatron's name): the all-gathers are started in the order in which the forward
+    needs the weights, and each part of the model waits for its own when its next forward begins, outside of
+    its compiled code. So those of later blocks travel beside the forward of earlier ones.
+    """
+
+    def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
+        self.mesh = init_device_mesh(world.device.type, (world.size,))
+        # name -> the working matrix with its padding, which is what is gathered
+        self.padded: dict[str, torch.Tensor] = {}
+        self.gathers: dict[str, list[dist.Work]] = {}  # in progress, by part of the model, in that order
+        self.overlap, self.timer = config.overlap_param_gather, timer
+        super().__init__(model, config, world, timer)
+        self.of_name = {shard.name: shard for shard in self.shards}
+        if self.overlap:
+            self._wait_in_forward()
+
+    def _wait_in_forward(self) -> None:
+        """Before a part's forward, its weights must be there. The rest, mainly embeddings, comes first."""
+        parts = dict.fromkeys(part_of_model(shard.name) for shard in self.shards)
+        for part in parts:
+            module = self.module if part == REST else self.module.get_submodule(part)
+            module.register_forward_pre_hook(lambda module, inputs, part=part: self._complete(part))
+
+    def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
+        if parameter.ndim < 2:
+            return super()._make_shard(name, parameter)
+        whole = parameter.data
+        own = whole[self._span(whole)].to(self.param_dtype, copy=True)
+        self.padded[name] = whole.new_zeros(padded_shape(whole, self.world.size), dtype=self.dtype)
+        self.padded[name][: len(whole)] = whole
+        parameter.data = self.padded[name][: len(whole)]
+        copy = self.padded[name][self._span(whole)][: len(own)]
+        start = self._span(whole).start * whole.shape[1:].numel()
+        return Shard(name, parameter, nn.Parameter(own), working_copy=copy, start=start)
+
+    def _span(self, matrix: torch.Tensor) -> slice:
+        """This rank's rows of a matrix; the last ranks may have fewer, as in DTensor's Shard(0)."""
+        rows = -(-len(matrix) // self.world.size)
+        return slice(self.world.rank * rows, (self.world.rank + 1) * rows)
+
+    def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
+
+    def _reduce(self, bucket: Bucket) -> None:
+        for matrix in bucket.matrices:
+            self._reduce_scatter(matrix)
+        if len(bucket.vectors):
+            self._all_reduce(bucket.vectors)
+
+    def _reduce_scatter(self, matrix: torch.Tensor) -> None:
+        wire, op = self._for_the_wire(matrix)
+        span = self._span(matrix)
+        work = reduce_scatter(wire[span], wire, op=op, async_op=True)
+        self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
+
+    def _norms_of(self, buckets: list[Bucket]) -> list[torch.Tensor]:
+        """Of this rank's rows of the matrices."""
+        names = [name for bucket in buckets for name in bucket.views if name in self.padded]
+        return [norms([self._mine(self.of_name[name], self.views[name]) for name in names])] if names else []
+
+    def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        squares = torch.linalg.vector_norm(torch.cat(self.norms)).float().square()
+        both = torch.stack([self.buckets[-1].loss / self.world.size, squares])
+        dist.all_reduce(both)
+        loss, squares = both.unbind()
+        vectors = [shard.grad for shard in self.shards if not shard.is_matrix]
+        return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
+
+    @torch.no_grad()
+    def publish(self, copied: bool = False, wait: bool = True) -> None:
+        self.complete_weights()  # of an earlier call
+        if not copied:
+            self._copy_back()
+        for shard in self.shards:  # in the model's order, which is the forward's
+            gathers = self.gathers.setdefault(part_of_model(shard.name), [])
+            if shard.is_matrix:
+                whole = self.padded[shard.name]
+                # in place: each rank's rows are already where they belong
+                gathers.append(all_gather(whole, whole[self._span(whole)], async_op=True))
+        if wait or not self.overlap:
+            self.complete_weights()
+
+    def complete_weights(self) -> None:
+        if not self.gathers:
+            return
+        for gathers in self.gathers.values():
+            for gather in gathers:
+                gather.wait()
+        self.gathers.clear()
+        refresh_weights(self.module)
+
+    def _complete(self, part: str) -> None:
+        """The same for one part of the model. It is no work of this rank if it has to wait."""
+        gathers = self.gathers.pop(part, None)
+        if gathers is None:
+            return
+        if self.timer:
+            self.timer.begin_wait()
+        for gather in gathers:
+            gather.wait()
+        if self.timer:
+            self.timer.end_wait()
+        if part != REST:  # which has no weight in low precision
+            refresh_weights(self.module.get_submodule(part))
+
+    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+        if not shard.is_matrix:
+            return tensor
+        shape, stride = whole_shape(shard, tensor)
+        return DTensor.from_local(
+            tensor, self.mesh, [ShardOn(0)], run_check=False, shape=shape, stride=stride
+        )
