@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
@@ -190,7 +190,7 @@ def _peak_flops(startup: dict[str, Any]) -> float | None:
     return peak * 1e12 * gpus if _positive(peak) and _positive(gpus) else None
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
