@@ -17,6 +17,7 @@ from common.text import shorten, shown
 from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.keys import FACTORS, GUARDED, KEYS, YEAR, Key, TrainConfig
+from training.configuration.recomputation import check_recomputation
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
@@ -54,6 +55,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     _check_sharding(config, world_size)
     _check_precision(config)
     _check_ffn_backend(config)
+    check_recomputation(config)
     _check_system(config, world_size)
 
 
