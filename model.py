@@ -23,10 +23,11 @@ from ops.documents import Documents
 from ops.embedding import Embedding
 from ops.float8 import amax_of
 from ops.gelu import gelu
-from ops.heads import Rotary, project_heads
+from ops.heads import Rotary, keeps_copies, project_heads, split_heads
 from ops.linear import Linear
 from ops.norm import Delta, Norm, add_norm, no_delta, normalize
 from ops.quack import fused_feed_forward
+from ops.remade import Remake, again, linear_of_norm, linear_of_swiglu
 from ops.swiglu import pairs, swiglu_feed_forward
 from rope_scaling import RopeScaling
 
@@ -74,13 +75,13 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(width)) if biased else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalize(x, self._norm())
+        return normalize(x, self.settings())
 
     def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """x + delta, its norm, and the norm's amax, in one pass."""
-        return add_norm(x, delta, self._norm())
+        return add_norm(x, delta, self.settings())
 
-    def _norm(self) -> Norm:
+    def settings(self) -> Norm:
         return Norm(self.weight, self.bias, self.eps, self.centered)
 
 
@@ -123,14 +124,37 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, amax: torch.Tensor | None, rotary: Rotary | None, mask: Mask = None
+        self,
+        x: torch.Tensor,
+        amax: torch.Tensor | None,
+        rotary: Rotary | None,
+        mask: Mask = None,
+        remake: Remake | None = None,
     ) -> Delta:
-        norms = self.q_norm, self.k_norm
-        q, k, v = project_heads(x, amax, self.qkv, self.n_head, self.n_kv_head, rotary, *norms)
-        dropout = self.dropout if self.training else 0.0
+        heads = self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm
+        # not with a mask: the kernel of flex attention cannot be kept while q and k are made again
+        copies = mask is None and keeps_copies(x, rotary, self.q_norm)
+        from_qkv = remake is not None and (copies or remake.attention)
+        if remake is None or (self.qkv.low_precision is not None and not from_qkv):
+            return self._project(self._attend(*project_heads(x, amax, self.qkv, *heads), mask))
+
+        def attended(qkv: torch.Tensor) -> torch.Tensor:
+            return self._attend(*split_heads(qkv, *heads), mask)
+
+        qkv = linear_of_norm(self.qkv, x, amax, remake)
+        if not from_qkv:
+            return self._project(attended(qkv))
+        how = {"keep_rng": self.training and self.dropout > 0, "flex": mask is not None}
+        if remake.attention and self.out.low_precision is None:  # then out's input is made again, too
+            return again(lambda qkv: self.out(attended(qkv)), qkv, **how), None
+        return self._project(again(attended, qkv, keep_products=not remake.attention, **how))
+
+    def _attend(self, q, k, v, mask: Mask) -> torch.Tensor:
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
-        y = self.attend(q, k, v, dropout) if mask is None else self.attend(q, k, v, dropout, mask)
-        y = y.flatten(2)  # (B, T, H, D) -> (B, T, A)
+        arguments = (self.dropout if self.training else 0.0, *(() if mask is None else (mask,)))
+        return self.attend(q, k, v, *arguments).flatten(2)  # (B, T, H, D) -> (B, T, A)
+
+    def _project(self, y: torch.Tensor) -> Delta:
         return self.out.delta(y, amax_of(y) if self.out.has_one_scale else None, self.gradient_amax)
 
 
@@ -152,21 +176,34 @@ class FeedForward(nn.Module):
         self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
-    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> Delta:
+    def forward(self, x, amax: torch.Tensor | None = None, remake: Remake | None = None) -> Delta:
+        if remake is not None and self.up.low_precision is None:
+            return self._remaking(linear_of_norm(self.up, x, amax, remake)), None
         if self.backend == "quack":
             return fused_feed_forward(x, self.up, self.down, "swiglu" if self.gated else "gelu")
         if self.swiglu:
             return swiglu_feed_forward(x, amax, self.up, self.down, self.gradient_amax)
-        x = self.up(x, amax)  # (B, T, F), or (B, T, 2F): pairs of gate and up
-        if self.gated:
-            gate, up = pairs(x)
-            return self.down.delta(self.activation(gate) * up, None, self.gradient_amax)
-        return self.down.delta(self.activation(x), None, self.gradient_amax)
+        return self.down.delta(self._activate(self.up(x, amax)), None, self.gradient_amax)
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, F), or (B, T, 2F): pairs of gate and up -> (B, T, F)."""
+        if not self.gated:
+            return self.activation(x)
+        gate, up = pairs(x)
+        return self.activation(gate) * up
+
+    def _remaking(self, x: torch.Tensor) -> torch.Tensor:
+        """down of the activated x, which is not kept."""
+        if self.swiglu:
+            return linear_of_swiglu(self.down, x)
+        return again(lambda x: self.down(self._activate(x)), x, keep_rng=False, keep_products=True)
 
 
 class Block(nn.Module):
     """Pre-norm residual block. The stream comes and goes as (x, delta), what the last layer wants added to x
     not yet added, so that adding and normalizing are one pass."""
+
+    remakes = "nothing"  # or 'memory_bound' or 'attention', as training/optimization/compile.py sets it
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -179,9 +216,13 @@ class Block(nn.Module):
         self, x: torch.Tensor, delta: Delta, rotary: Rotary | None, mask: Mask = None
     ) -> tuple[torch.Tensor, Delta]:
         x, normed, amax = self.attn_norm.add(x, delta)
-        delta = self._drop(self.attn(normed, amax, rotary, mask))
+        delta = self._drop(self.attn(normed, amax, rotary, mask, self._remake(x, self.attn_norm)))
         x, normed, amax = self.ffn_norm.add(x, delta)
-        return x, self._drop(self.ffn(normed, amax))
+        return x, self._drop(self.ffn(normed, amax, self._remake(x, self.ffn_norm)))
+
+    def _remake(self, total: torch.Tensor, norm: RMSNorm) -> Remake | None:
+        remakes = self.remakes != "nothing" and torch.is_grad_enabled()
+        return Remake(total, norm.settings(), self.remakes == "attention") if remakes else None
 
     def _drop(self, delta: Delta) -> Delta:
         value, gradient_amax = delta

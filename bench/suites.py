@@ -87,6 +87,11 @@ SUITES: dict[str, tuple[Variant, ...]] = {
         ),
     ),
     "micro_batch": tuple(Variant(f"{n} x 2048", QWEN3, {**BATCH, "batch_size": n}) for n in (12, 16, 22, 32)),
+    # fastest first; the first one needs 95 GiB
+    "recomputation": tuple(
+        Variant(level, QWEN3, {**BATCH, "activation_checkpointing": level})
+        for level in ("none", "memory_bound", "attention", "selective", "full")
+    ),
     "strategies": (
         Variant("one GPU", QWEN3, BATCH),
         Variant("DDP", QWEN3, BATCH, ALL_GPUS),

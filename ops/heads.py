@@ -77,6 +77,11 @@ def split_heads(
     return q, k, v
 
 
+def keeps_copies(x: torch.Tensor, rotary: Rotary | None, q_norm: HeadNorm | None) -> bool:
+    """Whether attention's q and k are kept beside the qkv that they were computed from."""
+    return rotary is not None and (q_norm is not None or not _kernel_fits(x, rotary))
+
+
 def apply_rotary(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rotates x (B, T, heads, D) in fp32. Su et al. 2021; half-split layout, as in published weights."""
     x1, x2 = x.float().chunk(2, dim=-1)  # (B, T, heads, D/2) each

@@ -94,6 +94,24 @@ def _(x, dh):
     return x.new_empty(x.shape)
 
 
+@custom_op("nanomfu::swiglu_backward_and_product", mutates_args=())
+def swiglu_backward_and_product(x: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """swiglu_backward of x (M, 2F) and dh (M, F), and swiglu(x) (M, F) again, with the forward's bits."""
+    if x.is_cuda:
+        from ops.triton_kernels.swiglu import triton_swiglu_backward_and_product
+
+        return triton_swiglu_backward_and_product(x.contiguous(), dh.contiguous(), AMAX_COLUMNS)
+    gate, up = pairs(x)
+    activated = F.silu(gate)
+    dgate = torch.ops.aten.silu_backward(dh * up, gate)  # rounded where autograd of swiglu() rounds
+    return torch.stack((dgate, dh * activated), dim=-1).flatten(-2), activated * up
+
+
+@swiglu_backward_and_product.register_fake
+def _(x, dh):
+    return x.new_empty(x.shape), x.new_empty(dh.shape)
+
+
 def swiglu_backward_float8(x: torch.Tensor, dh: torch.Tensor, dtype: torch.dtype) -> Float8:
     """swiglu_backward in fp8. On a GPU it is computed twice, first for its amax alone: that moves fewer bytes
     than a gradient in bf16 that a cast reads again, and needs no room for it."""

@@ -23,29 +23,34 @@ STAGED_BYTES = 48 * 1024
 @triton.jit
 def _add_norm_forward(
     x, delta, weight, bias, total, normed, amax, rows, N, C, eps,
-    CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, AGAIN: tl.constexpr = False,
 ):  # fmt: skip
+    """AGAIN: x is total already, and only normed is written."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < C
     at = row * C + column
     sums = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    sums += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-    stored = sums.to(total.dtype.element_ty)
-    tl.store(total + at, stored, mask=inside)
-    sums = stored.to(tl.float32)  # as rounded: the backward will see nothing else
+    if not AGAIN:
+        sums += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        stored = sums.to(total.dtype.element_ty)
+        tl.store(total + at, stored, mask=inside)
+        sums = stored.to(tl.float32)  # as rounded: the backward will see nothing else
     if CENTERED:
         mean = tl.sum(sums, 0) / C
-        tl.store(rows + row, mean)
+        if not AGAIN:
+            tl.store(rows + row, mean)
         sums = tl.where(inside, sums - mean, 0.0)
     scale = tl.rsqrt(tl.sum(sums * sums, 0) / C + eps)
-    tl.store(rows + N + row, scale)
+    if not AGAIN:
+        tl.store(rows + N + row, scale)
     y = sums * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     y = y.to(normed.dtype.element_ty)
     tl.store(normed + at, y, mask=inside)
-    tl.store(amax + row, tl.max(tl.abs(y.to(tl.float32)), 0))
+    if not AGAIN:
+        tl.store(amax + row, tl.max(tl.abs(y.to(tl.float32)), 0))
 
 
 @triton.jit
@@ -106,6 +111,19 @@ def triton_add_norm(
         CENTERED=centered, BIAS=bias is not None, BLOCK=triton.next_power_of_2(C), num_warps=4,
     )  # fmt: skip
     return total, normed, amax, rows
+
+
+def triton_norm(
+    total: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centered: bool
+) -> torch.Tensor:
+    """The norm that triton_add_norm made of this sum (N, C), by the same instructions."""
+    N, C = total.shape
+    normed, unused = torch.empty_like(total), total
+    _add_norm_forward[(N,)](
+        total, unused, weight, weight if bias is None else bias, unused, normed, unused, unused, N, C, eps,
+        CENTERED=centered, BIAS=bias is not None, BLOCK=triton.next_power_of_2(C), AGAIN=True, num_warps=4,
+    )  # fmt: skip
+    return normed
 
 
 def triton_add_norm_backward(

@@ -53,7 +53,10 @@ def _gradients(gate, up, d):
 
 
 @triton.jit
-def _swiglu_backward(x, dh, to, F, AMAX: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(
+    x, dh, to, h, F, AMAX: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr = False
+):  # fmt: skip
+    """PRODUCT: writes h, too, as _swiglu_forward does; else nobody looks at that pointer."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
@@ -67,6 +70,10 @@ def _swiglu_backward(x, dh, to, F, AMAX: tl.constexpr, BLOCK: tl.constexpr):
         both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
         dx = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,)).to(gate.dtype)
         tl.store(to + row * 2 * F + both, dx, mask=both < 2 * F)
+    if PRODUCT:
+        wide = gate.to(tl.float32)
+        y = wide * sigmoid(wide) * up.to(tl.float32)
+        tl.store(h + row * F + column, y.to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -135,15 +142,27 @@ def triton_swiglu_backward(x: torch.Tensor, dh: torch.Tensor, columns: int) -> t
     """dh (N, F) -> dx (N, 2F); a program handles `columns` columns of a row."""
     N, F = dh.shape
     dx = torch.empty_like(x)
-    _swiglu_backward[N, triton.cdiv(F, columns)](x, dh, dx, F, AMAX=False, BLOCK=columns, num_warps=8)
+    _swiglu_backward[N, triton.cdiv(F, columns)](x, dh, dx, dh, F, AMAX=False, BLOCK=columns, num_warps=8)
     return dx
+
+
+def triton_swiglu_backward_and_product(
+    x: torch.Tensor, dh: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """triton_swiglu_backward's dx, and triton_swiglu's h (N, F)."""
+    N, F = dh.shape
+    dx, h = torch.empty_like(x), torch.empty_like(dh)
+    _swiglu_backward[N, triton.cdiv(F, columns)](
+        x, dh, dx, h, F, AMAX=False, BLOCK=columns, PRODUCT=True, num_warps=8
+    )
+    return dx, h
 
 
 def triton_swiglu_backward_amax(x: torch.Tensor, dh: torch.Tensor, columns: int) -> torch.Tensor:
     """The largest magnitudes of triton_swiglu_backward's dx, one for each program."""
     N, F = dh.shape
     amax = torch.empty(N, triton.cdiv(F, columns), dtype=torch.float32, device=x.device)
-    _swiglu_backward[tuple(amax.shape)](x, dh, amax, F, AMAX=True, BLOCK=columns, num_warps=8)
+    _swiglu_backward[tuple(amax.shape)](x, dh, amax, dh, F, AMAX=True, BLOCK=columns, num_warps=8)
     return amax
 
 

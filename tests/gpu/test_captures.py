@@ -41,6 +41,8 @@ CASES = {
     "mxfp8": {"low_precision": "mxfp8", "low_precision_scope": "layers_and_head"},
     "nvfp4": {"low_precision": "nvfp4", "compile": True, "gradient_accumulation_steps": 2},
     "recomputed": {"activation_checkpointing": "full", "loss_chunks": 2},
+    "remade": {"activation_checkpointing": "memory_bound", "compile": True, "gradient_accumulation_steps": 2},
+    "attention remade": {"activation_checkpointing": "attention"},
     "gpt2": {"arch_preset": "gpt2", "num_key_value_heads": None, "bias": True},
     "no clipping": {"grad_clip": 0.0},
 }
@@ -234,8 +236,9 @@ def test_a_capture_can_follow_one_that_failed(dataset):
     again.close()
 
 
-def test_recomputation_with_dropout_falls_back_or_agrees(dataset):
-    keys = {**ON_GPU, "dropout": 0.1, "activation_checkpointing": "full"}
+@pytest.mark.parametrize("level", ["attention", "full"])
+def test_recomputation_with_dropout_falls_back_or_agrees(dataset, level):
+    keys = {**ON_GPU, "dropout": 0.1, "activation_checkpointing": level}
     eager = build(dataset, **keys)
     expected = train(eager)
     parts = build(dataset, **keys)

@@ -22,6 +22,7 @@ KEYS |= {
     "eval_interval": 0,
     "always_save_checkpoint": False,
 }
+GPT2 = {"compile": True, "arch_preset": "gpt2", "num_key_value_heads": None}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,17 @@ KEYS |= {
         {"compile": False},
         {"compile": True, "activation_checkpointing": "full", "loss_chunks": 8},
         {"compile": False, "activation_checkpointing": "full", "loss_chunks": 8},
+        {"compile": True, "activation_checkpointing": "memory_bound", "loss_chunks": 8},
+        {"compile": False, "activation_checkpointing": "memory_bound", "loss_chunks": 8},
+        {"compile": True, "activation_checkpointing": "attention", "loss_chunks": 8},
+        {"compile": False, "activation_checkpointing": "attention", "loss_chunks": 8},
+        {
+            "compile": True,
+            "arch_preset": "gpt2",
+            "activation_checkpointing": "memory_bound",
+            "loss_chunks": 8,
+        },
+        {"compile": True, "activation_checkpointing": "selective", "loss_chunks": 8},
         {"compile": True, "low_precision": "fp8_tensorwise", "low_precision_scope": "layers_and_head"},
     ],
 )

@@ -76,6 +76,8 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "kept": ["--dropout=0.1", "--activation_checkpointing=none"],
     "selective": ["--dropout=0.1", "--activation_checkpointing=selective"],
     "full": ["--dropout=0.1", "--activation_checkpointing=full"],
+    "memory_bound": ["--dropout=0.1", "--activation_checkpointing=memory_bound"],
+    "attention": ["--dropout=0.1", "--activation_checkpointing=attention"],
     "bf16 weights": [*BF16, "--param_dtype=bfloat16"],
     "bf16 weights, part 1": [*BF16, "--param_dtype=bfloat16", f"--max_iters={HALF}"],
     "published shapes": [
@@ -116,10 +118,17 @@ ONE_STRATEGY = {
     ("single", "tied"): [*BF16, *TIED],
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
     ("fsdp", "reshard, full"): ["--reshard_after_forward=True", "--activation_checkpointing=full"],
+    ("fsdp", "reshard, attention"): [
+        *("--dropout=0.1", "--reshard_after_forward=True", "--activation_checkpointing=attention")
+    ],
     ("fsdp", "hybrid on one machine"): ["--fsdp_sharding=hybrid"],
     ("single", "bf16"): BF16,
 }
-COMPILED = {(s, "full, compiled"): ["--activation_checkpointing=full", "--compile=True"] for s in ALL} | {
+COMPILED = {
+    (s, f"{level}, compiled"): [f"--activation_checkpointing={level}", "--compile=True"]
+    for s in ALL
+    for level in ("attention", "full")
+} | {
     ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
     ("zero1", "overlapped, compiled"): [*OVERLAPPED, "--compile=True"],
     ("fsdp", "fused, compiled"): ["--gradient_accumulation_fusion=True", "--compile=True"],
@@ -329,7 +338,7 @@ def test_loss_chunks_do_not_change_the_losses(runs, strategy):
 # --- activation checkpointing ---
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["memory_bound", "attention", "selective", "full"])
 @pytest.mark.parametrize("strategy", ALL)
 def test_recomputed_blocks_have_the_same_masks_losses_and_gradients(runs, strategy, mode):
     """With dropout: a recomputed block must draw the masks that its forward drew."""
@@ -340,11 +349,18 @@ def test_recomputed_blocks_have_the_same_masks_losses_and_gradients(runs, strate
     assert evaluations(recomputed) == pytest.approx(evaluations(kept), rel=1e-6)
 
 
+def test_attention_is_made_again_with_weights_that_fsdp_has_gathered_again(runs):
+    kept, recomputed = runs["fsdp", "kept"], runs["fsdp", "reshard, attention"]
+    assert losses(recomputed) == pytest.approx(losses(kept), rel=1e-6)
+    assert norms(recomputed) == pytest.approx(norms(kept), rel=1e-6)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("level", ["attention", "full"])
 @pytest.mark.parametrize("strategy", ALL)
-def test_compiled_blocks_can_be_recomputed(runs, compiled, strategy):
+def test_compiled_blocks_can_be_recomputed(runs, compiled, strategy, level):
     plain = losses(runs[strategy, "plain"])
-    assert losses(compiled[strategy, "full, compiled"]) == pytest.approx(plain, rel=1e-5)
+    assert losses(compiled[strategy, f"{level}, compiled"]) == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,54 +1,22 @@
 """What the functions around the heads' kernels compute and keep. The kernels need a GPU (tests/gpu); plain
 code stands in for them here."""
 
-import sys
-import types
-
 import pytest
 import torch
-import torch.nn.functional as F
+from support import fake_heads
 from support.tensors import CONFIG, close, fp8_linear, gradients, random, random_bf16
 
 from model import RMSNorm, rotary_angles
-from ops import heads
-from ops.heads import Rotary, apply_rotary, project_heads, split_heads
+from ops.heads import project_heads, split_heads
 
 B, T, C, H, K, D = 2, 5, 32, 4, 2, 16
 ROTARY = rotary_angles(T, D, 1e4)
 NORMED = pytest.mark.parametrize("normed", [True, False])
 
 
-def plain_forward(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps):
-    q, k, _ = qkv.unflatten(-1, (-1, D)).split((n_head, n_kv_head, n_kv_head), dim=2)
-    if q_weight is not None:
-        q, k = F.rms_norm(q, (D,), q_weight.to(q.dtype), eps), F.rms_norm(k, (D,), k_weight.to(k.dtype), eps)
-    return apply_rotary(q, Rotary(cos, sin)), apply_rotary(k, Rotary(cos, sin))
-
-
-def norm_backward(dy, x, weight, eps):
-    dy, x = dy.float(), x.float()
-    scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    n, dn = x * scale, dy * weight
-    return scale * (dn - n * (dn * n).mean(-1, keepdim=True)), (dy * n).sum((0, 1, 2))
-
-
-def plain_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
-    dq, dk = (apply_rotary(d, Rotary(cos, -sin)) for d in (dq, dk))  # the other way round
-    dweights = torch.empty(2, 0)
-    if q_weight is not None:
-        q, k, _ = qkv.unflatten(-1, (-1, D)).split((H, K, K), dim=2)
-        dq, dq_weight = norm_backward(dq, q, q_weight, eps)
-        dk, dk_weight = norm_backward(dk, k, k_weight, eps)
-        dweights = torch.stack([dq_weight, dk_weight])
-    dqkv = torch.cat([dq, dk, dv], dim=2).flatten(2).to(dv.dtype)
-    return dqkv, dqkv.abs().amax().float(), dweights
-
-
 @pytest.fixture
 def kernels(monkeypatch):
-    module = types.SimpleNamespace(triton_heads=plain_forward, triton_heads_backward=plain_backward)
-    monkeypatch.setitem(sys.modules, "ops.triton_kernels.heads", module)
-    monkeypatch.setattr(heads, "_kernel_fits", lambda *_: True)
+    fake_heads.use(monkeypatch)
 
 
 def norms(normed):

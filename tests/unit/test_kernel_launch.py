@@ -133,22 +133,25 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
     from ops.triton_kernels.mxfp8 import triton_mxfp8
-    from ops.triton_kernels.norm import triton_add_norm
+    from ops.triton_kernels.norm import triton_add_norm, triton_norm
     from ops.triton_kernels.nvfp4 import triton_nvfp4, triton_nvfp4_amaxes, triton_nvfp4_square
     from ops.triton_kernels.swiglu import (
         triton_delayed_swiglu_backward,
         triton_swiglu,
         triton_swiglu_backward,
+        triton_swiglu_backward_and_product,
         triton_swiglu_backward_float8,
     )
 
     x, weight, ids = torch.zeros(16, 2048, dtype=BF16), torch.ones(2048), torch.zeros(16, dtype=torch.int64)
     triton_add_norm(x, x, weight, None, 1e-6, False)
+    triton_norm(x, weight, None, 1e-6, False)
     angles = torch.zeros(16, 64)
     triton_heads(x[None].repeat(1, 1, 2), weight[:128], weight[:128], angles, angles, 16, 8, 1e-6)
     start_backwards(tokens=16)
     triton_swiglu(x, 2048)
     triton_swiglu_backward(x, x[:, :1024].contiguous(), 2048)
+    triton_swiglu_backward_and_product(x, x[:, :1024].contiguous(), 2048)
     triton_cross_entropy(x, ids, True)
     triton_add_embedding_gradient(ids, x, torch.zeros(4, 2048))
     one = torch.ones(())

@@ -6,6 +6,7 @@ import pytest
 from support.helpers import ROOT
 
 import model_builder
+from tools.tune.dimensions import RECOMPUTATION
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory, needed_memory, reserved_memory
 
@@ -142,6 +143,26 @@ def test_eager_blocks_need_more_where_compiled_ones_free_earlier():
     ):
         assert total(QWEN, f"{flags} compile=False") > 1.005 * total(QWEN, flags), flags
     assert total(QWEN, "compile=False") == total(QWEN)  # the kernels keep the same
+
+
+def test_each_level_of_the_ladder_needs_less_than_the_one_before_it():
+    levels = reversed(RECOMPUTATION)
+    needed = [total(QWEN, f"activation_checkpointing={level}") for level in levels]
+    assert needed == sorted(needed, reverse=True) and len(set(needed)) == 5
+    assert total(QWEN, "activation_checkpointing=memory_bound") < 76  # GiB, in which the issue wants it
+
+
+def test_low_precision_keeps_its_copies_of_what_the_levels_make_again_in_bfloat16():
+    """q and k are made again there, too."""
+    levels = [f"batch_size=8 {FP8} activation_checkpointing={level}" for level in ("none", "memory_bound")]
+    none, remade = (estimate(QWEN, flags)["activations"] for flags in levels)
+    copies = 24 * 8 * 2048 * (16 + 8) * 128 * 2 / 2**30
+    assert none - remade == pytest.approx(copies)
+
+
+def test_document_masks_keep_q_and_k():
+    documents = "batch_size=8 doc_masking=True activation_checkpointing=memory_bound"
+    assert total("qwen3_1.7b", documents) > total("qwen3_1.7b", documents.replace("True", "False"))
 
 
 def test_only_with_several_micro_steps_does_fsdp_keep_whole_gradients():

@@ -33,7 +33,7 @@ ADVICE = {
     "ceiling": "larger or better shaped matmuls: a larger batch_size, widths that are multiples of 256",
     "matmuls": "other kernels share power, bandwidth and cache: hide less beside them, or see their clock",
     "attention": "another attention_backend, shorter sequences, or doc_masking, which skips other documents",
-    "recomputation": "activation_checkpointing='selective' or 'none', if the memory allows it",
+    "recomputation": "activation_checkpointing='memory_bound' or 'none', if the memory allows it",
     "memory-bound": "compile=True fuses them, more micro-steps share an update; begin with the largest",
     "communication": "more micro-steps per update; reduce_dtype='bfloat16'; compare DDP, ZeRO-1 and FSDP",
     "ranks": "a rank is slower: look for the one that waits least (clock, data, other processes)",

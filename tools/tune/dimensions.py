@@ -37,6 +37,7 @@ class Dimension:
 BATCH = "micro-batch"  # no options: the numbers of sequences that divide those of an iteration, by bisection
 GRAPHED_FROM = 12  # iterations 8 and 9 check the capture, and the first replays follow
 
+RECOMPUTATION = ("full", "selective", "attention", "memory_bound", "none")  # from the least memory
 PRECISIONS = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4")
 
 
@@ -92,7 +93,7 @@ DIMENSIONS = (
     ),
     Dimension(
         "recomputation",
-        tuple(Option(level, {"activation_checkpointing": level}) for level in ("full", "selective", "none")),
+        tuple(Option(level, {"activation_checkpointing": level}) for level in RECOMPUTATION),
     ),
     Dimension(
         "loss_chunks",

@@ -19,6 +19,7 @@ from training.configuration.batch import check_batch
 from training.configuration.key_line import YEAR, Key
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.configuration.processes import check_processes
+from training.configuration.recomputation import check_recomputation
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
@@ -56,6 +57,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_processes(config, world_size)
     _check_precision(config)
     _check_ffn_backend(config)
+    check_recomputation(config)
     _check_system(config, world_size)
 
 

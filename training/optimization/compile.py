@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import Transformer
 from training.configuration.keys import TrainConfig
+from training.configuration.recomputation import REMAKING
 
 SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
 
@@ -26,11 +27,14 @@ def start_compilers(config: TrainConfig) -> None:
 
 def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
     """Replaces forward methods in place; hooks on the modules stay outside of the compiled code."""
+    level = config.activation_checkpointing
     whole = config.compile and config.compile_scope == "whole"
     for i, block in enumerate(model.blocks):
+        if level in REMAKING:  # inside of what is compiled
+            block.remakes = level  # type: ignore[assignment]  # torch types what a ModuleList has as Module
         if config.compile and not whole:
             block.forward = _compiled(block.forward)
-        if is_recomputed(i, config.activation_checkpointing):
+        if is_recomputed(i, level):
             block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
     if whole:
         model.forward = _compiled(model.forward)  # type: ignore[method-assign]  # in place; hooks stay outside
@@ -39,9 +43,9 @@ def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:
-    """Whether this block's activations are dropped after its forward and computed again for its backward.
-    Chen et al. 2016."""
-    stride = {"none": None, "selective": SELECTIVE_STRIDE, "full": 1}[activation_checkpointing]
+    """Whether all of this block's activations are dropped after its forward and computed again for its
+    backward. Chen et al. 2016."""
+    stride = {"selective": SELECTIVE_STRIDE, "full": 1}.get(activation_checkpointing)
     return stride is not None and block % stride == 0
 
 

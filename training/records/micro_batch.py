@@ -39,6 +39,8 @@ SMALL = {
 # What else could make a run fit, from the least slowdown to the greatest.
 REMEDIES: tuple[dict[str, Any], ...] = (
     {},
+    {"activation_checkpointing": "memory_bound"},
+    {"activation_checkpointing": "attention"},
     {"activation_checkpointing": "selective"},
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "full", "adam_dtype": "bfloat16"},

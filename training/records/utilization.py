@@ -22,7 +22,11 @@ FORMULAS = (model_builder_v1, model_builder_v2, model_builder_v3)
 
 def recomputed_flops(flops: dict, config: TrainConfig) -> float | None:
     """FLOPs per token that activation checkpointing adds: one more forward of each recomputed block,
-    attention (the full S x S scores) and feed-forward. None if the formula does not count layers."""
+    attention (the full S x S scores) and feed-forward; or of every attention's two products, at the level
+    'attention'. None if the formula does not count layers."""
+    if config.activation_checkpointing == "attention":
+        parts = [flops["components"].get(f"attention_{name}") for name in ("scores", "context")]
+        return None if None in parts else sum(parts) / config.block_size
     blocks = sum(is_recomputed(i, config.activation_checkpointing) for i in range(config.n_layer))
     if not blocks:
         return 0

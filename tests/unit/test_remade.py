@@ -1,0 +1,221 @@
+"""The levels memory_bound and attention of activation_checkpointing: they change no bit of a gradient,
+compute no more matmuls than they say, and keep as much as the estimate says."""
+
+import os
+import sys
+
+import pytest
+import torch
+from support import fake_heads, warm_python
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.errors import UserError
+from model import manual_attention
+from model_builder import build_model, count_flops
+from ops.heads import Rotary
+from ops.linear import Linear, refresh_weights
+from ops.norm import no_delta
+from training.configuration.keys import TrainConfig
+from training.configuration.rules import check
+from training.hardware.attention_kernels import _sdpa_default
+from training.optimization.compile import compile_and_checkpoint
+from training.optimization.low_precision import use_low_precision
+from training.records.activation_memory import kept_by_a_block
+from training.records.memory_sizes import Sizes
+from training.records.utilization import recomputed_flops
+
+LEVELS = ("memory_bound", "attention")
+B, T = 2, 32
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 128, "d_ff": 384, "vocab_size": 128, "block_size": T}
+LLAMA = {"arch_preset": "llama", "num_key_value_heads": 2}
+MODELS = {
+    "gpt2": {"arch_preset": "gpt2"},
+    "gpt2 with biases": {"arch_preset": "gpt2", "bias": True},
+    "llama": {**LLAMA, "head_dim": 24},  # no power of two: plain heads, as on a GPU
+    "llama with biases": {**LLAMA, "qkv_bias": True},
+    "gated gelu": {**LLAMA, "head_dim": 24, "activation": "gelu"},
+    "qwen3": {"arch_preset": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
+}
+
+
+def configure(kind: str, level: str = "none", **changed) -> TrainConfig:
+    keys = {**SIZES, "batch_size": B, "dtype": "bfloat16", "compile": False, **MODELS[kind], **changed}
+    return TrainConfig(activation_checkpointing=level, **keys)
+
+
+def make(config, attend=_sdpa_default, fused=False):
+    """fused: with working weights in bf16 and fp32 sums of their gradients, as DDP and ZeRO-1 have them."""
+    model = build_model(config.model_config(), attend, torch.bfloat16).init_weights("cpu", seed=0)
+    if fused:
+        model.to(torch.bfloat16)
+        for layer in model.modules():
+            if isinstance(layer, Linear):
+                layer.weight_grad = torch.zeros(layer.weight.shape)
+    compile_and_checkpoint(model, config)
+    return model.train()
+
+
+def micro_steps(model, count=2):
+    """The losses of some micro-steps, and the sums of every gradient."""
+    torch.manual_seed(1)
+    losses = []
+    for i in range(count):
+        ids = torch.arange(B * T).view(B, T).mul(7 + i) % 128
+        loss = model(ids, ids.roll(1, 1))
+        loss.backward()
+        losses.append(loss.item())
+    sums = {n: m.weight_grad for n, m in model.named_modules() if getattr(m, "weight_grad", None) is not None}
+    return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | sums
+
+
+def assert_same(got, expected):
+    assert got[0] == expected[0]
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert gradient.abs().max() > 0 and torch.equal(got[1][name], gradient), name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_and_gradients_are_those_without_recomputation_bit_for_bit(kind, fused):
+    expected = micro_steps(make(configure(kind), fused=fused))
+    for level in LEVELS:
+        assert_same(micro_steps(make(configure(kind, level), fused=fused)), expected)
+
+
+@pytest.mark.parametrize("attend", [_sdpa_default, manual_attention])
+def test_the_masks_of_dropout_are_drawn_again(attend):
+    expected = micro_steps(make(configure("qwen3", dropout=0.2), attend))
+    assert expected[0] != micro_steps(make(configure("qwen3"), attend))[0]
+    for level in LEVELS:
+        assert_same(micro_steps(make(configure("qwen3", level, dropout=0.2), attend)), expected)
+
+
+def test_only_attention_computes_matmuls_twice_and_the_record_counts_them():
+    def flops(level):
+        model, ids = make(configure("qwen3", level), manual_attention), torch.zeros(B, T, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(ids, ids).backward()
+        return counter.get_total_flops()
+
+    assert flops("memory_bound") == flops("none")
+    config = configure("qwen3", "attention")
+    counted = recomputed_flops(count_flops(config.model_config(), T), config)
+    assert flops("attention") - flops("none") == B * T * counted > 0
+
+
+# --- memory ---
+
+
+def compiled(kind: str, level: str, **changed):
+    """Blocks without graph breaks, divided into forward and backward as on a GPU, with torch's kernels."""
+    model = make(configure(kind, level, **changed), fused=True)
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    return model
+
+
+def assert_kept_as_estimated(kind: str, level: str):
+    model = compiled(kind, level)
+    x = torch.randn(B, T, 128, dtype=torch.bfloat16).requires_grad_()
+    rotary = None if model.positions is not None else Rotary(model.rotary_cos[:T], model.rotary_sin[:T])
+    sums = [layer.weight_grad for layer in model.modules() if isinstance(layer, Linear)]
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *sums)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y, (delta, _) = model.blocks[0](x, no_delta(x), rotary)
+    config = configure(kind, level, compile=True)
+    sizes = Sizes.of(config.model_config(), 1, config, 1)
+    assert sum(kept.values()) / (B * T) == pytest.approx(kept_by_a_block(sizes, 0), rel=0.03)
+
+
+@pytest.mark.parametrize("level", ["none", *LEVELS])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gated gelu", "qwen3"])
+def test_a_compiled_block_keeps_what_the_estimate_says(kind, level):
+    assert_kept_as_estimated(kind, level)
+
+
+@pytest.mark.parametrize("kind", ["llama with biases", "qwen3"])
+def test_the_kernel_of_the_heads_runs_again_where_that_saves_memory(kind, monkeypatch):
+    """As on a GPU: without QK-norm, nothing keeps qkv beside q and k, until attention is made again."""
+    fake_heads.use(monkeypatch)
+    expected = micro_steps(make(configure(kind), fused=True))
+    for level in LEVELS:
+        assert_same(micro_steps(make(configure(kind, level), fused=True)), expected)
+        assert_kept_as_estimated(kind, level)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "nvfp4"])
+def test_layers_in_low_precision_have_the_same_bits(recipe, monkeypatch):
+    fake_heads.use(monkeypatch)
+
+    def steps(level):
+        config = configure("qwen3", level, low_precision=recipe)
+        model = make(config)
+        model.to(torch.bfloat16)
+        use_low_precision(model, config)
+        refresh_weights(model)
+        return micro_steps(model)
+
+    expected = steps("none")
+    for level in LEVELS:
+        assert_same(steps(level), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama with biases", "qwen3"])
+def test_compiled_blocks_have_the_same_bits_and_are_compiled_as_one(kind):
+    """With RMSNorm: the compiler takes LayerNorm apart, and rounds otherwise than the operation that makes it
+    again on a CPU. On a GPU both are one kernel."""
+    counters = torch._dynamo.utils.counters
+    expected = micro_steps(compiled(kind, "none", dropout=0.2))
+    for level in LEVELS:
+        model = compiled(kind, level, dropout=0.2)
+        counters.clear()
+        assert_same(micro_steps(model), expected)
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+# --- kernels, and what does not go together ---
+
+
+@pytest.mark.slow
+def test_the_kernels_make_the_bits_of_the_forward_again():
+    """In Triton's interpreter, which counts when triton is imported."""
+    pytest.importorskip("triton")
+    done = warm_python.run(
+        [sys.executable, "-m", "support.remade_inputs"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "equal\n", done.stderr
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_quack_keeps_what_the_levels_make_again(level):
+    with pytest.raises(UserError, match=f"{level}' makes again .* set activation_checkpointing='selective'"):
+        check(configure("qwen3", level, ffn_backend="quack"), 1)
+
+
+def test_a_level_that_saves_nothing_is_refused():
+    fp8 = {"low_precision": "fp8_tensorwise"}
+    for config in (
+        configure("llama with biases", "memory_bound", **fp8),
+        configure("qwen3", "memory_bound", doc_masking=True, **fp8),
+    ):
+        with pytest.raises(UserError, match="saves nothing here.* set activation_checkpointing='attention'"):
+            check(config, 1)
+    check(configure("qwen3", "memory_bound", **fp8), 1)
+    check(configure("llama", "memory_bound", **fp8), 1)
+    check(configure("llama with biases", "attention", **fp8), 1)
+    check(configure("llama with biases", "memory_bound", low_precision_skip_first=1, **fp8), 1)
