@@ -1,8 +1,8 @@
 """Seconds of single operations on this machine: a Linear's three products, one layer's attention, a copy.
 
 The traps: a GPU at its power limit runs the first tenth of a second faster than the rest, and zeros draw less
-power than data. So each figure is the median of many samples after a second or more of the same work, on
-random numbers.
+power than data. So each figure is the median of several samples after work that warmed the GPU up, on random
+numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -19,15 +20,31 @@ from ops.float8 import FORWARD, GRADIENT
 from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 
-# seconds of warm-up, seconds of a sample, samples, bytes that the copy reads
-TIMING = {"cuda": (1.0, 0.05, 15, 2**30), "cpu": (0.02, 0.005, 5, 2**24)}
+
+class Timing(NamedTuple):
+    """How long an operation is timed."""
+
+    warmup_s: float
+    sample_s: float
+    samples: int
+
+    @property
+    def seconds(self) -> float:
+        return self.warmup_s + self.samples * self.sample_s
+
+
+TIMING = {"cuda": Timing(1.0, 0.05, 15), "cpu": Timing(0.02, 0.005, 5)}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}  # that the copy reads
 BACKWARD_FACTOR = 2.5  # five products to the forward's two: it computes the scores again (Dao 2023, sec. 4)
 
 
-def time_matmul(M: int, K: int, N: int, dtype: str, device: torch.device) -> dict:
+def time_matmul(
+    M: int, K: int, N: int, dtype: str, device: torch.device, timing: Timing | None = None
+) -> dict:
     """Seconds and TFLOPS of x (M, K) times a Linear's weight (N, K), and of its two gradients."""
     make = _fp8_products if dtype == "fp8" else _products
-    seconds = {name: seconds_per_call(call, device) for name, call in make(M, K, N, dtype, device)}
+    calls = make(M, K, N, dtype, device)
+    seconds = {name: seconds_per_call(call, device, timing) for name, call in calls}
     rates = {name: 2 * M * K * N / value / 1e12 for name, value in seconds.items()}
     return {"M": M, "K": K, "N": N, "seconds": seconds, "tflops": rates}
 
@@ -60,7 +77,13 @@ def _fp8_products(M: int, K: int, N: int, dtype: str, device: torch.device):
         )
 
 
-def time_attention(config: TrainConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict:
+def time_attention(
+    config: TrainConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    timing: Timing | None = None,
+) -> dict:
     """One layer's attention. Rates are by causal FLOPs: the kernels skip the other half."""
     choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
     B, T, D = config.micro_batch, config.block_size, model.head_dim
@@ -71,9 +94,9 @@ def time_attention(config: TrainConfig, model: ModelConfig, dtype: torch.dtype, 
     y = choice.attend(q, k, v, 0.0)
     dy = torch.randn_like(y)
     seconds = {
-        "forward": seconds_per_call(lambda: choice.attend(q, k, v, 0.0), device),
+        "forward": seconds_per_call(lambda: choice.attend(q, k, v, 0.0), device, timing),
         "backward": seconds_per_call(
-            lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True), device
+            lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True), device, timing
         ),
     }
     causal = 2 * B * T * T * model.n_head * D  # two products, half of each
@@ -84,17 +107,17 @@ def time_attention(config: TrainConfig, model: ModelConfig, dtype: torch.dtype, 
     return {"used": choice.used, "kernel": choice.kernel, "seconds": seconds, "causal_tflops": rates}
 
 
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth(device: torch.device, timing: Timing | None = None) -> float:
     """GB/s of a large copy on the device, bytes read plus bytes written."""
-    size = TIMING[device.type][3]
+    size = COPY_BYTES[device.type]
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * size / seconds_per_call(lambda: target.copy_(source), device) / 1e9
+    return 2 * size / seconds_per_call(lambda: target.copy_(source), device, timing) / 1e9
 
 
-def seconds_per_call(call: Callable[[], object], device: torch.device) -> float:
+def seconds_per_call(call: Callable[[], object], device: torch.device, timing: Timing | None = None) -> float:
     """The median of samples, each of as many calls as fill it, after the warm-up."""
-    warmup_s, sample_s, samples, _ = TIMING[device.type]
+    warmup_s, sample_s, samples = timing or TIMING[device.type]
 
     def sample(calls: int) -> float:
         began = time.perf_counter()

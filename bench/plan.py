@@ -50,6 +50,7 @@ class Entry:
     problem: str | None = None  # why it cannot be started
     peer: str | None = None  # names of the entries that it is compared with
     roofline: str | None = None
+    dtype: str = ""  # compute dtype, which the peak depends on
     runs: list[dict] = field(default_factory=list)
     facts: dict = field(default_factory=dict)  # what the last successful run reported about itself
     result: dict | None = None
@@ -71,6 +72,23 @@ def check_overrides(
             raise UserError(f"{key} is the benchmark's to set; use {instead}")
 
 
+def check_varied(variants: tuple[Variant, ...], overrides: list[str]) -> None:
+    """Raises UserError for a flag of a key in which variants of one config differ: it would make them equal,
+    under names that say otherwise."""
+    for flag in overrides:
+        key = flag.removeprefix("--").partition("=")[0]
+        for config in {variant.config for variant in variants}:
+            ours = [variant for variant in variants if variant.config == config]
+            values = {repr(variant.overrides.get(key, "the config's own")) for variant in ours}
+            if len(values) > 1:
+                first = next(v for v in ours if key in v.overrides)
+                raise UserError(
+                    f"{flag} would set {key} in every variant, and they differ in it (variant "
+                    f"{first.name!r} has {first.overrides[key]!r}); leave the flag out, or measure one "
+                    "config with --config"
+                )
+
+
 def iteration_flags(iters: int, warmup: int) -> list[str]:
     """For the first iteration, the warm-up and `iters` timed ones; no row mixes the last two."""
     fits = [n for n in range(1, iters + 1) if not iters % n and not warmup % n and iters // n >= MIN_ROWS]
@@ -85,7 +103,7 @@ def make_plan(
     dataset: Callable[[TrainConfig], str | Path] | None,
     gpus: int,
     peer: str | None,
-    roofline: bool,
+    roofline: str | None,
     keys: dict[str, object] = FIXED,
 ) -> list[Entry]:
     """The ceilings first, then each variant, followed by its peer unless an earlier variant has the same one.
@@ -101,7 +119,8 @@ def make_plan(
         """The name of the entry of this kind and key, which is added if there is none."""
         if (kind, key) not in shared:
             shared[kind, key] = f"{label}: {entry.name}"
-            entries.append(Entry(kind, shared[kind, key], argv, processes, entry.device))
+            name = shared[kind, key]
+            entries.append(Entry(kind, name, argv, processes, entry.device, dtype=entry.dtype))
         return shared[kind, key]
 
     for variant in variants:
@@ -115,7 +134,7 @@ def make_plan(
         except UserError as error:
             entry.problem = str(error).splitlines()[0]
             continue
-        entry.device = config.device
+        entry.device, entry.dtype = config.device, config.dtype
         if config.device == "cuda" and 0 < gpus < processes:
             entry.problem = f"needs {processes} or more GPUs, this machine has {gpus}"
             continue
@@ -123,6 +142,7 @@ def make_plan(
             argv.append(f"--dataset={dataset(config)}")
         if roofline:
             one = [*argv, "--use_zero1=False", "--use_fsdp=False"]  # these two need several processes
+            one += ["--fresh"] * (roofline == "fresh")
             key = _roofline_key(config)
             entry.roofline = share(ceilings, "roofline", "ceiling", key, entry, one, 1)
         if peer:

@@ -1,6 +1,7 @@
 """The ceiling of this machine for this model: the time of its matmuls and its attention, if nothing else ran.
 
     python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16
+    python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16 --fresh
 
 Each matmul at its own shape (forward, gradient of the input, gradient of the weight; M = the tokens of a
 micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses; and
@@ -8,12 +9,16 @@ copy bandwidth. Matmuls and attention one after another are the shortest possibl
 this ceiling that a run reaches says what is left in everything else: norms, casts, loss, optimizer, launches,
 communication.
 
-With low_precision the matmuls that it covers are timed in fp8, too, without the casts, and the ceiling takes
-these. The last line of the output is one line of JSON.
+With a recipe that has one scale for a tensor, the matmuls that it covers are timed in fp8, too, without the
+casts, and the ceiling takes these. Other recipes, and fp8_blockwise, have the ceiling of bf16.
+
+It takes BUDGET_S, however many operations there are. The result is saved for later runs on the same GPU with
+the same versions (roofline_file.py); --fresh measures again. The last line of the output is one line of JSON.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections import Counter
@@ -21,8 +26,9 @@ from collections import Counter
 import torch
 
 import model_builder
-from bench.operations import copy_bandwidth, time_attention, time_matmul
+from bench.operations import TIMING, Timing, copy_bandwidth, seconds_per_call, time_attention, time_matmul
 from bench.process import end_with_status
+from bench.roofline_file import read_saved, save
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
 from ops.recipes import ONE_SCALE
@@ -34,14 +40,25 @@ from training.process.world import World, check_device
 from training.records.micro_batch import resolve_micro_batch
 
 HEAD = "lm_head"  # the one matmul outside the blocks
+FRESH = "--fresh"
+# Of a GPU's time, for all operations together. One second of matmuls first brings the chip to the clock that
+# its power allows. The operations follow one another without a pause, so it stays there, and each needs only
+# a fraction of a second: a quarter of it is not timed, as neighbors draw different power.
+BUDGET_S, HEAT_S = 9.0, 1.0
+HEAT_N = 8192  # of the square matrices
+SAMPLES, UNTIMED = 6, 0.25
 
 
 def main(argv: list[str]) -> int:
-    config = load_run_config(argv)
+    fresh = FRESH in argv
+    config = load_run_config([argument for argument in argv if argument != FRESH])
     check_device(config)
     device = torch.device(config.device)
     config, _ = resolve_micro_batch(config, World(0, 0, 1, device))
-    measured = measure(config, device)
+    measured = None if fresh else read_saved(config, device)
+    if measured is None:
+        measured = measure(config, device)
+        save(measured, config, device)
     print("\n".join(lines(measured)))
     print(json.dumps(measured))
     return 0
@@ -51,24 +68,46 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
     """Every rate, and the ceiling that follows from them, for one micro-batch on one GPU."""
     model, dtype = config.model_config(), DTYPES[config.dtype]
     tokens = config.micro_batch * config.block_size
+    cases = [
+        (name, inputs, outputs, count, kind)
+        for (name, inputs, outputs), count in matmul_shapes(model).items()
+        for kind in (str(dtype).removeprefix("torch."), *["fp8"] * runs_in_fp8(name, config))
+    ]
+    timing = share_of_budget(3 * len(cases) + 3, device)
+    heat(device)
     matmuls = []
-    for (name, inputs, outputs), count in matmul_shapes(model).items():
-        low = runs_in_fp8(name, config)
-        for kind in (str(dtype).removeprefix("torch."), *["fp8"] * low):
-            timed = time_matmul(tokens, inputs, outputs, kind, device)
-            used = (kind == "fp8") == low
-            matmuls.append({"name": name, "count": count, "dtype": kind, "in_ceiling": used, **timed})
-    attention = {"count": model.n_layer, **time_attention(config, model, dtype, device)}
+    for name, inputs, outputs, count, kind in cases:
+        timed = time_matmul(tokens, inputs, outputs, kind, device, timing)
+        used = (kind == "fp8") == runs_in_fp8(name, config)
+        matmuls.append({"name": name, "count": count, "dtype": kind, "in_ceiling": used, **timed})
+    attention = {"count": model.n_layer, **time_attention(config, model, dtype, device, timing)}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     peak = resolve_peak(config.peak_tflops, gpu, config.dtype, config.use_sparse_specs, device)
     return {
         "device": gpu or "CPU",
+        "measured": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "tokens": tokens,
         "matmuls": matmuls,
         "attention": attention,
-        "copy_gb_per_s": copy_bandwidth(device),
+        "copy_gb_per_s": copy_bandwidth(device, timing),
         "ceiling": ceiling(config, tokens, matmuls, attention, peak),
     }
+
+
+def share_of_budget(operations: int, device: torch.device) -> Timing:
+    """How long each of so many operations is timed."""
+    if device.type == "cpu":
+        return TIMING["cpu"]
+    seconds = (BUDGET_S - HEAT_S) / operations
+    return Timing(UNTIMED * seconds, (1 - UNTIMED) * seconds / SAMPLES, SAMPLES)
+
+
+def heat(device: torch.device) -> None:
+    """Matmuls until the GPU's clock is that of sustained work."""
+    if device.type == "cpu":
+        return
+    a, b = torch.randn(2, HEAT_N, HEAT_N, device=device).bfloat16()
+    seconds_per_call(lambda: torch.mm(a, b), device, Timing(HEAT_S, 0.0, 1))
 
 
 def ceiling(config: TrainConfig, tokens: int, matmuls: list[dict], attention: dict, peak: Peak) -> dict:
@@ -107,7 +146,8 @@ def runs_in_fp8(name: str, config: TrainConfig) -> bool:
 def lines(measured: dict) -> list[str]:
     """The result for a reader."""
     tokens, found = measured["tokens"], measured["ceiling"]
-    text = [f"{measured['device']}, {tokens:,} tokens; TFLOPS forward / dgrad / wgrad"]
+    text = [f"{measured['device']}, {tokens:,} tokens, measured {measured['measured']}"]
+    text.append("TFLOPS forward / dgrad / wgrad:")
     for m in measured["matmuls"]:
         rates = " / ".join(f"{rate:.4g}" for rate in m["tflops"].values())
         text.append(f"{m['count']:4} x {m['name']:<8} {m['K']:>6} to {m['N']:<6} {m['dtype']:<9} {rates}")

@@ -51,12 +51,14 @@ def run_folder(entry: Entry, repeat: int, folder: Path) -> Path:
 
 
 def stated_peak(entry: Entry, entries: list[Entry]) -> list[str]:
-    """The flag that gives a peer the peak that its variant measured, since a second measurement would differ.
-    Empty for other entries, and where the peak was not measured."""
-    if entry.kind != "peer":
-        return []
-    peaks = [other.facts["peak"] for other in entries if other.peer == entry.name and other.facts]
-    return [f"--peak_tflops={peak['tflops_per_gpu']}" for peak in peaks if peak["measured"]][:1]
+    """The flag that gives a run the peak that an earlier one of the table measured: a second measurement
+    would differ, and one table has one peak for each dtype. Empty where no peak was measured."""
+    alike = [other for other in entries if (other.dtype, other.device) == (entry.dtype, entry.device)]
+    ceilings = [other.result["ceiling"] for other in alike if other.kind == "roofline" and other.result]
+    peaks = [found["peak_tflops"] for found in ceilings if found["peak_source"].startswith("measured")]
+    facts = [other.facts["peak"] for other in alike if other.kind == "variant" and other.facts]
+    peaks += [peak["tflops_per_gpu"] for peak in facts if peak["measured"]]
+    return [f"--peak_tflops={peaks[0]}"] if peaks else []
 
 
 def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:

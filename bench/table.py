@@ -103,8 +103,8 @@ def _ceiling_line(name: str, result: dict) -> str:
     mfu = f"{found['mfu_percent']:.2f} % MFU, " if found["mfu_percent"] else ""
     attention = result["attention"]
     return (
-        f"{name}: {mfu}{found['tokens_per_sec']:,.0f} tokens/s per GPU; per micro-batch of "
-        f"{result['tokens']:,} tokens {1000 * found['matmul_seconds']:.1f} ms in matmuls, "
+        f"{name}, measured {result['measured']}: {mfu}{found['tokens_per_sec']:,.0f} tokens/s per GPU; "
+        f"per micro-batch of {result['tokens']:,} tokens {1000 * found['matmul_seconds']:.1f} ms in matmuls, "
         f"{1000 * found['attention_seconds']:.1f} ms in attention ({attention['used']} "
         f"[{attention['kernel']}]); copy {result['copy_gb_per_s']:,.0f} GB/s"
     )
@@ -128,14 +128,25 @@ def document_lines(content: dict, entries: list[Entry]) -> list[str]:
     hardware, software = facts.get("hardware", {}), facts.get("software", content["software"])
     machine = hardware.get("gpu_name") or content["software"]["gpu_name"]
     versions = ", ".join(f"{name} {v}" for name, v in software.items() if v and name != "gpu_name")
-    git, peak = content["git"], hardware.get("peak", {})
+    git = content["git"]
     commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
     peers = sorted({e.facts["peer"] for e in entries if e.kind == "peer" and e.facts})
     lines = [f"## {content['date'][:10]}, {machine}, bench suite {content['suite']}", ""]
     lines += [f"    {content['command']}", "", "; ".join([versions, *peers, commit]) + "."]
-    if peak.get("tflops_per_gpu"):
-        lines.append(f"Peak per GPU: {peak['tflops_per_gpu']:.4g} TFLOPS, {peak['source']}.")
+    lines += [f"Peak per GPU: {peak}." for peak in peaks(entries)]
     return [*lines, "", *table_lines(entries), "", LEGEND]
+
+
+def peaks(entries: list[Entry]) -> list[str]:
+    """The peak that MFU is a share of, for each dtype in the table. A run that was given the peak of an
+    earlier one says that it was stated; the first one says where it is from."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        peak = entry.facts.get("peak") if entry.kind == "variant" else None
+        if peak and peak.get("tflops_per_gpu"):
+            rate = f"{peak['tflops_per_gpu']:.4g} TFLOPS in {entry.dtype}"
+            found.setdefault(entry.dtype, f"{rate}, {peak['source']}")
+    return list(found.values())
 
 
 # --- the folder, of every benchmark that makes a table ---

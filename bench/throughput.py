@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, iteration_flags, make_plan
+from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
 from bench.runner import run_entry
-from bench.suites import SUITES
+from bench.suites import SUITES, Variant
 from bench.table import document_lines, new_folder, result_line, save_table, table_lines
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
@@ -51,9 +51,11 @@ def main(argv: list[str]) -> int:
             "first: cp mfu_versions/model_builder_v3.py model_builder.py"
         )
     started = datetime.datetime.now().astimezone()
-    folder = new_folder(arguments.output, f"{arguments.suite}_{started:%Y%m%d_%H%M%S}")
+    name, variants = chosen(arguments)
+    check_varied(variants, overrides)
+    folder = new_folder(arguments.output, f"{name}_{started:%Y%m%d_%H%M%S}")
     entries = make_plan(
-        SUITES[arguments.suite],
+        variants,
         [*overrides, *iteration_flags(arguments.iters, arguments.warmup)],
         dataset_chooser(arguments.dataset, folder),
         torch.cuda.device_count(),
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> int:
         arguments.roofline,
     )
     content = {
-        "suite": arguments.suite,
+        "suite": name,
         "date": started.isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.throughput", *argv]),
         "arguments": {**vars(arguments), "overrides": overrides},
@@ -92,7 +94,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--suite", required=True, choices=SUITES, help="which variants")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--suite", choices=SUITES, help="which variants")
+    which.add_argument("--config", type=user_path, help="one variant: this config file of train.py")
     parser.add_argument(
         "--iters", type=whole_number(1, ITERS_MAX), default=20, help="timed iterations of a run (20)"
     )
@@ -108,12 +112,26 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--dataset", type=user_path, help="instead of the configs' own; 'random' makes one of random tokens"
     )
     parser.add_argument("--peer", choices=("transformers",), help="run this implementation, too")
-    parser.add_argument("--roofline", action="store_true", help="measure this machine's ceiling, too")
+    parser.add_argument(
+        "--roofline",
+        nargs="?",
+        const="saved",
+        choices=("saved", "fresh"),
+        help="compare with this machine's ceiling, as it was measured before, or fresh",
+    )
     parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
     parser.add_argument("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
     flags, rest = take_flags(argv, OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
     return options, flags + unknown
+
+
+def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
+    """The name of the suite, or of the config, and the variants."""
+    if arguments.suite:
+        return arguments.suite, SUITES[arguments.suite]
+    path = Path(arguments.config).resolve()  # absolute, because the runs start in the repository's root
+    return path.stem, (Variant(path.stem, str(path)),)
 
 
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:

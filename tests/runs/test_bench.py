@@ -17,13 +17,14 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import checkpointing, operations, roofline, throughput
-from bench.plan import Entry, iteration_flags, make_plan
+from bench import checkpointing, operations, roofline, roofline_file, throughput
+from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, run_process
 from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
+from bench.runner import stated_peak
 from bench.suites import SUITES, Variant
-from bench.table import COLUMNS, note
+from bench.table import COLUMNS, note, peaks
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from model import rotary_angles
@@ -286,7 +287,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
         Variant("larger", config, {"batch_size": 32}),
         Variant("two processes", config, {"use_zero1": True}, 2),
     )
-    plan = make_plan(variants, [], None, gpus=0, peer="transformers", roofline=True)
+    plan = make_plan(variants, [], None, gpus=0, peer="transformers", roofline="saved")
     entries = {entry.name: entry for entry in plan}
     peers, ceilings = ([entries[v.name].__dict__[kind] for v in variants] for kind in ("peer", "roofline"))
     assert peers[0] == peers[1] and len(set(peers)) == 3
@@ -300,7 +301,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
     "gpus, processes, problem", [(1, 2, "needs 2 or more GPUs"), (8, 8, None), (0, 2, None)]
 )
 def test_strategies_take_all_gpus(gpus, processes, problem):
-    one, *several = make_plan(SUITES["strategies"], [], None, gpus, None, False)
+    one, *several = make_plan(SUITES["strategies"], [], None, gpus, None, None)
     assert one.processes == 1 and one.problem is None
     for entry in several:
         assert entry.processes == processes
@@ -505,7 +506,7 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
 
 
 def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
-    def half_a_second(call, device):
+    def half_a_second(call, device, timing=None):
         call()
         return 0.5
 
@@ -516,7 +517,7 @@ def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
     attention = operations.time_attention(config, config.model_config(), torch.float32, CPU)
     forward = 4 * 4 * 48 * 2 * (128 * 128 / 2) / 0.5 / 1e12  # 4 heads of 48, half of the scores, 2 sequences
     assert attention["causal_tflops"] == pytest.approx({"forward": forward, "backward": 2 * forward})
-    assert operations.copy_bandwidth(CPU) == 2 * operations.TIMING["cpu"][3] / 0.5 / 1e9
+    assert operations.copy_bandwidth(CPU) == 2 * operations.COPY_BYTES["cpu"] / 0.5 / 1e9
 
 
 def test_a_call_is_timed_by_its_median_sample(monkeypatch):
@@ -566,3 +567,98 @@ def test_cost_of_a_checkpoint_is_read_from_the_record():
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert cells[2] == ["m", *"22.00 100.0 0.200 2.00 3.00 110.0".split(), "+10.0 %", "1.000 x 10.0 GiB", ""]
     assert cells[3] == ["n", *[""] * 8, "why"] and len(set(map(len, lines))) == 1
+
+
+# --- ceilings that were measured before ---
+
+
+@pytest.mark.parametrize("name", ["full_qwen3_1.8b_optimal", "full_llama3_2.2b_chinchilla"])
+def test_ceiling_of_a_full_model_is_measured_within_its_budget(name, monkeypatch):
+    """Also with every matmul in fp8, too."""
+    spent = []
+
+    def spend(call, device, timing):
+        spent.append(timing.seconds)
+        return 0.1
+
+    def fake_attention(config, model, dtype, device, timing):
+        seconds = {name: spend(None, device, timing) for name in ("forward", "backward")}
+        return {"used": "sdpa", "kernel": "", "seconds": seconds, "causal_tflops": seconds}
+
+    share = roofline.share_of_budget
+    for function in ("_products", "_fp8_products"):
+        monkeypatch.setattr(
+            operations, function, lambda *_: [(n, None) for n in ("forward", "dgrad", "wgrad")]
+        )
+    monkeypatch.setattr(operations, "seconds_per_call", spend)
+    monkeypatch.setattr(roofline, "heat", lambda device: spent.append(roofline.HEAT_S))
+    monkeypatch.setattr(
+        roofline, "share_of_budget", lambda number, device: share(number, torch.device("cuda"))
+    )
+    monkeypatch.setattr(roofline, "time_attention", fake_attention)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device, timing: spend(None, device, timing))
+    head = ["--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head", "--peak_tflops=1"]
+    config = load_config([str(ROOT / f"config/{name}.py"), "--batch_size=16", *head])
+    roofline.measure(config, CPU)
+    assert len(spent) > 20 and sum(spent) < 10  # then the start of the process makes no 15 s of it
+
+
+def test_ceiling_is_read_again_on_the_same_gpu_and_measured_on_another(tmp_path, monkeypatch):
+    gpu = {"uuid": "one"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(roofline_file, "_identity", lambda config, device: {**gpu, "dtype": config.dtype})
+    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
+    cuda = torch.device("cuda")
+    assert roofline_file.read_saved(config, cuda) is None
+    roofline_file.save({"tokens": 256}, config, cuda)
+    assert roofline_file.read_saved(config, cuda) == {"tokens": 256}
+    gpu["uuid"] = "another"
+    assert roofline_file.read_saved(config, cuda) is None
+    gpu["uuid"] = "one"
+    (path,) = (tmp_path / "nanomfu/roofline").iterdir()
+    path.write_text("{")
+    assert roofline_file.read_saved(config, cuda) is None
+    roofline_file.save({"tokens": 256}, config, CPU)  # a CPU's is not kept
+    assert path.read_text() == "{"
+
+
+# --- which variants, and what may be changed in them ---
+
+
+def test_flag_that_would_make_variants_equal_is_refused(tmp_path, capsys):
+    command = ["--suite", "micro_batch", "--batch_size=8", f"--output={tmp_path / 'out'}"]
+    assert end_with_status(throughput.main, command) == 2
+    printed = capsys.readouterr()
+    error = printed.out + printed.err
+    assert "--batch_size=8" in error and "'12 x 2048' has 12" in error and "--config" in error
+    assert not (tmp_path / "out").exists()
+    check_varied(SUITES["micro_batch"], ["--gradient_accumulation_steps=2"])  # they do not differ in it
+    check_varied(SUITES["models"], ["--batch_size=8"])  # each is of another config, whose name it has
+
+
+def test_any_config_is_a_suite_of_one(tmp_path):
+    path = str(write_config(tmp_path / "mine.py", **TINY))
+    options, _ = throughput.parse(["--config", path])
+    assert throughput.chosen(options) == ("mine", (Variant("mine", path),))
+    for wrong in (["--config", path, "--suite", "quick"], ["--dataset", "random"]):
+        with pytest.raises(SystemExit):
+            throughput.parse(wrong)
+
+
+def test_a_table_has_one_peak_for_each_dtype():
+    def entry(kind, name, dtype, **results):
+        return Entry(kind, name, [], 1, "cuda", dtype=dtype, **results)
+
+    measured = {"tflops_per_gpu": 700.0, "measured": True, "source": "measured: a GEMM"}
+    first = entry("variant", "a", "bfloat16", facts={"peak": measured})
+    others = [
+        entry("variant", "b", "bfloat16"),
+        entry("peer", "c", "bfloat16"),
+        entry("variant", "d", "float16"),
+    ]
+    given = [stated_peak(other, [first, *others]) for other in others]
+    assert given == [["--peak_tflops=700.0"], ["--peak_tflops=700.0"], []]
+    others[0].facts = {
+        "peak": {"tflops_per_gpu": 700.0, "measured": False, "source": "stated by peak_tflops"}
+    }
+    assert peaks([first, *others]) == ["700 TFLOPS in bfloat16, measured: a GEMM"]
