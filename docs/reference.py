@@ -54,7 +54,7 @@ VARIABLES = {
     "PYTHONUNBUFFERED": "bench/ sets it to 1 for its runs",
     "TORCHINDUCTOR_CACHE_DIR": "bench/ sets it to a new folder for each run, unless `--keep_cache` is given",
     "TRITON_CACHE_DIR": "the same",
-    "XDG_CACHE_HOME": "the folder in which bench.roofline keeps what it measured, in nanomfu/; default: ~/.cache",
+    "XDG_CACHE_HOME": "bench.roofline keeps what it measured below it, in nanomfu/; default: ~/.cache",
     "PYTHON": "of the Makefile and scripts/slurm_train.sh: the Python interpreter",
     "VENV": "of the Makefile: the folder of the environment (.venv)",
     "OUT": "of the Makefile: the out_dir of `make train` (out-quickstart)",

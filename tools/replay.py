@@ -10,6 +10,7 @@ is run. Exit status 1: a number does not hold, or the run failed. docs/seal.md s
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from training.records.startup_info import git_state
 
 # By how much a number may differ where its noise is not measured in the two runs, as a share.
 OTHER_MACHINE = 0.03  # tokens/s of GPUs of one kind: those measured so far differ by 2 to 3 % (LOG.md)
-CPU = 0.5  # tokens/s of a CPU, which other programs use, too
 LOSS = 0.01  # a loss; strategies, kernels and versions add in another order (LOG.md: up to 0.4 %)
 # Keys of the sealed run that the new one has its own way: where it wrote, where it began, whom it told.
 NOT_TAKEN = {"out_dir", "dataset", "init_from", "resume_from", "init_weights", "allow_changes", "trackers"}
@@ -132,6 +132,8 @@ def require_machine(record: dict[str, Any]) -> int:
     if not isinstance(processes, int) or not 1 <= processes <= 4096:
         raise UserError(f"the seal's num_gpus is {processes!r}, no number of GPUs")
     if record["config"].get("device") == "cpu":
+        if processes > (os.cpu_count() or 1):
+            raise UserError(f"the sealed run used {processes} processes, more than this machine has cores")
         return processes
     gpus = torch.cuda.device_count()
     if gpus < processes:
@@ -219,7 +221,7 @@ def _losses(old: dict, new: dict) -> Iterator[Finding]:
 
 
 def _speed(old: dict, new: dict) -> Finding:
-    """tokens/s, and so MFU: the FLOPs per token and the peak are the same."""
+    """tokens/s, and so MFU, both of the sealed peak: a peak that is measured anew is another one."""
     hardware = [one["startup_info"]["hardware"] for one in (old, new)]
     names = [each.get("gpu_name") for each in hardware]
     if names[0] != names[1]:
@@ -233,13 +235,13 @@ def _speed(old: dict, new: dict) -> Finding:
         )
     verdict = compare([rows[1]], [rows[0]])
     machines = [(one["startup_info"].get("machine") or {}).get("host") for one in (old, new)]
+    mfu = (old["summary"].get("mfu_percent") or {}).get("median")
+    shown = f", MFU {mfu:.2f} and {mfu * medians[1] / medians[0]:.2f} % of the sealed peak" if mfu else ""
     if old["config"].get("device") == "cpu":
-        allowed = CPU
-    else:
-        allowed = OTHER_MACHINE if machines[0] != machines[1] else 0.0
+        text = f"{medians[0]:,.0f} and now {medians[1]:,.0f}{shown}; other programs use a CPU, too"
+        return Finding("tokens/s", None, text)
+    allowed = OTHER_MACHINE if machines[0] != machines[1] else 0.0
     holds = verdict.low <= allowed and verdict.high >= -allowed
-    mfu = [one["summary"].get("mfu_percent") for one in (old, new)]
-    shown = f", MFU {mfu[0]['median']:.2f} and {mfu[1]['median']:.2f} %" if all(mfu) else ""
     text = (
         f"{medians[0]:,.0f} and now {medians[1]:,.0f}{shown}; "
         f"{verdict.text('the new run', 'the sealed one')}; "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from common.errors import UserError
+from common.text import one_line
 from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from model_config import ModelConfig
 from training.hardware.peaks import table_peak
@@ -56,8 +57,18 @@ def recount(record: dict[str, Any]) -> list[Recount]:
 
 
 def disagreements(record: dict[str, Any]) -> list[str]:
-    """What in the record does not follow from the rest of it, a line each; empty if all of it does."""
-    return [*_formula(record), *_peak(record), *_rows(record), *_summary(record), *_end(record)]
+    """What in the record does not follow from the rest of it, a line each; empty if all of it does. Raises
+    UserError if a figure is no figure: anybody may have written the record."""
+    found: list[str] = []
+    for check in (_formula, _peak, _rows, _summary, _end):
+        try:
+            found += check(record)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UserError(
+                f"the record's {check.__name__.strip('_')} cannot be read: {type(error).__name__}: "
+                f"{one_line(str(error), 200)}; it is damaged, or of another version"
+            ) from None
+    return found
 
 
 def _counts(record: dict[str, Any]) -> dict[str, dict]:
