@@ -1,6 +1,7 @@
 """Hugging Face transformers training the same model: a comparison with a program that anyone can run.
 
     python -m bench.peer config/full_qwen3_1.8b_optimal.py --max_iters=31 --log_interval=5 --eval_interval=0
+    python -m bench.peer config/full_qwen3_1.8b_optimal.py --liger --max_iters=31 --log_interval=5
 
 Takes train.py's arguments and trains on the same inputs and targets, of mixtures and packed documents, too.
 The recipe is the usual one: fp32 weights under bf16 autocast, SDPA, torch.compile, fused AdamW,
@@ -9,11 +10,15 @@ with the same peak. Keys for which transformers has nothing similar have no effe
 the work is done (strategies, attention backends, low precision); the others are refused. The last line of the
 output is JSON with rows as in a run record. The time of a row is the wall time of log_interval iterations,
 divided by their number; the device is synchronized at both ends.
+
+--liger gives the model liger-kernel's kernels: RMSNorm, rotation, SwiGLU, and the loss in one with the head.
+It then runs without torch.compile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -22,7 +27,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.peer_model import build, check_parameters, import_transformers
+from bench.peer_model import build, check_parameters, import_transformers, use_liger
+from bench.peers import obstacle
 from bench.process import end_with_status
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
@@ -42,19 +48,26 @@ from training.records.micro_batch import resolve_micro_batch
 from training.records.utilization import utilization
 
 Step = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, y, learning rate) -> mean loss
+LIGER = "--liger"
 NOT_COUNTED = -100  # the target that transformers leaves out of the loss
 
 
 def main(argv: list[str]) -> int:
-    config = load_run_config(argv, launch_info()[2])
+    liger = LIGER in argv
+    config = load_run_config([word for word in argv if word != LIGER], launch_info()[2])
     check_keys(config)
     transformers = import_transformers()
+    if liger:
+        if reason := obstacle("liger", config):
+            raise UserError(f"{LIGER}: {reason}; leave it out")
+        config = dataclasses.replace(config, compile=False)
     check_device(config)
     sources = open_sources(config, scan=launch_info()[1] == 0)
     world = init_world(config)
     config, _ = resolve_micro_batch(config, world)  # as train.py does here, so both have the same numbers
     agree_on_data(sources, world)
     torch.manual_seed(config.seed)
+    kernels = use_liger(config.model_config()) if liger else ""
     with world.device:
         model = build(transformers, config.model_config())
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
@@ -62,7 +75,9 @@ def main(argv: list[str]) -> int:
     loader = Loader(make_windows(sources, config)["train"], config, world)
     rows = train(config, world, make_step(model, config, world), loader)
     if world.is_main:
-        print(json.dumps(report(config, world, model, parameters, rows, transformers.__version__)))
+        program = f"{kernels}transformers {transformers.__version__}"
+        facts = about_model(model, config, parameters)
+        print(json.dumps(report(config, world, program, facts, rows)))
     loader.close()
     end_process(world)
     return 0
@@ -141,14 +156,14 @@ def train(config: TrainConfig, world: World, step: Step, loader: Loader) -> list
             torch.cuda.synchronize()
         now = time.perf_counter()
         seconds = (now - began) / (iteration + 1 - first)
-        rows.append({"iter": iteration, "loss": value, "time_ms": 1000 * seconds, "memory": _memory(world)})
+        rows.append({"iter": iteration, "loss": value, "time_ms": 1000 * seconds, "memory": memory(world)})
         rows[-1] |= monitor.take([(began, now)])
         first, began = iteration + 1, now
     monitor.close()
     return rows
 
 
-def _memory(world: World) -> dict | None:
+def memory(world: World) -> dict | None:
     if world.device.type != "cuda":
         return None
     return {
@@ -160,8 +175,19 @@ def _memory(world: World) -> dict | None:
 # --- the result ---
 
 
-def report(config: TrainConfig, world: World, model, parameters: int, rows: list[dict], version: str) -> dict:
-    """What is printed: what was run, and rows with the fields that a run record's rows have."""
+def about_model(model: torch.nn.Module, config: TrainConfig, parameters: int) -> dict:
+    return {
+        "class": type(model).__name__,
+        "parameters": parameters,
+        "compile": config.compile,
+        "attention": f"sdpa, as {type(model).__name__} calls it",
+        "precision": f"{config.dtype}{' autocast' * (config.dtype == 'bfloat16')}, float32 weights",
+    }
+
+
+def report(config: TrainConfig, world: World, program: str, facts: dict, rows: list[dict]) -> dict:
+    """What is printed: the program with its version, facts about what was run, and rows with the fields that
+    a run record's rows have. `rows` have iter, loss, time_ms and memory."""
     flops = v3.count_flops(config.model_config(), config.block_size)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     peak = resolve_peak(config.peak_tflops, name, config.dtype, config.use_sparse_specs, world.device)
@@ -181,12 +207,8 @@ def report(config: TrainConfig, world: World, model, parameters: int, rows: list
         row |= {"tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate / world.size}
         row |= {"mfu": mfu, "mfu_reason": reason}
     return {
-        "peer": f"transformers {version}",
-        "class": type(model).__name__,
-        "parameters": parameters,
-        "compile": config.compile,
-        "attention": f"sdpa, as {type(model).__name__} calls it",
-        "precision": f"{config.dtype}{' autocast' * (config.dtype == 'bfloat16')}, float32 weights",
+        "peer": program,
+        **facts,
         "num_gpus": world.size,
         "peak_tflops": peak.tflops,
         "training_iterations": rows,

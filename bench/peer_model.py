@@ -7,6 +7,8 @@ with a model that is almost the same says nothing. check_parameters refuses such
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import torch
 
 import model_builder
@@ -23,6 +25,22 @@ def import_transformers():
         raise UserError("this needs transformers: pip install -r requirements.txt") from None
     transformers.logging.set_verbosity_error()
     return transformers
+
+
+def use_liger(config: ModelConfig) -> str:
+    """Replaces parts of transformers' models by liger-kernel's, and returns its name and version. The model
+    must be built afterwards. Raises UserError."""
+    try:
+        import liger_kernel.transformers as liger
+    except ImportError:
+        raise UserError("this needs liger-kernel: pip install liger-kernel") from None
+    if config.qk_norm:
+        liger.apply_liger_kernel_to_qwen3()
+    elif config.qkv_bias:
+        liger.apply_liger_kernel_to_qwen2()
+    else:
+        liger.apply_liger_kernel_to_llama()
+    return f"liger-kernel {importlib.metadata.version('liger-kernel')}, "
 
 
 def build(transformers, config: ModelConfig) -> torch.nn.Module:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench import peers
 from bench.suites import ALL_GPUS, Variant
 from common.errors import UserError
 from training.configuration.flags import not_a_flag, take_flags
@@ -48,8 +49,9 @@ class Entry:
     processes: int
     device: str
     problem: str | None = None  # why it cannot be started
-    peer: str | None = None  # names of the entries that it is compared with
+    peers: list[str] = field(default_factory=list)  # names of the entries that it is compared with
     roofline: str | None = None
+    program: list[str] = field(default_factory=list)  # of a peer: the module that runs it
     dtype: str = ""  # compute dtype, which the peak depends on
     runs: list[dict] = field(default_factory=list)
     facts: dict = field(default_factory=dict)  # what the last successful run reported about itself
@@ -102,16 +104,19 @@ def make_plan(
     flags: list[str],
     dataset: Callable[[TrainConfig], str | Path] | None,
     gpus: int,
-    peer: str | None,
+    asked: list[str],
     roofline: str | None,
     keys: dict[str, object] = FIXED,
+    nanogpt: Path | None = None,
 ) -> list[Entry]:
-    """The ceilings first, then each variant, followed by its peer unless an earlier variant has the same one.
+    """The ceilings first, then each variant, followed by its peers, of those that are asked for and can train
+    it, unless an earlier variant has the same one. Raises UserError if one of them can train no variant.
     `flags` and then `keys` are added to all; `gpus` is the number that this machine has."""
     fixed = [f"--{key}={value}" for key, value in keys.items()]
     ceilings: list[Entry] = []
     others: list[Entry] = []
     shared: dict[tuple, str] = {}  # (kind, what it depends on): name of the entry
+    obstacles: dict[str, str] = {}  # why a peer cannot train a variant
 
     def share(
         entries: list[Entry], kind: str, label: str, key: tuple, entry: Entry, argv: list[str], processes: int
@@ -145,9 +150,18 @@ def make_plan(
             one += ["--fresh"] * (roofline == "fresh")
             key = _roofline_key(config)
             entry.roofline = share(ceilings, "roofline", "ceiling", key, entry, one, 1)
-        if peer:
-            key = (*_peer_key(config), processes)
-            entry.peer = share(others, "peer", peer, key, entry, argv, processes)
+        for peer in asked:
+            if reason := peers.obstacle(peer, config):
+                obstacles[peer] = reason
+                continue
+            key = (peer, *_peer_key(config), processes)
+            entry.peers.append(share(others, "peer", peer, key, entry, argv, processes))
+    for other in others:
+        if other.kind == "peer":
+            other.program = peers.program(other.name.partition(":")[0], nanogpt)
+    started = {other.name.partition(":")[0] for other in others if other.kind == "peer"}
+    if useless := [peer for peer in obstacles if peer not in started]:
+        raise UserError(f"--peer={useless[0]}: {obstacles[useless[0]]}, so it has nothing to train here")
     return ceilings + others
 
 

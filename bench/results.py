@@ -77,16 +77,19 @@ def spread(series: list[list[float]]) -> dict | None:
 
 
 def relate(entries: list[Entry]) -> None:
-    """Adds to each result its speed relative to its peer and to its ceiling, both per GPU."""
+    """Adds to each result its speed relative to the best of its peers and to its ceiling, both per GPU."""
     results = {entry.name: entry.result for entry in entries}
     for entry in entries:
         result = entry.result
         if entry.kind == "roofline" or not result:
             continue
         rate = result["tokens_per_sec_per_gpu"]["median"]
-        peer = results.get(entry.peer) if entry.peer else None
+        peers = {name: found for name in entry.peers if (found := results.get(name))}
+        rates = {name: found["tokens_per_sec_per_gpu"]["median"] for name, found in peers.items()}
+        best = max(rates, key=lambda name: rates[name], default=None)
         ceiling = results.get(entry.roofline) if entry.roofline else None
-        result["times_peer"] = rate / peer["tokens_per_sec_per_gpu"]["median"] if peer else None
+        result["times_peers"] = {name: rate / of_peer for name, of_peer in rates.items()}
+        result["best_peer"], result["times_peer"] = best, rate / rates[best] if best else None
         result["ceiling_percent"] = 100 * rate / ceiling["ceiling"]["tokens_per_sec"] if ceiling else None
 
 

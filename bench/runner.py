@@ -13,7 +13,7 @@ from bench.results import combine, measure
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.text import one_line
 
-PROGRAMS = {"variant": ["train.py"], "peer": ["-m", "bench.peer"], "roofline": ["-m", "bench.roofline"]}
+PROGRAMS = {"variant": ["train.py"], "roofline": ["-m", "bench.roofline"]}  # a peer's is in its entry
 LOG = "console.log"
 
 
@@ -29,7 +29,7 @@ def run_entry(
     out_dir = run_folder(entry, repeat, folder)
     out_dir.mkdir(parents=True)
     argv = [*entry.argv, f"--out_dir={out_dir}", *stated_peak(entry, entries)]
-    command = python_command([*PROGRAMS[entry.kind], *argv], entry.processes)
+    command = python_command([*(entry.program or PROGRAMS[entry.kind]), *argv], entry.processes)
     outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
     run.update(command=shlex.join(command), folder=str(out_dir))
     run.update(reason=outcome.reason, seconds=outcome.seconds)

@@ -30,7 +30,7 @@ TEXT_COLUMNS = ("variant", "tokens/s (p10 to p90)", "attention", "note")  # the 
 LEGEND = (
     "MFU by v3 (component_summation_v2025), with the full score matrix and its causal half; of ceiling: of\n"
     "what this machine's matmuls and attention would reach alone; tokens/s: of all GPUs, median over\n"
-    "repeats and percentiles over all rows; x peer: tokens/s as a multiple of the peer's; peak GiB:\n"
+    "repeats and percentiles over all rows; x peer: tokens/s as a multiple of the fastest peer's; peak GiB:\n"
     "allocated, of one GPU; first step: with compilation; clock and power: medians of the timed rows."
 )
 

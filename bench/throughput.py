@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 import model_builder
+from bench.peers import PEERS, require
 from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status
 from bench.random_tokens import make_random_dataset
@@ -31,7 +32,7 @@ from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES, Variant
 from bench.table import document_lines, new_folder, result_line, save_table, table_lines
-from common.arguments import real_number, user_path, whole_number
+from common.arguments import real_number, user_folder, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.flags import take_flags
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> int:
     started = datetime.datetime.now().astimezone()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
+    nanogpt = arguments.nanogpt and arguments.nanogpt.resolve()
+    require(arguments.peer, nanogpt)
     folder = new_folder(arguments.output, f"{name}_{started:%Y%m%d_%H%M%S}")
     entries = make_plan(
         variants,
@@ -61,12 +64,13 @@ def main(argv: list[str]) -> int:
         torch.cuda.device_count(),
         arguments.peer,
         arguments.roofline,
+        nanogpt=nanogpt,
     )
     content = {
         "suite": name,
         "date": started.isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.throughput", *argv]),
-        "arguments": {**vars(arguments), "overrides": overrides},
+        "arguments": {**vars(arguments), "nanogpt": nanogpt and str(nanogpt), "overrides": overrides},
         "software": describe_hardware("cpu"),
         "git": git_state(),
     }
@@ -111,7 +115,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--dataset", type=user_path, help="instead of the configs' own; 'random' makes one of random tokens"
     )
-    parser.add_argument("--peer", choices=("transformers",), help="run this implementation, too")
+    parser.add_argument(
+        "--peer", type=names, default=[], metavar="A,B", help=f"run these programs, too: {', '.join(PEERS)}"
+    )
+    parser.add_argument("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
     parser.add_argument(
         "--roofline",
         nargs="?",
@@ -132,6 +139,10 @@ def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
         return arguments.suite, SUITES[arguments.suite]
     path = Path(arguments.config).resolve()  # absolute, because the runs start in the repository's root
     return path.stem, (Variant(path.stem, str(path)),)
+
+
+def names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:

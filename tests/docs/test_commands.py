@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import checkpointing, precision, roofline, startup, throughput, tokenize
+from bench import checkpointing, peer, peer_nanogpt, precision, roofline, startup, throughput, tokenize
 from bench.plan import check_overrides
 from tools.evaluate import __main__ as evaluate
 from tools.profile import __main__ as profile
@@ -264,8 +264,13 @@ def check_benchmark(module: str, arguments: list[str]):
         check_overrides(overrides)
         load_config([parsed.config, *overrides, *checkpointing.flags(True)], parsed.processes)
     else:
-        assert module in ("bench.casts", "bench.peer", "bench.roofline")
-        load_config([word for word in arguments if (module, word) != ("bench.roofline", roofline.FRESH)])
+        own = {
+            "bench.roofline": roofline.FRESH,
+            "bench.peer": peer.LIGER,
+            "bench.peer_nanogpt": peer_nanogpt.FOLDER,
+        }
+        assert module in ("bench.casts", *own)
+        load_config([word for word in arguments if not word.startswith(own.get(module, " "))])
 
 
 def check_pytest(arguments: list[str]):

@@ -28,7 +28,8 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "evaluate": "requirements-evaluate.txt",
     "dev": "requirements-dev.txt",
 }
-IN_NO_EXTRA = {"ray", "datasets"}  # a cluster has its own Ray; datasets is a peer of bench.tokenize alone
+# a cluster has its own Ray; the others are peers, of bench.tokenize and bench.throughput alone
+IN_NO_EXTRA = {"ray", "datasets", "liger-kernel"}
 
 
 def read(name: str) -> str:

@@ -96,7 +96,7 @@ def test_figures_are_those_of_the_run_records(quick):
 @pytest.mark.slow
 def test_peer_is_the_same_model_on_the_same_data_by_the_same_peak(quick):
     variant, (peer,) = by_kind(quick[1], "variant")[0], by_kind(quick[1], "peer")
-    assert variant["peer"] == peer["name"]
+    assert variant["peers"] == [peer["name"]]
     assert peer["facts"]["class"] == "Qwen3ForCausalLM"
     assert peer["facts"]["parameters"] == variant["facts"]["parameters"]
     assert peer["facts"]["peak_tflops"] == pytest.approx(variant["facts"]["peak"]["tflops_per_gpu"])
@@ -287,9 +287,10 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
         Variant("larger", config, {"batch_size": 32}),
         Variant("two processes", config, {"use_zero1": True}, 2),
     )
-    plan = make_plan(variants, [], None, gpus=0, peer="transformers", roofline="saved")
+    plan = make_plan(variants, [], None, gpus=0, asked=["transformers"], roofline="saved")
     entries = {entry.name: entry for entry in plan}
-    peers, ceilings = ([entries[v.name].__dict__[kind] for v in variants] for kind in ("peer", "roofline"))
+    peers = [entries[variant.name].peers[0] for variant in variants]
+    ceilings = [entries[variant.name].roofline for variant in variants]
     assert peers[0] == peers[1] and len(set(peers)) == 3
     assert ceilings[0] == ceilings[3] and len(set(ceilings)) == 3
     assert entries[peers[3]].processes == 2 and entries[ceilings[3]].processes == 1
@@ -301,7 +302,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
     "gpus, processes, problem", [(1, 2, "needs 2 or more GPUs"), (8, 8, None), (0, 2, None)]
 )
 def test_strategies_take_all_gpus(gpus, processes, problem):
-    one, *several = make_plan(SUITES["strategies"], [], None, gpus, None, None)
+    one, *several = make_plan(SUITES["strategies"], [], None, gpus, [], None)
     assert one.processes == 1 and one.problem is None
     for entry in several:
         assert entry.processes == processes

@@ -1,0 +1,125 @@
+"""Peers of bench.throughput: which can train what, what is missing is said before any run, and the ratio is
+to the best of them. nanoGPT itself is not here: a stand-in reads the configuration that we write for it, as
+its configurator does, and prints lines in its form."""
+
+import json
+
+import pytest
+from support.helpers import make_dataset, write_config
+
+from bench import peer_nanogpt, peers, throughput
+from bench.plan import Entry, make_plan
+from bench.process import end_with_status
+from bench.results import relate
+from bench.suites import Variant
+from common.errors import UserError
+from training.configuration.files_and_flags import load_config
+
+GPT2 = {
+    "arch_preset": "gpt2", "device": "cpu", "dtype": "float32", "compile": False, "n_layer": 2, "n_head": 2,
+    "n_embd": 32, "vocab_size": 64, "block_size": 32, "batch_size": 3, "gradient_accumulation_steps": 2,
+    "peak_tflops": 1.0, "max_iters": 4,
+}  # fmt: skip
+TRAIN = """
+import json, os, sys
+for line in open(sys.argv[1]):
+    exec(line)
+exec(open("configurator.py").read())
+import model
+settings = {k: v for k, v in globals().items() if isinstance(v, (int, float, str)) and k[0] != "_"}
+bytes_of = {split: os.path.getsize(f"data/{dataset}/{split}.bin") for split in ("train", "val")}
+json.dump({**settings, "bytes": bytes_of, "theirs": model.NANOGPT}, open(os.environ["STAND_IN"], "w"))
+print("step 0: train loss 10.9, val loss 10.9")
+for i in range(max_iters + 1):
+    print(f"iter {i}: loss {4.5 - i:.4f}, time {100 + i:.2f}ms, mfu -100.00%")
+"""
+
+
+@pytest.fixture
+def nanogpt(tmp_path):
+    """A folder with the files of nanoGPT."""
+    folder = tmp_path / "nanoGPT"
+    folder.mkdir()
+    for name, text in (("train.py", TRAIN), ("model.py", "NANOGPT = True"), ("configurator.py", "")):
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_nanogpt_gets_our_shape_and_its_log_is_read(nanogpt, tmp_path, monkeypatch, capsys):
+    import model as our_model
+
+    tokens = make_dataset(tmp_path / "tokens")
+    config = str(write_config(tmp_path / "gpt2.py", **GPT2, dataset=tokens))
+    monkeypatch.setenv("STAND_IN", str(tmp_path / "seen.json"))
+    assert peer_nanogpt.main([f"--nanogpt={nanogpt}", config]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    seen, result = json.loads((tmp_path / "seen.json").read_text()), json.loads(printed[-1])
+    wanted = {"batch_size": 3, "gradient_accumulation_steps": 2, "block_size": 32, "n_layer": 2, "n_embd": 32}
+    assert {name: seen[name] for name in wanted} == wanted and seen["bias"] is False
+    assert seen["bytes"]["train"] == (tokens / "train.bin").stat().st_size and seen["theirs"] is True
+    rows = result["training_iterations"]
+    assert [row["time_ms"] for row in rows] == [100.0, 101.0, 102.0, 103.0]
+    assert rows[1]["tokens_per_sec"] == pytest.approx(3 * 2 * 32 / 0.101) and rows[1]["mfu"]["mfu"] > 0
+    assert any("nanoGPT's commit is unknown" in line for line in printed)
+    import model as model_now
+
+    assert model_now is our_model  # nanoGPT's module of this name does not stay
+
+
+def test_nanogpt_that_ends_early_is_no_figure(nanogpt, tmp_path, monkeypatch):
+    (nanogpt / "train.py").write_text('print("iter 0: loss 4.5000, time 100.00ms, mfu 1.00%")')
+    config = str(write_config(tmp_path / "gpt2.py", **GPT2, dataset=make_dataset(tmp_path / "tokens")))
+    with pytest.raises(UserError, match="logged 1 iterations of 4"):
+        peer_nanogpt.main([f"--nanogpt={nanogpt}", config])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--peer=megatron"], "'megatron' is not one of transformers, liger, nanogpt"),
+        (["--peer=nanogpt"], "git clone"),
+        (["--peer=nanogpt", "--nanogpt=docs"], "has no train.py, model.py, configurator.py"),
+        (["--peer=transformers,liger"], "pip install liger-kernel"),
+    ],
+)
+def test_missing_peer_is_one_line_before_any_run(flags, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        peers.importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else name
+    )
+    command = ["--suite", "quick", f"--output={tmp_path / 'out'}", *flags]
+    assert end_with_status(throughput.main, command) == 2
+    printed = capsys.readouterr()
+    assert message in printed.out + printed.err and not (tmp_path / "out").exists()
+
+
+def test_peer_runs_beside_the_variants_that_it_can_train(nanogpt, tmp_path):
+    variants = (
+        Variant("GPT-2", str(write_config(tmp_path / "gpt2.py", **GPT2))),
+        Variant("Qwen3", "config/quickstart.py"),
+    )
+    plan = make_plan(variants, [], None, 0, ["transformers", "nanogpt"], None, nanogpt=nanogpt)
+    of = {entry.name: entry for entry in plan}
+    assert of["GPT-2"].peers == ["transformers: GPT-2", "nanogpt: GPT-2"]
+    assert of["Qwen3"].peers == ["transformers: Qwen3"]
+    assert of["nanogpt: GPT-2"].program == ["-m", "bench.peer_nanogpt", f"--nanogpt={nanogpt}"]
+    with pytest.raises(UserError, match="nanoGPT has only GPT-2, not qwen3"):
+        make_plan(variants[1:], [], None, 0, ["nanogpt"], None, nanogpt=nanogpt)
+    with pytest.raises(UserError, match="kernels need a GPU"):
+        make_plan(variants[1:], [], None, 0, ["liger"], None)
+
+
+def test_liger_kernel_has_no_gpt2():
+    config = load_config(["config/full_gpt2_1.36b.py", "--device=cuda"])
+    assert peers.obstacle("liger", config) == "liger-kernel has no kernels for GPT-2"
+    assert peers.obstacle("liger", load_config(["config/full_qwen3_1.8b_optimal.py"])) is None
+
+
+def test_ratio_is_to_the_best_peer_and_each_is_kept():
+    def entry(kind, name, rate, **more):
+        result = rate and {"tokens_per_sec_per_gpu": {"median": rate}}
+        return Entry(kind, name, [], 1, "cuda", result=result, **more)
+
+    ours = entry("variant", "ours", 120.0, peers=["slow", "fast", "failed"])
+    relate([ours, entry("peer", "slow", 60.0), entry("peer", "fast", 100.0), entry("peer", "failed", None)])
+    assert ours.result["times_peers"] == {"slow": 2.0, "fast": 1.2}
+    assert (ours.result["best_peer"], ours.result["times_peer"]) == ("fast", 1.2)
