@@ -4,9 +4,9 @@
 
 Takes train.py's arguments, writes a configuration of nanoGPT with the same shape, batch and optimizer, and
 runs its train.py unchanged in this process, in a folder of its own. Its loader draws windows at random places
-of the same train.bin. Times are those of its own log, which here has a line for each iteration, so that each
-waits for the GPU; MFU is ours, by formula v3 of the same peak. The last line is JSON, as that of
-bench.peer.
+of the same train.bin, and its GELU is the exact one, ours the tanh form. Times are those of its own log,
+which here has a line for each iteration, so that each waits for the GPU; MFU is ours, by formula v3 of the
+same peak. The last line is JSON, as that of bench.peer.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def settings(config: TrainConfig, processes: int) -> dict[str, object]:
         "warmup_iters": config.warmup_iters or 0,
         "lr_decay_iters": config.lr_decay_iters or config.max_iters,
         "max_iters": config.max_iters,
+        "backend": "nccl" if config.device == "cuda" else "gloo",
         "device": config.device,
         "dtype": config.dtype,
         "compile": config.compile,
