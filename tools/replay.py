@@ -24,6 +24,7 @@ from bench.process import TIMEOUT_MAX_S, python_command, run_process
 from common.arguments import real_number, user_folder, user_path
 from common.command import FAILED, run_command
 from common.errors import UserError
+from common.text import one_line
 from plots.run_record import load_run
 from plots.verdict import MIN_ROWS, compare
 from tools.seal.contents import changed_sections, describe_code, read_seal
@@ -43,6 +44,7 @@ NOT_TAKEN |= {"wandb_log", "wandb_project", "wandb_run_name", "checkpoint_interv
 NOT_TAKEN |= {"always_save_checkpoint", "keep_all_checkpoints", "save_log_to_json"}
 # Which the record has beside the key
 COUNTS = {"gradient_accumulation_steps_per_gpu", "gradient_accumulation_steps_global"}
+MESSAGE = 1000  # characters of a line; some of its words are the seal's
 VERSIONS = ("torch", "cuda", "cudnn", "nccl", "python")
 
 
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> int:
     argv_of_run = [str(config_file.resolve()), *flags]
     require_data(load_config(argv_of_run, processes), record)
     for line in about_code(seal["code"]):
-        print(line, flush=True)
+        print(one_line(line, MESSAGE), flush=True)
     print(f"Running {record['run_name']} again in {out_dir}", flush=True)
     command = python_command(["train.py", *argv_of_run], processes)
     done = run_process(command, out_dir / "console.log", options.timeout, keep_cache=True)
@@ -84,7 +86,7 @@ def main(argv: list[str]) -> int:
     found = list(findings(options.seal, record, max(out_dir.glob("run_*.json"))))
     for finding in found:
         state = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}[finding.holds]
-        print(f"{finding.what:<14} {state}: {finding.text}")
+        print(f"{finding.what:<14} {state}: {one_line(finding.text, MESSAGE)}")
     failed = [finding.what for finding in found if finding.holds is False]
     print(f"{', '.join(failed)}: does not hold" if failed else "All that can be compared here holds.")
     return FAILED if failed else 0
@@ -162,14 +164,14 @@ def require_data(config: TrainConfig, record: dict[str, Any]) -> None:
 def about_code(code: dict[str, Any]) -> Iterator[str]:
     """What differs between the sealed code and this; the difference is shown to people and never applied."""
     here = describe_code(git_state())
-    if code["note"]:
+    if code.get("note"):
         yield f"Note: {code['note']}"
-    if code["commit"] and code["commit"] != here["commit"]:
+    if code.get("commit") and code["commit"] != here["commit"]:
         yield (
             f"Note: sealed at commit {code['commit'][:12]}, this is {str(here['commit'])[:12]}; "
             f"for the same code: git checkout {code['commit'][:12]}"
         )
-    if code["difference"]:
+    if code.get("difference"):
         yield "Note: the sealed code had changes on top of its commit; the seal's code.difference shows them"
     elif here["modified"]:
         yield "Note: this code has changes on top of its commit"
@@ -199,7 +201,7 @@ def _losses(old: dict, new: dict) -> Iterator[Finding]:
         ("evaluations", "eval_steps", "val_loss"),
     ):
         sides = [
-            {row["iter"]: row[name] for row in one[section] if _is_number(row.get(name))}
+            {row["iter"]: row[name] for row in one.get(section) or [] if _is_number(row.get(name))}
             for one in (old, new)
         ]
         if not sides[0]:

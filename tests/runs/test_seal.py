@@ -100,6 +100,7 @@ FORGERIES = {  # what somebody changes who makes the digests anew, and what name
     "mfu_percent": lambda r: rows_of(r)[9]["mfu"].update(mfu_percent=99.0),
     "tokens_per_sec": lambda r: rows_of(r)[9].update(tokens_per_sec=1e9),
     "summary.tokens_per_sec": lambda r: r["summary"]["tokens_per_sec"].update(median=1e9),
+    "the p90 is": lambda r: r["summary"]["tokens_per_sec"].update(p90=1e9),
     "startup_info.flops.totals": lambda r: r["startup_info"]["flops"]["totals"].update(combined_formula_v2=1),
     "formula was changed": lambda r: rows_of(r)[9]["mfu"].update(calculation_method="nanogpt_legacy_v1"),
     "hardware_peak_tflops": lambda r: r["startup_info"]["hardware"]["peak"].update(tflops_per_gpu=0.5),
@@ -237,6 +238,56 @@ def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     assert changed["difference"] is None and "has been changed since" in changed["note"]
     assert "does not say how" in contents.describe_code({"commit": "c0ffee", "modified": True})["note"]
     assert contents.describe_code({"commit": None})["note"].startswith("the run's code was not in a git")
+
+
+def test_secrets_are_taken_out_of_the_sealed_difference(monkeypatch):
+    difference = "+ url = 'https://me:hunter22@example.org'"
+    monkeypatch.setattr(contents, "working_difference", lambda commit: difference)
+    digest = startup_info.difference_sha256(difference)
+    code = contents.describe_code({"commit": "c0ffee", "modified": True, "difference_sha256": digest})
+    assert "hunter22" not in code["difference"] and "secrets were taken out" in code["note"]
+
+
+HOSTILE = {  # what a stranger may write, and what the message names
+    "run_name": lambda seal: seal["record"].update(run_name="../../escaped"),
+    "run_name is None": lambda seal: seal["record"].pop("run_name"),
+    "run_name is 3": lambda seal: seal["record"].update(run_name=3),
+    "code.note": lambda seal: seal["code"].update(note=3),
+    "eval_steps": lambda seal: seal["record"].update(eval_steps=3),
+    "commit is '--output": lambda seal: seal["record"]["startup_info"].update(
+        git={"commit": "--output=written", "modified": True, "difference_sha256": "0" * 64}
+    ),
+    "commit is '$(id)'": lambda seal: seal["code"].update(commit="$(id)"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_seal_that_would_write_or_run_something_is_refused(sealed, name, tmp_path, monkeypatch, capsys):
+    seal = json.loads(sealed.read_text())
+    HOSTILE[name](seal)
+    seal["digests"] = contents.digests_of(seal)
+    sealed.write_text(json.dumps(seal | {"digest": contents.sha256(seal["digests"])}))
+    (run := tmp_path / "run.json").write_text(json.dumps(seal["record"]))
+    monkeypatch.setattr(contents, "working_difference", lambda commit: pytest.fail(f"git got {commit}"))
+    commands = [(replay.main, [str(sealed)]), (seal_command.main, ["--verify", str(sealed)])]
+    if not name.startswith("code.") and "$(id)" not in name:
+        commands.append((seal_command.main, [str(run)]))
+    for main, arguments in commands:
+        assert run_command(main, arguments) == 2
+        error = capsys.readouterr().err
+        assert name in error and len(error.splitlines()) == 1
+
+
+def test_text_of_a_seal_cannot_command_the_terminal(sealed, tmp_path, monkeypatch, capsys):
+    seal = json.loads(sealed.read_text())
+    seal["code"]["note"] = "\x1b[2Jcleared"
+    seal["digests"] = contents.digests_of(seal)
+    sealed.write_text(json.dumps(seal | {"digest": contents.sha256(seal["digests"])}))
+    stopped = type("Done", (), {"reason": "not started"})()
+    monkeypatch.setattr(replay, "run_process", lambda *_, **__: stopped)
+    assert run_command(replay.main, [str(sealed), f"--out_dir={tmp_path / 'o'}"]) == 1
+    out = capsys.readouterr().out
+    assert "cleared" in out and "\x1b" not in out
 
 
 def test_bench_results_are_sealed_with_the_run(record, tmp_path, capsys):

@@ -17,18 +17,22 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.json_file import read_json
-from training.process.redaction import redact_all
+from common.text import shown
+from training.process.redaction import redact, redact_all
 from training.records.startup_info import difference_sha256, working_difference
 
 VERSION = 1
 ENVIRONMENT = ("software", "hardware", "machine", "launch", "attention")  # of startup_info
 CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "gpu_reason")
 SECTIONS = ("configuration", "environment", "data", "clocks", "rows", "code", "bench", "record")
+COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # git gets it as an argument, and people copy it
+RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # replay names a folder after it
 MAX_BYTES = 256 << 20  # of a seal; a record of a million rows has more
 
 
@@ -58,7 +62,9 @@ def describe_code(git: dict[str, Any]) -> dict[str, Any]:
     elif modified:
         difference = working_difference(commit)
         if difference is not None and difference_sha256(difference) == git["difference_sha256"]:
-            code["difference"] = difference
+            code["difference"] = redact(difference)
+            if code["difference"] != difference:
+                code["note"] = "secrets were taken out of the difference, so its SHA-256 is not the record's"
         else:
             code["note"] = "the code was modified, and has been changed since: the difference is unknown"
     return code
@@ -126,6 +132,10 @@ def read_seal(path: Path) -> dict[str, Any]:
     lacks += ["digest"] * (not isinstance(seal.get("digest"), str)) + ["bench"] * ("bench" not in seal)
     if lacks:
         raise UserError(f"{path} is cut short or damaged: it has no {', '.join(lacks)}; get the seal anew")
+    for name in ("modified", "difference", "note"):
+        if not isinstance(seal["code"].get(name), (bool if name == "modified" else str, type(None))):
+            raise UserError(f"{path} is damaged: its code.{name} is {shown(seal['code'][name])}")
+    _check_commit(seal["code"], path)
     check_record(seal["record"], path)
     return seal
 
@@ -142,6 +152,13 @@ def check_record(record: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{path} is of an older version: its startup_info has no {', '.join(missing)}; run it again"
         )
+    name = record.get("run_name")
+    if not (isinstance(name, str) and RUN_NAME.fullmatch(name)):
+        raise UserError(f"{path} is damaged: its run_name is {shown(name)}, no name of a folder")
+    for name in ("eval_steps", "attempts"):
+        if not isinstance(record.get(name) or [], list):
+            raise UserError(f"{path} is damaged: its {name} is {shown(record[name])}, no list")
+    _check_commit(startup.get("git") or {}, path)
     if not isinstance(startup["flops"].get("totals"), dict):
         raise UserError(f"{path} is of an older version: it has no startup_info.flops.totals; run it again")
     if record.get("status") != "completed" or not isinstance(record.get("summary"), dict):
@@ -150,6 +167,13 @@ def check_record(record: dict[str, Any], path: Path) -> None:
         )
     if not rows:
         raise UserError(f"{path} has no row; log at least one iteration (log_interval)")
+
+
+def _check_commit(git: Any, path: Path) -> None:
+    """Raises UserError unless this names a commit by its full hash, or none."""
+    commit = git.get("commit") if isinstance(git, dict) else git
+    if commit is not None and not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
+        raise UserError(f"{path} is damaged: its commit is {shown(commit)}, not 40 or 64 digits of a hash")
 
 
 def _read(path: Path, kind: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _rows(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _summary(record: dict[str, Any]) -> Iterator[str]:
-    """The medians must be those of the rows after the warm-up, of the last attempt."""
+    """Medians and percentiles must be those of the rows after the warm-up, of the last attempt."""
     last = record.get("attempt", 1)
     rows = [
         row
@@ -167,9 +167,9 @@ def _summary(record: dict[str, Any]) -> Iterator[str]:
         numbers = [value for value in values if _positive(value)]
         stated = record["summary"].get(name)
         expected = spread(numbers) if numbers else None
-        if (stated or None) and expected and not _equal(stated.get("median"), expected["median"]):
-            made = expected["median"]
-            yield f"summary.{name}: the median is {stated.get('median')!r}, and the rows make {made:.6g}"
+        for part, made in (expected or {}).items() if stated else ():
+            if not _equal(stated.get(part), made):
+                yield f"summary.{name}: the {part} is {stated.get(part)!r}, and the rows make {made:.6g}"
 
 
 def _end(record: dict[str, Any]) -> Iterator[str]:
