@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         "attention": "sdpa, as nanoGPT calls it",
         "precision": f"{config.dtype}{' autocast' * (config.dtype == 'bfloat16')}, float32 weights",
     }
-    print(json.dumps(report(config, world, f"nanoGPT {commit[:12]}", facts, rows)))
+    print(json.dumps(report(config, world, f"nanoGPT {commit[:12]}{commit[40:]}", facts, rows)))
     return 0
 
 
@@ -171,12 +171,17 @@ def parse(output: str) -> list[dict]:
 
 
 def commit_of(folder: Path) -> str:
-    """Its commit; a line says if it is not the one of our comparison."""
-    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
-    commit = done.stdout.strip() or "unknown"
-    if commit != COMMIT:
-        print(f"nanoGPT's commit is {commit[:12]}, and LOG.md's figures are of {COMMIT[:12]}")
-    return commit
+    """Its commit, and whether files were changed; a line says if it is not what LOG.md's figures are of."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD") or "unknown"
+    changed = " with changes" * bool(git("status", "--porcelain", "-uno"))
+    if commit + changed != COMMIT:
+        print(f"nanoGPT's commit is {commit[:12]}{changed}, and LOG.md's figures are of {COMMIT[:12]}")
+    return commit + changed
 
 
 if __name__ == "__main__":
