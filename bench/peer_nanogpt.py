@@ -15,7 +15,6 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import re
 import runpy
 import subprocess
@@ -31,6 +30,7 @@ from bench.peer import memory, report
 from bench.peers import check_folder, obstacle
 from bench.process import end_with_status
 from common.errors import UserError
+from data.pipeline.meta_file import nanogpt_meta
 from training.batches.sources import open_sources
 from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import watch_gpus
@@ -131,7 +131,7 @@ def prepare(scratch: Path, nanogpt: Path, tokens: Path, config: TrainConfig, pro
     for split in ("train", "val"):
         (data / f"{split}.bin").symlink_to(tokens)
     # in which nanoGPT looks for the size of its vocabulary
-    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": config.model_config().vocab_size}))
+    (data / "meta.pkl").write_bytes(nanogpt_meta(config.model_config().vocab_size, {"kind": "none"}))
     lines = [f"{name} = {value!r}" for name, value in settings(config, processes).items()]
     (scratch / "settings.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

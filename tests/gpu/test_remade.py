@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.remade_inputs import assert_the_norm_is_the_forwards, assert_the_product_is_the_forwards
 from support.tensors import close
 
 from model import manual_attention
@@ -31,6 +30,8 @@ MODELS = {
 
 @pytest.mark.parametrize("width", [1000, 2048, 6144])
 def test_the_kernels_make_the_bits_of_the_forward_again(width):
+    from support.remade_inputs import assert_the_norm_is_the_forwards, assert_the_product_is_the_forwards
+
     assert_the_product_is_the_forwards((300, width), "cuda", 2048)
     assert_the_norm_is_the_forwards((300, width), "cuda")
 
