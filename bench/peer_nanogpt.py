@@ -50,12 +50,10 @@ def main(argv: list[str]) -> int:
     rank, local_rank, size = launch_info()
     config = load_run_config([word for word in argv if not word.startswith(FOLDER)], size)
     if reason := obstacle("nanogpt", config):
-        raise UserError(f"{reason}; measure it beside a GPT-2, such as config/full_gpt2_1.36b.py")
+        raise UserError(f"bench.peer_nanogpt: {reason}")
     check_device(config)
     device = torch.device(config.device, local_rank) if config.device == "cuda" else torch.device("cpu")
     world = World(rank, local_rank, size, device, machine_size())
-    if "auto" in (config.batch_size, config.gradient_accumulation_steps):
-        raise UserError("nanoGPT needs numbers: state --batch_size and --gradient_accumulation_steps")
     sources = open_sources(config, scan=False)
     files = sources[0].splits["train"]
     if len(sources) > 1 or len(files.paths) != 1 or files.dtype.itemsize != 2:
@@ -177,8 +175,9 @@ def commit_of(folder: Path) -> str:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
         return done.stdout.strip()
 
-    commit = git("rev-parse", "HEAD") or "unknown"
-    changed = " with changes" * bool(git("status", "--porcelain", "-uno"))
+    own = git("rev-parse", "--show-toplevel") == str(folder.resolve())  # and not of a checkout around it
+    commit = git("rev-parse", "HEAD") if own else "unknown"
+    changed = " with changes" * bool(own and git("status", "--porcelain", "-uno"))
     if commit + changed != COMMIT:
         print(f"nanoGPT's commit is {commit[:12]}{changed}, and LOG.md's figures are of {COMMIT[:12]}")
     return commit + changed

@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 
 from common.errors import UserError
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import AUTO, TrainConfig
 
 PEERS = ("transformers", "liger", "nanogpt")
 NANOGPT_FILES = ("train.py", "model.py", "configurator.py")
@@ -62,6 +62,8 @@ def obstacle(peer: str, config: TrainConfig) -> str | None:
             return "nanoGPT's feed-forward is four times as wide as the model, and all its heads have keys"
         if model.vocab_size > 65536:
             return "nanoGPT reads tokens of 16 bits"
+        if AUTO in (config.batch_size, config.gradient_accumulation_steps):
+            return "nanoGPT needs numbers: state --batch_size and --gradient_accumulation_steps"
         if config.dtype == "float16":
             return "bench.peer_nanogpt compares bfloat16 and float32"
     return None

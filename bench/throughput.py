@@ -116,7 +116,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--dataset", type=user_path, help="instead of the configs' own; 'random' makes one of random tokens"
     )
     parser.add_argument(
-        "--peer", type=names, default=[], metavar="A,B", help=f"run these programs, too: {', '.join(PEERS)}"
+        "--peer",
+        type=names,
+        action="extend",
+        default=[],
+        metavar="A,B",
+        help=f"run these programs, too: {', '.join(PEERS)}",
     )
     parser.add_argument("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
     parser.add_argument(
@@ -142,7 +147,10 @@ def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
 
 
 def names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(PEERS)}")
+    return found
 
 
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:

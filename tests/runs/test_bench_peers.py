@@ -5,7 +5,7 @@ its configurator does, and prints lines in its form."""
 import json
 
 import pytest
-from support.helpers import make_dataset, write_config
+from support.helpers import ROOT, make_dataset, write_config
 
 from bench import peer_nanogpt, peers, throughput
 from bench.plan import Entry, make_plan
@@ -78,6 +78,7 @@ def test_nanogpt_that_ends_early_is_no_figure(nanogpt, tmp_path, monkeypatch):
     [
         (["--peer=megatron"], "'megatron' is not one of transformers, liger, nanogpt"),
         (["--peer=nanogpt"], "git clone"),
+        (["--peer=transformers", "--peer=megatron"], "'megatron' is not one of"),
         (["--peer=nanogpt", "--nanogpt=docs"], "has no train.py, model.py, configurator.py"),
         (["--peer=transformers,liger"], "pip install liger-kernel"),
     ],
@@ -108,7 +109,20 @@ def test_peer_runs_beside_the_variants_that_it_can_train(nanogpt, tmp_path):
         make_plan(variants[1:], [], None, 0, ["liger"], None)
 
 
-def test_liger_kernel_has_no_gpt2():
+def test_several_flags_name_several_peers():
+    flags = ["--suite", "quick", "--peer", "transformers", "--peer", "nanogpt"]
+    assert throughput.parse(flags)[0].peer == ["transformers", "nanogpt"]
+    with pytest.raises(SystemExit):
+        throughput.parse(["--suite", "quick", "--peer", ","])
+
+
+def test_commit_of_a_folder_inside_of_our_checkout_is_not_ours(capsys):
+    assert peer_nanogpt.commit_of(ROOT / "docs") == "unknown"
+
+
+def test_liger_kernel_has_no_gpt2_and_nanogpt_needs_numbers():
+    config = load_config(["config/full_gpt2_1.36b.py"])
+    assert "--batch_size and --gradient_accumulation_steps" in peers.obstacle("nanogpt", config)
     config = load_config(["config/full_gpt2_1.36b.py", "--device=cuda"])
     assert peers.obstacle("liger", config) == "liger-kernel has no kernels for GPT-2"
     assert peers.obstacle("liger", load_config(["config/full_qwen3_1.8b_optimal.py"])) is None
