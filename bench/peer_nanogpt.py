@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"nanoGPT reads one train.bin of 16-bit tokens, and {config.dataset!r} is something else"
         )
+    commit = commit_of(folder)  # before the training: what fails here must not lose its figures
     monitor, began = watch_gpus(world), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nanomfu-") as scratch:
         prepare(Path(scratch), folder.resolve(), files.paths[0].resolve(), config, size)
@@ -74,7 +75,6 @@ def main(argv: list[str]) -> int:
             f"nanoGPT logged {len(rows)} iterations of {config.max_iters}; its log has the reason"
         )
     rows = [{**row, "memory": memory(world), **clocks} for row in rows]
-    commit = commit_of(folder)
     facts = {
         "commit": commit,
         "parameters": model_builder.build_model(config.model_config()).count_parameters()["total"],
@@ -172,7 +172,10 @@ def commit_of(folder: Path) -> str:
     """Its commit, and whether files were changed; a line says if it is not what LOG.md's figures are of."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+        except OSError:  # there is no git
+            return ""
         return done.stdout.strip()
 
     own = git("rev-parse", "--show-toplevel") == str(folder.resolve())  # and not of a checkout around it
