@@ -161,7 +161,7 @@ def table(results: list[dict]) -> list[str]:
         good = [result for result in of_start if "reason" not in result]
         failures += [f"{start}, repeat {r['repeat']}: {r['reason']}" for r in of_start if "reason" in r]
         if good:
-            names = good[0].keys() - {"start", "repeat"}
+            names = [name for name, value in good[0].items() if isinstance(value, float | int)]
             medians = {name: statistics.median(result[name] for result in good) for name in names}
             rows.append([cell.format(start=start, **medians) for _, cell in COLUMNS])
     return [*aligned([name for name, _ in COLUMNS], rows, ("start",), "github"), *failures]

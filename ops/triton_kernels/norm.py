@@ -37,11 +37,11 @@ def _add_norm_forward(
         tl.store(total + at, stored, mask=inside)
         sums = stored.to(tl.float32)  # as rounded: the backward will see nothing else
     if CENTERED:
-        mean = tl.sum(sums, 0) / C
+        mean = tl.div_rn(tl.sum(sums, 0), tl.cast(C, tl.float32))  # rounded: else some compilations fuse it
         if not AGAIN:
             tl.store(rows + row, mean)
         sums = tl.where(inside, sums - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(sums * sums, 0) / C + eps)
+    scale = tl.rsqrt(tl.div_rn(tl.sum(sums * sums, 0), tl.cast(C, tl.float32)) + eps)
     if not AGAIN:
         tl.store(rows + N + row, scale)
     y = sums * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)

@@ -16,8 +16,9 @@ pytestmark = [
 ZERO1, FSDP = "--use_zero1=True", "--use_fsdp=True"
 OVERLAPPED, FUSED = "--overlap_param_gather=True", "--gradient_accumulation_fusion=True"
 FP8 = ["--low_precision=fp8_tensorwise"]
-# large enough for an all-gather to take as long as a few kernels
+# a block's forward takes longer than the all-gather of the next block's weights
 LARGE = ["--n_layer=8", "--n_embd=2048", "--d_ff=6144", "--n_head=16", "--num_key_value_heads=16"]
+LARGE += ["--batch_size=16", "--block_size=1024"]
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,7 @@ def test_head_width_biases_and_scaled_positions_are_the_same_compiled_captured_a
 @TWO_GPUS
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_gpus_give_the_losses_of_one(folder, name):
-    one = train(folder, "one", "--dtype=float32", "--gradient_accumulation_steps=4", "--max_iters=6")
-    two = train(folder, f"two-{name}", "--dtype=float32", "--max_iters=6", *STRATEGIES[name], processes=2)
+    exact = ["--dtype=float32", "--max_iters=6"]
+    one = train(folder, f"one-{name}", *exact, "--gradient_accumulation_steps=4")
+    two = train(folder, f"two-{name}", *exact, *STRATEGIES[name], processes=2)
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)

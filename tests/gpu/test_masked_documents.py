@@ -86,10 +86,9 @@ def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_r
 def test_two_gpus_mask_documents_as_one_does(documents_run, more):
     """FSDP hands over each micro-step's gradients in bf16, so it parts from the others: by 0.1 % in the first
     four iterations of this steep start, by 3 % at most in the rest."""
-    one = train(documents_run, "gpu-one", "--doc_masking=True", *GPU_RUN, "--gradient_accumulation_steps=2")
-    two = train(
-        documents_run, f"gpu-two{len(more and more[0])}", "--doc_masking=True", *GPU_RUN, *more, processes=2
-    )
+    flags, name = ["--doc_masking=True", *GPU_RUN], f"gpu{len(more and more[0])}"
+    one = train(documents_run, f"{name}-one", *flags, "--gradient_accumulation_steps=2")
+    two = train(documents_run, f"{name}-two", *flags, *more, processes=2)
     rows = zip(one["training_iterations"], two["training_iterations"], strict=True)
     for i, (mine, theirs) in enumerate(rows):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-3 if i < 4 else 5e-2)

@@ -21,6 +21,18 @@ def test_cold_and_warm_start_have_their_seconds(tmp_path, capsys):
     assert "| cold " in (printed := capsys.readouterr().out) and "| warm " in printed
 
 
+def test_the_table_has_the_median_of_the_repeats():
+    """A result also has the account of each phase and kernel, of which there is no median."""
+    numbers = {"third_iteration_s": 0.2, "inductor_s": 4.0, "own_kernels_s": 2.0}
+    numbers |= {"own_kernels_compiled": 12, "own_kernels_read": 0, "kernels_s": {"norm": 0.5}}
+    results = [
+        {"start": "cold", "repeat": repeat, "to_the_loop_s": 5.0 + repeat, "first_iteration_s": 9.0, **numbers}
+        for repeat in (1, 2, 3)
+    ]
+    (row,) = [line for line in startup.table(results) if line.startswith("| cold")]
+    assert [cell.strip() for cell in row.split("|")[2:4]] == ["7.00", "9.00"]
+
+
 def test_start_that_fails_is_a_line_with_its_reason(tmp_path, capsys):
     config = str(write_config(tmp_path / "run.py", **TINY, dataset=str(tmp_path / "absent")))
     assert startup.main([config, f"--output={tmp_path / 'out'}"]) == 1

@@ -172,6 +172,8 @@ def test_a_tiny_model_is_tuned_on_a_gpu(tmp_path):
     command = [sys.executable, "-m", "tools.tune", str(path), "--budget=30s", f"--out_dir={tmp_path / 'out'}"]
     command += [f"--write={tmp_path / 'tuned.py'}", "--compile=True", "--iters=20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "is in use" in done.stdout + done.stderr:
+        pytest.skip("tests of other processes use the GPU; run this one alone: -p no:xdist, or -n 1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     header = (tmp_path / "tuned.py").read_text()
     assert (
