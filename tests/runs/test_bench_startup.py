@@ -26,14 +26,7 @@ def test_the_table_has_the_median_of_the_repeats():
     numbers = {"first_iteration_s": 9.0, "third_iteration_s": 0.2, "inductor_s": 4.0, "own_kernels_s": 2.0}
     numbers |= {"own_kernels_compiled": 12, "own_kernels_read": 0, "kernels_s": {"norm": 0.5}}
     results = [
-        {
-            "start": "cold",
-            "repeat": repeat,
-            "to_the_loop_s": 5.0 + repeat,
-            "first_iteration_s": 9.0,
-            **numbers,
-        }
-        for repeat in (1, 2, 3)
+        {"start": "cold", "repeat": repeat, "to_the_loop_s": 5.0 + repeat, **numbers} for repeat in (1, 2, 3)
     ]
     (row,) = [line for line in startup.table(results) if line.startswith("| cold")]
     assert [cell.strip() for cell in row.split("|")[2:4]] == ["7.00", "9.00"]
