@@ -316,8 +316,6 @@ def cuda_graphs_obstacle(config: TrainConfig, world_size: int) -> str | None:
     against it."""
     if config.device == "cpu":
         return "device='cpu' has no CUDA Graphs"
-    if shards_optimizer(config, world_size):
-        return "use_zero1=True, and only one process or DDP can be captured"
     if config.use_fsdp:
         return "use_fsdp=True, and only one process or DDP can be captured"
     return None
