@@ -1,4 +1,4 @@
-"""CUDA Graphs with ZeRO-1, on a CPU: two gloo processes, and a fake in place of CUDA that runs the step itself.
+"""CUDA Graphs with ZeRO-1 and FSDP, on a CPU: two gloo processes, and a fake in place of CUDA that runs the step itself.
 tests/gpu/test_sharded_captures_on_gpus.py has the same with real captures."""
 
 import json
@@ -26,7 +26,11 @@ def ranks(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("case", ["plain", "overlapped", "overlapped fp8"])
+ZERO1 = ["zero1", "zero1 overlapped", "zero1 overlapped fp8"]
+FSDP = ["fsdp", "fsdp fused", "fsdp fp8", "fsdp overlapped fp8"]
+
+
+@pytest.mark.parametrize("case", [*ZERO1, *FSDP])
 def test_the_gate_compares_each_ranks_shard_and_the_run_is_the_eager_one(ranks, case):
     """With an evaluation and an iteration of another shape between the replays."""
     for rank in ranks:
@@ -35,10 +39,13 @@ def test_the_gate_compares_each_ranks_shard_and_the_run_is_the_eager_one(ranks, 
         assert found["equal"] and found["replays"] > 10
 
 
-@pytest.mark.parametrize("case", ["plain", "overlapped", "overlapped fp8"])
-def test_weights_arrive_in_the_capture_that_sends_them(ranks, case):
-    """Also those that an eager step between replays has left on their way."""
-    assert not any(rank[case]["on their way"] for rank in ranks)
+@pytest.mark.parametrize("case", [*ZERO1, *FSDP])
+def test_a_capture_and_each_replay_end_as_they_began(ranks, case):
+    """No weight is on its way and none is gathered, also after an evaluation and an eager iteration. What is
+    quantized in the forward is quantized in every one."""
+    outdated = 3 if case == "fsdp overlapped fp8" else 0  # two blocks and the head
+    for rank in ranks:
+        assert rank[case]["states"] == [[0, 0, outdated]]
 
 
 def test_nothing_waits_for_what_a_failed_capture_has_sent(ranks):
@@ -46,3 +53,9 @@ def test_nothing_waits_for_what_a_failed_capture_has_sent(ranks):
         found = rank["failure"]
         assert found["equal"] and found["choice"]["used"] == "eager step"
         assert found["choice"]["reason"].startswith("rank 1: RuntimeError: operation not permitted")
+
+
+def test_fsdp_does_not_go_on_from_a_capture_that_was_broken_off(ranks):
+    for rank in ranks:
+        assert "FSDP cannot go on from there" in rank["broken fsdp"]
+        assert rank["broken fsdp"].endswith("start again with --use_cuda_graphs=False")

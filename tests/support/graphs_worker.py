@@ -14,22 +14,27 @@ import torch
 import torch.distributed as dist
 from support.graphed_runs import Fake, build, graphed, same, train, weights
 
+from torch.distributed.tensor import DTensor
+
+from common.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.evaluation import evaluate
 from training.process.exit_status import end_process
 from training.process.world import World, gather_objects, init_world
+from training.strategies.fsdp import Fsdp
 
 ZERO1 = {"use_zero1": True, "gradient_accumulation_steps": 2, "vocab_size": 65}  # rows that 2 does not divide
-OVERLAP = {**ZERO1, "overlap_param_gather": True}
+OVERLAP = {"overlap_param_gather": True}
+FP8 = {"vocab_size": 64, "dtype": "bfloat16", "low_precision": "fp8_tensorwise"}
+FSDP = {**ZERO1, "use_zero1": False, "use_fsdp": True}
 CASES = {
-    "plain": ZERO1,
-    "overlapped": OVERLAP,
-    "overlapped fp8": {
-        **OVERLAP,
-        "vocab_size": 64,
-        "dtype": "bfloat16",
-        "low_precision": "fp8_tensorwise",
-    },
+    "zero1": ZERO1,
+    "zero1 overlapped": {**ZERO1, **OVERLAP},
+    "zero1 overlapped fp8": {**ZERO1, **OVERLAP, **FP8},
+    "fsdp": FSDP,
+    "fsdp fused": {**FSDP, "gradient_accumulation_fusion": True, "reshard_after_forward": True},
+    "fsdp fp8": {**FSDP, **FP8},
+    "fsdp overlapped fp8": {**FSDP, **FP8, **OVERLAP},
 }
 
 
@@ -44,13 +49,15 @@ def check_replays(dataset: str, world: World, keys: dict) -> dict:
     """An eager run, and one that is captured, with evaluations and an iteration of another shape between."""
     eager, parts = build(dataset, world, **keys), build(dataset, world, **keys)
     torch.manual_seed(7)
-    left: list[bool] = []  # whether a capture or a replay leaves weights on their way
+    states: list[tuple] = []  # what Python knows, before and after every capture and replay
 
     def noted(run, fake):
+        states.append(known(parts.state.strategy))
+
         def replay():
-            left.append(bool(parts.state.strategy.gathers))
+            states.append(known(parts.state.strategy))
             packed = run()
-            left.append(bool(parts.state.strategy.gathers))
+            states.append(known(parts.state.strategy))
             return packed
 
         return replay
@@ -58,7 +65,14 @@ def check_replays(dataset: str, world: World, keys: dict) -> dict:
     step = graphed(parts, Fake(noted))
     found = [run_with_interruptions(each, run) for each, run in ((eager, eager.step), (parts, step))]
     equal = found[0] == found[1] and same(weights(parts), weights(eager))
-    return {"choice": step.choice, "equal": equal, "on their way": any(left), "replays": len(left) // 2}
+    return {"choice": step.choice, "equal": equal, "states": sorted(set(states)), "replays": len(states) // 2}
+
+
+def known(strategy) -> tuple:
+    """(weights on their way, parameters that are gathered, modules whose quantized weights are outdated)"""
+    parameters = list(strategy.module.parameters())
+    gathered = [not isinstance(p, DTensor) for p in parameters] if isinstance(strategy, Fsdp) else []
+    return len(getattr(strategy, "gathers", ())), sum(gathered), len(getattr(strategy, "outdated", ()))
 
 
 def run_with_interruptions(parts, step) -> list:
@@ -90,10 +104,33 @@ def check_failure(dataset: str, world: World, keys: dict) -> dict:
     return {"choice": step.choice, "equal": equal}
 
 
+def check_broken_fsdp(dataset: str, world: World) -> str:
+    """What ends a run with FSDP whose capture is broken off between two micro-steps."""
+    parts = build(dataset, world, **FSDP)
+    forward, calls = parts.state.strategy.forward, []
+
+    def breaks_off(run, fake):
+        def second_fails(*arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise RuntimeError("CUDA out of memory")
+            return forward(*arguments)
+
+        parts.state.strategy.forward = second_fails
+        return run()
+
+    try:
+        train(parts, graphed(parts, Fake(breaks_off)), range(12))
+    except RunError as error:
+        return str(error)
+    return "the run went on"
+
+
 def main(dataset: str, results: str) -> None:
     world = init_world(TrainConfig(device="cpu", dataset=dataset))
     found = {name: check_replays(dataset, world, keys) for name, keys in CASES.items()}
-    found["failure"] = check_failure(dataset, world, OVERLAP)
+    found["failure"] = check_failure(dataset, world, CASES["zero1 overlapped"])
+    found["broken fsdp"] = check_broken_fsdp(dataset, world)
     everyone = gather_objects(found, world)
     if world.is_main:
         Path(results).write_text(json.dumps(everyone))

@@ -125,7 +125,7 @@ class GraphedStep:
         self.graphs.close()
 
     def _replay(self, batch: Batch, with_gradient_sum: bool) -> StepResult:
-        self.state.strategy.complete_weights()  # an eager step may have left some on their way
+        self.state.strategy.settle()
         self._fill(batch)
         return self.replays[with_gradient_sum]()
 
@@ -200,15 +200,16 @@ class GraphedStep:
         for reference in references:
             if reference.waits:
                 raise Obstacle(f"the step waits for the GPU at {reference.waits[0]}")
+        self.state.strategy.settle()
         replay = self.graphs.capture(lambda: self._recorded(with_gradient_sum))
         return lambda: _unpack(replay(), with_gradient_sum)
 
     def _recorded(self, with_gradient_sum: bool) -> torch.Tensor:
-        """What a capture records. Weights that the step leaves on their way arrive in it: a wait outside of it
-        would not be replayed."""
+        """What a capture records. It ends as it began, because a replay runs no Python: weights that the step
+        leaves on their way arrive in it."""
         assert self.inputs, "a reference has filled them"
         result = self.step(*self.inputs, with_gradient_sum)
-        self.state.strategy.complete_weights()
+        self.state.strategy.settle()
         return _pack(result, with_gradient_sum)
 
     def _check(

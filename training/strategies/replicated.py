@@ -216,6 +216,9 @@ class Replicated:
     def complete_weights(self) -> None:
         """No weight comes from another rank."""
 
+    def settle(self) -> None:
+        self.complete_weights()
+
     def _copy_back(self) -> None:
         pairs = [(s.working_copy, s.local) for s in self.shards if s.working_copy is not None]
         if pairs:
