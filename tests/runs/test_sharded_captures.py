@@ -1,5 +1,5 @@
-"""CUDA Graphs with ZeRO-1 and FSDP, on a CPU: two gloo processes, and a fake in place of CUDA that runs the step itself.
-tests/gpu/test_sharded_captures_on_gpus.py has the same with real captures."""
+"""CUDA Graphs with ZeRO-1 and FSDP, on a CPU: two gloo processes, and a fake in place of CUDA.
+tests/gpu/test_captured_sharding.py has the same with real captures."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def test_the_gate_compares_each_ranks_shard_and_the_run_is_the_eager_one(ranks, 
     for rank in ranks:
         found = rank[case]
         assert found["choice"] == {"asked": "CUDA Graph", "used": "CUDA Graph", "reason": None}
-        assert found["equal"] and found["replays"] > 10
+        assert found["equal"] and found["replays"] > 5
 
 
 @pytest.mark.parametrize("case", [*ZERO1, *FSDP])
@@ -55,7 +55,9 @@ def test_nothing_waits_for_what_a_failed_capture_has_sent(ranks):
         assert found["choice"]["reason"].startswith("rank 1: RuntimeError: operation not permitted")
 
 
-def test_fsdp_does_not_go_on_from_a_capture_that_was_broken_off(ranks):
+def test_fsdp_goes_on_on_no_rank_if_a_capture_broke_off_on_one(ranks):
     for rank in ranks:
-        assert "FSDP cannot go on from there" in rank["broken fsdp"]
-        assert rank["broken fsdp"].endswith("start again with --use_cuda_graphs=False")
+        assert rank["broken fsdp"] == (
+            "CUDA Graph: the capture broke off (rank 1: RuntimeError: CUDA out of memory), and FSDP cannot "
+            "go on after that; start again with --use_cuda_graphs=False"
+        )

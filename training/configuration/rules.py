@@ -317,7 +317,8 @@ def cuda_graphs_obstacle(config: TrainConfig, world_size: int) -> str | None:
     if config.device == "cpu":
         return "device='cpu' has no CUDA Graphs"
     if config.use_fsdp and config.fsdp_sharding == "hybrid":
-        return "fsdp_sharding='hybrid', whose two groups of ranks a replay might serve in different orders"
+        # deadlocks were seen (NCCL's user guide, "Using NCCL with CUDA Graphs")
+        return "fsdp_sharding='hybrid' has two NCCL communicators, which may deadlock in a replay"
     return None
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from common.errors import RunError
 from training.checkpoints.train_state import TrainState
 from training.cuda_graphs.capture import CudaGraphs, Obstacle
 from training.cuda_graphs.parity import Snapshot, compare, host_bytes
@@ -226,7 +227,8 @@ class GraphedStep:
 
     def _on_all_ranks(self, action: Callable[[], Result]) -> Result | None:
         """What `action` returned. If it failed on any rank, None on all ranks, and all keep the eager step: a
-        rank that replays and a rank that does not would wait for each other. All ranks."""
+        rank that replays and a rank that does not would wait for each other. Raises RunError if the eager
+        step cannot go on. All ranks."""
         result = failure = None
         try:
             result = action()
@@ -241,6 +243,11 @@ class GraphedStep:
         reason = failures[rank] if len(failures) == 1 else f"rank {rank}: {failures[rank]}"
         self.close()
         self.choice.update({"used": "eager step", "reason": reason})
+        if not all(gather_objects(self.state.strategy.can_go_on(), self.state.world)):
+            raise RunError(
+                f"CUDA Graph: the capture broke off ({reason}), and FSDP cannot go on after that; "
+                "start again with --use_cuda_graphs=False"
+            )
         log.info(f"CUDA Graph: not used, the eager step runs on: {reason}")
         return None
 

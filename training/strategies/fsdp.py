@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from common.errors import RunError
 from model import Transformer
 from ops.linear import refresh_weights
 from training.configuration.dtypes import DTYPES
@@ -160,14 +159,12 @@ class Fsdp:
         return {}  # gathered weights are freed, or written anew from the shards
 
     def abandon_iteration(self) -> None:
+        self.clear_gradients()
+
+    def can_go_on(self) -> bool:
         """fully_shard has hooks and events of its own. Only torch 2.13 can reset them (reset_iter_state), and
         it waits for events, which fails for those that a broken capture has recorded."""
-        if self.under_way:
-            raise RunError(
-                "CUDA Graph: the capture of an iteration was broken off, and FSDP cannot go on from there (the "
-                "line above says why it broke off); start again with --use_cuda_graphs=False"
-            )
-        self.clear_gradients()
+        return not self.under_way
 
     def has_gradients(self) -> bool:
         sums = self.sums.buckets if self.sums else []

@@ -85,8 +85,10 @@ class Strategy(Protocol):
         own tensors."""
 
     def abandon_iteration(self) -> None:
-        """Drops the gradients, and communication in progress, of an iteration that was broken off. Raises
-        RunError if it cannot."""
+        """Drops the gradients, and communication in progress, of an iteration that was broken off."""
+
+    def can_go_on(self) -> bool:
+        """Whether another iteration can follow, although a capture may have been broken off in this one."""
 
     def has_gradients(self) -> bool:
         """Whether any gradient is not zero. Sync point."""
