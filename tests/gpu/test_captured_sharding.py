@@ -1,12 +1,21 @@
 """CUDA Graphs with ZeRO-1 and FSDP on two GPUs: losses, evaluations and final weights are those of the eager
 run, bit for bit. Each pair of runs shares its processes, so both take the same compiled kernels."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from support.graphed_runs import ON_GPU
-from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_in_one_launch, write_config
+from support.helpers import (
+    TINY,
+    checkpoint_tensors,
+    last_run,
+    launch,
+    make_dataset,
+    run_in_one_launch,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,3 +94,15 @@ def test_a_captured_run_resumes_captured(folder, name):
     rows = last_run(folder / whole)["training_iterations"]
     assert [row["loss"] for row in record["training_iterations"]] == [row["loss"] for row in rows][12:]
     assert record["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
+
+
+def test_a_zero1_run_goes_on_after_a_capture_that_failed_on_one_rank(folder, monkeypatch):
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")  # as train.py does
+    results = folder / "results.json"
+    worker = ["tests/support/graphs_worker.py", folder / "tokens", results, "cuda"]
+    launch([["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *worker]])
+    for rank in json.loads(results.read_text()):
+        found = rank["failure"]
+        assert found["choice"]["used"] == "eager step"
+        assert found["choice"]["reason"] == "rank 1: ValueError: not while capturing"
+        assert found["equal"]

@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
     dataset = make_dataset(folder / "tokens", train_tokens=100_000)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = warm_python.run(
-        [*launcher, "tests/support/graphs_worker.py", str(dataset), str(folder / "results.json")],
+        [*launcher, "tests/support/graphs_worker.py", str(dataset), str(folder / "results.json"), "cpu"],
         cwd=ROOT,
         capture_output=True,
         text=True,

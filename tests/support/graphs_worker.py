@@ -1,7 +1,7 @@
-"""Run by test_sharded_captures.py under torchrun, two processes: what the gate of CUDA Graphs does with
-sharded runs, with a fake in place of CUDA.
+"""Run under torchrun, two processes: what the gate of CUDA Graphs does with sharded runs. With a fake of CUDA
+for test_sharded_captures.py; with two GPUs, for test_captured_sharding.py, a capture that fails.
 
-graphs_worker.py DATASET RESULTS.json
+graphs_worker.py DATASET RESULTS.json cpu|cuda
 """
 
 import json
@@ -12,7 +12,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 
 import torch
 import torch.distributed as dist
-from support.graphed_runs import Fake, build, graphed, same, train, weights
+from support.graphed_runs import ON_GPU, Fake, build, captured, graphed, same, train, weights
 from torch.distributed.tensor import DTensor
 
 from common.errors import RunError
@@ -120,11 +120,32 @@ def check_broken_fsdp(dataset: str, world: World) -> str:
     return "the run went on"
 
 
-def main(dataset: str, results: str) -> None:
-    world = init_world(TrainConfig(device="cpu", dataset=dataset))
-    found = {name: check_replays(dataset, world, keys) for name, keys in CASES.items()}
-    found["failure"] = check_failure(dataset, world, CASES["zero1 overlapped"])
-    found["broken fsdp"] = check_broken_fsdp(dataset, world)
+def check_failure_on_gpus(dataset: str, world: World) -> dict:
+    """The same as check_failure with a real capture, in which NCCL has sent gradients and sends weights."""
+    keys = {**ON_GPU, **CASES["zero1 overlapped"]}
+    eager, parts = build(dataset, world, **keys), build(dataset, world, **keys)
+    expected = train(eager, iterations=range(14))
+
+    def fails(*arguments):
+        result = parts.step(*arguments)
+        if world.rank == 1 and torch.cuda.is_current_stream_capturing():
+            raise ValueError("not while capturing")
+        return result
+
+    step = captured(parts, fails)
+    equal = train(parts, step, range(14)) == expected and same(weights(parts), weights(eager))
+    step.close()
+    return {"choice": step.choice, "equal": equal}
+
+
+def main(dataset: str, results: str, device: str) -> None:
+    world = init_world(TrainConfig(device=device, dataset=dataset, out_dir=str(Path(results).parent)))
+    if device == "cuda":
+        found = {"failure": check_failure_on_gpus(dataset, world)}
+    else:
+        found = {name: check_replays(dataset, world, keys) for name, keys in CASES.items()}
+        found["failure"] = check_failure(dataset, world, CASES["zero1 overlapped"])
+        found["broken fsdp"] = check_broken_fsdp(dataset, world)
     everyone = gather_objects(found, world)
     if world.is_main:
         Path(results).write_text(json.dumps(everyone))
