@@ -142,14 +142,22 @@ def test_zero1_and_cuda_graphs_on_one_cpu_run_without_and_have_a_line_each(folde
     assert last_run(folder / "alone")["startup_info"]["hardware"]["parallelism"] == "single"
 
 
-@pytest.mark.parametrize("sharding", ["use_zero1", "use_fsdp"])
-def test_cuda_graphs_with_sharding_fall_back_with_a_line(sharding, folder, run, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("sharding", "line"),
+    [
+        (["--use_zero1=True"], "asked for; used if its check passes"),
+        (["--use_fsdp=True"], "asked for; used if its check passes"),
+        (
+            ["--use_fsdp=True", "--fsdp_sharding=hybrid"],
+            "not used, the eager step runs: fsdp_sharding='hybrid'",
+        ),
+    ],
+)
+def test_cuda_graphs_with_sharding_have_a_line(sharding, line, folder, run, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (
-        run("run.py", "--device=cuda", "--use_cuda_graphs=True", f"--{sharding}=True", "--dry_run=True") == 0
-    )
+    assert run("run.py", "--device=cuda", "--use_cuda_graphs=True", *sharding, "--dry_run=True") == 0
     (graph,) = lines_of(capfd.readouterr().out, "CUDA Graph")
-    assert f"not used, the eager step runs: {sharding}=True" in graph
+    assert line in graph
 
 
 # reading records

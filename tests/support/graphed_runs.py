@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import torch
 from support.helpers import TINY
+from torch.distributed.tensor import DTensor
 
 import model_builder
 from model import manual_attention
@@ -45,14 +46,16 @@ ON_GPU = {
 Parts = namedtuple("Parts", "step state loader windows config")
 
 
-def build(dataset, **keys) -> Parts:
-    """The parts of a run as train.py assembles them, always from the same first state."""
+def build(dataset, world: World | None = None, **keys) -> Parts:
+    """The parts of a run as train.py assembles them, always from the same first state. Without a world, of
+    one process."""
     config = TrainConfig(**{**TINY, "dataset": str(dataset), **keys})
-    world = World(0, 0, 1, torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu"))
+    alone = World(0, 0, 1, torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu"))
+    world = world or alone
     dtype = DTYPES[config.dtype]
     model = model_builder.build_model(config.model_config(), manual_attention, dtype)
     model.init_weights(world.device, seed=1)
-    low_precision = use_low_precision(model, config)
+    low_precision = use_low_precision(model, config, world.rank)
     model.head.loss_chunks = config.logit_parts
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)
@@ -79,7 +82,9 @@ def train(parts: Parts, step=None, iterations=range(ITERATIONS), sums=SUMS) -> l
 
 
 def weights(parts: Parts) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in parts.state.tensors().values()]
+    """The weights and moments that this rank updates."""
+    tensors = parts.state.tensors().values()
+    return [(t.to_local() if isinstance(t, DTensor) else t).clone() for t in tensors]
 
 
 def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:

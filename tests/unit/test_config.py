@@ -429,8 +429,9 @@ def test_zero1_is_used_where_there_is_another_process(load, processes):
         (["--device=cuda"], 1, None),
         (["--device=cuda"], 2, None),
         (["--device=cuda", "--use_zero1=True"], 1, None),
-        (["--device=cuda", "--use_zero1=True"], 2, "use_zero1=True"),
-        (["--device=cuda", "--use_fsdp=True"], 2, "use_fsdp=True"),
+        (["--device=cuda", "--use_zero1=True", "--overlap_param_gather=True"], 2, None),
+        (["--device=cuda", "--use_fsdp=True", "--reshard_after_forward=True"], 2, None),
+        (["--device=cuda", "--use_fsdp=True", "--fsdp_sharding=hybrid"], 2, "fsdp_sharding='hybrid'"),
     ],
 )
 def test_cuda_graphs_fall_back_where_they_cannot_work(load, flags, processes, why):

@@ -197,4 +197,8 @@ def test_what_must_be_free_is_more_than_the_estimate_and_more_still_with_other_p
     assert sum(estimate_memory(*one).values()) < reserved_memory(*one) < needed_memory(*one)
     assert needed_memory(*one) < needed_memory(*two)
     graphs = arguments(QWEN, "use_cuda_graphs=True")  # an evaluation runs beside the captured memory
-    assert reserved_memory(*graphs) - reserved_memory(*one) == pytest.approx(estimate(QWEN)["logits"])
+    logits = estimate(QWEN)["logits"]
+    assert reserved_memory(*graphs) - reserved_memory(*one) == pytest.approx(logits)
+    eager, graphs = (arguments(QWEN, f"use_fsdp=True{flag}", 2) for flag in ("", " use_cuda_graphs=True"))
+    gathered = 2 * 1_830_395_904 / 2**30  # by the evaluation
+    assert reserved_memory(*graphs) - reserved_memory(*eager) == pytest.approx(logits + gathered)

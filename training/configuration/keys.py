@@ -203,7 +203,7 @@ class TrainConfig:
     amax_algorithm: Literal["max", "most_recent"] = key("max", "of the magnitudes there", guarded=True)
     compile: bool = key(True, "use torch.compile")
     compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
-    use_cuda_graphs: bool = key(False, "capture an iteration and replay it; one process or DDP")
+    use_cuda_graphs: bool = key(False, "capture an iteration and replay it (docs/tuning.md)")
     matmul_algorithms: Literal["cublas", "measured"] = key(
         "cublas", "the matmul algorithms that cuBLAS expects to be fastest, or those measured at the start"
     )

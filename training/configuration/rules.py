@@ -316,10 +316,9 @@ def cuda_graphs_obstacle(config: TrainConfig, world_size: int) -> str | None:
     against it."""
     if config.device == "cpu":
         return "device='cpu' has no CUDA Graphs"
-    if shards_optimizer(config, world_size):
-        return "use_zero1=True, and only one process or DDP can be captured"
-    if config.use_fsdp:
-        return "use_fsdp=True, and only one process or DDP can be captured"
+    if config.use_fsdp and config.fsdp_sharding == "hybrid":
+        # deadlocks were seen (NCCL's user guide, "Using NCCL with CUDA Graphs")
+        return "fsdp_sharding='hybrid' has two NCCL communicators, which may deadlock in a replay"
     return None
 
 

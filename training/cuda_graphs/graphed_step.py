@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from common.errors import RunError
 from training.checkpoints.train_state import TrainState
 from training.cuda_graphs.capture import CudaGraphs, Obstacle
 from training.cuda_graphs.parity import Snapshot, compare, host_bytes
@@ -125,6 +126,7 @@ class GraphedStep:
         self.graphs.close()
 
     def _replay(self, batch: Batch, with_gradient_sum: bool) -> StepResult:
+        self.state.strategy.settle()
         self._fill(batch)
         return self.replays[with_gradient_sum]()
 
@@ -199,10 +201,17 @@ class GraphedStep:
         for reference in references:
             if reference.waits:
                 raise Obstacle(f"the step waits for the GPU at {reference.waits[0]}")
-        assert self.inputs, "a reference has filled them"
-        run = functools.partial(self.step, *self.inputs, with_gradient_sum)
-        replay = self.graphs.capture(lambda: _pack(run(), with_gradient_sum))
+        self.state.strategy.settle()
+        replay = self.graphs.capture(lambda: self._recorded(with_gradient_sum))
         return lambda: _unpack(replay(), with_gradient_sum)
+
+    def _recorded(self, with_gradient_sum: bool) -> torch.Tensor:
+        """What a capture records. It ends as it began, because a replay runs no Python: weights that the step
+        leaves on their way arrive in it."""
+        assert self.inputs, "a reference has filled them"
+        result = self.step(*self.inputs, with_gradient_sum)
+        self.state.strategy.settle()
+        return _pack(result, with_gradient_sum)
 
     def _check(
         self, replay: Callable[[], StepResult], references: list[Reference], snapshot: Snapshot
@@ -218,7 +227,8 @@ class GraphedStep:
 
     def _on_all_ranks(self, action: Callable[[], Result]) -> Result | None:
         """What `action` returned. If it failed on any rank, None on all ranks, and all keep the eager step: a
-        rank that replays and a rank that does not would wait for each other. All ranks."""
+        rank that replays and a rank that does not would wait for each other. Raises RunError if the eager
+        step cannot go on. All ranks."""
         result = failure = None
         try:
             result = action()
@@ -233,6 +243,11 @@ class GraphedStep:
         reason = failures[rank] if len(failures) == 1 else f"rank {rank}: {failures[rank]}"
         self.close()
         self.choice.update({"used": "eager step", "reason": reason})
+        if not all(gather_objects(self.state.strategy.can_go_on(), self.state.world)):
+            raise RunError(
+                f"CUDA Graph: the capture broke off ({reason}), and FSDP cannot go on after that; "
+                "start again with --use_cuda_graphs=False"
+            )
         log.info(f"CUDA Graph: not used, the eager step runs on: {reason}")
         return None
 

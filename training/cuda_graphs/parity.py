@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from training.checkpoints.train_state import TrainState
 from training.optimization.step import StepResult
@@ -48,6 +49,8 @@ class Snapshot:
     @torch.no_grad()
     def put_back(self) -> None:
         """Makes the kept state the current one."""
+        # first: what a broken capture has sent never arrives, so nothing may wait for it
+        self.state.strategy.abandon_iteration()
         for name, tensor in _tensors(self.state).items():
             tensor.copy_(self.kept[name])
         self._restore_derived()
@@ -107,9 +110,10 @@ def _relative(distance: float, scale: float) -> float:
 
 
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Everything that an iteration changes in place, by name."""
+    """Everything that an iteration changes in place on this rank, by name: of a sharded tensor, its shard."""
     guard = state.update_guard.state() if state.update_guard else {}
-    return {**state.tensors(), **state.loss_scale.state(), **guard, **state.low_precision.state()}
+    own = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.tensors().items()}
+    return {**own, **state.loss_scale.state(), **guard, **state.low_precision.state()}
 
 
 def _generators(state: TrainState) -> dict[str, torch.Tensor]:

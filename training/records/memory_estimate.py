@@ -164,4 +164,13 @@ def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, wo
             reserve += s.reduce * s.rest / s.shards
     if captures_cuda_graphs(config, world_size):  # an evaluation cannot use the memory of the capture
         reserve += s.tokens / config.logit_parts * s.compute * model.vocab_size
+        reserve += _gathered_beside_a_capture(s) if config.use_fsdp else 0
     return sum(estimate_memory(model, parameters, config, world_size).values()) + reserve / GIB
+
+
+def _gathered_beside_a_capture(s: Sizes) -> float:
+    """Bytes of weights that FSDP gathers for an evaluation or to quantize them, while a capture keeps the
+    memory of its own."""
+    if s.config.low_precision != "none" and not s.config.overlap_param_gather:
+        return 2 * s.compute * s.parameters  # publish() gathers into buffers
+    return s.compute * (s.rest + 2 * s.block if s.config.reshard_after_forward else s.parameters)

@@ -64,6 +64,7 @@ class Fsdp:
         self.sums = FusedSums(model, self._units(), policy) if fuses_gradient_sums(config) else None
         self.overlap = self.quantized and config.overlap_param_gather
         self.outdated: set[nn.Module] = set()  # whose quantized weights the next forward writes
+        self.under_way = False  # from the first micro-step until the gradients are cleared
         if self.overlap:
             for module in (*model.blocks, model.head):  # after FSDP's own hook, which gathers
                 module.register_forward_pre_hook(lambda module, inputs: self._quantize(module))
@@ -88,6 +89,7 @@ class Fsdp:
         return cast("list[FSDPModule]", units)  # fully_shard adds this class to a module's own
 
     def micro_step(self, last: bool) -> None:
+        self.under_way = True
         *_, model = self._units()
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -110,7 +112,7 @@ class Fsdp:
         weights must be quantized, they are gathered here; or, with overlap_param_gather, each block quantizes
         those that its forward gathers."""
         if self.overlap and not wait:
-            self.outdated.update((*self.module.blocks, self.module.head))
+            self._mark_outdated()
             return
         if not self.quantized:
             return
@@ -127,6 +129,9 @@ class Fsdp:
             for block in units[: len(self.module.blocks)]:
                 block.reshard()
 
+    def _mark_outdated(self) -> None:
+        self.outdated.update((*self.module.blocks, self.module.head))
+
     def _quantize(self, module: nn.Module) -> None:
         if module in self.outdated:
             refresh_weights(module)
@@ -135,7 +140,16 @@ class Fsdp:
     def complete_weights(self) -> None:
         """A forward gathers its weights itself, and quantizes them if it must."""
 
+    def settle(self) -> None:
+        """A gather that is recorded repeats in each replay; one from before, such as an evaluation's, would
+        not, and its memory is freed. So is a quantization in the forward."""
+        for unit in self._units():
+            unit.reshard()
+        if self.overlap:
+            self._mark_outdated()
+
     def clear_gradients(self) -> None:
+        self.under_way = False
         for shard in self.shards:
             shard.parameter.grad = shard.local.grad = None
         if self.sums:
@@ -147,8 +161,15 @@ class Fsdp:
     def abandon_iteration(self) -> None:
         self.clear_gradients()
 
+    def can_go_on(self) -> bool:
+        """fully_shard has hooks and events of its own. Only torch 2.13 can reset them (reset_iter_state), and
+        it waits for events, which fails for those that a broken capture has recorded."""
+        return not self.under_way
+
     def has_gradients(self) -> bool:
-        return any(shard.parameter.grad is not None for shard in self.shards)
+        sums = self.sums.buckets if self.sums else []
+        left = any(shard.parameter.grad is not None for shard in self.shards)
+        return left or any(bool(bucket.flat.any()) for bucket in sums)  # sync point
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         parameter, (shape, stride) = _sharded(shard.parameter), whole_shape(shard, tensor)

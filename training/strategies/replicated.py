@@ -216,6 +216,9 @@ class Replicated:
     def complete_weights(self) -> None:
         """No weight comes from another rank."""
 
+    def settle(self) -> None:
+        self.complete_weights()
+
     def _copy_back(self) -> None:
         pairs = [(s.working_copy, s.local) for s in self.shards if s.working_copy is not None]
         if pairs:
@@ -236,6 +239,9 @@ class Replicated:
     def abandon_iteration(self) -> None:
         self.works.clear()
         self.clear_gradients()
+
+    def can_go_on(self) -> bool:
+        return True
 
     def has_gradients(self) -> bool:
         return any(bool(tensor.any()) for bucket in self.buckets for tensor in bucket.tensors)  # sync point

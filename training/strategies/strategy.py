@@ -70,6 +70,11 @@ class Strategy(Protocol):
     def complete_weights(self) -> None:
         """Waits for the weights that publish(wait=False) has left on their way. All ranks; sends nothing."""
 
+    def settle(self) -> None:
+        """Before an iteration is recorded as a CUDA graph or replayed, and as the last part of the recorded
+        one: nothing is on its way and no weight is gathered, so each replay begins as the capture did. All
+        ranks."""
+
     def clear_gradients(self) -> None: ...
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,6 +86,9 @@ class Strategy(Protocol):
 
     def abandon_iteration(self) -> None:
         """Drops the gradients, and communication in progress, of an iteration that was broken off."""
+
+    def can_go_on(self) -> bool:
+        """Whether another iteration can follow, although a capture may have been broken off in this one."""
 
     def has_gradients(self) -> bool:
         """Whether any gradient is not zero. Sync point."""

@@ -132,6 +132,10 @@ class Zero1(Replicated):
         if part != REST:  # which has no weight in low precision
             refresh_weights(self.module.get_submodule(part))
 
+    def abandon_iteration(self) -> None:
+        self.gathers.clear()
+        super().abandon_iteration()
+
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         if not shard.is_matrix:
             return tensor
