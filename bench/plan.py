@@ -154,7 +154,7 @@ def make_plan(
             if reason := peers.obstacle(peer, config):
                 obstacles[peer] = reason
                 continue
-            key = (peer, *_peer_key(config), processes)
+            key = (peer, *_peer_key(config), *peers.depends_on(peer, config), processes)
             entry.peers.append(share(others, "peer", peer, key, entry, argv, processes))
     for other in others:
         if other.kind == "peer":

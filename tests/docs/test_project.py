@@ -29,7 +29,7 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "dev": "requirements-dev.txt",
 }
 # a cluster has its own Ray; the others are peers, of bench.tokenize and bench.throughput alone
-IN_NO_EXTRA = {"ray", "datasets", "liger-kernel"}
+IN_NO_EXTRA = {"ray", "datasets", "liger-kernel", "torchtitan"}
 
 
 def read(name: str) -> str:
