@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer training Qwen3 or LLaMA of our shape: https://github.com/pytorch/torchtitan, 0.2.2.
+"""torchtitan's own Trainer training Qwen3 or LLaMA of our shape: https://github.com/pytorch/torchtitan.
 
     python -m bench.peer_torchtitan config/full_qwen3_1.8b_optimal.py --max_iters=31 --eval_interval=0
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     rank, local_rank, size = launch_info()
     config = load_run_config(argv, size)
     check_torchtitan()
-    if reason := obstacle("torchtitan", config):
+    if reason := obstacle("torchtitan", config, size):
         raise UserError(f"bench.peer_torchtitan: {reason}")
     check_device(config)
     sources = open_sources(config, scan=rank == 0)
@@ -98,8 +98,8 @@ def import_torchtitan() -> Titan:
         from torchtitan.train import Trainer
     except ImportError as error:
         raise UserError(
-            f"torchtitan {TORCHTITAN_VERSION} cannot be imported with torch {torch.__version__} ({error}); "
-            "it was used with torch 2.11"
+            f"torchtitan cannot be imported ({error}): pip install torchtitan=={TORCHTITAN_VERSION} installs "
+            f"what it needs; it was used with torch 2.11, and this is {torch.__version__}"
         ) from error
     init_logger()
     models = {"qwen3": qwen3, "llama3": llama3, "llama3_args": llama3_args}
@@ -156,11 +156,11 @@ class RowLog:
             torch.cuda.synchronize()  # sync point
         now, iteration = time.perf_counter(), step - 1
         seconds = (now - self.began) / (iteration + 1 - self.first)
-        row = {"iter": iteration, "loss": float(global_avg_loss), "time_ms": 1000 * seconds}
-        row |= {"memory": memory(self.world), **self.monitor.take([(self.began, now)])}
-        self.rows.append(row)
+        row: dict[str, Any] = {"iter": iteration, "loss": float(global_avg_loss), "time_ms": 1000 * seconds}
+        row["memory"] = memory(self.world)
+        self.rows.append(row | self.monitor.take([(self.began, now)]))
         self.first, self.began = iteration + 1, now
-        super().log(step, global_avg_loss, *others, **more)  # type: ignore[misc]  # sets the peak memory to 0
+        super().log(step, global_avg_loss, *others, **more)  # and sets the peak memory to 0
 
 
 def train(titan: Titan, config: TrainConfig, world: World, loader: Loader) -> tuple[dict, list[dict]]:

@@ -64,12 +64,12 @@ def check_torchtitan() -> None:
     if version != TORCHTITAN_VERSION:
         raise UserError(
             f"--peer=torchtitan runs torchtitan {TORCHTITAN_VERSION}, which is {version} here: "
-            "pip install torchtitan==0.2.2"
+            f"pip install torchtitan=={TORCHTITAN_VERSION}"
         )
     if missing := [name for name in TORCHTITAN_IMPORTS if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"--peer=torchtitan: torchtitan imports {', '.join(missing)}, which it lacks here: "
-            "pip install torchtitan==0.2.2 also installs what it needs"
+            f"pip install torchtitan=={TORCHTITAN_VERSION} also installs what it needs"
         )
 
 
@@ -80,8 +80,9 @@ def depends_on(peer: str, config: TrainConfig) -> tuple:
     return ()
 
 
-def obstacle(peer: str, config: TrainConfig) -> str | None:
-    """Why this peer cannot train this configuration; None if nothing known here speaks against it."""
+def obstacle(peer: str, config: TrainConfig, processes: int = 1) -> str | None:
+    """Why this peer cannot train this configuration with so many processes; None if nothing known here speaks
+    against it."""
     model = config.model_config()
     if peer == "liger" and config.device != "cuda":
         return "liger-kernel's kernels need a GPU"
@@ -90,7 +91,7 @@ def obstacle(peer: str, config: TrainConfig) -> str | None:
     if peer == "nanogpt":
         return _of_nanogpt(config, model)
     if peer == "torchtitan":
-        return _of_torchtitan(config, model)
+        return _of_torchtitan(config, model, processes)
     return None
 
 
@@ -109,12 +110,14 @@ def _of_nanogpt(config: TrainConfig, model: ModelConfig) -> str | None:
     return None
 
 
-def _of_torchtitan(config: TrainConfig, model: ModelConfig) -> str | None:
+def _of_torchtitan(config: TrainConfig, model: ModelConfig, processes: int) -> str | None:
     style = (model.position_encoding, model.normalization, model.ffn_type, model.activation)
     if style != ("rope", "rmsnorm", "swiglu", "silu") or model.bias or model.qkv_bias:
         return f"torchtitan has Qwen3 and LLaMA 3, without biases, not {model.arch} of this shape"
     if model.dropout:
         return "torchtitan's models have no dropout; use --dropout=0"
+    if model.weight_tying and processes > 1:
+        return "torchtitan's FSDP does not shard tied weights; use one GPU or --weight_tying=False"
     return _of_its_model(model) or _of_its_trainer(config)
 
 
@@ -150,7 +153,9 @@ def _of_its_trainer(config: TrainConfig) -> str | None:
         config.low_precision_scope != "layers"
         or config.low_precision_skip_first + config.low_precision_skip_last
     ):
-        return "torchtitan's float8 is in every block and not in the head; leave out --low_precision_scope and _skip"
+        return (
+            "torchtitan's float8 is in all blocks, not in the head; leave out low_precision_scope and _skip"
+        )
     if importlib.util.find_spec("torchao") is None:
         return "torchtitan's float8 needs torchao: pip install torchao"
     return None
