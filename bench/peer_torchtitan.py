@@ -160,13 +160,13 @@ class RowLog:
         row["memory"] = memory(self.world)
         self.rows.append(row | self.monitor.take([(self.began, now)]))
         self.first, self.began = iteration + 1, now
-        super().log(step, global_avg_loss, *others, **more)  # and sets the peak memory to 0
+        super().log(step, global_avg_loss, *others, **more)  # type: ignore[misc]  # sets the peak memory to 0
 
 
 def train(titan: Titan, config: TrainConfig, world: World, loader: Loader) -> tuple[dict, list[dict]]:
     """Facts about what was run, and its rows. All ranks."""
 
-    class Metrics(RowLog, titan.metrics):  # type: ignore[name-defined, misc]
+    class Metrics(RowLog, titan.metrics):  # type: ignore[name-defined]
         pass
 
     base, arguments = model_of(titan, config)
