@@ -40,11 +40,13 @@ from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import GpuMonitor, watch_gpus
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
-from training.process.world import World, check_device, launch_info, machine_size
+from training.process.world import World, check_device, is_launched, launch_info, machine_size
 from training.records.micro_batch import resolve_micro_batch
 
-# what torchrun tells its processes; torchtitan reads it in a run of one process, too
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+# What torchrun tells its processes; torchtitan reads it in a run of one process, too. Port 0: any free one.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+START_TIMEOUT_S = 3600  # for joining: one rank may have to scan a large dataset first
 
 
 def main(argv: list[str]) -> int:
@@ -68,6 +70,8 @@ def main(argv: list[str]) -> int:
     if world.is_main:
         print(json.dumps(report(config, world, f"torchtitan {TORCHTITAN_VERSION}", facts, rows)))
     loader.close()
+    if world.size == 1:
+        torch.distributed.destroy_process_group()  # NCCL warns about groups that are left open
     end_process(world)
     return 0
 
@@ -98,8 +102,8 @@ def import_torchtitan() -> Titan:
         from torchtitan.train import Trainer
     except ImportError as error:
         raise UserError(
-            f"torchtitan cannot be imported ({error}): pip install torchtitan=={TORCHTITAN_VERSION} installs "
-            f"what it needs; it was used with torch 2.11, and this is {torch.__version__}"
+            f"torchtitan cannot be imported ({error}): pip install -r requirements-peers.txt; it was used "
+            f"with torch 2.11, and this is {torch.__version__}"
         ) from error
     init_logger()
     models = {"qwen3": qwen3, "llama3": llama3, "llama3_args": llama3_args}
@@ -108,11 +112,13 @@ def import_torchtitan() -> Titan:
 
 def start_processes(titan: Titan, config: TrainConfig, world: World) -> None:
     """torchtitan's process group, of one process, too. All ranks."""
-    if world.size == 1:
+    if not is_launched():
         os.environ.update(ALONE)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    titan.distributed.init_distributed(titan.job().comm, base_folder=config.out_dir)
+    comm = titan.job().comm
+    comm.init_timeout_seconds = START_TIMEOUT_S
+    titan.distributed.init_distributed(comm, base_folder=config.out_dir)
 
 
 # --- training ---

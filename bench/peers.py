@@ -16,7 +16,7 @@ from training.configuration.keys import AUTO, TrainConfig
 
 PEERS = ("transformers", "liger", "nanogpt", "torchtitan")
 NANOGPT_FILES = ("train.py", "model.py", "configurator.py")
-TORCHTITAN_VERSION = "0.2.2"  # later ones have another configuration
+TORCHTITAN_VERSION = "0.2.2"  # as in requirements-peers.txt
 TORCHTITAN_IMPORTS = ("torchdata", "datasets", "tensorboard", "tyro")  # also where its data are not used
 
 
@@ -64,12 +64,12 @@ def check_torchtitan() -> None:
     if version != TORCHTITAN_VERSION:
         raise UserError(
             f"--peer=torchtitan runs torchtitan {TORCHTITAN_VERSION}, which is {version} here: "
-            f"pip install torchtitan=={TORCHTITAN_VERSION}"
+            "pip install -r requirements-peers.txt"
         )
     if missing := [name for name in TORCHTITAN_IMPORTS if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"--peer=torchtitan: torchtitan imports {', '.join(missing)}, which it lacks here: "
-            f"pip install torchtitan=={TORCHTITAN_VERSION} also installs what it needs"
+            "pip install -r requirements-peers.txt"
         )
 
 

@@ -25,11 +25,12 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "gpu": "requirements-gpu.txt",
     "quack": "requirements-quack.txt",
     "trackers": "requirements-trackers.txt",
+    "peers": "requirements-peers.txt",
     "evaluate": "requirements-evaluate.txt",
     "dev": "requirements-dev.txt",
 }
 # a cluster has its own Ray; the others are peers, of bench.tokenize and bench.throughput alone
-IN_NO_EXTRA = {"ray", "datasets", "liger-kernel", "torchtitan"}
+IN_NO_EXTRA = {"ray", "datasets", "liger-kernel"}
 
 
 def read(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.helpers import ROOT, make_dataset, write_config
 
-pytest.importorskip("torchtitan", reason="needs torchtitan, pip install torchtitan==0.2.2")
+pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements-peers.txt")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

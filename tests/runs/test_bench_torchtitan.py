@@ -7,13 +7,15 @@ import types
 
 import pytest
 import torch
-from support.helpers import TINY, make_dataset, write_config
+from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
 from bench import peer_torchtitan, peers, throughput
+from bench.peer import report
 from bench.peer_torchtitan import Batches, RowLog, Titan, train
 from bench.plan import make_plan
 from bench.process import end_with_status
+from bench.results import measure
 from bench.suites import Variant
 from bench.torchtitan_job import llama_arguments, llama_factor, make_job, qwen3_arguments, scaling_arguments
 from common.errors import UserError
@@ -116,6 +118,7 @@ def small(tmp_path):
     tokens = make_dataset(tmp_path / "tokens", eot_id=0)
     keys = {**TINY, "arch_preset": "qwen3", "dataset": tokens, "packing": "truncate"}
     keys |= {"gradient_accumulation_steps": 2, "max_iters": 6, "log_interval": 2}
+    keys["peak_tflops"] = 1.0
     keys["block_size"] = 64  # a document has about 43 tokens, so windows have padding
     config = load_config([str(write_config(tmp_path / "run.py", **keys))])
     world = World(0, 0, 1, torch.device("cpu"))
@@ -135,6 +138,11 @@ def test_its_trainer_gets_our_batches_and_its_steps_are_rows(small):
     assert [row["loss"] for row in rows] == [4.0, 2.0, 0.0, -1.0]
     assert all(row["time_ms"] > 0 for row in rows) and {"gpu_reason", "memory"} <= rows[0].keys()
     assert (facts["parameters"], facts["class"], seen["closed"]) == (count, "Qwen3", True)
+    printed = report(config, world, "torchtitan", facts, rows)
+    tokens_per_iter = 2 * config.batch_size * config.block_size
+    assert rows[1]["tokens_per_sec"] == pytest.approx(tokens_per_iter / (rows[1]["time_ms"] / 1000))
+    figures = measure(printed["training_iterations"], 1)  # as bench.throughput reads them
+    assert len(figures["tokens_per_sec_per_gpu"]) == 3
     ours = loader()
     for iteration in range(config.max_iters):
         x, y = ours.next()
@@ -278,15 +286,20 @@ def test_float8_needs_torchao(monkeypatch):
     assert peers.obstacle("torchtitan", config).endswith("pip install torchao")
 
 
+def test_the_requirements_file_has_the_version_that_is_asked_for():
+    pinned = (ROOT / "requirements-peers.txt").read_text()
+    assert f"\ntorchtitan=={peers.TORCHTITAN_VERSION} " in pinned
+
+
 @pytest.mark.parametrize(
     "version, missing, message",
     [
-        (None, [], "torchtitan 0.2.2, which is missing here: pip install torchtitan==0.2.2"),
+        (None, [], "torchtitan 0.2.2, which is missing here: pip install -r requirements-peers.txt"),
         ("0.3.0", [], "torchtitan 0.2.2, which is 0.3.0 here"),
         (
             "0.2.2",
             ["tyro", "datasets"],
-            "imports datasets, tyro, which it lacks here: pip install torchtitan==",
+            "imports datasets, tyro, which it lacks here: pip install -r",
         ),
     ],
 )
@@ -334,7 +347,7 @@ def fields_of(section, path: str = "") -> set[str]:
 
 
 def test_every_setting_is_one_of_torchtitans():
-    pytest.importorskip("torchtitan", reason="needs torchtitan, pip install torchtitan==0.2.2")
+    pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements-peers.txt")
     from torchtitan.config import JobConfig
 
     config = load_config([*QWEN3, "--low_precision=fp8_tensorwise", "--lr_schedule=wsd"])
@@ -343,7 +356,7 @@ def test_every_setting_is_one_of_torchtitans():
 
 @pytest.mark.parametrize("flags", [QWEN3, [*QWEN3, "--weight_tying=True"], [*LLAMA, "--d_ff=500"]])
 def test_its_models_have_our_number_of_parameters(flags):
-    pytest.importorskip("torchtitan", reason="needs torchtitan, pip install torchtitan==0.2.2")
+    pytest.importorskip("torchtitan", reason="needs torchtitan: pip install -r requirements-peers.txt")
     config = load_config(flags)
     spec, arguments = peer_torchtitan.model_of(peer_torchtitan.import_torchtitan(), config)
     with torch.device("meta"):
