@@ -120,13 +120,13 @@ def _remove_biases(model: torch.nn.Module, conv1d: type) -> None:
                 child.register_parameter("bias", None)
 
 
-def check_parameters(model: torch.nn.Module, config: ModelConfig) -> int:
+def check_parameters(model: torch.nn.Module, config: ModelConfig, program: str = "transformers") -> int:
     """Their number of parameters. Raises UserError if ours is another one: then the models differ."""
     theirs = sum(parameter.numel() for parameter in model.parameters())
     ours = model_builder.build_model(config).count_parameters()["total"]
     if theirs != ours:
         raise UserError(
             f"{type(model).__name__} has {theirs:,} parameters, our {config.arch} {ours:,}; "
-            "a key asks for a shape that transformers does not have"
+            f"a key asks for a shape that {program} does not have"
         )
     return theirs

@@ -151,10 +151,10 @@ def make_plan(
             key = _roofline_key(config)
             entry.roofline = share(ceilings, "roofline", "ceiling", key, entry, one, 1)
         for peer in asked:
-            if reason := peers.obstacle(peer, config):
+            if reason := peers.obstacle(peer, config, processes):
                 obstacles[peer] = reason
                 continue
-            key = (peer, *_peer_key(config), processes)
+            key = (peer, *_peer_key(config), *peers.depends_on(peer, config), processes)
             entry.peers.append(share(others, "peer", peer, key, entry, argv, processes))
     for other in others:
         if other.kind == "peer":

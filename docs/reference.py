@@ -40,6 +40,8 @@ VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT": SET_BY_TORCHRUN + "how often it has restarted the processes",
     "TORCHELASTIC_MAX_RESTARTS": SET_BY_TORCHRUN + "how often it may",
     "TORCHELASTIC_ERROR_FILE": SET_BY_TORCHRUN + "where the message of a failed rank goes",
+    "MASTER_ADDR": SET_BY_TORCHRUN + "where the processes meet; bench.peer_torchtitan sets it for one alone",
+    "MASTER_PORT": "the same",
     "PYTORCH_ALLOC_CONF": UNLESS + "expandable_segments:True, against fragmented GPU memory",
     "NCCL_GRAPH_REGISTER": UNLESS + "0; NCCL must not register such memory for CUDA graphs",
     "TORCH_FR_BUFFER_SIZE": UNLESS + "2000 collectives in NCCL's flight recorder",

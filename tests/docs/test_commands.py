@@ -269,7 +269,7 @@ def check_benchmark(module: str, arguments: list[str]):
             "bench.peer": peer.LIGER,
             "bench.peer_nanogpt": peer_nanogpt.FOLDER,
         }
-        assert module in ("bench.casts", *own)
+        assert module in ("bench.casts", "bench.peer_torchtitan", *own)
         load_config([word for word in arguments if not word.startswith(own.get(module, " "))])
 
 

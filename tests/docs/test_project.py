@@ -25,6 +25,7 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "gpu": "requirements-gpu.txt",
     "quack": "requirements-quack.txt",
     "trackers": "requirements-trackers.txt",
+    "peers": "requirements-peers.txt",
     "evaluate": "requirements-evaluate.txt",
     "dev": "requirements-dev.txt",
 }

@@ -76,7 +76,7 @@ def test_nanogpt_that_ends_early_is_no_figure(nanogpt, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--peer=megatron"], "'megatron' is not one of transformers, liger, nanogpt"),
+        (["--peer=megatron"], "'megatron' is not one of transformers, liger, nanogpt, torchtitan"),
         (["--peer=nanogpt"], "git clone"),
         (["--peer=transformers", "--peer=megatron"], "'megatron' is not one of"),
         (["--peer=nanogpt", "--nanogpt=docs"], "has no train.py, model.py, configurator.py"),
