@@ -6,9 +6,11 @@
 
 Each row of bench/precision_rows.py is a real train.py in a fresh process, one for its speed and one for each
 seed of its loss. A finished run is kept in the output folder and not run again: the same command continues
-after any end, and processes that share the folder (one for each GPU, each with rows of its own) fill one
-table. A row that fails, for example because this device cannot run its recipe, is a line with the reason.
-Any --key=value of train.py goes to all runs.
+after any end, and the same command started once for each GPU divides the runs among them. A row that fails,
+for example because this device cannot run its recipe, is a line with the reason. Any --key=value of train.py
+goes to all runs.
+
+    for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu python -m bench.precision --out=matrix & done; wait
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 
 import model_builder
+from bench.claim import claim
 from bench.plan import FIXED, OWN_OPTIONS, RESERVED, Entry, check_overrides, iteration_flags, make_plan
 from bench.precision_rows import CONFIG, ROW_KEYS, ROWS
 from bench.precision_table import Run, document_lines, draw, row_figures, settings_line
@@ -107,17 +110,25 @@ def main(argv: list[str]) -> int:
         kept = len(wanted) - len(missing)
         print(f"{kept} of {len(wanted)} runs are finished and are not run again", flush=True)
     for number, run in enumerate(missing, start=1):
-        if not run.entry.runs:  # else another process has done it meanwhile
-            print(f"[{number}/{len(missing)}] {run.entry.name}: started", flush=True)
-            run_once(run, folder, arguments)
-        print(f"[{number}/{len(missing)}] {run.entry.name}: {result_line(run.entry)}", flush=True)
+        with claim(folder / "runs" / f"{run_folder(run.entry, 0, folder).stem}.lock") as ours:
+            title = f"[{number}/{len(missing)}] {run.entry.name}"
+            if not run.entry.runs:
+                restore(run, folder)  # another process may have done it meanwhile
+            if not run.entry.runs:
+                print(f"{title}: {'started' if ours else 'another process is at it'}", flush=True)
+            if not run.entry.runs and ours:
+                run_once(run, folder, arguments)
+            if run.entry.runs:
+                print(f"{title}: {result_line(run.entry)}", flush=True)
         save(folder, content, collect(runs, folder))  # so that an interrupted benchmark leaves its results
     every = collect(runs, folder)
     lines = save(folder, content, every)
     print("\n".join(["", *lines, ""]), flush=True)
     draw(row_figures(every), folder / "loss_over_speed.png")
     print(f"Saved in {folder}", flush=True)
-    return 1 if any(run.entry.runs[-1]["reason"] for run in wanted) else 0
+    if others := sum(not run.entry.runs for run in wanted):
+        print(f"{others} of the runs are still in other processes; the last of these shows all", flush=True)
+    return 1 if any(run.entry.runs and run.entry.runs[-1]["reason"] for run in wanted) else 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -5,11 +5,12 @@ import io
 import json
 import shutil
 import subprocess
+import sys
 import types
 
 import pytest
 from support import warm_python
-from support.helpers import make_dataset
+from support.helpers import ROOT, make_dataset
 
 from bench import precision, process
 from bench.precision_rows import PUBLISHED, ROWS, STUDY, corrected, mfu_by_the_studys_formula
@@ -216,6 +217,35 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     started.clear()
     assert precision.main([*again, "--rows=21", "--seeds=2", "--phase=loss", "--learning_rate=1e-3"]) == 0
     assert started == ["loss 21, seed 2"]
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from bench.claim import claim
+with claim(Path(sys.argv[1])) as ours:
+    print(ours, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_processes_that_share_a_folder_divide_its_runs(finished, tmp_path, capsys):
+    arguments, first, _ = finished
+    folder = shutil.copytree(first, tmp_path / "out")
+    shutil.rmtree(folder / "runs/loss-21--seed-1.1")
+    lock = folder / "runs/loss-21--seed-1.lock"
+    command = [*arguments, f"--out={folder}", "--rows=21", "--phase=loss"]
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, lock], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "True\n"
+        assert precision.main(command) == 0
+        other.kill()
+    said = capsys.readouterr().out
+    assert "loss 21, seed 1: another process is at it" in said and "1 of the runs are still" in said
+    assert list(row_of(read_table(folder), "21")["losses"]) == ["2"]
+    assert precision.main(command) == 0  # its process ended without a result
+    assert list(row_of(read_table(folder), "21")["losses"]) == ["1", "2"]
 
 
 def test_loss_from_hugging_faces_weights_takes_the_studys_settings(tmp_path, tokens):
