@@ -236,7 +236,11 @@ def test_processes_that_share_a_folder_divide_its_runs(finished, tmp_path, capsy
     lock = folder / "runs/loss-21--seed-1.lock"
     command = [*arguments, f"--out={folder}", "--rows=21", "--phase=loss"]
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, lock], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS, lock],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout.readline() == "True\n"
         assert precision.main(command) == 0
