@@ -102,6 +102,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     which.add_argument("--suite", choices=SUITES, help="which variants")
     which.add_argument("--config", type=user_path, help="one variant: this config file of train.py")
     parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of the suite, only this variant, or those with NAME in their name; may be repeated (all)",
+    )
+    parser.add_argument(
         "--iters", type=whole_number(1, ITERS_MAX), default=20, help="timed iterations of a run (20)"
     )
     warmup = f"iterations before them ({WARMUP_ITERS})"
@@ -141,9 +148,25 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
     """The name of the suite, or of the config, and the variants."""
     if arguments.suite:
-        return arguments.suite, SUITES[arguments.suite]
+        return arguments.suite, named(SUITES[arguments.suite], arguments.variant)
+    if arguments.variant:
+        raise UserError("--variant chooses among the variants of a --suite; a --config is one variant")
     path = Path(arguments.config).resolve()  # absolute, because the runs start in the repository's root
     return path.stem, (Variant(path.stem, str(path)),)
+
+
+def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...]:
+    """The variants whose name is one of these texts, or has it in it where it is no name; all if there are no
+    texts. Raises UserError for a text that fits none."""
+    if not texts:
+        return variants
+    every, wanted = [variant.name for variant in variants], set()
+    for text in texts:
+        found = {text} & set(every) or {name for name in every if text.lower() in name.lower()}
+        if not found:
+            raise UserError(f"--variant={text!r} is in no name of this suite: {'; '.join(every)}")
+        wanted |= found
+    return tuple(variant for variant in variants if variant.name in wanted)
 
 
 def names(text: str) -> list[str]:

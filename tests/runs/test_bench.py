@@ -167,6 +167,25 @@ def test_failing_variants_are_rows_and_the_others_still_run(tmp_path, tokens, mo
     assert "failed: unknown setting 'learing_rate'" in document and fails["runs"][0]["reason"] in document
 
 
+def test_variants_are_chosen_by_name_or_by_what_is_in_it():
+    def found(*texts):
+        suite, variants = throughput.chosen(
+            throughput.parse(arguments + [f"--variant={t}" for t in texts])[0]
+        )
+        assert suite == "communication"
+        return [variant.name for variant in variants]
+
+    arguments = ["--suite=communication"]
+    assert found() == [variant.name for variant in SUITES["communication"]]
+    assert found("FSDP, bf16", "one GPU") == ["one GPU", "FSDP, bf16"]  # whole names, in the suite's order
+    assert found("nccl first") == [f"{strategy}, NCCL first" for strategy in ("DDP", "ZeRO-1", "FSDP")]
+    with pytest.raises(UserError, match="'ZeRO-2' is in no name"):
+        found("DDP", "ZeRO-2")
+    arguments = ["--config=config/quickstart.py"]
+    with pytest.raises(UserError, match="a --config is one variant"):
+        found("DDP")
+
+
 def test_run_that_takes_too_long_is_stopped(tmp_path):
     command = [sys.executable, "-c", "import time; print('error: not this', flush=True); time.sleep(60)"]
     ended = run_process(command, tmp_path / "log", timeout_s=1)
