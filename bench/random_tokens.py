@@ -1,20 +1,30 @@
 """A dataset of random tokens, for a machine that has no other: speed does not depend on what the text says.
 
-Uniform ids touch every row of the embedding, as a large real batch does. The loss means nothing. The last id
-ends a document, for runs whose documents do not see each other.
+    python -m bench.random_tokens 151936
+    python train.py config/full_qwen3_1.8b_optimal.py --dataset=random-151936
+
+It is the same everywhere, so a sealed run on it can be run again on any machine. Uniform ids touch every row of
+the embedding, as a large real batch does. The loss means nothing. The last id ends a document, for runs whose
+documents do not see each other.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 
+from common.arguments import whole_number
+from common.command import run_command
 from common.durable_file import new_folder
 from data.pipeline.small_dataset import write_dataset
+from training.configuration.keys import ROOT
 
 TRAIN_TOKENS, VAL_TOKENS = 2_000_000, 100_000  # 8 MB as uint32; longer runs read them again
 SEED = 0
+VOCABULARY_MIN, VOCABULARY_MAX = 2, 1 << 24
 DOCUMENT_TOKENS = 207  # on average, exponentially distributed: the mean of the precision study's Wikipedia
 
 
@@ -42,3 +52,19 @@ def make_random_dataset(folder: Path, vocab_size: int) -> Path:
         if not path.exists():  # else another process was faster
             raise
     return path
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.random_tokens", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    vocabulary = whole_number(VOCABULARY_MIN, VOCABULARY_MAX)
+    parser.add_argument(
+        "vocab_size", type=vocabulary, help="how many ids there are; the last ends a document"
+    )
+    path = make_random_dataset(ROOT / "data", parser.parse_args(argv).vocab_size)
+    print(f"{path}: --dataset={path.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

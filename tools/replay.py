@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ NOT_TAKEN |= {"always_save_checkpoint", "keep_all_checkpoints", "save_log_to_jso
 # Which the record has beside the key
 COUNTS = {"gradient_accumulation_steps_per_gpu", "gradient_accumulation_steps_global"}
 MESSAGE = 1000  # characters of a line; some of its words are the seal's
+RANDOM = re.compile(r"random-(\d{1,9})")  # a dataset of bench.random_tokens
 VERSIONS = ("torch", "cuda", "cudnn", "nccl", "python")
 
 
@@ -151,8 +153,10 @@ def require_data(config: TrainConfig, record: dict[str, Any]) -> None:
     try:
         here = run_fingerprint(open_sources(config, scan=False))["sha256"]
     except UserError as error:
+        size = RANDOM.fullmatch(Path(config.dataset).name)
+        made = f", and python -m bench.random_tokens {size[1]} makes it" if size else ""
         raise UserError(
-            f"{error}\nThe seal needs this dataset; --dataset=FOLDER names another place"
+            f"{error}\nThe seal needs this dataset{made}; --dataset=FOLDER names another place"
         ) from None
     if here != sealed:
         raise UserError(

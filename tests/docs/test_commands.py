@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from bench import checkpointing, peer, peer_nanogpt, precision, roofline, startup, throughput, tokenize
 from bench.plan import check_overrides
+from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
 from tools.profile import __main__ as profile
 from tools.tune import __main__ as tune
@@ -253,6 +254,8 @@ def check_benchmark(module: str, arguments: list[str]):
         parsed, overrides = precision.parse(arguments)
         precision.check(overrides)
         assert parsed.rows and parsed.seeds
+    elif module == "bench.random_tokens":
+        assert VOCABULARY_MIN <= int(*arguments) <= VOCABULARY_MAX
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
     elif module == "bench.startup":

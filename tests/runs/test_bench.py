@@ -1,6 +1,7 @@
 """The benchmarks: the quick suite as it really runs on the CPU, with its peer and its ceiling, and each part
 by itself. What only a GPU can show is its speed."""
 
+import hashlib
 import io
 import itertools
 import json
@@ -17,7 +18,7 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import checkpointing, operations, roofline, roofline_file, throughput
+from bench import checkpointing, operations, random_tokens, roofline, roofline_file, throughput
 from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, run_process
 from bench.random_tokens import make_random_dataset
@@ -356,6 +357,22 @@ def test_random_tokens_are_a_dataset_that_opens(tmp_path):
     config = load_config([str(ROOT / "config/smoke_llama3.py"), "--vocab_size=70000", f"--dataset={path}"])
     splits, meta = open_dataset(config, scan=True)
     assert meta["dtype"] == "uint32" and splits["train"].read(0, 10_000).max() > 65_536
+
+
+def test_random_tokens_are_the_same_on_every_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(random_tokens, "ROOT", tmp_path)
+    random_tokens.main(["512"])
+    folder = tmp_path / "data" / "random-512"
+    assert capsys.readouterr().out == f"{folder}: --dataset=random-512\n"
+    found = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("train.bin", "val.bin")
+    }
+    assert {name: digest[:16] for name, digest in found.items()} == {
+        "train.bin": "c8594ea256721ceb",
+        "val.bin": "1ebd98c9d16c5cd8",
+    }
+    with pytest.raises(SystemExit):
+        random_tokens.main(["1"])
 
 
 # --- the peer ---

@@ -162,6 +162,9 @@ def test_replay_refuses_other_data_and_settings_that_do_not_exist(sealed, tmp_pa
     other = make_dataset(tmp_path / "other", seed=1)
     assert run_command(replay.main, [str(sealed), f"--dataset={other}", f"--out_dir={tmp_path / 'o'}"]) == 2
     assert "holds other tokens than the sealed run read" in capsys.readouterr().err
+    command = [str(sealed), "--dataset=random-7", f"--out_dir={tmp_path / 'q'}"]
+    assert run_command(replay.main, command) == 2
+    assert "python -m bench.random_tokens 7 makes it" in capsys.readouterr().err
     seal = json.loads(sealed.read_text())
     seal["record"]["config"]["__import__"] = "os"
     seal["digests"] = contents.digests_of(seal)
