@@ -3,9 +3,9 @@
     python -m bench.random_tokens 151936
     python train.py config/full_qwen3_1.8b_optimal.py --dataset=random-151936
 
-It is the same everywhere, so a sealed run on it can be run again on any machine. Uniform ids touch every row of
-the embedding, as a large real batch does. The loss means nothing. The last id ends a document, for runs whose
-documents do not see each other.
+It is the same everywhere, so a sealed run on it can be run again on any machine. Uniform ids touch every row
+of the embedding, as a large real batch does. The loss means nothing. The last id ends a document, for runs
+whose documents do not see each other.
 """
 
 from __future__ import annotations
