@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from ops.block_float8 import block_emulated_operand, block_emulated_weight
-from ops.emulation import mxfp8_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from ops.emulation import float8_operand, mxfp8_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from ops.quantization.random_bits import random_key
+from ops.recipes import ONE_SCALE
 
 SHAPE = (128, 1152)  # of every kernel, a row has several programs, and the last one is not full
 
@@ -41,6 +42,14 @@ def compare_casts(recipe: str, device: torch.device) -> str | None:
 
 def _casts(recipe: str, x: torch.Tensor, key: torch.Tensor) -> Casts:
     """What each kernel of a recipe makes of x, by the kernel's name."""
+    if recipe in ONE_SCALE:
+        scales = {torch.float8_e4m3fn: 3.7, torch.float8_e5m2: 2.0**-4}  # some numbers saturate
+        return {
+            f"cast to {str(dtype).removeprefix('torch.float8_')}": float8_operand(
+                x, torch.tensor(scale, device=x.device), dtype
+            )
+            for dtype, scale in scales.items()
+        }
     if recipe == "fp8_blockwise":
         return {"cast": block_emulated_operand(x), "cast of a weight": block_emulated_weight(x)}
     if recipe == "mxfp8":

@@ -12,7 +12,7 @@ from torch.library import custom_op
 
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
-from ops.low_precision import gradient_operand, of_part, product
+from ops.low_precision import of_part, product
 from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
 from ops.matmul import add_weight_gradient, input_gradient, linear
 
@@ -110,7 +110,7 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
         d = of_float8(gradient)
     else:
         losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
-        d = gradient_operand(logits, None, low)
+        d = method.gradient_of_logits(logits, low)
     del logits
     x_scale = operand.columns_scale if scale is None else operand.columns_scale * scale
     kept = Kept(operand.columns, x_scale, weight.columns, weight.columns_scale)

@@ -3,7 +3,7 @@
     scaled     fp8 operands, multiplied by tensor cores: with one scale each (ops/float8.py), which may come
                from earlier micro-steps (ops/delayed_float8.py), or one a block (ops/block_float8.py)
     emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
-               that of block-scaled tensor cores, up to the order of sums; it is no faster: ops/emulation.py
+               that of the recipe's tensor cores, up to the order of sums; it is no faster: ops/emulation.py
 
 M tokens · K, N widths
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ops import block_float8, emulation, float8
-from ops.delayed_float8 import delayed_quantize, delayed_requantize
+from ops.delayed_float8 import delayed_quantize, delayed_requantize, delayed_scale
 from ops.matmul import add_weight_gradient, input_gradient, linear
 from ops.recipes import RECIPES
 
@@ -76,6 +76,10 @@ class Method(ABC):
     @abstractmethod
     def gradient(self, dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:
         """dy (M, N)."""
+
+    def gradient_of_logits(self, dy: torch.Tensor, low: LowPrecision) -> Operand:
+        """dy (M, V), none of whose numbers is above 1."""
+        return self.gradient(dy, None, low)
 
     @abstractmethod
     def empty_weight(self, weight: torch.Tensor) -> Operand:
@@ -201,6 +205,54 @@ class Emulated(Method):
         add_weight_gradient(dy.columns, kept.x_columns, total)
 
 
+class EmulatedScaled(Emulated):
+    """fp8_tensorwise on a GPU without fp8."""
+
+    def activation(self, x, amax, low):
+        return self._by_own_amax(x, float8.FORWARD, amax)
+
+    def gradient(self, dy, amax, low):
+        return self._by_own_amax(dy, low.gradient_dtype, amax)
+
+    def gradient_of_logits(self, dy, low):
+        largest = torch.ones((), device=dy.device)  # the scale that Scaled's logits have, too
+        return self._by_own_amax(dy, low.gradient_dtype, largest)
+
+    def empty_weight(self, weight):
+        both = _empty_bf16(weight)  # one scale: rows and columns are the same numbers
+        return Operand(both, both)
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            low.weight.rows.copy_(self._by_own_amax(weight.to(torch.bfloat16), float8.FORWARD, None).rows)
+
+    def _by_own_amax(self, x, dtype, amax):
+        scale = float8.scale_of((x.abs() if amax is None else amax).amax().float(), dtype)
+        both = emulation.float8_operand(x, scale, dtype)
+        return Operand(both, both)
+
+
+class EmulatedDelayed(EmulatedScaled):
+    """fp8_delayed on a GPU without fp8."""
+
+    def activation(self, x, amax, low):
+        return self._by_history(x, float8.FORWARD, amax, low.scalings[0])
+
+    def gradient(self, dy, amax, low):
+        return self._by_history(dy, low.gradient_dtype, amax, low.scalings[2])
+
+    def requantize(self, weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            low.scalings[1].amax.zero_()  # a checkpoint may have replaced the weight that it is of
+            made = self._by_history(weight.to(torch.bfloat16), float8.FORWARD, None, low.scalings[1])
+            low.weight.rows.copy_(made.rows)
+
+    def _by_history(self, x, dtype, amax, scaling):
+        scale = delayed_scale(x, scaling.scale, scaling.amax, dtype, amax)
+        both = emulation.float8_operand(x, scale, dtype)
+        return Operand(both, both)
+
+
 class EmulatedBlockwise(Emulated):
     multiple = block_float8.BLOCK
 
@@ -261,6 +313,8 @@ METHODS: dict[str, Method] = {
     "fp8_tensorwise": Scaled(),
     "fp8_delayed": Delayed(),
     "fp8_blockwise": Blockwise(),
+    "emulated fp8_tensorwise": EmulatedScaled(),
+    "emulated fp8_delayed": EmulatedDelayed(),
     "emulated fp8_blockwise": EmulatedBlockwise(),
     "emulated mxfp8": EmulatedMxfp8(),
     "emulated nvfp4": EmulatedNvfp4(),

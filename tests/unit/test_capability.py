@@ -24,8 +24,8 @@ from training.hardware.capability import (
 # what each must have: cuDNN attention by name, backends with packages, bf16, fp8, mxfp8 and nvfp4
 EXPECTED = {
     (7, 5): (False, (), False, None, False),
-    (8, 0): (False, ("flash_attn_2",), True, None, False),
-    (8, 6): (False, ("flash_attn_2",), True, None, False),
+    (8, 0): (False, ("flash_attn_2",), True, "emulated", False),
+    (8, 6): (False, ("flash_attn_2",), True, "emulated", False),
     (8, 9): (False, ("flash_attn_2",), True, "native", False),
     (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, "native", False),
     (10, 0): (True, ("flash_attn_2",), True, "native", True),
@@ -84,13 +84,12 @@ def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):
     assert (CPU.compute, CPU.sdpa, CPU.flash_attn, CPU.fp8) == (None, (TORCH,), (), "emulated")
 
 
-def test_fp8_on_a_gpu_without_it_is_an_error_that_says_what_to_set():
+def test_fp8_on_a_gpu_without_bf16_is_an_error_that_says_what_to_set():
     with pytest.raises(UserError) as error:
-        require_low_precision("fp8_tensorwise", lookup((8, 0), "NVIDIA A100-SXM4-80GB"))
+        require_low_precision("fp8_tensorwise", lookup((7, 0), "Tesla V100-SXM2-32GB"))
     assert str(error.value) == (
-        "low_precision='fp8_tensorwise' needs fp8 tensor cores "
-        "(compute capability 8.9 or above: Ada, Hopper, Blackwell), "
-        "but NVIDIA A100-SXM4-80GB has 8.0; set --low_precision=none"
+        "low_precision='fp8_tensorwise' needs bfloat16 (compute capability 8.0 or above), in which it is "
+        "emulated, but Tesla V100-SXM2-32GB has 7.0; set --low_precision=none"
     )
 
 
@@ -98,8 +97,8 @@ def test_fp8_on_a_gpu_without_it_is_an_error_that_says_what_to_set():
 def test_a_recipe_runs_where_its_matmuls_do_and_none_runs_everywhere(compute):
     here = lookup(compute, "a GPU")
     require_low_precision("none", here)
-    for recipe, first in (("fp8_tensorwise", (8, 9)), ("mxfp8", (8, 0)), ("nvfp4", (8, 0))):
-        if compute >= first:
+    for recipe in ("fp8_tensorwise", "mxfp8", "nvfp4"):
+        if compute >= (8, 0):
             require_low_precision(recipe, here)
             continue
         with pytest.raises(UserError, match=f"{recipe}.* needs .* but a GPU has {compute[0]}.{compute[1]}; "):
@@ -109,7 +108,7 @@ def test_a_recipe_runs_where_its_matmuls_do_and_none_runs_everywhere(compute):
 # fp8_tensorwise, mxfp8, nvfp4. No GPU runs the last two natively yet, those that have such matmuls included
 SUPPORT = {
     (7, 5): (None, None, None),
-    (8, 0): (None, "emulated", "emulated"),
+    (8, 0): ("emulated", "emulated", "emulated"),
     (8, 9): ("native", "emulated", "emulated"),
     (9, 0): ("native", "emulated", "emulated"),
     (10, 0): ("native", "emulated", "emulated"),

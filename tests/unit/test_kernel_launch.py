@@ -130,6 +130,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
     from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
+    from ops.triton_kernels.emulated_float8 import triton_emulate_float8
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
     from ops.triton_kernels.mxfp8 import triton_mxfp8
@@ -166,8 +167,10 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     square, scales = torch.zeros(128, 128, dtype=BF16), torch.ones(1, 128)
     triton_block_emulated_operand(square)
     triton_block_emulated_weight(square)
-    expected = 17
-    if TABLE[compute].fp8:  # others have no instruction for it
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        triton_emulate_float8(x, torch.ones(()), torch.ones(()), dtype)
+    expected = 18
+    if TABLE[compute].fp8 == "native":  # others have no instruction for it
         triton_block_operand(square, scales, scales)
         square8 = square.to(torch.float8_e4m3fn)
         triton_block_weight(square, square8, scales, square8, scales)

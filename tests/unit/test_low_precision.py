@@ -16,20 +16,23 @@ from support.tensors import error, random_bf16, use_recipe
 
 from model_builder import build_model
 from model_config import model_config
-from ops import emulation
-from ops.cross_entropy import LinearCrossEntropy
+from ops import emulation, float8
+from ops.cross_entropy import LinearCrossEntropy, cross_entropy_float8
 from ops.delayed_float8 import delayed_quantize
 from ops.linear import Linear, refresh_weights
-from ops.low_precision_methods import METHODS
+from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization import blockwise, mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
 from ops.recipes import RECIPES
 from training.configuration.keys import TrainConfig
+from training.optimization import low_precision
 from training.optimization.low_precision import DelayedScaling, low_precision_layers
 
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 EMULATED = ("fp8_blockwise", "mxfp8", "nvfp4")
 NEW = ("fp8_delayed", *EMULATED)
+BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude
 M, K, N = 128, 256, 128
 
 
@@ -41,6 +44,9 @@ def emulated_linear(recipe, key=None, bias=False):
 
 def by_table(form, matrix, stream=None, key=None):
     """A matrix in a form of the table, from ops/quantization alone."""
+    if form.block is None:
+        values, _, inverse_scale = float8.quantize(matrix, FP8[form.element])
+        return (values.float() * inverse_scale).bfloat16()
     if form.scale == "fp32, a power of 2":
         return blockwise.dequantize(blockwise.quantize(matrix, form.block))
     if form.scale.startswith("e8m0"):
@@ -53,7 +59,7 @@ def by_table(form, matrix, stream=None, key=None):
 # --- a Linear ---
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_table(recipe):
     forms, key = RECIPES[recipe], random_key(seed=5, iteration=3, micro_step=1, tensor=7)
     layer = emulated_linear(recipe, key)
@@ -75,7 +81,7 @@ def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_table(recipe):
     assert error(layer.weight_grad, dy.float().t() @ x.float()) < (0.25 if recipe == "nvfp4" else 0.06)
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_a_sum_autograd_gets_the_weights_gradient(recipe, bias):
     key = random_key(seed=1)
@@ -110,7 +116,7 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     assert torch.equal(first, input_gradient(layer, 0)) and torch.equal(second, input_gradient(layer, 1))
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_parts_of_the_head_have_random_bits_of_their_own(recipe):
     """The same tokens in two parts have the same gradients, but for stochastic rounding."""
     low = emulated_linear(recipe, random_key(seed=3)).low_precision
@@ -122,17 +128,45 @@ def test_parts_of_the_head_have_random_bits_of_their_own(recipe):
     assert error(first, second) < 0.3
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_an_evaluation_may_have_any_number_of_tokens(recipe):
     layer = emulated_linear(recipe)
     x = random_bf16(M, K)
     with torch.no_grad():
-        if recipe != "nvfp4":  # blocks lie inside of a row
+        if recipe not in BY_AMAX:  # blocks lie inside of a row
             assert torch.equal(layer(x[:37]), layer(x)[:37])
-        else:  # all rows share the largest magnitude
+        else:
             largest = x.abs().amax(1).argmax()
             rows = torch.cat((x[largest : largest + 1], x[:20]))
             assert torch.equal(layer(rows)[1:], layer(x)[:20])
+
+
+def in_bf16(operand):
+    return (operand.rows.float() * operand.rows_scale).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
+def test_emulated_delayed_scaling_has_the_numbers_scales_and_amaxes_of_fp8_delayed(dtype):
+    """Without a history, then with one in which some numbers saturate; a Linear's three tensors."""
+    made = {name: METHODS[name] for name in ("fp8_delayed", "emulated fp8_delayed")}
+    x, dy, w = random_bf16(M, K), random_bf16(M, N, std=1e-3), random_bf16(N, K)
+    for history in (0.0, 70.0):
+        states, results = [], []
+        for method in made.values():
+            scalings = tuple(Scaling(torch.tensor(history), torch.zeros(())) for _ in range(3))
+            low = LowPrecision("fp8_delayed", dtype, method.empty_weight(w), scalings=scalings)
+            operands = method.activation(x, None, low), method.gradient(dy, None, low)
+            method.requantize([w], [low])
+            results.append([*operands, low.weight])
+            states.append([scaling.amax for scaling in scalings])
+        fp8, emulated = results
+        for expected, found in zip(fp8, emulated, strict=True):
+            assert torch.equal(found.rows, in_bf16(expected)) and found.rows is found.columns
+        assert states[0] == states[1] == [x.abs().amax(), w.abs().amax(), dy.abs().amax()]
+        logits = random_bf16(M, K)
+        _, fixed = cross_entropy_float8(logits, torch.arange(M), dtype)  # by now, logits are their gradient
+        ours = made["emulated fp8_delayed"].gradient_of_logits(logits, low)
+        assert torch.equal(ours.rows, (fixed.values.float() * fixed.inverse_scale).bfloat16())
 
 
 def test_an_nvfp4_weight_is_kept_once():
@@ -140,7 +174,7 @@ def test_an_nvfp4_weight_is_kept_once():
     assert rows.data_ptr() == columns.data_ptr() and scales == [None, None]
 
 
-@pytest.mark.parametrize("recipe", EMULATED)
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_weights_are_quantized_where_they_are(recipe):
     layer = emulated_linear(recipe)
     before, address = layer.low_precision.weight.rows.clone(), layer.low_precision.weight.rows.data_ptr()
@@ -291,6 +325,37 @@ def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
     assert "peak_fp8" not in record["startup_info"]["hardware"]
     log = next((folder / "says").glob("run_*.log")).read_text()
     assert "nvfp4 matmuls in layers_and_head but the last 1 blocks (bf16, emulates nvfp4)" in log
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed"])
+def test_a_gpu_without_fp8_emulates_it(folder, run, monkeypatch, recipe):
+    """As on an A100. The CPU's own form multiplies the fp8 numbers in fp32."""
+    keys = {**KEYS, "dataset": folder / "data", "low_precision": recipe, "max_iters": 6}
+    found = []
+    for method in (recipe, f"emulated {recipe}"):
+        out = folder / method.replace(" ", "-")
+        monkeypatch.setattr(low_precision, "method_name", lambda *_, method=method: method)
+        assert run(write_config(folder / "without.py", **keys), f"--out_dir={out}") == 0
+        found.append(last_run(out))
+    assert losses(found[1]) == pytest.approx(losses(found[0]), rel=5e-3)
+    assert found[1]["startup_info"]["low_precision"]["executed"] == f"bf16, emulates {recipe}"
+    assert not any("fp8" in name for row in found[1]["training_iterations"] for name in row["mfu"] or {})
+
+
+def test_emulated_delayed_scaling_compiles_in_one_graph_that_notes_amaxes():
+    def made(compiles):
+        layer = emulated_linear("fp8_tensorwise")
+        scalings = tuple(Scaling(torch.tensor(0.0), torch.tensor(0.0)) for _ in range(3))
+        low = layer.low_precision._replace(method="emulated fp8_delayed", scalings=scalings)
+        layer.low_precision, layer.weight_grad = low, torch.zeros(N, K)
+        step = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+        x = random_bf16(M, K).requires_grad_()
+        step(x).backward(random_bf16(M, N))
+        return [x.grad, layer.weight_grad, *(scaling.amax for scaling in scalings)]
+
+    torch._dynamo.reset()
+    eager, compiled = made(False), made(True)
+    assert all(map(torch.equal, eager, compiled)) and eager[2] > 0 < eager[4]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Capability:
 #   sdpa               torch, too, prefers cuDNN on 9.x and 10.x (sdp_utils.cpp, check_prefer_cudnn_attention)
 #   flash_attn         3: its README (H100, H800). 2: setup.py of 2.8.3 builds for 8.0, 9.0, 10.0 and 12.0; a
 #                      build runs on later minor numbers. The probe in attention_kernels.py decides
-#   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above
+#   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
 #   fast_accumulation  cuBLAS manual, CUBLASLT_MATMUL_DESC_FAST_ACCUM: has an effect on Ada and Hopper
 #   block_scaled       TransformerEngine's recipes, 10.0 or above; mxfp8 on 12.0: pytorch issue 198126
 #   fp8_blocks         torch's ScaledBlas.cpp: cuBLASLt of CUDA 12.9 or later, on 9.x alone
@@ -48,8 +48,8 @@ class Capability:
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 TABLE = {
-    (8, 0): Capability((TORCH,), (FA2,), True, None, False, False),  # A100
-    (8, 6): Capability((TORCH,), (FA2,), True, None, False, False),  # A6000, RTX 30
+    (8, 0): Capability((TORCH,), (FA2,), True, "emulated", False, False),  # A100
+    (8, 6): Capability((TORCH,), (FA2,), True, "emulated", False, False),  # A6000, RTX 30
     (8, 9): Capability((TORCH,), (FA2,), True, "native", True, False),  # Ada: L40S, RTX 4090
     (9, 0): Capability(  # H100, H200
         (CUDNN, TORCH), (FA3, FA2), True, "native", True, False, fp8_blocks=True, quack=True
@@ -103,6 +103,6 @@ def require_low_precision(recipe: str, here: Capability) -> None:
     """Raises UserError if a low_precision recipe cannot run here; 'none' always can."""
     if recipe != "none" and low_precision_support(recipe, here) is None:
         raise UserError(
-            f"low_precision={recipe!r} needs {FP8_NEEDS if recipe in ONE_SCALE else BF16_NEEDS}, but "
+            f"low_precision={recipe!r} needs {BF16_NEEDS}, but "
             f"{here.name} has {dotted(here.compute)}; set --low_precision=none"
         )

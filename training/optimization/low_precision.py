@@ -23,7 +23,7 @@ from ops.linear import Linear
 from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization.delayed_scaling import update_all
 from ops.quantization.random_bits import random_key
-from ops.recipes import DELAYED, RANDOM, RECIPES
+from ops.recipes import DELAYED, ONE_SCALE, RANDOM, RECIPES
 from ops.swiglu import swiglu_backward, swiglu_backward_float8
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
@@ -172,10 +172,11 @@ def has_low_precision_head(config: TrainConfig) -> bool:
 
 
 def method_name(recipe: str, device: torch.device) -> str:
-    """In METHODS: the recipe's own, or its emulation in bf16. That of fp8_tensorwise on a CPU is in its
-    matmul."""
+    """In METHODS: the recipe's own, or its emulation in bf16. On a CPU, that of fp8 with one scale is in its
+    matmul, which multiplies fp8 numbers in fp32."""
     emulated = low_precision_support(recipe, capability(device)) == EMULATED
-    return f"emulated {recipe}" if emulated and f"emulated {recipe}" in METHODS else recipe
+    in_its_matmul = device.type == "cpu" and recipe in ONE_SCALE
+    return f"emulated {recipe}" if emulated and not in_its_matmul else recipe
 
 
 def _check_widths(config: TrainConfig, path: str, weight: torch.Tensor) -> None:
