@@ -31,12 +31,11 @@ from bench.process import end_with_status
 from bench.roofline_file import read_saved, save
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
-from ops.low_precision_methods import METHODS
 from ops.recipes import ONE_SCALE
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
+from training.hardware.capability import multiplies_in_bf16
 from training.hardware.peaks import Peak, resolve_peak
-from training.optimization.low_precision import method_name
 from training.pretrained.settings import load_run_config
 from training.process.world import World, check_device
 from training.records.micro_batch import resolve_micro_batch
@@ -141,9 +140,8 @@ def matmul_shapes(config: ModelConfig) -> Counter:
 
 
 def runs_in_fp8(name: str, config: TrainConfig) -> bool:
-    device = torch.device(config.device)
-    emulated = config.low_precision != "none" and METHODS[method_name(config.low_precision, device)].emulated
-    low = config.low_precision in ONE_SCALE and not emulated  # in bf16
+    recipe = config.low_precision
+    low = recipe in ONE_SCALE and not multiplies_in_bf16(recipe, config.device)
     return low and (name != HEAD or config.low_precision_scope == "layers_and_head")
 
 

@@ -535,7 +535,7 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
         ("fp8_tensorwise", "layers", ["qkv", "out", "up", "down"]),
         ("fp8_tensorwise", "layers_and_head", ["qkv", "out", "up", "down", "lm_head"]),
     ):
-        asked = types.SimpleNamespace(low_precision=low, low_precision_scope=scope)
+        asked = types.SimpleNamespace(low_precision=low, low_precision_scope=scope, device="cuda")
         names = [name for name, _, _ in roofline.matmul_shapes(config.model_config())]
         assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
     timed = operations.time_matmul(32, 64, 16, "fp8", CPU)

@@ -18,6 +18,7 @@ from training.hardware.capability import (
     capability,
     lookup,
     low_precision_support,
+    multiplies_in_bf16,
     require_low_precision,
 )
 
@@ -122,6 +123,19 @@ def test_each_recipe_is_native_emulated_or_impossible(compute):
     recipes = ("fp8_tensorwise", "mxfp8", "nvfp4")
     here = lookup(compute, "a GPU")
     assert tuple(low_precision_support(recipe, here) for recipe in recipes) == SUPPORT[compute]
+
+
+def test_recipes_multiply_in_bf16_where_they_are_emulated_but_for_fp8_on_a_cpu(gpu, monkeypatch):
+    recipes = [recipe for recipe in KEYS["low_precision"].choices if recipe != "none"]
+    native = {"cpu": {"fp8_tensorwise", "fp8_delayed"}, "cuda": {*recipes} - {"mxfp8", "nvfp4"}}
+    for device, fp8 in native.items():  # a GPU that is not here is taken for one of Hopper
+        assert {recipe for recipe in recipes if not multiplies_in_bf16(recipe, device)} == fp8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu((8, 0))
+    assert all(multiplies_in_bf16(recipe, "cuda") for recipe in recipes)
+    gpu((10, 0))
+    assert multiplies_in_bf16("fp8_blockwise", "cuda") and not multiplies_in_bf16("fp8_delayed", "cuda")
+    assert not multiplies_in_bf16("none", "cuda")
 
 
 @pytest.mark.parametrize("recipe", KEYS["low_precision"].choices)

@@ -99,6 +99,17 @@ def low_precision_support(recipe: str, here: Capability) -> str | None:
     return EMULATED if here.bf16 else None
 
 
+def multiplies_in_bf16(recipe: str, device: str) -> bool:
+    """Whether operands of a low_precision recipe are bf16 on this machine's device of this type. If there is
+    no GPU here, the answer is Hopper's. On a CPU, numbers with one scale are multiplied as fp8."""
+    if recipe == "none":
+        return False
+    if device != "cuda":
+        return recipe not in ONE_SCALE
+    here = capability(device) if torch.cuda.is_available() else TABLE[9, 0]
+    return low_precision_support(recipe, here) == EMULATED
+
+
 def require_low_precision(recipe: str, here: Capability) -> None:
     """Raises UserError if a low_precision recipe cannot run here; 'none' always can."""
     if recipe != "none" and low_precision_support(recipe, here) is None:

@@ -23,11 +23,11 @@ from ops.linear import Linear
 from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization.delayed_scaling import update_all
 from ops.quantization.random_bits import random_key
-from ops.recipes import DELAYED, ONE_SCALE, RANDOM, RECIPES
+from ops.recipes import DELAYED, RANDOM, RECIPES
 from ops.swiglu import swiglu_backward, swiglu_backward_float8
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
-from training.hardware.capability import EMULATED, NATIVE, capability, low_precision_support
+from training.hardware.capability import NATIVE, capability, low_precision_support, multiplies_in_bf16
 
 GRADIENT_DTYPES = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}  # by fp8_gradients
 
@@ -172,11 +172,8 @@ def has_low_precision_head(config: TrainConfig) -> bool:
 
 
 def method_name(recipe: str, device: torch.device) -> str:
-    """In METHODS: the recipe's own, or its emulation in bf16. On a CPU, that of fp8 with one scale is in its
-    matmul, which multiplies fp8 numbers in fp32."""
-    emulated = low_precision_support(recipe, capability(device)) == EMULATED
-    in_its_matmul = device.type == "cpu" and recipe in ONE_SCALE
-    return f"emulated {recipe}" if emulated and not in_its_matmul else recipe
+    """In METHODS: the recipe's own, or its emulation in bf16."""
+    return f"emulated {recipe}" if multiplies_in_bf16(recipe, device.type) else recipe
 
 
 def _check_widths(config: TrainConfig, path: str, weight: torch.Tensor) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from model_config import ModelConfig
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import shards_optimizer
-from training.hardware.capability import EMULATED, capability, low_precision_support
+from training.hardware.capability import multiplies_in_bf16
 from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -72,13 +70,8 @@ class Sizes:
 
     @property
     def emulated(self) -> bool:
-        """Whether operands in low precision are bf16 (ops/emulation.py), not fp8: on the GPU that is here.
-        Without one, fp8 is taken for native, as on Hopper."""
-        recipe = self.config.low_precision
-        if recipe in ("none", "mxfp8", "nvfp4"):
-            return recipe != "none"
-        here = torch.cuda.is_available() and self.config.device == "cuda"
-        return here and low_precision_support(recipe, capability("cuda")) == EMULATED
+        """Whether operands in low precision are bf16 (ops/emulation.py), not fp8."""
+        return multiplies_in_bf16(self.config.low_precision, self.config.device)
 
 
 def block_weights(model: ModelConfig) -> int:
