@@ -8,10 +8,12 @@ import torch
 from bench import casts
 from common.errors import RunError, UserError
 from ops import compare_casts as comparison
+from ops.recipes import RECIPES
 from training.optimization.low_precision import check_emulation
 
 CPU = torch.device("cpu")
 KERNELS = {  # each kernel that is compared: its recipe, its name in the message
+    "float8_operand": ("fp8_tensorwise", "'cast to e4m3fn' writes other numbers than"),
     "block_emulated_operand": ("fp8_blockwise", "'cast' writes other numbers along rows"),
     "block_emulated_weight": ("fp8_blockwise", "'cast of a weight' writes other numbers than"),
     "mxfp8_operand": ("mxfp8", "'cast' writes other numbers along rows"),
@@ -24,7 +26,7 @@ KERNELS = {  # each kernel that is compared: its recipe, its name in the message
 def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
     """After the plain forms, the comparison gets other numbers from the function."""
     right, rounds = getattr(comparison, function), []
-    plain = 2 if function == "nvfp4_operand" else 1  # calls of the first round
+    plain = 2 if function in ("float8_operand", "nvfp4_operand") else 1  # calls of the first round
 
     def wrong(*arguments):
         rounds.append(arguments)
@@ -36,7 +38,7 @@ def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
     monkeypatch.setattr(comparison, function, wrong)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_comparison_finds_nothing_where_plain_forms_run_twice(recipe):
     assert comparison.compare_casts(recipe, CPU) is None
 
