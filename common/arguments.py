@@ -54,3 +54,22 @@ def user_path(text: str) -> str:
 
 def user_folder(text: str) -> Path:
     return Path(user_path(text))
+
+
+def output_folder(text: str) -> Path:
+    """A folder to write into, which need not be there yet."""
+    folder = user_folder(text)
+    if problem := why_not_writable(folder):
+        raise ArgumentTypeError(problem)
+    return folder
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why nothing can be written into this folder, which need not be there yet: to be said before the work,
+    not after it. None: nothing is in the way."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        return f"{shown(str(folder))} cannot be a folder, because {nearest} is none; name another folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{shown(str(folder))}: you may not write into {nearest}; name another folder"
+    return None

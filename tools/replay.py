@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     seal = read_seal(options.seal)
     if changed := changed_sections(seal):
-        raise UserError(f"{options.seal} was changed after sealing: {', '.join(changed)}; get it anew")
+        raise UserError(f"{options.seal} was changed after sealing: {', '.join(changed)}; fetch it again")
     if wrong := disagreements(seal["record"]):
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]

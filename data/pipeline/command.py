@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from common.arguments import user_folder, whole_number
+from common.arguments import output_folder, whole_number
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.next_commands import report
@@ -24,7 +24,7 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
     add = parser.add_argument
     add(
         "--output",
-        type=user_folder,
+        type=output_folder,
         default=output,
         metavar="DIR",
         help="dataset folder (default: the script's)",

@@ -229,6 +229,12 @@ def test_seal_is_never_written_over(sealed, record, capsys):
     assert "never written over" in capsys.readouterr().err
 
 
+def test_seal_that_cannot_be_written_names_the_file_that_was_asked_for(record, tmp_path, capsys):
+    asked = tmp_path / "absent" / "a.seal.json"
+    assert run_command(seal_command.main, [str(record[0]), f"--out={asked}"]) == 2
+    assert f"{asked} cannot be written: No such file" in capsys.readouterr().err
+
+
 def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     monkeypatch.setattr(contents, "working_difference", lambda commit: "+ one line")
     digest = startup_info.difference_sha256("+ one line")
