@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import UserError
 from common.text import shown
 
 INT64_MAX = 2**63 - 1
@@ -56,20 +57,12 @@ def user_folder(text: str) -> Path:
     return Path(user_path(text))
 
 
-def output_folder(text: str) -> Path:
-    """A folder to write into, which need not be there yet."""
-    folder = user_folder(text)
-    if problem := why_not_writable(folder):
-        raise ArgumentTypeError(problem)
-    return folder
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Why nothing can be written into this folder, which need not be there yet: to be said before the work,
-    not after it. None: nothing is in the way."""
+def check_output(folder: str | Path) -> None:
+    """Raises UserError if nothing can be written into the folder of --output, which need not be there yet: to
+    be said before the work, not after it."""
+    folder = Path(folder)
     nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not nearest.is_dir():
-        return f"{shown(str(folder))} cannot be a folder, because {nearest} is none; name another folder"
+        raise UserError(f"--output={folder} cannot be a folder, because {nearest} is none; name another one")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"{shown(str(folder))}: you may not write into {nearest}; name another folder"
-    return None
+        raise UserError(f"--output={folder}: you may not write into {nearest}; name another folder")

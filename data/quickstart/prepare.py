@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from common.arguments import output_folder  # noqa: E402
+from common.arguments import check_output, user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.input_files import say_left_out  # noqa: E402
@@ -90,9 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="make it again even if it is there")
     parser.add_argument(
-        "--output", type=output_folder, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
+        "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
     )
     args = parser.parse_args()
+    check_output(args.output)
     meta = prepare(args.output, args.force)
     if meta is None:
         print("already prepared from this Python (--force makes it again)")

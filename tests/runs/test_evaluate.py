@@ -242,7 +242,7 @@ MISTAKES = {
     "nothing to evaluate": [],
     "there is no such file": ["--text={}/absent.txt"],
     "few is a folder; name its files": ["--text={}/few"],
-    "empty.txt' cannot be a folder": ["--text={}/texts.jsonl", "--output={}/empty.txt"],
+    "empty.txt cannot be a folder": ["--text={}/texts.jsonl", "--output={}/empty.txt"],
     "cannot read this kind of file": ["--text={}/weights/config.json"],
     "broken.jsonl, line 2 is not a JSON object": ["--text={}/broken.jsonl"],
     "has no text that could be predicted": ["--text={}/empty.txt"],
