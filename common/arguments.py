@@ -57,12 +57,12 @@ def user_folder(text: str) -> Path:
     return Path(user_path(text))
 
 
-def check_output(folder: str | Path) -> None:
-    """Raises UserError if nothing can be written into the folder of --output, which need not be there yet: to
-    be said before the work, not after it."""
+def check_output(folder: str | Path, option: str = "--output") -> None:
+    """Raises UserError if nothing can be written into the folder that the option names, which need not be
+    there yet: to be said before the work, not after it."""
     folder = Path(folder)
     nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not nearest.is_dir():
-        raise UserError(f"--output={folder} cannot be a folder, because {nearest} is none; name another one")
+        raise UserError(f"{option}={folder} cannot be a folder, because {nearest} is none; name another one")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"--output={folder}: you may not write into {nearest}; name another folder")
+        raise UserError(f"{option}={folder}: you may not write into {nearest}; name another folder")

@@ -254,6 +254,11 @@ def test_secrets_are_taken_out_of_the_sealed_difference(monkeypatch):
     assert "hunter22" not in code["difference"] and "secrets were taken out" in code["note"]
 
 
+def test_replay_into_a_file_names_the_option(sealed, record, capsys):
+    assert run_command(replay.main, [str(sealed), f"--out_dir={record[0]}"]) == 2
+    assert f"--out_dir={record[0]} cannot be a folder" in capsys.readouterr().err
+
+
 HOSTILE = {  # what a stranger may write, and what the message names
     "run_name": lambda seal: seal["record"].update(run_name="../../escaped"),
     "run_name is None": lambda seal: seal["record"].pop("run_name"),
