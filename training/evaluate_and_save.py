@@ -86,8 +86,8 @@ class EvaluateAndSave:
         iteration = self.config.max_iters
         if iteration <= self.start:
             log.info(
-                f"Nothing was left to train: the checkpoint is of iteration {self.start:,}, and max_iters="
-                f"{iteration}; to train on, raise --max_iters, which is the total"
+                f"Nothing was left to train: iteration {self.start:,} of max_iters={iteration}; to train on, "
+                "raise --max_iters, which counts all iterations"
             )
             return
         val_loss, improved = None, False
