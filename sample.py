@@ -171,7 +171,8 @@ def load_run(options: argparse.Namespace, device: torch.device) -> Source:
     if different := data_differences({"tokenizer": was["tokenizer"]}, data_fingerprint(meta, {})):
         raise UserError(f"{folder} is not the data of this run: {different[0]}; name it with --dataset")
     eot_id = meta["eot_id"]
-    about = f"checkpoint {checkpoint}, iteration {saved.iteration}, validation loss {saved.val_loss}"
+    loss = "not evaluated" if saved.val_loss is None else f"validation loss {saved.val_loss:.4f}"
+    about = f"checkpoint {checkpoint}, iteration {saved.iteration}, {loss}"
     ends = set() if eot_id is None else {eot_id}
     return Source(model, load_tokenizer(folder), folder, ends, about)
 
@@ -218,21 +219,35 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--hf", type=user_path, help="weights in Hugging Face's format: FOLDER or OWNER/NAME[@REVISION]"
     )
     parser.add_argument(
-        "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
+        "--checkpoint",
+        default="latest",
+        help="latest, best, or a name such as step-00001000 (default: latest)",
     )
     parser.add_argument("--prompt", action="append", default=[], help="may be repeated (a line break)")
     parser.add_argument("--prompts", type=user_folder, metavar="FILE", help="a prompt in each line")
     parser.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
-    parser.add_argument("--num_samples", type=whole_number(1), default=1, help="texts for each prompt")
-    parser.add_argument("--batch_size", type=whole_number(1), default=8, help="texts made at a time")
-    parser.add_argument("--max_new_tokens", type=whole_number(1), default=200)
+    parser.add_argument(
+        "--num_samples", type=whole_number(1), default=1, help="texts for each prompt (default: 1)"
+    )
+    parser.add_argument(
+        "--batch_size", type=whole_number(1), default=8, help="texts made at a time (default: 8)"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=whole_number(1), default=200, help="of each text (default: 200)"
+    )
     parser.add_argument("--ignore_eot", action="store_true", help="go on after the end-of-text token")
     hottest = real_number(0, TEMPERATURE_MAX)
-    parser.add_argument("--temperature", type=hottest, default=0.8, help="0: always the most likely token")
-    parser.add_argument("--top_k", type=whole_number(0), default=200, help="the k most likely; 0: all")
-    share = "of these, the fewest that have this probability together; 1: all"
+    parser.add_argument(
+        "--temperature", type=hottest, default=0.8, help="0: the most likely token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top_k", type=whole_number(0), default=200, help="the k most likely; 0: all (default: 200)"
+    )
+    share = "of these, the fewest that have this probability together (default: 1, all)"
     parser.add_argument("--top_p", type=real_number(TOP_P_MIN, 1), default=1.0, help=share)
-    parser.add_argument("--seed", type=whole_number(0), default=1337)
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=1337, help="the same seed, the same texts (default: 1337)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="to compute in (float32)")
     parser.add_argument(

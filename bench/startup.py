@@ -63,6 +63,7 @@ LEGEND = (
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
     check_overrides(overrides)
+    load_run_config([arguments.config, *overrides], 1)  # what is wrong with it is said before any start
     folder = new_folder(arguments.output, f"startup_{datetime.datetime.now():%Y%m%d_%H%M%S}")
     results = []
     for repeat in range(1, arguments.repeats + 1):

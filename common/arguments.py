@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import UserError
 from common.text import shown
 
 INT64_MAX = 2**63 - 1
@@ -54,3 +55,14 @@ def user_path(text: str) -> str:
 
 def user_folder(text: str) -> Path:
     return Path(user_path(text))
+
+
+def check_output(folder: str | Path, option: str = "--output") -> None:
+    """Raises UserError if nothing can be written into the folder that the option names, which need not be
+    there yet: to be said before the work, not after it."""
+    folder = Path(folder)
+    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise UserError(f"{option}={folder} cannot be a folder, because {nearest} is none; name another one")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{option}={folder}: you may not write into {nearest}; name another folder")

@@ -27,9 +27,17 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise _naming(path, error) from None
+
+
+def _naming(path: Path, error: BaseException) -> BaseException:
+    """The error with the name that its reader knows, instead of the temporary one."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, str(path))
+    return error
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -44,7 +52,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     fails. `path`: new, or an empty folder."""
     path = path.resolve()
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise _naming(path, error) from None
     try:
         yield temporary
         for file in temporary.iterdir():

@@ -45,13 +45,17 @@ CHUNK = 1 << 24  # tokens that are read at once
 SOURCE = "token files that data.adopt found"
 
 
-def find_token_files(folder: Path, dtype: np.dtype) -> list[Path]:
-    """The files of both splits. Raises UserError for what cannot be token ids of this type."""
+def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(
             f"there is no folder {folder}; name the one that holds train.bin and val.bin (a path contains a "
             "slash: ./NAME)"
         )
+
+
+def find_token_files(folder: Path, dtype: np.dtype) -> list[Path]:
+    """The files of both splits. Raises UserError for what cannot be token ids of this type."""
+    check_folder(folder)
     if (folder / "plan.json").exists():
         raise UserError(f"{folder} was begun by a prepare.py; run that again, it makes meta.json")
     paths = []
@@ -210,6 +214,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of an id (default: by the tokenizer's vocabulary)")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)
+    check_folder(folder)  # before a tokenizer is downloaded
     check_meta_pkl(folder)
     meta = adopt(folder, open_or_download_tokenizer(args.tokenizer), args.eot, args.dtype)
     report(meta, folder)

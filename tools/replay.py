@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
-from common.arguments import real_number, user_folder, user_path
+from common.arguments import check_output, real_number, user_folder, user_path
 from common.command import FAILED, run_command
 from common.errors import UserError
 from common.text import one_line
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     seal = read_seal(options.seal)
     if changed := changed_sections(seal):
-        raise UserError(f"{options.seal} was changed after sealing: {', '.join(changed)}; get it anew")
+        raise UserError(f"{options.seal} was changed after sealing: {', '.join(changed)}; fetch it again")
     if wrong := disagreements(seal["record"]):
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]
@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
     out_dir = options.out_dir or Path("out-replay") / record["run_name"]
     if any(out_dir.glob("run_*.json")):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")
+    check_output(out_dir, "--out_dir")
     out_dir.mkdir(parents=True, exist_ok=True)
     flags = settings(record, out_dir.resolve(), options.dataset)
     config_file = out_dir / "replay.py"

@@ -85,7 +85,10 @@ class EvaluateAndSave:
         """After the last update. With always_save_checkpoint, saves here even if no evaluation is due."""
         iteration = self.config.max_iters
         if iteration <= self.start:
-            log.info(f"Nothing was left to train: iteration {self.start:,} of max_iters={iteration:,}")
+            log.info(
+                f"Nothing was left to train: iteration {self.start:,} of max_iters={iteration}; to train on, "
+                "raise --max_iters, which counts all iterations"
+            )
             return
         val_loss, improved = None, False
         if self._evaluation_is_due(iteration):

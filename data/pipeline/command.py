@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from common.arguments import user_folder, whole_number
+from common.arguments import check_output, user_folder, whole_number
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.next_commands import report
@@ -72,6 +72,7 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
+    check_output(args.output)
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction} must lie between 0 and 1, for example 0.001")
     if not 0 <= args.part < args.num_parts:

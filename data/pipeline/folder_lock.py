@@ -100,7 +100,9 @@ def _lock(path: Path, kind: int) -> int | None:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             if error.errno != errno.ELOOP:
-                raise UserError(f"{path} cannot be opened: {error.strerror}; remove it") from None
+                may_not = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+                fix = "name a folder into which you may write with --output" if may_not else "remove it"
+                raise UserError(f"{path} cannot be opened: {error.strerror}; {fix}") from None
             path.unlink(missing_ok=True)
             continue
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

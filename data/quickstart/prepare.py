@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from common.arguments import user_path  # noqa: E402
+from common.arguments import check_output, user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.input_files import say_left_out  # noqa: E402
@@ -93,6 +93,7 @@ def main() -> None:
         "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
     )
     args = parser.parse_args()
+    check_output(args.output)
     meta = prepare(args.output, args.force)
     if meta is None:
         print("already prepared from this Python (--force makes it again)")

@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from common.arguments import user_path  # noqa: E402
+from common.arguments import check_output, user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.json_file import read_regular  # noqa: E402
@@ -60,9 +60,14 @@ def prepare(description: str, folder: Path, make_tokenizer: Callable[[str], Toke
         help="a text file; without it tinyshakespeare is downloaded",
     )
     parser.add_argument(
-        "--output", type=user_path, metavar="DIR", default=folder, help="dataset folder (default: this one)"
+        "--output",
+        type=user_path,
+        metavar="DIR",
+        default=folder,
+        help="dataset folder (default: this one)",
     )
     args = parser.parse_args()
+    check_output(args.output)
 
     text = read_text(args.input)
     tokenizer = make_tokenizer(text)

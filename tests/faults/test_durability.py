@@ -149,6 +149,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(disk, monkeypatch):
     assert (disk.root / "a").read_bytes() == b"old"
 
 
+def test_a_write_that_fails_names_the_file_that_was_asked_for(tmp_path):
+    with pytest.raises(OSError, match="No such file or directory: '.*/absent/a'"):
+        durable_file.write_bytes(tmp_path / "absent" / "a", b"1")
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(OSError, match="Not a directory: '.*/file/a'"),
+        durable_file.new_folder(tmp_path / "file" / "a"),
+    ):
+        pass
+
+
 # --- checkpoints ---
 
 

@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.text import MESSAGE_CHARACTERS, one_line, plain, shown
 from data.inspect import __main__ as inspect
 from data.pipeline import command as prepare
+from data.text import prepare as text_prepare
 from training.configuration.files_and_flags import load_config
 from training.configuration.key_line import INT_MAX
 from training.configuration.keys import KEYS
@@ -213,6 +214,16 @@ def test_every_option_that_is_a_path_takes_a_tilde():
                 found.append((path, name, *kinds))
     assert len(found) > 15
     assert [entry for entry in found if entry[2:] not in (("user_path",), ("user_folder",))] == []
+
+
+def test_a_dataset_is_not_prepared_where_a_file_is(tmp_path, monkeypatch, capfd):
+    """Said before the text is read, also if the file is above the folder that is to be made."""
+    (tmp_path / "notes.txt").write_text("hello")
+    for output in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "data"):
+        arguments = ["--input", str(tmp_path), "--train_tokenizer=300", "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
+        assert run_command(text_prepare.main) == 2
+        assert f"--output={output} cannot be a folder, because {tmp_path}/notes.txt is none" in tells(capfd)
 
 
 def product_files():

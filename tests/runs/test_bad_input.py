@@ -255,6 +255,7 @@ def test_a_resume_with_damaged_checkpoints_only_is_refused(refusal, checkpoints)
         (folder / "state.json").write_text("{}")
     message = refusal(*RESUME)
     assert "none of the checkpoints can be trusted" in message and "step-00000002: state.json has" in message
+    assert "start again with --init_from=scratch" in message
 
 
 # --- divergence ---

@@ -38,6 +38,13 @@ def test_start_that_fails_is_a_line_with_its_reason(tmp_path, capsys):
     assert str(tmp_path / "absent") in capsys.readouterr().out.split("warm, repeat 1: ")[1]
 
 
+@pytest.mark.parametrize("arguments", [["absent.py"], ["config/quickstart.py", "--n_head=5"]])
+def test_a_config_that_is_refused_starts_nothing(arguments, tmp_path):
+    with pytest.raises(UserError, match="absent.py|n_head=5"):
+        startup.main([*arguments, f"--output={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_setting_that_the_benchmark_makes_itself_is_refused(tmp_path):
     with pytest.raises(UserError, match="eval_interval"):
         startup.main([str(write_config(tmp_path / "run.py", **TINY)), "--eval_interval=5"])

@@ -241,6 +241,8 @@ def broken_jsonl(folder):
 MISTAKES = {
     "nothing to evaluate": [],
     "there is no such file": ["--text={}/absent.txt"],
+    "few is a folder; name its files": ["--text={}/few"],
+    "empty.txt cannot be a folder": ["--text={}/texts.jsonl", "--output={}/empty.txt"],
     "cannot read this kind of file": ["--text={}/weights/config.json"],
     "broken.jsonl, line 2 is not a JSON object": ["--text={}/broken.jsonl"],
     "has no text that could be predicted": ["--text={}/empty.txt"],
@@ -276,7 +278,7 @@ def test_a_mistake_is_one_line(message, mistakes, tmp_path, monkeypatch):
     monkeypatch.delattr(tools.evaluate, "harness", raising=False)
     argv = [argument.format(mistakes) for argument in MISTAKES[message]]
     with pytest.raises(UserError, match=message) as raised:
-        evaluate.main([f"--hf={mistakes / 'weights'}", *argv, "--device=cpu", f"--output={tmp_path}"])
+        evaluate.main([f"--hf={mistakes / 'weights'}", f"--output={tmp_path}", *argv, "--device=cpu"])
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 

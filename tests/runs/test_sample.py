@@ -59,7 +59,8 @@ def test_it_computes_in_the_dtype_that_is_asked_for(ready, capsys, monkeypatch):
 def test_the_best_checkpoint_can_be_chosen(ready, capsys):
     assert "step-00000004" in text(capsys, ready)
     best = (ready / "checkpoints" / "best").read_text().strip()
-    assert best in text(capsys, ready, "--checkpoint=best")
+    about = text(capsys, ready, "--checkpoint=best").splitlines()[0]
+    assert re.fullmatch(rf"checkpoint .*{best}, iteration \d+, validation loss \d\.\d{{4}}", about)
     with pytest.raises(UserError, match="there are latest, best, step-"):
         text(capsys, ready, "--checkpoint=step-7")
 

@@ -232,6 +232,12 @@ def test_seal_is_never_written_over(sealed, record, capsys):
     assert "never written over" in capsys.readouterr().err
 
 
+def test_seal_that_cannot_be_written_names_the_file_that_was_asked_for(record, tmp_path, capsys):
+    asked = tmp_path / "absent" / "a.seal.json"
+    assert run_command(seal_command.main, [str(record[0]), f"--out={asked}"]) == 2
+    assert f"{asked} cannot be written: No such file" in capsys.readouterr().err
+
+
 def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     monkeypatch.setattr(contents, "working_difference", lambda commit: "+ one line")
     digest = startup_info.difference_sha256("+ one line")
@@ -249,6 +255,11 @@ def test_secrets_are_taken_out_of_the_sealed_difference(monkeypatch):
     digest = startup_info.difference_sha256(difference)
     code = contents.describe_code({"commit": "c0ffee", "modified": True, "difference_sha256": digest})
     assert "hunter22" not in code["difference"] and "secrets were taken out" in code["note"]
+
+
+def test_replay_into_a_file_names_the_option(sealed, record, capsys):
+    assert run_command(replay.main, [str(sealed), f"--out_dir={record[0]}"]) == 2
+    assert f"--out_dir={record[0]} cannot be a folder" in capsys.readouterr().err
 
 
 HOSTILE = {  # what a stranger may write, and what the message names

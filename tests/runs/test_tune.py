@@ -118,6 +118,7 @@ def test_a_plan_is_for_any_gpu(capsys):
             "--nproc=8 needs as many GPUs, but torch sees 2",
         ),
         (["config/quickstart.py", "--gpu=H100"], "belongs to a plan; add --dry"),
+        (["config/quickstart.py", "--dry", "--gpu=H100"], "--gpu=H100 and device='cpu' contradict"),
         (["config/quickstart.py", "--dry_run=True"], "dry_run is the benchmark's to set; use --dry"),
         (["config/quickstart.py", "--learning_rat=1"], "did you mean 'learning_rate'?"),
         (["config/quickstart.py", "--write=LICENSE"], "was not written by tools.tune"),

@@ -181,7 +181,7 @@ def test_folder_that_prepare_has_begun_is_left_to_it(monkeypatch, folder):
 
 def test_folder_that_is_not_there_is_named(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="there is no folder .*absent"):
-        run_adopt(monkeypatch, tmp_path / "absent")
+        run_adopt(monkeypatch, tmp_path / "absent", tokenizer="absent too")  # nor looked for
 
 
 def test_tokenizer_file_is_kept_with_the_tokens_and_replaces_no_other(monkeypatch, folder, tmp_path):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from bench.process import end_with_status
-from common.arguments import user_folder, user_path, whole_number
+from common.arguments import check_output, user_folder, user_path, whole_number
 from common.errors import UserError
 from common.text import one_line
 from tools.evaluate import report
@@ -87,6 +87,7 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("nothing to evaluate: state --tasks=NAMES, --text=FILE or --dataset=NAME")
     for path in options.text:
         check_text(path)
+    check_output(options.output)
 
 
 def import_harness() -> Any:

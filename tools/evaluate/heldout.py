@@ -113,6 +113,8 @@ def _bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
 
 def check_text(path: Path) -> None:
     """Raises UserError if it is no file that can be read."""
+    if path.is_dir():
+        raise UserError(f"--text={path} is a folder; name its files, one --text for each")
     if not path.is_file():
         raise UserError(f"--text={path}: there is no such file")
     if not is_read(path):

@@ -55,7 +55,10 @@ def seal(path: Path, out: Path | None, bench: Path | None) -> int:
     out = out or path.with_name(path.stem + ENDING)
     if out.exists():
         raise UserError(f"{out} exists; a seal is never written over: remove it, or name another with --out")
-    write_json(out, content)
+    try:
+        write_json(out, content)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; name another file with --out") from None
     code = content["code"]
     print(f"Sealed in {out}")
     print(f"Code:   {code['commit'] or 'no commit'}{', modified' if code['modified'] else ''}")

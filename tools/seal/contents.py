@@ -131,7 +131,7 @@ def read_seal(path: Path) -> dict[str, Any]:
     lacks = [name for name in ("record", "code", "digests") if not isinstance(seal.get(name), dict)]
     lacks += ["digest"] * (not isinstance(seal.get("digest"), str)) + ["bench"] * ("bench" not in seal)
     if lacks:
-        raise UserError(f"{path} is cut short or damaged: it has no {', '.join(lacks)}; get the seal anew")
+        raise UserError(f"{path} is cut short or damaged: it has no {', '.join(lacks)}; fetch it again")
     for name in ("modified", "difference", "note"):
         if not isinstance(seal["code"].get(name), (bool if name == "modified" else str, type(None))):
             raise UserError(f"{path} is damaged: its code.{name} is {shown(seal['code'][name])}")
@@ -163,7 +163,8 @@ def check_record(record: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path} is of an older version: it has no startup_info.flops.totals; run it again")
     if record.get("status") != "completed" or not isinstance(record.get("summary"), dict):
         raise UserError(
-            f"{path} is not of a completed run: its status is {record.get('status')!r}; seal a run that ended"
+            f"{path} is not of a completed run: its status is {shown(record.get('status'))}; seal the record "
+            "of a run that reached its last iteration"
         )
     if not rows:
         raise UserError(f"{path} has no row; log at least one iteration (log_interval)")

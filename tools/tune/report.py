@@ -79,7 +79,10 @@ def explanation(ladder: Ladder, goal: str) -> list[str]:
     lines = [f"Chosen: {space.name(chosen)}, {ladder.batch_text(chosen)}: {spread_text(ladder, chosen)}."]
     tried = [step for step in ladder.steps if step.rung not in (AS_IT_IS, FIRST, LAST)]
     for title, steps in (
-        ("Gained", [f"{_what(s)} {100 * (s.gain or 0):+.1f} %" for s in tried if s.kept]),
+        (
+            "Gained, each over the best before it",
+            [f"{_what(s)} {100 * (s.gain or 0):+.1f} %" for s in tried if s.kept],
+        ),
         ("Within noise, so left out", [_what(s) for s in tried if s.note == "within noise"]),
         (
             "Not faster",

@@ -55,6 +55,10 @@ def look_at(config: TrainConfig, processes: int, card: str | None = None) -> Mac
     """The machine, or one with GPUs of the name `card`. A GPU is looked at in a process of its own: its
     context would stay in the GPU's memory, beside the trials. Raises UserError if it has too few GPUs."""
     if config.device == "cpu":
+        if card:
+            raise UserError(
+                f"--gpu={card} and device='cpu' contradict each other; leave --gpu out, or add --device=cuda"
+            )
         return _describe("cpu", processes)
     if card:
         found = find_card(card)

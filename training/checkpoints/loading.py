@@ -37,7 +37,10 @@ def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) ->
         if was[name] != value and name not in FREE_TO_CHANGE
     ]
     if differences:
-        raise UserError(f"{folder} holds another architecture: {'; '.join(differences)}")
+        raise UserError(
+            f"{folder} holds another architecture: {'; '.join(differences)}; restore these keys, or choose "
+            "another --out_dir for the new model"
+        )
 
 
 def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) -> Progress:

@@ -205,7 +205,10 @@ def _first_whole(
             raise damaged(folder, problems)
         bad[folder] = "; ".join(problems)
     named = "\n".join(f"  {folder}: {problem}" for folder, problem in bad.items())
-    raise UserError(f"none of the checkpoints can be trusted, so there is nothing to resume:\n{named}")
+    raise UserError(
+        f"none of the checkpoints can be trusted, so there is nothing to resume:\n{named}\n"
+        "Restore one from a copy, or start again with --init_from=scratch"
+    )
 
 
 def _candidates(config: TrainConfig, world: World) -> list[Path] | UserError | None:

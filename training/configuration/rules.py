@@ -158,7 +158,8 @@ def check_schedule(config: TrainConfig) -> None:
     warmup, end = config.warmup_iters, config.lr_decay_iters
     if decays and warmup is not None and end is not None and warmup >= end:
         raise UserError(
-            f"warmup_iters={warmup} is not below lr_decay_iters={end}; the rate would have no time to decay"
+            f"warmup_iters={warmup} is not below lr_decay_iters={end}; the rate would have no time to decay: "
+            "lower warmup_iters, or raise lr_decay_iters"
         )
     if not 0 < config.wsd_decay_fraction <= 1:
         raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")

@@ -63,7 +63,7 @@ def closing_lines(
         lines.append(f"Checkpoint:  {checkpoint}")
     if speed := speed_line(summary):
         lines.append(f"GPU:         {speed}")
-    return [*lines, f"Data:        the loop waited {waited_seconds:.2f} s for batches in all"]
+    return [*lines, f"Data:        total time the loop waited for batches: {waited_seconds:.2f} s"]
 
 
 # --- text ---
