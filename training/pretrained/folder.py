@@ -79,8 +79,8 @@ def locate(source: str) -> Weights:
     match = REPOSITORY.fullmatch(name)
     if match is None or folder.is_absolute():
         raise UserError(
-            f"the weights {shown(source)} are not here: there is no folder {shown(name)}; name the folder "
-            "of a model, or OWNER/NAME of a model of the Hugging Face hub"
+            f"init_weights={shown(source)} (--hf of other commands): there is no folder {shown(name)}; name "
+            "the folder of a model, or OWNER/NAME of a model of the Hugging Face hub"
         )
     return _locate_on_hub(source, match[1], match[2])
 
