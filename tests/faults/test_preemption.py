@@ -43,8 +43,7 @@ def test_sigterm_to_torchrun_saves_and_a_resume_ends_bit_equal(config, folder, u
     out = folder / "torchrun"
     stopped = run_with_fault(config, out, "--use_dataloader=True", fault="SIGTERM torchrun 10")
     assert stopped.status == 1, stopped.output[-3000:]
-    # torchrun passes the signal on when it next looks; on a busy machine an iteration or two later
-    assert 11 <= stopped.steps[-1] < ITERATIONS and stopped.seconds < GRACE_SECONDS
+    assert stopped.steps[-1] in (11, 12) and stopped.seconds < GRACE_SECONDS
     assert f"stopped by SIGTERM before iteration {stopped.steps[-1]}" in stopped.output
     assert stopped.record()["status"] == "interrupted"
 

@@ -26,6 +26,7 @@ from training.process.exit_status import leave_now
 from training.process.world import launch_info, restart_count
 
 SLOW_SECONDS, SLOW_CYCLES = 0.05, 100_000_000  # at 2 GHz
+PASSED_ON_SECONDS = 0.5  # until torchrun has passed a signal on; it looks every 0.1 s
 
 
 def happen(what: str, who: str) -> None:
@@ -72,6 +73,8 @@ def at_iteration(iteration: int, what: str, who: str) -> None:
                 time.sleep(SLOW_SECONDS) if what == "slow" else torch.cuda._sleep(SLOW_CYCLES)
         elif now == iteration:
             happen(what, who)
+            if who == "torchrun":  # iterations of milliseconds would pass before the ranks have the signal
+                time.sleep(PASSED_ON_SECONDS)
 
     loaders = []  # the one that is asked for a batch
     before(train.Loader, "next", lambda loader: loaders.__setitem__(slice(None), [loader]))
