@@ -24,15 +24,15 @@ from training.hardware.capability import (
 
 # what each must have: cuDNN attention by name, backends with packages, bf16, fp8, mxfp8 and nvfp4
 EXPECTED = {
-    (7, 5): (False, (), False, None, False),
-    (8, 0): (False, ("flash_attn_2",), True, "emulated", False),
-    (8, 6): (False, ("flash_attn_2",), True, "emulated", False),
-    (8, 9): (False, ("flash_attn_2",), True, "native", False),
-    (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, "native", False),
-    (10, 0): (True, ("flash_attn_2",), True, "native", True),
-    (10, 3): (True, ("flash_attn_2",), True, "native", True),
-    (12, 0): (False, ("flash_attn_2",), True, "native", True),
-    (12, 1): (False, ("flash_attn_2",), True, "native", True),
+    (7, 5): (False, (), False, False, False),
+    (8, 0): (False, ("flash_attn_2",), True, False, False),
+    (8, 6): (False, ("flash_attn_2",), True, False, False),
+    (8, 9): (False, ("flash_attn_2",), True, True, False),
+    (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, True, False),
+    (10, 0): (True, ("flash_attn_2",), True, True, True),
+    (10, 3): (True, ("flash_attn_2",), True, True, True),
+    (12, 0): (False, ("flash_attn_2",), True, True, True),
+    (12, 1): (False, ("flash_attn_2",), True, True, True),
 }
 
 
@@ -75,14 +75,15 @@ def test_an_unknown_minor_number_is_taken_for_the_last_known_one_before_it(unkno
 @pytest.mark.parametrize("compute", [(11, 0), (13, 0), (20, 5)])
 def test_an_unknown_major_number_gets_what_torch_promises_and_no_more(compute):
     here = lookup(compute, "")
-    assert (here.sdpa, here.bf16, here.fp8) == ((TORCH,), True, "native")
+    assert (here.sdpa, here.bf16, here.fp8) == ((TORCH,), True, True)
     assert not (here.fast_accumulation or here.block_scaled)
 
 
 def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
     assert capability("cpu") == capability(torch.device("cpu")) == CPU
-    assert (CPU.compute, CPU.sdpa, CPU.flash_attn, CPU.fp8) == (None, (TORCH,), (), "emulated")
+    assert (CPU.compute, CPU.sdpa, CPU.flash_attn, CPU.fp8) == (None, (TORCH,), (), False)
+    assert low_precision_support("fp8_tensorwise", CPU) == "emulated"
 
 
 def test_fp8_on_a_gpu_without_bf16_is_an_error_that_says_what_to_set():

@@ -25,8 +25,7 @@ class Capability:
     sdpa: tuple[str, ...]  # kernels to try inside attention backend sdpa, best first
     flash_attn: tuple[str, ...]  # attention backends whose package has kernels for it
     bf16: bool
-    # matmuls with one scale per tensor: 'native', 'emulated' (the same values, no gain in speed) or None
-    fp8: str | None
+    fp8: bool  # matmuls with one scale per tensor
     fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
     block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls: not used yet, these recipes are emulated there, too
     fp8_blocks: bool = False  # fp8 matmuls with a scale for each block of 128
@@ -48,21 +47,21 @@ class Capability:
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
 TABLE = {
-    (8, 0): Capability((TORCH,), (FA2,), True, "emulated", False, False),  # A100
-    (8, 6): Capability((TORCH,), (FA2,), True, "emulated", False, False),  # A6000, RTX 30
-    (8, 9): Capability((TORCH,), (FA2,), True, "native", True, False),  # Ada: L40S, RTX 4090
+    (8, 0): Capability((TORCH,), (FA2,), True, False, False, False),  # A100
+    (8, 6): Capability((TORCH,), (FA2,), True, False, False, False),  # A6000, RTX 30
+    (8, 9): Capability((TORCH,), (FA2,), True, True, True, False),  # Ada: L40S, RTX 4090
     (9, 0): Capability(  # H100, H200
-        (CUDNN, TORCH), (FA3, FA2), True, "native", True, False, fp8_blocks=True, quack=True
+        (CUDNN, TORCH), (FA3, FA2), True, True, True, False, fp8_blocks=True, quack=True
     ),
-    (10, 0): Capability((CUDNN, TORCH), (FA2,), True, "native", False, True),  # B200, GB200
-    (10, 3): Capability((CUDNN, TORCH), (FA2,), True, "native", False, True),  # B300, GB300
-    (12, 0): Capability((TORCH,), (FA2,), True, "native", False, True),  # RTX 5090, RTX PRO Blackwell
-    (12, 1): Capability((TORCH,), (FA2,), True, "native", False, True),  # GB10
+    (10, 0): Capability((CUDNN, TORCH), (FA2,), True, True, False, True),  # B200, GB200
+    (10, 3): Capability((CUDNN, TORCH), (FA2,), True, True, False, True),  # B300, GB300
+    (12, 0): Capability((TORCH,), (FA2,), True, True, False, True),  # RTX 5090, RTX PRO Blackwell
+    (12, 1): Capability((TORCH,), (FA2,), True, True, False, True),  # GB10
 }
-OLDER = Capability((TORCH,), (), False, None, False, False)  # before Ampere: V100, T4
+OLDER = Capability((TORCH,), (), False, False, False, False)  # before Ampere: V100, T4
 # For a major number that is not in the table: what torch promises, and FA2 if its probe succeeds.
-NEWER = Capability((TORCH,), (FA2,), True, "native", False, False)
-CPU = Capability((TORCH,), (), True, "emulated", False, False)
+NEWER = Capability((TORCH,), (FA2,), True, True, False, False)
+CPU = Capability((TORCH,), (), True, False, False, False)
 
 FP8_NEEDS = "fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, Blackwell)"
 BF16_NEEDS = "bfloat16 (compute capability 8.0 or above), in which it is emulated"
@@ -92,9 +91,7 @@ def capability(device: torch.device | str) -> Capability:
 def low_precision_support(recipe: str, here: Capability) -> str | None:
     """How a low_precision recipe runs here: 'native', by tensor cores of its kind; 'emulated', with the same
     numbers and no gain in speed; None if it cannot."""
-    if recipe in ONE_SCALE:
-        return here.fp8
-    if recipe == "fp8_blockwise" and here.fp8_blocks:
+    if (recipe in ONE_SCALE and here.fp8) or (recipe == "fp8_blockwise" and here.fp8_blocks):
         return NATIVE
     return EMULATED if here.bf16 else None
 

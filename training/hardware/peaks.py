@@ -140,7 +140,7 @@ def measure_peak(precision: str, device) -> Peak:
     """The measured rate of a large n x n GEMM (2 n^3 FLOPs); float32 at the current matmul precision."""
     device = torch.device(device)
     on_cuda = device.type == "cuda"
-    if precision == "fp8" and capability(device).fp8 != "native":
+    if precision == "fp8" and not capability(device).fp8:
         return Peak(None, "none", f"an fp8 GEMM needs {FP8_NEEDS}")
     n = CUDA_GEMM if on_cuda else CPU_GEMM
     warmup, repeats = (CUDA_WARMUP, CUDA_REPEATS) if on_cuda else (CPU_WARMUP, CPU_REPEATS)
