@@ -10,7 +10,7 @@ after any end, and the same command started once for each GPU divides the runs a
 for example because this device cannot run its recipe, is a line with the reason. Any --key=value of train.py
 goes to all runs.
 
-    for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu python -m bench.precision --out=matrix & done; wait
+    for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu python -m bench.precision --output=matrix & done; wait
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     check(overrides)
     if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
         raise UserError("this table counts MFU by v3: cp mfu_versions/model_builder_v3.py model_builder.py")
-    folder = open_folder(Path(arguments.out).resolve())
+    folder = open_folder(Path(arguments.output).resolve())
     runs = [run for phase in phases(arguments) for run in plan(phase, folder, overrides)]
     wanted = [run for run in runs if run.row in arguments.rows]
     content = {
@@ -150,7 +150,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--warmup", type=whole_number(0, ITERS_MAX), default=3, help="iterations before them (3)")
     add("--loss_iters", type=whole_number(2, ITERS_MAX), default=300, help="of a loss run (300)")
     add("--timeout", type=real_number(0, TIMEOUT_MAX_S), default=7200, help="seconds for one run (7200)")
-    add("--out", type=user_path, default="out-bench/precision", help="the folder of all results")
+    add("--output", type=user_path, default="out-bench/precision", help="the folder of all results")
     flags, rest = take_flags(argv, OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
     options.cpu = options.cpu or not torch.cuda.is_available()
@@ -160,7 +160,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def check(overrides: list[str]) -> None:
     """Raises UserError for what is no flag of train.py, or of a key that rows or options set."""
-    instead = "--rows, --seeds, --hf, --cpu, --iters, --warmup, --loss_iters, --dataset or --out"
+    instead = "--rows, --seeds, --hf, --cpu, --iters, --warmup, --loss_iters, --dataset or --output"
     check_overrides(overrides, {*RESERVED, *OTHERS}, instead)
 
 

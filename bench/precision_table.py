@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,11 +114,8 @@ def figures(row: Row, runs: list[Run], all_losses: dict[str, dict[str, float]]) 
     changes = [] if row.name == BASELINE else percent_above(losses, all_losses[BASELINE])
     untied = percent_above(losses, all_losses[UNTIED])
     weight_tying = facts.get("config", {}).get("weight_tying", row.weight_tying)
-    failed = [(run.phase, run.entry.runs[-1]["reason"]) for run in own]
-    failures: dict[str, list[str]] = {}
-    for phase, reason in dict.fromkeys(failed):
-        if reason:
-            failures.setdefault(reason, []).append(phase)
+    failures = phases_of((run.phase, run.entry.runs[-1]["reason"]) for run in own)
+    fallbacks = phases_of((run.phase, text) for run in own for text in run.entry.facts.get("fallbacks", []))
     if row.name in PUBLISHED:
         published = {**PUBLISHED[row.name]._asdict(), "corrected": corrected(row)}
     else:
@@ -144,7 +142,17 @@ def figures(row: Row, runs: list[Run], all_losses: dict[str, dict[str, float]]) 
         "from_untied_percent": None if weight_tying or row.name == UNTIED else mean(untied),
         "published": published,
         "failures": failures,
+        "fallbacks": fallbacks,
     }
+
+
+def phases_of(pairs: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+    """{text: the phases that have it}, from pairs of a phase and a text or None."""
+    found: dict[str, list[str]] = {}
+    for phase, text in dict.fromkeys(pairs):
+        if text:
+            found.setdefault(text, []).append(phase)
+    return found
 
 
 def percent_above(losses: dict[str, float], others: dict[str, float]) -> list[float]:
@@ -184,7 +192,12 @@ def document_lines(content: dict, runs: list[Run]) -> list[str]:
         for row in rows
         for reason, phases in row["failures"].items()
     ]
-    return [*lines, "", *table, "", *failures, *[""] * bool(failures), LEGEND]
+    below = failures + [
+        f"row {row['row']}: {' and '.join(phases)} ran otherwise: {text}"
+        for row in rows
+        for text, phases in row["fallbacks"].items()
+    ]
+    return [*lines, "", *table, "", *below, *[""] * bool(below), LEGEND]
 
 
 def cells(found: dict) -> list[str]:
@@ -224,6 +237,8 @@ def note(found: dict) -> str:
         return f"as row {found['same_as']}: {found['note']}"
     failed = sorted({phase for phases in found["failures"].values() for phase in phases}, reverse=True)
     notes = [found["note"], f"{' and '.join(failed)} failed: see below" if failed else ""]
+    otherwise = sorted({phase for phases in found["fallbacks"].values() for phase in phases}, reverse=True)
+    notes.append(f"{' and '.join(otherwise)} ran otherwise: see below" if otherwise else "")
     if not failed and not found["losses"] and found["tokens_per_sec"] is None:
         notes.append("not run")
     elif found["weight_tying"] != ROWS[found["row"]].weight_tying:

@@ -134,7 +134,7 @@ def finished(tmp_path_factory, tokens, warm):
     arguments = [*SHORT, f"--dataset={tokens}", "--d_ff=48"]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        assert precision.main([*arguments, f"--out={folder}", "--rows=1,5,21"]) == 1
+        assert precision.main([*arguments, f"--output={folder}", "--rows=1,5,21"]) == 1
     return arguments, folder, output.getvalue()
 
 
@@ -186,7 +186,7 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     monkeypatch.setattr(
         precision, "run_entry", lambda e, *rest: started.append(e.name) or run_entry(e, *rest)
     )
-    again = [*arguments, f"--out={folder}"]
+    again = [*arguments, f"--output={folder}"]
     assert precision.main([*again, "--rows=1,21"]) == 0
     assert started == [] and "6 of 6 runs are finished" in capsys.readouterr().out
     assert row_of(read_table(folder), "21") == row_of(before, "21")
@@ -219,6 +219,21 @@ def test_a_second_call_runs_what_is_missing_alone(finished, tmp_path, monkeypatc
     assert started == ["loss 21, seed 2"]
 
 
+def test_a_row_says_what_ran_otherwise_than_asked(finished, tmp_path, capsys):
+    arguments, first, _ = finished
+    folder = shutil.copytree(first, tmp_path / "out")
+    path = folder / "runs/speed-21.1/result.json"
+    result = json.loads(path.read_text())
+    assert result["entry"]["facts"]["fallbacks"] == []
+    result["entry"]["facts"]["fallbacks"] = ["asked for sdpa (sdpa [flex attention] failed: no kernel)"]
+    path.write_text(json.dumps(result))
+    assert precision.main([*arguments, f"--output={folder}", "--rows=1,21"]) == 0
+    said = capsys.readouterr().out
+    assert "row 21: speed ran otherwise: asked for sdpa (sdpa [flex attention] failed: no kernel)" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("|  21 "))
+    assert "speed ran otherwise: see below" in line
+
+
 HOLDS = """
 import sys
 from pathlib import Path
@@ -234,7 +249,7 @@ def test_processes_that_share_a_folder_divide_its_runs(finished, tmp_path, capsy
     folder = shutil.copytree(first, tmp_path / "out")
     shutil.rmtree(folder / "runs/loss-21--seed-1.1")
     lock = folder / "runs/loss-21--seed-1.lock"
-    command = [*arguments, f"--out={folder}", "--rows=21", "--phase=loss"]
+    command = [*arguments, f"--output={folder}", "--rows=21", "--phase=loss"]
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS, lock],
         cwd=ROOT,
@@ -285,7 +300,7 @@ def test_loss_from_hugging_faces_weights_takes_the_studys_settings(tmp_path, tok
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_before_anything_runs(flags, message, tmp_path, capsys):
-    assert end_with_status(precision.main, [*SHORT, f"--out={tmp_path / 'out'}", *flags]) == 2
+    assert end_with_status(precision.main, [*SHORT, f"--output={tmp_path / 'out'}", *flags]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out/runs/*"))
 

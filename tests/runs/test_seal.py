@@ -45,7 +45,7 @@ def record(folder):
 def sealed(record, tmp_path):
     """The path of a seal of it."""
     path = tmp_path / "a.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--out={path}"]) == 0
+    assert run_command(seal_command.main, [str(record[0]), f"--output={path}"]) == 0
     return path
 
 
@@ -228,13 +228,13 @@ def test_forged_figure_that_is_no_figure_ends_without_a_traceback(record, place,
 
 
 def test_seal_is_never_written_over(sealed, record, capsys):
-    assert run_command(seal_command.main, [str(record[0]), f"--out={sealed}"]) == 2
+    assert run_command(seal_command.main, [str(record[0]), f"--output={sealed}"]) == 2
     assert "never written over" in capsys.readouterr().err
 
 
 def test_seal_that_cannot_be_written_names_the_file_that_was_asked_for(record, tmp_path, capsys):
     asked = tmp_path / "absent" / "a.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--out={asked}"]) == 2
+    assert run_command(seal_command.main, [str(record[0]), f"--output={asked}"]) == 2
     assert f"{asked} cannot be written: No such file" in capsys.readouterr().err
 
 
@@ -307,7 +307,7 @@ def test_text_of_a_seal_cannot_command_the_terminal(sealed, tmp_path, monkeypatc
 def test_bench_results_are_sealed_with_the_run(record, tmp_path, capsys):
     (table := tmp_path / "table.json").write_text(json.dumps({"entries": [{"name": "Qwen3"}]}))
     out = tmp_path / "b.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--out={out}", f"--bench={table}"]) == 0
+    assert run_command(seal_command.main, [str(record[0]), f"--output={out}", f"--bench={table}"]) == 0
     assert json.loads(out.read_text())["bench"]["entries"] == [{"name": "Qwen3"}]
     table.write_text("{}")
     assert run_command(seal_command.main, [str(record[0]), f"--bench={table}"]) == 2

@@ -29,7 +29,7 @@ ENDING = ".seal.json"
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    return verify(options.file) if options.verify else seal(options.file, options.out, options.bench)
+    return verify(options.file) if options.verify else seal(options.file, options.output, options.bench)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -39,11 +39,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("file", metavar="FILE", type=user_folder, help="a run record; with --verify, a seal")
     add("--verify", action="store_true", help="check a seal instead of making one")
-    add("--out", type=user_folder, help=f"the seal's file (default: run_*{ENDING} beside the record)")
+    add("--output", type=user_folder, help=f"the seal's file (default: run_*{ENDING} beside the record)")
     add("--bench", type=user_folder, help="table.json of a bench.throughput that ran beside this run")
     options = parser.parse_args(argv)
-    if options.verify and (options.out or options.bench):
-        parser.error("--verify writes nothing and adds nothing, so it takes neither --out nor --bench")
+    if options.verify and (options.output or options.bench):
+        parser.error("--verify writes nothing and adds nothing, so it takes neither --output nor --bench")
     return options
 
 
@@ -54,11 +54,11 @@ def seal(path: Path, out: Path | None, bench: Path | None) -> int:
     content = make_seal(record, read_bench(bench) if bench else None)
     out = out or path.with_name(path.stem + ENDING)
     if out.exists():
-        raise UserError(f"{out} exists; a seal is never written over: remove it, or name another with --out")
+        raise UserError(f"{out} exists; a seal is never written over: remove it, or choose another --output")
     try:
         write_json(out, content)
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}; name another file with --out") from None
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another --output") from None
     code = content["code"]
     print(f"Sealed in {out}")
     print(f"Code:   {code['commit'] or 'no commit'}{', modified' if code['modified'] else ''}")

@@ -29,8 +29,8 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_MAX_HEAD_DIM = 256  # flash-attn 2 and 3
 CUDNN_MAX_HEAD_DIM = 128
 PROBE_TOKENS = 256  # enough for every kernel's tile
-# of 1 + |output|: outputs are of about unit size, those of a document's first tokens up to 5, where one bit of
-# bf16 is 0.03; a document too many changes them by 1
+# of 1 + |output|: outputs are of about unit size, those of a document's first tokens up to 5, where one bit
+# of bf16 is 0.03; a document too many changes them by 1
 PROBE_TOLERANCE = 0.03
 
 
