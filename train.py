@@ -206,7 +206,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )
-    if captures_cuda_graphs(config, world.size):
+    if captures_cuda_graphs(config):
         step = graphed(step, state, clock.paused, start, info)
     return Run(
         *(config, world, watchdog, path, info, resume.checkpoint, start),

@@ -436,9 +436,9 @@ def test_zero1_is_used_where_there_is_another_process(load, processes):
 )
 def test_cuda_graphs_fall_back_where_they_cannot_work(load, flags, processes, why):
     config = load("--use_cuda_graphs=True", *flags, world_size=processes)
-    obstacle = cuda_graphs_obstacle(config, processes)
+    obstacle = cuda_graphs_obstacle(config)
     assert obstacle is None if why is None else obstacle.startswith(why)
-    assert captures_cuda_graphs(config, processes) == (why is None)
+    assert captures_cuda_graphs(config) == (why is None)
 
 
 def test_min_lr_above_learning_rate_names_both(load):

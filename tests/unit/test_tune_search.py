@@ -53,12 +53,11 @@ def test_the_best_of_all_settings_is_found_with_few_trials(config, processes):
     ladder = Ladder(space, measured)
     found = ladder.climb()
     speeds = [speed_of(setting) for setting in every_setting(space)]
-    # tune tries no CUDA Graphs with ZeRO-1: the climb takes the one that it meets first
     assert speed_of(found) == pytest.approx(max(speeds), rel=1e-9) and found["batch_size"] == 16
     assert len(speeds) > 10 * len(measured.calls) and ladder.finished
     kept = [step.rung for step in ladder.steps if step.kept]
     assert kept[0] == "conservative" and kept[-1] == LAST
-    assert ("strategy" in kept) == (processes == 2) and ("CUDA Graphs" in kept) == (processes == 1)
+    assert ("strategy" in kept) == (processes == 2) and "CUDA Graphs" in kept
 
 
 def test_what_is_only_within_noise_is_left_out(config):

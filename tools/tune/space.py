@@ -18,7 +18,7 @@ from common.errors import UserError
 from tools.tune.dimensions import ALLOWABLE, DIMENSIONS, PRECISIONS, TUNED, Dimension, Keys, Option, option_of
 from training.configuration.batch import divisors, is_auto
 from training.configuration.keys import TrainConfig
-from training.configuration.rules import check, cuda_graphs_obstacle, shards_optimizer
+from training.configuration.rules import check, cuda_graphs_obstacle
 from training.hardware.capability import NATIVE, Capability, capability, low_precision_support
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_memory import (
@@ -168,7 +168,7 @@ class Space:
             check(config, self.processes)
         except UserError as error:
             return str(error).splitlines()[0]
-        if config.use_cuda_graphs and (reason := self._graphs_obstacle(config)):
+        if config.use_cuda_graphs and (reason := cuda_graphs_obstacle(config)):
             return reason
         if config.ffn_backend == "quack" and not self.machine.can.quack:
             return f"its kernels are not for {self.machine.can.name}"
@@ -177,11 +177,6 @@ class Space:
         if config.matmul_algorithms == "measured" and config.dtype != "bfloat16":
             return f"for dtype='bfloat16' only, not {config.dtype!r}"
         return None
-
-    def _graphs_obstacle(self, config: TrainConfig) -> str | None:
-        if config.use_fsdp or shards_optimizer(config, self.processes):
-            return "with ZeRO-1 and FSDP no GPU has run it yet; try use_cuda_graphs=True by hand"
-        return cuda_graphs_obstacle(config, self.processes)
 
     def with_option(self, setting: Keys, option: Option) -> Keys:
         return self.divided({**setting, **option.keys})

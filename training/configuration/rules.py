@@ -312,7 +312,7 @@ def shards_optimizer(config: TrainConfig, world_size: int) -> bool:
     return config.use_zero1 and world_size > 1
 
 
-def cuda_graphs_obstacle(config: TrainConfig, world_size: int) -> str | None:
+def cuda_graphs_obstacle(config: TrainConfig) -> str | None:
     """Why an iteration cannot be captured, so that the eager step runs; None if nothing known here speaks
     against it."""
     if config.device == "cpu":
@@ -323,5 +323,5 @@ def cuda_graphs_obstacle(config: TrainConfig, world_size: int) -> str | None:
     return None
 
 
-def captures_cuda_graphs(config: TrainConfig, world_size: int) -> bool:
-    return config.use_cuda_graphs and cuda_graphs_obstacle(config, world_size) is None
+def captures_cuda_graphs(config: TrainConfig) -> bool:
+    return config.use_cuda_graphs and cuda_graphs_obstacle(config) is None

@@ -23,7 +23,7 @@ IN_A_ROW = 8  # consecutive iterations in which a rank must be slow: it is named
 def make_work_timer(config: TrainConfig, world: World, watchdog: Watchdog) -> WorkTimer | None:
     """A timer for the loader, the step and FSDP. None for one process, and None with CUDA graphs, because
     nothing can be measured inside a replay."""
-    if world.size == 1 or captures_cuda_graphs(config, world.size):
+    if world.size == 1 or captures_cuda_graphs(config):
         return None
     return WorkTimer(world.device.type == "cuda", watchdog.enter_phase)
 

@@ -162,7 +162,7 @@ def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, wo
         reserve += s.stored * s.parameters / s.shards + s.compute * (s.rest + 2 * s.block)
         if s.reduce != s.stored:  # a gradient's part arrives in reduce_dtype first
             reserve += s.reduce * s.rest / s.shards
-    if captures_cuda_graphs(config, world_size):  # an evaluation cannot use the memory of the capture
+    if captures_cuda_graphs(config):  # an evaluation cannot use the memory of the capture
         reserve += s.tokens / config.logit_parts * s.compute * model.vocab_size
         reserve += _gathered_beside_a_capture(s) if config.use_fsdp else 0
     return sum(estimate_memory(model, parameters, config, world_size).values()) + reserve / GIB

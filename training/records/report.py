@@ -153,7 +153,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Attention backend", info["attention"]["line"]),
         *([("Feed-forward backend", info["ffn_backend"]["line"])] if "ffn_backend" in info else []),
         *_matmul_algorithms(config, info),
-        ("CUDA Graph", _cuda_graphs(config, gpus)),
+        ("CUDA Graph", _cuda_graphs(config)),
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
     ]
@@ -259,10 +259,10 @@ def _compilation(config: TrainConfig) -> str:
     return text
 
 
-def _cuda_graphs(config: TrainConfig, processes: int) -> str:
+def _cuda_graphs(config: TrainConfig) -> str:
     if not config.use_cuda_graphs:
         return "off, the eager step runs"
-    obstacle = cuda_graphs_obstacle(config, processes)
+    obstacle = cuda_graphs_obstacle(config)
     return f"not used, the eager step runs: {obstacle}" if obstacle else "asked for; used if its check passes"
 
 

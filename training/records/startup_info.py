@@ -43,7 +43,7 @@ def startup_info(
     model_config = config.model_config()
     model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
-    obstacle = cuda_graphs_obstacle(config, world_size) if config.use_cuda_graphs else None
+    obstacle = cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
     graphs = {"asked": "CUDA Graph", "used": "eager step", "reason": obstacle}
     return {
         "model": {
