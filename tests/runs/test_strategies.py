@@ -749,7 +749,6 @@ def test_norms_are_computed_while_the_embedding_s_gradient_travels(
     micro_step(strategy, last=True)
     events = watch(model, strategy, monkeypatch)
     (module,) = {replicated_strategy, zero1} & {sys.modules[type(strategy).__module__]}
-    monkeypatch.setattr(type(strategy), "_for_the_wire", lambda self, tensor: (tensor, dist.ReduceOp.SUM))
     monkeypatch.setattr(module, "norms", lambda grads, **_: events.append("norms") or torch.ones(len(grads)))
     for where, name in ((dist, "all_reduce"), (zero1, "reduce_scatter")):
         monkeypatch.setattr(where, name, lambda *_, **__: Sending(events, "the embedding"))
@@ -815,6 +814,33 @@ def test_zero1_holds_one_copy_of_the_gradients_and_half_of_the_optimizer_s_state
     assert abs(held() - expected) < slack
     buckets = [bucket.flat.untyped_storage().data_ptr() for bucket in strategy.buckets]
     assert all(s.local.grad.untyped_storage().data_ptr() in buckets for s in strategy.shards)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sharding", [[], ["--use_zero1=True"]], ids=["ddp", "zero1"])
+def test_gradients_sent_in_bf16_are_the_updates_as_they_arrive(folder, world, sharding, weights):
+    """Nothing is copied back to the sums, and the copies that were sent are gone before the next forward."""
+    flags = [*sharding, "--dtype=bfloat16", "--reduce_dtype=bfloat16", f"--param_dtype={weights}"]
+    model, strategy, _, _ = assemble(folder, world, *flags)
+    micro_step(strategy, last=False)
+    before = storages()
+    micro_step(strategy, last=True)
+    strategy.reduce_gradients(torch.zeros(()))
+    sent = {tensor.untyped_storage().data_ptr() for copy in strategy.sent.values() for tensor in copy.tensors}
+    assert sent.isdisjoint(before)
+    for shard in strategy.shards:
+        expected = strategy._mine(shard, strategy.views[shard.name]).bfloat16()
+        assert torch.equal(shard.grad.bfloat16(), expected) and expected.any()
+        # a CPU's update wants gradients in the weights' dtype; a GPU's takes any
+        assert shard.grad.dtype == shard.local.dtype
+        assert (shard.grad.untyped_storage().data_ptr() in sent) == (weights == "bfloat16")
+    if not sharding:
+        squares = sum(shard.grad.double().square().sum() for shard in strategy.shards)
+        assert strategy.loss_and_norm()[1].item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
+    del expected
+    strategy.clear_gradients()
+    left = sum(size for at, size in storages().items() if at not in before)
+    assert left < 100 * len(strategy.shards) and not strategy.has_gradients()  # the loss and the norms
 
 
 def test_fsdp_rounds_weights_to_param_dtype_and_nothing_else(folder, world):

@@ -50,8 +50,6 @@ MEASURED = [
     (1, QWEN, f"batch_size=4 compile=False {FULL}", 34.75, 34.79),
     (1, QWEN, f"batch_size=4 compile=False {FP8_HEAD}", 49.98, 50.16),
     (1, QWEN, "batch_size=4 dtype=float16", 47.49, 47.50),
-    (1, QWEN, "batch_size=4 param_dtype=bfloat16", 42.95, 42.99),
-    (1, QWEN, f"batch_size=4 param_dtype=bfloat16 adam_dtype=bfloat16 {FP8}", 36.88, 36.97),
     (1, QWEN, "batch_size=4 use_cuda_graphs=True", 46.36, 46.88),
     (1, QWEN, "batch_size=4 block_size=4096", 61.97, 61.98),
     (1, QWEN, "batch_size=8", 61.97, 61.98),

@@ -74,14 +74,16 @@ def _at_rest(s: Sizes) -> Moment:
 def _replicated_moments(s: Sizes) -> list[Moment]:
     """The buckets live as long as the run."""
     config = s.config
-    # the optimizer's copy of the sums, in its own dtype; in the sums' dtype it is the sums themselves
     summed = config.gradient_dtype
-    rounded = 0 if summed == config.param_dtype else s.stored * s.parameters / s.adam_shards
-    items = {f"gradient sums ({summed})": BYTES[summed] * s.parameters + rounded}
+    items = {f"gradient sums ({summed})": BYTES[summed] * s.parameters}
     if shards_optimizer(config, s.processes) or config.dtype != config.param_dtype:
         items[f"working weights ({config.dtype})"] = s.compute * s.parameters
-    # in another dtype, gradients are copied to be sent; copies are kept until the end of the backward
-    sent = s.reduce if s.processes > 1 and config.reduce_dtype != summed else 0
+    # in another dtype, gradients are copied to be sent; the copies are kept until the update
+    arrives = config.reduce_dtype if s.processes > 1 else summed
+    sent = 0 if arrives == summed else s.reduce
+    # bf16 weights want bf16 gradients, which are then the update's alone
+    rounds = config.param_dtype == "bfloat16" and arrives != "bfloat16"
+    rounded = {"gradients (bfloat16)": rounds * s.stored * s.parameters / s.adam_shards}
     # in float16 and of emulated operands, the head's gradient is first summed by itself
     # (ops/cross_entropy.py)
     by_itself = config.dtype == "float16" or (s.low_head and s.emulated)
@@ -90,7 +92,7 @@ def _replicated_moments(s: Sizes) -> list[Moment]:
         {**loss_moment(s), **head_sum},
         {**head_backward(s), **head_sum},
         {**block_backward(s), "gradients being sent": sent * (s.head + s.block)},
-        {"activations": 0.0, "gradients being sent": sent * s.parameters},
+        {"activations": 0.0, "gradients being sent": sent * s.parameters, **rounded},
     ]
     return [items | moment for moment in moments]
 

@@ -3,8 +3,8 @@ the optimizer holds. training/strategies/strategy.py says what each method is fo
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -27,28 +27,44 @@ class Bucket:
     """The gradient sums of some modules, as views of one fp32 tensor: matrices first, then vectors. With
     gradient_dtype='bfloat16', matrices have a tensor of their own.
 
-    They live as long as the run: the backward adds to them in place, and they are communicated in place.
-    After the gradients there is space for the iteration's loss, so that it travels with the last bucket.
+    They live as long as the run: the backward adds to them in place, and they are communicated in place, or
+    as a copy in reduce_dtype. After the gradients there is space for the iteration's loss, so that it travels
+    with the last bucket.
     """
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], world_size: int, dtype: torch.dtype = torch.float32
     ):
         device = next(iter(parameters.values())).device
-        of_matrices = {n: padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
-        of_vectors = {n: tuple(p.shape) for n, p in parameters.items() if p.ndim < 2}
-        elements = sum(map(math.prod, of_matrices.values()))
-        separate = dtype != torch.float32
-        rest = sum(map(math.prod, of_vectors.values())) + LOSS_ROOM
-        self.flat = torch.zeros(rest if separate else elements + rest, device=device)
-        self.loss, gradients = self.flat[-1], self.flat[:-LOSS_ROOM]
-        matrices, self.vectors = self.flat[:elements], self.flat[-rest:-LOSS_ROOM]
-        self.tensors, self.gradients = [self.flat], [gradients]  # all of it, and without the loss
-        if separate:
+        self.of_matrices = {n: padded_shape(p, world_size) for n, p in parameters.items() if p.ndim >= 2}
+        self.of_vectors = {n: tuple(p.shape) for n, p in parameters.items() if p.ndim < 2}
+        elements, rest = self._sizes()
+        if dtype == torch.float32:
+            self._divide([torch.zeros(elements + rest, device=device)])
+        else:
             matrices = torch.zeros(elements, dtype=dtype, device=device)
-            self.tensors, self.gradients = [matrices, self.flat], [matrices, gradients]
-        self.views = _views(matrices, of_matrices) | _views(self.vectors, of_vectors)
-        self.matrices = [self.views[name] for name in of_matrices]
+            self._divide([matrices, torch.zeros(rest, device=device)])
+
+    def _sizes(self) -> tuple[int, int]:
+        """Elements of the matrices, and of what follows them."""
+        elements = sum(map(math.prod, self.of_matrices.values()))
+        return elements, sum(map(math.prod, self.of_vectors.values())) + LOSS_ROOM
+
+    def _divide(self, tensors: list[torch.Tensor]) -> None:
+        elements, rest = self._sizes()
+        self.tensors, self.flat = tensors, tensors[-1]
+        self.gradients = [*tensors[:-1], self.flat[:-LOSS_ROOM]]  # all of it without the loss
+        self.vectors, self.loss = self.flat[-rest:-LOSS_ROOM], self.flat[-1]
+        self.views = _views(tensors[0][:elements], self.of_matrices) | _views(self.vectors, self.of_vectors)
+        self.matrices = [self.views[name] for name in self.of_matrices]
+
+    def cast(self, dtype: torch.dtype) -> Bucket:
+        """The same numbers in this dtype; what has it already is no copy."""
+        if all(tensor.dtype == dtype for tensor in self.tensors):
+            return self
+        other = copy.copy(self)
+        other._divide([tensor.to(dtype) for tensor in self.tensors])
+        return other
 
 
 def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -85,7 +101,12 @@ class Replicated:
         self.world, self.last = world, False
         self.dtype, self.param_dtype = DTYPES[config.dtype], DTYPES[config.param_dtype]
         self.reduce_dtype, self.gradient_dtype = DTYPES[config.reduce_dtype], DTYPES[config.gradient_dtype]
-        self.works: list[tuple[dist.Work, Callable[[], object] | None]] = []  # in progress, and what follows
+        # The optimizer's gradients are not the sums: they came in another dtype, or bf16 weights want bf16.
+        self.converts = self.param_dtype != torch.float32 or (
+            world.size > 1 and self.reduce_dtype != torch.float32
+        )
+        self.works: list[dist.Work] = []  # in progress
+        self.sent: dict[Bucket, Bucket] = {}  # of this iteration: the sums, and what of them is reduced
         self.norms: list[torch.Tensor] = []  # of parts of the gradient, as they arrive
         named = dict(model.named_parameters())
         if world.size > 1:
@@ -117,7 +138,7 @@ class Replicated:
 
         def start(gradient):
             if self.last:
-                self._reduce(bucket)
+                self._send(bucket)
 
         def hook_input(module, inputs):
             if torch.is_grad_enabled():
@@ -131,8 +152,8 @@ class Replicated:
         own = parameter.data.to(self.param_dtype)
         if parameter.ndim >= 2:
             parameter.data = own.to(self.dtype)
-        copy = parameter.data if parameter.dtype != own.dtype else None
-        return Shard(name, parameter, nn.Parameter(own), self.world.size, copy)
+        working_copy = parameter.data if parameter.dtype != own.dtype else None
+        return Shard(name, parameter, nn.Parameter(own), self.world.size, working_copy)
 
     def _connect_gradients(self) -> None:
         """Makes the backward add each gradient in its bucket, and the optimizer find it there."""
@@ -145,11 +166,20 @@ class Replicated:
         for shard in self.shards:
             if not shard.is_matrix:
                 shard.parameter.grad = of_parameter[shard.parameter]
-        self._give_gradients_to_optimizer()
+        if not self.converts:
+            self._give_gradients_to_optimizer()
 
     def _give_gradients_to_optimizer(self) -> None:
-        for shard in self.shards:  # the view itself; a copy only for bf16 parameters
-            shard.local.grad = self._mine(shard, self.views[shard.name]).to(shard.local.dtype)
+        """The views themselves, or copies for bf16 weights. On a GPU the update reads any dtype; torch's own,
+        on a CPU, wants that of the weight."""
+        views = {name: view for bucket in self.buckets for name, view in self._reduced(bucket).views.items()}
+        for shard in self.shards:
+            gradient = self._mine(shard, views[shard.name])
+            if shard.local.is_cuda and shard.local.dtype == torch.float32:
+                shard.local.grad_dtype = None  # any
+                shard.local.grad = gradient
+            else:
+                shard.local.grad = gradient.to(shard.local.dtype)
 
     def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         """The part for shard.local of a tensor with the parameter's shape, which may be padded."""
@@ -160,51 +190,52 @@ class Replicated:
     def micro_step(self, last: bool) -> None:
         self.last = last and self.world.size > 1
 
-    def _reduce(self, bucket: Bucket) -> None:
-        for tensor in bucket.tensors:
-            self._all_reduce(tensor)
-
-    def _all_reduce(self, tensor: torch.Tensor) -> None:
-        wire, op = self._for_the_wire(tensor)
-        work = dist.all_reduce(wire, op=op, async_op=True)
-        self.works.append((work, None if wire is tensor else lambda: tensor.copy_(wire)))
-
-    def _for_the_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ReduceOp.RedOpType]:
-        """The tensor in reduce_dtype, and the operation that makes the mean."""
+    def _send(self, bucket: Bucket) -> None:
+        """Starts to make the mean over the ranks, in reduce_dtype."""
+        op = dist.ReduceOp.AVG
         if dist.get_backend() == "gloo":  # gloo cannot average
-            return tensor.div_(self.world.size).to(self.reduce_dtype), dist.ReduceOp.SUM
-        return tensor.to(self.reduce_dtype), dist.ReduceOp.AVG
+            op = dist.ReduceOp.SUM
+            for tensor in bucket.tensors:
+                tensor.div_(self.world.size)
+        self.sent[bucket] = bucket.cast(self.reduce_dtype)
+        self._reduce(self.sent[bucket], op)
+
+    def _reduced(self, bucket: Bucket) -> Bucket:
+        return self.sent.get(bucket, bucket)
+
+    def _reduce(self, bucket: Bucket, op: dist.ReduceOp.RedOpType) -> None:
+        self.works += [dist.all_reduce(tensor, op=op, async_op=True) for tensor in bucket.tensors]
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         """The last bucket is complete only when the backward ends, so nothing of the backward hides its
         journey. The norms of the others are computed meanwhile."""
         *others, last = self.buckets
+        self.loss = loss
         last.loss.copy_(loss)
-        sent = len(self.works)  # during the backward
+        during = len(self.works)  # sent during the backward
         if self.world.size > 1:
-            self._reduce(last)
-        self._receive(sent)
+            self._send(last)
+        self._receive(during)
         self.norms = self._norms_of(others)
         self._receive(len(self.works))
         self.norms += self._norms_of([last])
-        if self.param_dtype != torch.float32:
+        if self.converts:
             self._give_gradients_to_optimizer()
 
     def _receive(self, count: int) -> None:
         """Waits for the oldest of what is in progress. On a GPU, the stream waits and not the host."""
-        for work, then in self.works[:count]:
+        for work in self.works[:count]:
             work.wait()
-            if then:
-                then()
         del self.works[:count]
 
     def _norms_of(self, buckets: list[Bucket]) -> list[torch.Tensor]:
         # whole buckets: what is between the gradients, the rows that pad a matrix, is zero
-        whole = [gradients for bucket in buckets for gradients in bucket.gradients]
+        whole = [gradients for bucket in buckets for gradients in self._reduced(bucket).gradients]
         return [norms(whole, foreach=False)] if whole else []
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.buckets[-1].loss, torch.linalg.vector_norm(torch.cat(self.norms)).float()
+        loss = self._reduced(self.buckets[-1]).loss.float()
+        return loss, torch.linalg.vector_norm(torch.cat(self.norms)).float()
 
     @torch.no_grad()
     def publish(self, copied: bool = False, wait: bool = True) -> None:
@@ -222,12 +253,16 @@ class Replicated:
     def _copy_back(self) -> None:
         pairs = [(s.working_copy, s.local) for s in self.shards if s.working_copy is not None]
         if pairs:
-            torch._foreach_copy_([copy for copy, _ in pairs], [own for _, own in pairs])
+            torch._foreach_copy_([working for working, _ in pairs], [own for _, own in pairs])
 
     def clear_gradients(self) -> None:
         # a kernel for each: _foreach_zero_ writes at 60 % of its speed on an H200
         for tensor in (tensor for bucket in self.buckets for tensor in bucket.tensors):
             tensor.zero_()
+        self.sent.clear()
+        if self.converts:  # their memory is the next forward's
+            for shard in self.shards:
+                shard.local.grad = None
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -70,26 +70,25 @@ class Zero1(Replicated):
     def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: Bucket, op: dist.ReduceOp.RedOpType) -> None:
         for matrix in bucket.matrices:
-            self._reduce_scatter(matrix)
+            self.works.append(reduce_scatter(matrix[self._span(matrix)], matrix, op=op, async_op=True))
         if len(bucket.vectors):
-            self._all_reduce(bucket.vectors)
-
-    def _reduce_scatter(self, matrix: torch.Tensor) -> None:
-        wire, op = self._for_the_wire(matrix)
-        span = self._span(matrix)
-        work = reduce_scatter(wire[span], wire, op=op, async_op=True)
-        self.works.append((work, None if wire is matrix else lambda: matrix[span].copy_(wire[span])))
+            self.works.append(dist.all_reduce(bucket.vectors, op=op, async_op=True))
 
     def _norms_of(self, buckets: list[Bucket]) -> list[torch.Tensor]:
         """Of this rank's rows of the matrices."""
-        names = [name for bucket in buckets for name in bucket.views if name in self.padded]
-        return [norms([self._mine(self.of_name[name], self.views[name]) for name in names])] if names else []
+        mine = [
+            self._mine(self.of_name[name], view)
+            for bucket in buckets
+            for name, view in self._reduced(bucket).views.items()
+            if name in self.padded
+        ]
+        return [norms(mine)] if mine else []
 
     def loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         squares = torch.linalg.vector_norm(torch.cat(self.norms)).float().square()
-        both = torch.stack([self.buckets[-1].loss / self.world.size, squares])
+        both = torch.stack([self.loss / self.world.size, squares])
         dist.all_reduce(both)
         loss, squares = both.unbind()
         vectors = [shard.grad for shard in self.shards if not shard.is_matrix]
