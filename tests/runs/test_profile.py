@@ -149,7 +149,7 @@ def test_what_cannot_work_is_one_message(config, tmp_path, in_process, capsys):
 def test_the_command_measures_the_matmuls_alone_too(config, tmp_path):
     command = ["-m", "tools.profile", config, f"--output={tmp_path / 'out'}", "--peak_tflops=0.5"]
     done = warm_python.run(
-        [sys.executable, *map(str, command), "--random_tokens"],
+        [sys.executable, *map(str, command), "--dataset=random"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

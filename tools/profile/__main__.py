@@ -59,9 +59,12 @@ def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
     check_overrides(overrides)
     flags = [options.config, *overrides, *fixed_flags(options.memory)]
+    random = options.dataset == "random"
+    if options.dataset and not random:
+        flags.append(f"--dataset={options.dataset}")
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
-    if options.random_tokens:
+    if random:
         tokens = make_random_dataset(folder, config.model_config().vocab_size)
         flags.append(f"--dataset={tokens}")
     out_dir, plain_dir = folder / "run", folder / "plain_run"
@@ -167,7 +170,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--output", type=user_folder, help="a new folder (default: out-profile/CONFIG_TIME)")
     parser.add_argument("--memory", action="store_true", help="show where the memory is, instead of the time")
     parser.add_argument(
-        "--random_tokens", action="store_true", help="train on random tokens instead of the config's dataset"
+        "--dataset", type=user_path, help="instead of the config's own; 'random': random tokens"
     )
     parser.add_argument(
         "--no-roofline",
@@ -181,7 +184,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=TIMEOUT_S,
         help="seconds for each process (3600)",
     )
-    flags, rest = take_flags(argv)
+    flags, rest = take_flags(argv, plan.OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
     return options, [*flags, *unknown]
 
