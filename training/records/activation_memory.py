@@ -28,10 +28,10 @@ def loss_moment(s: Sizes) -> Moment:
     if not s.low_head:  # the logits are their own gradient by then, and dx is being computed from them
         scaled = 0 if s.config.use_fsdp or s.config.dtype == "float16" else dx  # the input for the sum
         return {**kept, "logits": logits, "head's inputs": beside + chunks * dx + scaled}
-    beside += part * s.operand * C  # the part's input
+    beside += part * s.both_forms * C  # the part's input
     # their gradient, quantized, while they are there. The matmul adds to the head's sum; where it cannot
     # (ops/cublaslt.py), a product as large as the head comes after them, which is not counted here
-    quantized = part * s.operand * s.model.vocab_size
+    quantized = part * s.both_forms * s.model.vocab_size
     return {**kept, "logits": logits + quantized, "head's inputs": beside + (chunks - 1) * dx}
 
 
@@ -129,7 +129,7 @@ def _gradients_in_a_block(s: Sizes, i: int) -> float:
     if i not in s.low_blocks:
         return gradients - compute * F  # the input of down is no longer needed
     if s.emulated:  # the gradient of up's output, and what it is quantized to
-        return compute * (model.n_embd + up) + s.operand * up
+        return compute * (model.n_embd + up) + s.both_forms * up
     if not s.config.compile and model.ffn_type == "swiglu":
         # one function (LowPrecisionSwiGLU): at its end, the gradients of its output, of h, of up's output (in
         # fp8, both layouts) and of its input are there

@@ -75,7 +75,7 @@ class Sizes:
         return multiplies_in_bf16(self.config.low_precision, self.config.device)
 
     @property
-    def operand(self) -> int:
+    def both_forms(self) -> int:
         """Bytes of an element of an activation or a gradient that is quantized for both of its matmuls."""
         if not self.emulated:
             return 2  # two forms
