@@ -49,6 +49,13 @@ def python_command(target: list[str], processes: int) -> list[str]:
     return launcher + target
 
 
+def from_root(path: Path) -> str:
+    """How a process that starts in the repository's root names this path: relative if it is inside, so that a
+    record tells nothing of the machine's other folders."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def run_process(
     command: list[str], log: Path, timeout_s: float, keep_cache: bool = False, cache: str | None = None
 ) -> Outcome:

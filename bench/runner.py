@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.plan import Entry
-from bench.process import REASON_LENGTH, python_command, run_process
+from bench.process import REASON_LENGTH, from_root, python_command, run_process
 from bench.results import combine, measure
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
 from common.text import one_line
@@ -28,10 +28,10 @@ def run_entry(
         return
     out_dir = run_folder(entry, repeat, folder)
     out_dir.mkdir(parents=True)
-    argv = [*entry.argv, f"--out_dir={out_dir}", *stated_peak(entry, entries)]
+    argv = [*entry.argv, f"--out_dir={from_root(out_dir)}", *stated_peak(entry, entries)]
     command = python_command([*(entry.program or PROGRAMS[entry.kind]), *argv], entry.processes)
     outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
-    run.update(command=shlex.join(command), folder=str(out_dir))
+    run.update(command=shlex.join(["python", *command[1:]]), folder=from_root(out_dir))
     run.update(reason=outcome.reason, seconds=outcome.seconds)
     if outcome.reason is None:
         try:
@@ -71,7 +71,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
         record = read_json(path)
         info, rows = record["startup_info"], record["training_iterations"]
         facts = {name: info[name] for name in ("hardware", "software", "git", "attention")}
-        facts |= {"record": str(path), "config": record["config"], "peak": info["hardware"]["peak"]}
+        facts |= {"record": from_root(path), "config": record["config"], "peak": info["hardware"]["peak"]}
         facts |= {"low_precision": info.get("low_precision"), "evaluations": record["eval_steps"]}
         facts["fallbacks"] = [
             f"asked for {choice['asked']} ({choice['reason']})"

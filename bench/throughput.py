@@ -26,7 +26,7 @@ import torch
 import model_builder
 from bench.peers import PEERS, require
 from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
-from bench.process import TIMEOUT_MAX_S, end_with_status
+from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
 from bench.runner import run_entry
@@ -151,8 +151,8 @@ def chosen(arguments: argparse.Namespace) -> tuple[str, tuple[Variant, ...]]:
         return arguments.suite, named(SUITES[arguments.suite], arguments.variant)
     if arguments.variant:
         raise UserError("--variant chooses among the variants of a --suite; a --config is one variant")
-    path = Path(arguments.config).resolve()  # absolute, because the runs start in the repository's root
-    return path.stem, (Variant(path.stem, str(path)),)
+    path = Path(arguments.config)
+    return path.stem, (Variant(path.stem, from_root(path)),)
 
 
 def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...]:
