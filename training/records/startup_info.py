@@ -71,8 +71,20 @@ def startup_info(
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "micro_batch": micro_batch.to_dict(),
         "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),
-        "warnings": [*schedule_warnings(config), *micro_batch.warnings()],
+        "warnings": [
+            *_attention_warnings(attention),
+            *schedule_warnings(config),
+            *micro_batch.warnings(),
+        ],
     }
+
+
+def _attention_warnings(attention: dict[str, Any]) -> list[str]:
+    """Another kernel than the one asked for, or than the best one that it stands for, may be much slower."""
+    if not attention.get("reason"):
+        return []
+    used = f"{attention['used']} [{attention['kernel']}]"
+    return [f"attention_backend={attention['asked']!r} runs as {used}: {attention['reason']}"]
 
 
 def run_info(
