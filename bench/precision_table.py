@@ -270,9 +270,13 @@ def draw(rows: list[dict], path: Path) -> None:
                 x, y = row["tokens_per_sec"]["median"], row["loss"]
                 marker = MARKERS[row["options"].get("weight_rounding", row["param_dtype"])]
                 axis.errorbar(x, y, yerr=row["loss_spread"], fmt=marker, color=f"C{number}", markersize=6)
-                axis.annotate(literal(row["row"]), (x, y), xytext=(5, 4), textcoords="offset points")
-        axis.set_title("circle: fp32 weights; square: bf16; triangle: bf16, stochastic", fontsize=9, pad=24)
-        axis.set_xlabel("tokens/s")
+                # on different sides, as rows that differ in rounding or in the head are close together
+                left, below = marker == MARKERS["stochastic"], row["scope"] == HEAD
+                offset = (-6 if left else 6, -12 if below else 4)
+                label = axis.annotate(literal(row["row"]), (x, y), offset, textcoords="offset points")
+                label.set_horizontalalignment("right" if left else "left")
+        kinds = "circle: fp32 weights; square: bf16, to nearest; triangle: bf16, stochastic"
+        axis.set_xlabel(f"tokens/s ({kinds})")
         axis.set_ylabel("held-out loss")
         axis.grid(alpha=0.3)
         legend(axis)
