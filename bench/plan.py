@@ -15,7 +15,7 @@ from bench import peers
 from bench.suites import ALL_GPUS, Variant
 from common.errors import UserError
 from training.configuration.flags import not_a_flag, take_flags
-from training.configuration.keys import TrainConfig
+from training.configuration.keys import ROOT, TrainConfig
 from training.pretrained.settings import load_run_config
 
 WARMUP_ITERS = 10  # before the timed ones, unless --warmup says otherwise; no figure includes them
@@ -135,7 +135,8 @@ def make_plan(
         entry = Entry("variant", variant.name, argv, processes, "cuda")
         others.append(entry)
         try:
-            config = load_run_config(argv, processes)
+            # from the root, where the runs start, and not from where this process is
+            config = load_run_config([str(ROOT / variant.config), *argv[1:]], processes)
         except UserError as error:
             entry.problem = str(error).splitlines()[0]
             continue

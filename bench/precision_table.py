@@ -34,6 +34,7 @@ COLUMNS = (
     "study's loss",
     "note",
 )
+SEE_BELOW = {"failures": "failed", "fallbacks": "ran otherwise"}  # of a row: what lines below the table say
 TEXT_COLUMNS = ("weights", "matmuls", "executed as", "note")
 LEGEND = (
     "weights: what the optimizer updates, rounded to nearest unless it says stochastic; MFU: v3, logits\n"
@@ -187,15 +188,11 @@ def document_lines(content: dict, runs: list[Run]) -> list[str]:
             lines.append(f"- bf16 peak {peak['tflops_per_gpu']:.4g} TFLOPS, {peak['source']}")
     rows = row_figures(runs)
     table = aligned(COLUMNS, [cells(row) for row in rows], TEXT_COLUMNS, "github")
-    failures = [
-        f"row {row['row']}: {' and '.join(phases)} failed: {reason}"
+    below = [
+        f"row {row['row']}: {' and '.join(phases)} {what}: {text}"
+        for kind, what in SEE_BELOW.items()
         for row in rows
-        for reason, phases in row["failures"].items()
-    ]
-    below = failures + [
-        f"row {row['row']}: {' and '.join(phases)} ran otherwise: {text}"
-        for row in rows
-        for text, phases in row["fallbacks"].items()
+        for text, phases in row[kind].items()
     ]
     return [*lines, "", *table, "", *below, *[""] * bool(below), LEGEND]
 
@@ -235,11 +232,11 @@ def cells(found: dict) -> list[str]:
 def note(found: dict) -> str:
     if found["same_as"]:
         return f"as row {found['same_as']}: {found['note']}"
-    failed = sorted({phase for phases in found["failures"].values() for phase in phases}, reverse=True)
-    notes = [found["note"], f"{' and '.join(failed)} failed: see below" if failed else ""]
-    otherwise = sorted({phase for phases in found["fallbacks"].values() for phase in phases}, reverse=True)
-    notes.append(f"{' and '.join(otherwise)} ran otherwise: see below" if otherwise else "")
-    if not failed and not found["losses"] and found["tokens_per_sec"] is None:
+    notes = [found["note"]]
+    for kind, what in SEE_BELOW.items():
+        phases = sorted({phase for those in found[kind].values() for phase in those}, reverse=True)
+        notes.append(f"{' and '.join(phases)} {what}: see below" if phases else "")
+    if not found["failures"] and not found["losses"] and found["tokens_per_sec"] is None:
         notes.append("not run")
     elif found["weight_tying"] != ROWS[found["row"]].weight_tying:
         notes.append("tied, as its weights are")

@@ -683,11 +683,17 @@ def test_any_config_is_a_suite_of_one(tmp_path):
             throughput.parse(wrong)
 
 
-def test_runs_are_named_from_the_repositorys_root_so_that_records_hold_no_folder_of_the_machine(tmp_path):
+def test_runs_are_named_from_the_repositorys_root_so_that_records_hold_no_folder_of_the_machine(
+    tmp_path, monkeypatch
+):
     assert from_root(ROOT / "out-bench/new") == "out-bench/new"
     assert from_root(tmp_path) == str(tmp_path)
     arguments = argparse.Namespace(suite=None, variant=[], config=ROOT / "config/quickstart.py")
-    assert throughput.chosen(arguments)[1][0].config == "config/quickstart.py"
+    variants = throughput.chosen(arguments)[1]
+    assert variants[0].config == "config/quickstart.py"
+    monkeypatch.chdir(tmp_path)  # the plan is made from anywhere
+    (entry,) = make_plan(variants, [], None, 0, [], None)
+    assert entry.problem is None and entry.argv[0] == "config/quickstart.py"
 
 
 def test_a_table_has_one_peak_for_each_dtype():

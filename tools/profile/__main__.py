@@ -24,8 +24,8 @@ from typing import Any
 
 from bench import plan
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
-from bench.random_tokens import make_random_dataset
 from bench.runner import last_json
+from bench.throughput import dataset_chooser
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import FAILED, run_command, say
 from common.durable_file import write_bytes, write_json
@@ -59,14 +59,10 @@ def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
     check_overrides(overrides)
     flags = [options.config, *overrides, *fixed_flags(options.memory)]
-    random = options.dataset == "random"
-    if options.dataset and not random:
-        flags.append(f"--dataset={options.dataset}")
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
-    if random:
-        tokens = make_random_dataset(folder, config.model_config().vocab_size)
-        flags.append(f"--dataset={tokens}")
+    if dataset := dataset_chooser(options.dataset, folder):
+        flags.append(f"--dataset={dataset(config)}")
     out_dir, plain_dir = folder / "run", folder / "plain_run"
     try:
         train(flags, out_dir, options)

@@ -14,7 +14,6 @@ and stays: what it sets is not searched.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import signal
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 
 from bench.plan import check_overrides
-from bench.process import TIMEOUT_MAX_S
+from bench.process import TIMEOUT_MAX_S, from_root
 from bench.random_tokens import make_random_dataset
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command
@@ -78,7 +77,7 @@ def main(argv: list[str]) -> int:
     write_bytes(folder / "ladder.md", ("\n".join([command, "", *table(ladder), "", *text]) + "\n").encode())
     stated = read_settings(arguments).values
     tuned_config.write(result, ladder, stated, command, options.goal)
-    print(f"Written to {_shown(result)}; the trials are in {_shown(folder)}", flush=True)
+    print(f"Written to {from_root(result)}; the trials are in {from_root(folder)}", flush=True)
     return 0
 
 
@@ -158,10 +157,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentTypeError as error:
         parser.error(f"argument --budget: {error}")
     return options, [*flags, *unknown]
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path, ROOT) if path.is_relative_to(ROOT) else str(path)
 
 
 if __name__ == "__main__":

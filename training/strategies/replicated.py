@@ -166,20 +166,19 @@ class Replicated:
         for shard in self.shards:
             if not shard.is_matrix:
                 shard.parameter.grad = of_parameter[shard.parameter]
+            if shard.local.is_cuda and shard.local.dtype == torch.float32:
+                shard.local.grad_dtype = (
+                    None  # any: ops/triton_kernels/adamw.py reads all
+                )
         if not self.converts:
             self._give_gradients_to_optimizer()
 
     def _give_gradients_to_optimizer(self) -> None:
-        """The views themselves, or copies for bf16 weights. On a GPU the update reads any dtype; torch's own,
-        on a CPU, wants that of the weight."""
+        """The views themselves, or copies in the dtype that the weight's gradient must have."""
         views = {name: view for bucket in self.buckets for name, view in self._reduced(bucket).views.items()}
         for shard in self.shards:
             gradient = self._mine(shard, views[shard.name])
-            if shard.local.is_cuda and shard.local.dtype == torch.float32:
-                shard.local.grad_dtype = None  # any
-                shard.local.grad = gradient
-            else:
-                shard.local.grad = gradient.to(shard.local.dtype)
+            shard.local.grad = gradient.to(shard.local.grad_dtype or gradient.dtype)
 
     def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         """The part for shard.local of a tensor with the parameter's shape, which may be padded."""
