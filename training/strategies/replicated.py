@@ -167,9 +167,7 @@ class Replicated:
             if not shard.is_matrix:
                 shard.parameter.grad = of_parameter[shard.parameter]
             if shard.local.is_cuda and shard.local.dtype == torch.float32:
-                shard.local.grad_dtype = (
-                    None  # any: ops/triton_kernels/adamw.py reads all
-                )
+                shard.local.grad_dtype = None  # any: ops/triton_kernels/adamw.py reads all
         if not self.converts:
             self._give_gradients_to_optimizer()
 
