@@ -241,13 +241,12 @@ def _speed(old: dict, new: dict) -> Finding:
             "tokens/s", None, f"too few rows after the warm-up: {min(map(len, rows))}, not {MIN_ROWS}"
         )
     verdict = compare([rows[1]], [rows[0]])
-    machines = [(one["startup_info"].get("machine") or {}).get("host") for one in (old, new)]
     mfu = (old["summary"].get("mfu_percent") or {}).get("median")
     shown = f", MFU {mfu:.2f} and {mfu * medians[1] / medians[0]:.2f} % of the sealed peak" if mfu else ""
     if old["config"].get("device") == "cpu":
         text = f"{medians[0]:,.0f} and now {medians[1]:,.0f}{shown}; other programs use a CPU, too"
         return Finding("tokens/s", None, text)
-    allowed = OTHER_MACHINE if machines[0] != machines[1] else 0.0
+    allowed = 0.0 if _same_gpus(old, new) else OTHER_MACHINE
     holds = verdict.low <= allowed and verdict.high >= -allowed
     text = (
         f"{medians[0]:,.0f} and now {medians[1]:,.0f}{shown}; "
@@ -255,6 +254,13 @@ def _speed(old: dict, new: dict) -> Finding:
         f"{100 * allowed:g} % beyond this noise is allowed"
     )
     return Finding("tokens/s", holds, f"{text}{_other_versions(old, new)}")
+
+
+def _same_gpus(old: dict, new: dict) -> bool:
+    """By their UUIDs: virtual machines share host names. A record without UUIDs is of other GPUs."""
+    machines = [one["startup_info"].get("machine") or {} for one in (old, new)]
+    uuids = [{gpu.get("uuid") for gpu in machine.get("gpus") or ()} for machine in machines]
+    return bool(uuids[0]) and None not in uuids[0] and uuids[0] == uuids[1]
 
 
 def _rates(record: dict) -> np.ndarray:

@@ -158,6 +158,30 @@ def test_sealed_run_is_run_again_with_the_same_losses(sealed, tmp_path, capsys):
     assert "has a run already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "sealed_on, now, holds",
+    [
+        (["GPU-1"], ["GPU-1"], False),
+        (["GPU-1"], ["GPU-2"], True),
+        (["GPU-1", "GPU-2"], ["GPU-1", "GPU-3"], True),
+        ([None], [None], True),  # an older record
+    ],
+)
+def test_two_percent_less_speed_holds_on_other_gpus_alone(record, sealed, sealed_on, now, holds, tmp_path):
+    sides = []
+    for uuids, factor in ((sealed_on, 1.0), (now, 0.98)):
+        side = copy.deepcopy(record[1])
+        side["config"]["device"] = "cuda"
+        side["startup_info"]["hardware"]["gpu_name"] = "NVIDIA H200"
+        side["startup_info"]["machine"] = {"host": "vm", "gpus": [{"uuid": uuid} for uuid in uuids]}
+        for i, row in enumerate(side["training_iterations"]):
+            row["tokens_per_sec"] = factor * (1000.0 + i % 2)
+        sides.append(side)
+    (path := tmp_path / "run_new.json").write_text(json.dumps(sides[1]))
+    *_, speed = replay.findings(sealed, sides[0], path)
+    assert speed.holds is holds, speed.text
+
+
 def test_replay_refuses_other_data_and_settings_that_do_not_exist(sealed, tmp_path, capsys):
     other = make_dataset(tmp_path / "other", seed=1)
     assert run_command(replay.main, [str(sealed), f"--dataset={other}", f"--out_dir={tmp_path / 'o'}"]) == 2

@@ -29,6 +29,9 @@ class FakeNvml:
             raise FakeError(f"Not Found: {uuid}")
         return UUIDS.index(uuid.removeprefix("GPU-"))
 
+    def nvmlDeviceGetUUID(self, gpu):
+        return f"GPU-{UUIDS[0]}" if gpu == 0 else f"GPU-{UUIDS[1]}".encode()
+
     def nvmlDeviceGetClockInfo(self, gpu, kind):
         assert kind == self.NVML_CLOCK_SM
         return self.clock

@@ -269,9 +269,10 @@ def test_the_cost_is_the_threads_own_cpu_time(nvml, monkeypatch):
 def test_the_machine_is_described_with_limits_and_links(nvml, tmp_path):
     machine = machine_info(watched())
     gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980, "pcie_generation": 5, "pcie_lanes": 16}
+    gpu |= {"nvlinks": 17, "numa_node": None}
     assert [each | {"numa_node": None} for each in machine["gpus"]] == [
-        gpu | {"nvlinks": 17, "numa_node": None}
-    ] * 2
+        {"uuid": f"GPU-{uuid}", **gpu} for uuid in UUIDS
+    ]
     assert machine["links"] == {"NVLink": "all pairs"}
     assert machine["host"] and machine["gpus_sampled"] == 2 and machine["gpu_reason"] is None
     info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1", "cuda": "13.0"}}

@@ -112,6 +112,7 @@ class Nvml:
         milliwatts = self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu)
         place = self._ask("nvmlDeviceGetPciInfo", gpu)
         return {
+            "uuid": self._uuid(gpu),
             "power_limit_w": None if milliwatts is None else milliwatts / 1000,
             "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
             # the largest, because it drops while a GPU is idle; the number of lanes does not
@@ -120,6 +121,11 @@ class Nvml:
             "nvlinks": self._nvlinks(gpu),
             "numa_node": None if place is None else numa_node(place.busId),
         }
+
+    def _uuid(self, gpu: Any) -> str | None:
+        """As nvidia-smi shows it: GPU-5f3e..."""
+        uuid = self._ask("nvmlDeviceGetUUID", gpu)
+        return uuid.decode() if isinstance(uuid, bytes) else uuid  # bytes in older versions of the library
 
     def _nvlinks(self, gpu: Any) -> int:
         """Its active links."""
