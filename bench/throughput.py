@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
     started = datetime.datetime.now().astimezone()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
-    nanogpt = arguments.nanogpt and arguments.nanogpt.resolve()
-    require(arguments.peer, nanogpt)
+    require(arguments.peer, arguments.nanogpt)
+    nanogpt = arguments.nanogpt and Path(from_root(arguments.nanogpt))
     folder = new_folder(arguments.output, f"{name}_{started:%Y%m%d_%H%M%S}")
     entries = make_plan(
         variants,

@@ -41,7 +41,7 @@ What torchao does differently
     forward, and weight gradients leave the matmul in bf16 and go through autograd. It has recipes that are
     not here (one scale a row) and lets FSDP gather in fp8.
 Measured
-    Qwen3 1.8B on one H200: 59,363 tokens/s in bf16, 75,989 with fp8 layers, 82,863 with fp8 layers and head.
+    Qwen3 1.8B on one H200: 58,456 tokens/s in bf16, 76,692 with fp8 layers, 84,824 with fp8 layers and head.
     A small Qwen3 ended 300 iterations at a loss 0.31 % above that of bf16 (LOG.md, 2026-11-21).
 
     M tokens · K, N widths

@@ -1,5 +1,6 @@
 """The habits of a public project: what an installation needs, once; license, citation, versions, CI."""
 
+import json
 import os
 import re
 import shutil
@@ -31,6 +32,18 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
 }
 # a cluster has its own Ray; the others are peers, of bench.tokenize and bench.throughput alone
 IN_NO_EXTRA = {"ray", "datasets", "liger-kernel"}
+
+
+ABSOLUTE_PATH = re.compile(r"(?:^|[ =:'])/(?:home|root|tmp|mnt|opt|work|Users)/")
+
+
+def strings(content) -> list[str]:
+    """All of a JSON value."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, list):
+        return [text for each in content for text in strings(each)]
+    return [content] if isinstance(content, str) else []
 
 
 def read(name: str) -> str:
@@ -228,3 +241,14 @@ def test_closing_line_counts_the_tests_that_found_no_test_data(tmp_path):
     done = warm_python.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and re.search(r"\d+ passed, [1-9]\d* skipped without test data", last), last
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks").glob("*.seal.json")), ids=lambda path: path.name
+)
+def test_published_seals_name_no_folder_of_the_machine(path):
+    content = json.loads(path.read_text())
+    found = [
+        text for text in strings(content["record"]) + strings(content["bench"]) if ABSOLUTE_PATH.search(text)
+    ]
+    assert not found, found[0]
