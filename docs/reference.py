@@ -45,7 +45,7 @@ VARIABLES = {
     "PYTORCH_ALLOC_CONF": UNLESS + "expandable_segments:True, against fragmented GPU memory",
     "NCCL_GRAPH_REGISTER": UNLESS + "0; NCCL must not register such memory for CUDA graphs",
     "TORCH_FR_BUFFER_SIZE": UNLESS + "2000 collectives in NCCL's flight recorder",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": UNLESS + "the same, for older versions of torch",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "the same under its earlier name; if you set it, train.py sets neither",
     "TORCH_FR_DUMP_TEMP_FILE": UNLESS + "where the flight recorder goes: a file in out_dir",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": UNLESS + "the same, for older versions of torch",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": UNLESS + "1; writes the flight recorder when a collective times out",

@@ -187,12 +187,12 @@ FLIGHT_RECORDER = "flight_recorder_rank_"  # a file in out_dir, followed by the 
 
 def _record_collectives(out_dir: Path, rank: int) -> None:
     """Sets up NCCL's flight recorder: the last collectives of each rank are written to out_dir when one times
-    out. Two of the variables had another name in earlier versions of torch."""
+    out. torch warns where TORCH_NCCL_TRACE_BUFFER_SIZE is set, the size's earlier name; a user's counts."""
     dump = out_dir / f"{FLIGHT_RECORDER}{rank}"
     if os.path.lexists(dump) and (dump.is_symlink() or dump.stat().st_nlink > 1):
         dump.unlink()  # NCCL would write through it
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        os.environ.setdefault(name, "2000")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         os.environ.setdefault(name, str(out_dir.absolute() / FLIGHT_RECORDER))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
