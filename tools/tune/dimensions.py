@@ -29,6 +29,7 @@ class Dimension:
     options: tuple[Option, ...]
     changes_numbers: bool = False  # losses change by more than rounding: only what --allow names is tried
     makes_room: bool = False  # where nothing fits, the climb begins with its first option that does
+    spends_room: bool = False  # its last option needs the most memory, and is the fastest
     several: bool = False  # for several processes only
     gpu: bool = False  # for GPUs only
     usually_gains: bool = True  # what --dry assumes
@@ -94,10 +95,12 @@ DIMENSIONS = (
     Dimension(
         "recomputation",
         tuple(Option(level, {"activation_checkpointing": level}) for level in RECOMPUTATION),
+        spends_room=True,
     ),
     Dimension(
         "loss_chunks",
         tuple(Option(f"{n} part{'s' * (n > 1)}", {"loss_chunks": n}) for n in (8, 4, 1)),
+        spends_room=True,
     ),
     Dimension(BATCH, ()),
     Dimension(

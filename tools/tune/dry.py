@@ -8,6 +8,7 @@ from tools.tune.search import LAST, Ladder, Result, Step
 from tools.tune.space import Space
 
 GUESSED_GAIN = 1.2
+ROOMY = {key for one in DIMENSIONS if one.makes_room for option in one.options for key in option.keys}
 SHOWN = ("rung", "tried", "batch", "GiB est.", "note")
 
 
@@ -22,6 +23,8 @@ def plan(space: Space) -> list[Step]:
         if setting == space.as_it_is or ladder.best is None:
             return Result((speed["best"],))
         changed = {key for key in setting if setting[key] != ladder.best[key]}
+        if ladder.space.is_short(ladder.best) and changed & ROOMY:
+            return Result((speed["best"],))
         batch = changed <= {"batch_size", "loss_chunks"} and "batch_size" in changed
         gains = space.batch_size(setting) <= space.usual_most if batch else bool(changed & usually)
         if gains:

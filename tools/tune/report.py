@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import model_builder
 from common.text import aligned, one_line, shorten
 from tools.tune.dimensions import Keys
-from tools.tune.search import AS_IT_IS, FIRST, KEEPS_SPEED, LAST, Ladder, Step
+from tools.tune.search import AS_IT_IS, FIRST, FOR_ROOM, KEEPS_SPEED, LAST, NOISE, Ladder, Step
 from tools.tune.space import Space
 
 COLUMNS = ("rung", "tried", "batch", "GiB est.", "GiB", "tokens/s", "MFU %", "gain %", "kept", "note")
@@ -81,12 +81,20 @@ def explanation(ladder: Ladder, goal: str) -> list[str]:
     for title, steps in (
         (
             "Gained, each over the best before it",
-            [f"{_what(s)} {100 * (s.gain or 0):+.1f} %" for s in tried if s.kept],
+            [f"{_what(s)} {100 * (s.gain or 0):+.1f} %" for s in tried if s.kept and s.note != FOR_ROOM],
         ),
-        ("Within noise, so left out", [_what(s) for s in tried if s.note == "within noise"]),
+        (
+            "Taken for the memory that they free",
+            [f"{_what(s)} {100 * (s.gain or 0):+.1f} %" for s in tried if s.kept and s.note == FOR_ROOM],
+        ),
+        ("Within noise, so left out", [_what(s) for s in tried if s.note == NOISE]),
         (
             "Not faster",
-            [f"{_what(s)} {100 * s.gain:+.1f} %" for s in tried if s.gain is not None and s.gain <= 0],
+            [
+                f"{_what(s)} {100 * s.gain:+.1f} %"
+                for s in tried
+                if s.gain is not None and s.gain <= 0 and not s.kept
+            ],
         ),
         ("Did not fit", [_what(s) for s in tried if "fit" in s.note or s.note == "out of memory"]),
         ("Could not run", [f"{_what(s)} ({shorten(s.note, NOTE_LENGTH)})" for s in tried if _is_failure(s)]),

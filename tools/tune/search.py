@@ -2,9 +2,10 @@
 so far.
 
 A gain counts if it is more than noise. A gain of CLEAR and more is taken from one run; a smaller one after
-both sides have run REPEATS times (plots/verdict.py); no gain at all is dropped after one run. Within noise
-the setting stays as it was, which is the one with less memory or fewer features. Nothing here knows how a
-trial is run.
+both sides have run REPEATS times (plots/verdict.py); one below RUN_NOISE is dropped after one run. Within
+noise the setting stays as it was, which is the one with less memory or fewer features. Where memory is short,
+an option that needs less of it is taken although it gains nothing: the rungs above spend what it frees. At
+the end, what it replaced is tried again. Nothing here knows how a trial is run.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import UserError
-from plots.verdict import Verdict, compare
+from plots.verdict import RUN_NOISE, Verdict, compare
 from tools.tune.dimensions import BATCH, Dimension, Keys, Option, option_of
 from tools.tune.space import Space
 from training.configuration.batch import is_auto
 
-CLEAR = 0.10  # far more than runs of one setting differ by
+CLEAR = 0.03  # ten times what equal runs differ by (plots/verdict.py)
+ROOM_COSTS = 0.02  # that an option may lose which is taken for the memory that it frees
 REPEATS, TOP_REPEATS = 2, 3  # runs of each side of a close comparison; of the best and the config at the end
 SMALLER_TRIES = 2  # how often an option that runs out of memory is tried with half of the micro-batch
 KEEPS_SPEED = 0.95  # goal 'memory': of the best speed
 GOALS = ("tokens_per_sec", "memory")
 AS_IT_IS, FIRST, LAST = "the config as it is", "conservative", "repeated"
+FOR_ROOM, NOT_NEEDED = "for its room", "the room is not needed"
+NOISE, TOO_LARGE = "within noise", "does not fit by the estimate"
 
 
 class OutOfTime(Exception):
@@ -76,6 +80,7 @@ class Ladder:
         self.best: Keys | None = None
         # Options are not tried with a larger micro-batch than this. None: only memory limits it
         self.ceiling: int | None = None
+        self.replaced: dict[str, Keys] = {}  # what an option of this dimension replaced for its room alone
         self.finished = False
         self.verdict: Verdict | None = None  # of the best against the config as it is
 
@@ -89,6 +94,7 @@ class Ladder:
                     self._climb_batch()
                 else:
                     self._try_options(one)
+            self._try_replaced()
             self.finished = True
         except OutOfTime:
             pass
@@ -108,7 +114,7 @@ class Ladder:
         """First, so that there is a valid result from the first minute on."""
         setting = self.space.as_it_is
         if is_auto(self.space.base) and not self.space.fits(setting):  # train.py would refuse it, too
-            return self._skip(AS_IT_IS, "", setting, "does not fit by the estimate")
+            return self._skip(AS_IT_IS, "", setting, TOO_LARGE)
         result = self._run(setting)
         self._add(AS_IT_IS, "", setting, result, None, False)
 
@@ -143,18 +149,42 @@ class Ladder:
             setting = self.space.largest(wanted, most)
             if setting is None:
                 smallest = self.space.divided({**wanted, "batch_size": self.space.batches[0]})
-                self._skip(dimension.name, option.name, smallest, "does not fit by the estimate")
+                self._skip(dimension.name, option.name, smallest, TOO_LARGE)
                 continue
             if setting != self.best:  # so few tokens are not divided into more parts
-                self._try_with_less(dimension.name, option, setting)
+                self._try_with_less(dimension, option, setting)
 
-    def _try_with_less(self, rung: str, option: Option, setting: Keys) -> None:
+    def _try_with_less(self, dimension: Dimension, option: Option, setting: Keys) -> None:
         """Tries the option; if memory runs out in spite of the estimate, with smaller micro-batches."""
+        before = self.best
+        assert before
         for _ in range(1 + SMALLER_TRIES):
-            result = self._try(rung, option.name, setting)
+            frees = self.space.needed(setting) < self.space.needed(before)
+            for_room = dimension.makes_room and frees and self.space.is_short(before)
+            why = (ROOM_COSTS, FOR_ROOM) if for_room else None
+            result = self._try(dimension.name, option.name, setting, why)
             if not result.out_of_memory or self.space.batch_size(setting) == self.space.batches[0]:
-                return
+                break
             setting = self._smaller(setting)
+        if self.best is not before and dimension.makes_room:
+            if self.steps[-1].note == FOR_ROOM:
+                self.replaced.setdefault(dimension.name, {key: before[key] for key in option.keys})
+            else:
+                self.replaced.pop(dimension.name, None)
+
+    def _try_replaced(self) -> None:
+        """What was replaced for room alone: the rungs after it may not have used that room."""
+        for one in self.space.dimensions():
+            if one.name not in self.replaced:
+                continue
+            assert self.best
+            setting = self.space.divided({**self.best, **self.replaced[one.name]})
+            option = option_of(one, setting)
+            name = option.name if option else "as in the config"
+            if self.space.fits(setting):
+                self._try(one.name, name, setting, (RUN_NOISE, NOT_NEEDED))
+            else:
+                self._skip(one.name, name, setting, TOO_LARGE)
 
     def _climb_batch(self) -> None:
         """Doubles the micro-batch while that is a gain. Between one that runs and one that does not fit, it
@@ -171,7 +201,7 @@ class Ladder:
                 self.ceiling = None
                 if larger and failed == float("inf"):
                     text = self.batch_text(larger[0])
-                    self._skip(BATCH, text, larger[0], "does not fit by the estimate")
+                    self._skip(BATCH, text, larger[0], TOO_LARGE)
                 return
             wanted = 2 * size if failed == float("inf") else (size * failed) ** 0.5
             setting = min(fitting, key=lambda one: abs(self.space.batch_size(one) - wanted))
@@ -211,8 +241,9 @@ class Ladder:
 
     # --- one trial, and what it means ---
 
-    def _try(self, rung: str, option: str, setting: Keys) -> Result:
-        """Runs the setting, and makes it the best if it is a real gain."""
+    def _try(self, rung: str, option: str, setting: Keys, unless: tuple[float, str] | None = None) -> Result:
+        """Runs the setting, and makes it the best if it is a real gain. With `unless`, it also is if it loses
+        less than this share, for this reason."""
         assert self.best
         result = self._run(setting)
         if result.reason:
@@ -220,7 +251,11 @@ class Ladder:
             return result
         gain, note = self._gain(setting, self.best), ""
         kept = gain >= CLEAR
-        if 0 < gain < CLEAR:
+        if unless and -unless[0] < gain < CLEAR:
+            kept, note = True, unless[1]
+        elif 0 < gain <= RUN_NOISE:
+            note = NOISE
+        elif 0 < gain < CLEAR:
             try:
                 for one in (setting, self.best):
                     self._repeat(one, REPEATS)
@@ -232,7 +267,7 @@ class Ladder:
             else:
                 verdict = self._compare(setting, self.best)
                 gain, kept = verdict.change, verdict.low > 0
-                note = "" if kept else "within noise"
+                note = "" if kept else NOISE
         if kept:
             self.best = setting
         self._add(rung, option, setting, result, gain, kept, note)

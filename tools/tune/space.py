@@ -226,6 +226,14 @@ class Space:
                 return candidate
         return None
 
+    def is_short(self, setting: Keys) -> bool:
+        """Whether memory is: what spends the most, with the usual micro-batch, does not fit."""
+        setting = {**setting, "batch_size": max(b for b in self.batches if b <= self.usual_most)}
+        for one in self.dimensions():
+            if one.spends_room:
+                setting |= one.options[-1].keys
+        return not self.fits(self.divided(setting))
+
     @property
     def usual_most(self) -> int:
         """Sequences of a micro-batch above which none was faster on large GPUs."""
