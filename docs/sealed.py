@@ -9,6 +9,7 @@ from typing import Any
 from common.errors import UserError
 from common.text import one_line
 from docs.house import ROOT
+from tools.seal.bench_check import bench_disagreements
 from tools.seal.contents import changed_sections, read_seal
 from tools.seal.recount import disagreements, recount
 
@@ -49,7 +50,8 @@ def sealed_runs() -> str:
     seals = {}
     for path in paths:
         seals[path.name] = seal = read_seal(path)
-        if wrong := [*changed_sections(seal), *disagreements(seal["record"])]:
+        wrong = [*changed_sections(seal), *disagreements(seal["record"])]
+        if wrong := [*wrong, *bench_disagreements(seal["bench"], seal["record"])]:
             raise UserError(f"benchmarks/{path.name} cannot be shown: {wrong[0]}; seal the run anew")
     lines = [INTRODUCTION.format(first=next(iter(seals), "RUN.seal.json")), "", *_head(RUNS)]
     lines += [_row(name, seal) for name, seal in seals.items()]
