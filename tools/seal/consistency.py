@@ -1,4 +1,4 @@
-"""Checks of a record beyond its MFU: the settings, the model, the GPUs and the warm-up must fit each other."""
+"""Checks of a record beyond its MFU: settings, model, number of GPUs and warm-up must fit each other."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def gpus(record: dict[str, Any]) -> Iterator[str]:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         yield f"startup_info.hardware.num_gpus is {number!r}, no number of GPUs"
         return
-    if (startup["hardware"].get("parallelism") == "single") != (number == 1):
-        kind = startup["hardware"].get("parallelism")
+    kind = startup["hardware"].get("parallelism")
+    if (kind == "single" and number > 1) or (kind == "ddp" and number == 1):
         yield f"startup_info.hardware: {number} GPUs do not fit its parallelism {kind!r}"
     if listed and not launch and len(listed) != number:
         yield f"startup_info.machine lists {len(listed)} GPUs, and startup_info.hardware says {number}"
@@ -66,12 +66,20 @@ def warmup(record: dict[str, Any]) -> Iterator[str]:
     starts = [first, *(row["iter"] + 1 for row in rows[:-1])]  # the first iteration of each row
     for row, start in zip(rows, starts, strict=True):
         if bool(row.get("warmup")) != (start < first + UNMEASURED_ITERS):
-            yield f"rows, warmup: iteration {row['iter']}: {row.get('warmup')!r} does not follow from its place"
+            yield f"rows, warmup: iteration {row['iter']}: {row.get('warmup')!r} is not by its place"
             break
-    without = [row["iter"] for row in rows[1:] if not row["mfu"]]
-    if without and len(without) < len(rows) - 1:
+    without = [row["iter"] for row in rows[1:] if not row["mfu"] and not _above_peak(row, record)]
+    if without and any(row["mfu"] for row in rows):
         yield f"rows, mfu: iteration {without[0]} has none, and others have one ({len(without)} in all)"
     steady = sum(not row.get("warmup") for row in rows)
     for name, made in (("warmup_iters_left_out", UNMEASURED_ITERS), ("rows_after_warmup", steady)):
         if name in record["summary"] and record["summary"][name] != made:
             yield f"summary.{name} is {record['summary'][name]!r}, and the rows make {made}"
+
+
+def _above_peak(row: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether the row has no MFU because it would be above 100 %, for which train.py writes none."""
+    startup = record["startup_info"]
+    hardware = startup["hardware"]
+    peak = 1e12 * hardware["peak"]["tflops_per_gpu"] * hardware["num_gpus"]
+    return row["tokens_per_sec"] * startup["flops"]["flops_per_token"] > peak

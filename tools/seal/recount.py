@@ -45,7 +45,7 @@ def recount(record: dict[str, Any]) -> list[Recount]:
     startup, summary = record["startup_info"], record["summary"]
     rate = (summary.get("tokens_per_sec") or {}).get("median")
     peak = _peak_flops(startup)
-    share = rate / peak if rate and peak else None
+    share = rate / peak if _positive(rate) and peak else None
     return [
         Recount(
             formula,
@@ -95,9 +95,13 @@ def _times(record: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"rows, tokens_per_sec: iteration {row.get('iter')}: {rate!r}, not {1e3 * tokens / time:.6g}"
             )
-    block, batch = config.get("block_size"), config.get("batch_size")
-    if all(isinstance(one, int) for one in (tokens, block, batch, gpus)) and tokens % (block * batch):
-        yield f"startup_info.tokens_per_iter is {tokens}, no multiple of batch_size {batch} x block_size {block}"
+    factors = [config.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
+    factors.append(gpus)
+    if all(isinstance(one, int) for one in factors) and tokens != math.prod(factors):
+        yield (
+            f"startup_info.tokens_per_iter is {tokens!r}, and batch_size x gradient_accumulation_steps x "
+            f"block_size x GPUs make {math.prod(factors)}"
+        )
 
 
 def _counts(record: dict[str, Any]) -> dict[str, dict]:
