@@ -3,6 +3,7 @@ tokens/s from the time of each row, and the peak that it states. What does not a
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -218,10 +219,17 @@ def _end(record: dict[str, Any]) -> Iterator[str]:
         yield f"rows: the last is iteration {numbers[-1]}, and summary.final_iter is {final!r}"
     interval = record["config"].get("log_interval")
     if isinstance(interval, int) and isinstance(final, int) and numbers and interval > 0:
-        missing = sorted(set(range(0, final + 1, interval)) - set(numbers) - set(range(0, numbers[0])))
-        if missing:
-            first = ", ".join(map(str, missing[:SHOWN]))
-            yield f"rows: iterations {first} are missing ({len(missing)} in all)"
+        first, known = -(-numbers[0] // interval) * interval, set(numbers)
+        number = len(range(first, final + 1, interval)) - sum(i % interval == 0 for i in known)
+        if number > 0:  # the end may be any number, so no list is made of what should be there
+            absent = (i for i in range(first, final + 1, interval) if i not in known)
+            shown = ", ".join(map(str, itertools.islice(absent, SHOWN)))
+            yield f"rows: iterations {shown} are missing ({number:,} in all)"
+    most, loss = record["config"].get("max_iters"), record["training_iterations"][-1].get("loss")
+    if isinstance(most, int) and isinstance(final, int) and final >= most:
+        yield f"summary.final_iter is {final}, and the configuration ends before iteration {most}"
+    if "final_loss" in record["summary"] and not _same(record["summary"]["final_loss"], loss):
+        yield f"summary.final_loss is {record['summary']['final_loss']!r}, and the last row's loss {loss!r}"
 
 
 def _measured(record: dict[str, Any]) -> list[dict]:
@@ -247,3 +255,8 @@ def same_figure(stated: Any, expected: Any) -> bool:
         return True
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (stated, expected))
     return numbers and math.isclose(stated, expected, rel_tol=ROUNDING)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, or both nan, which a run that diverged has as its loss."""
+    return one == other or (one != one and other != other)
