@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.text import one_line
 from docs.house import ROOT
 from tools.seal.bench_check import bench_disagreements
-from tools.seal.contents import changed_sections, read_seal
+from tools.seal.contents import changed_sections, code_disagreements, read_seal
 from tools.seal.recount import disagreements, recount
 
 INTRODUCTION = """Each row is a whole run in one file, which anybody can check and run again
@@ -60,7 +60,7 @@ def sealed_runs() -> str:
     seals = {}
     for path in paths:
         seals[path.name] = seal = read_seal(path)
-        wrong = [*changed_sections(seal), *disagreements(seal["record"])]
+        wrong = [*changed_sections(seal), *code_disagreements(seal), *disagreements(seal["record"])]
         if wrong := [*wrong, *bench_disagreements(seal["bench"], seal["record"])]:
             raise UserError(f"benchmarks/{path.name} cannot be shown: {wrong[0]}; seal the run anew")
     lines = [INTRODUCTION.format(first=next(iter(seals), "RUN.seal.json")), "", *_head(RUNS)]

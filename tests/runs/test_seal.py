@@ -124,6 +124,12 @@ FORGERIES = {  # what somebody changes who makes the digests anew, and what name
     "is nan": lambda r: rows_of(r)[9].update(time_ms=float("nan")),
     "is inf": lambda r: r["summary"]["tokens_per_sec"].update(p10=float("inf")),
     "in order": lambda r: rows_of(r).insert(9, rows_of(r)[9]),
+    "999,999,9": lambda r: [r["summary"].update(final_iter=10**12), rows_of(r)[-1].update(iter=10**12)],
+    "the configuration ends before": lambda r: r["config"].update(max_iters=9),
+    "summary.final_loss": lambda r: r["summary"].update(final_loss=0.1),
+    "mfu.gpu_name": lambda r: r["startup_info"]["hardware"].update(gpu_name="NVIDIA B200"),
+    "mfu.total_params": lambda r: r["startup_info"]["model"].update(total_params=1),
+    "mfu.sparse_mode": lambda r: r["startup_info"]["hardware"]["peak"].update(sparse=True),
     "summary.final_iter is": lambda r: rows_of(r).pop(),
 }
 
@@ -372,6 +378,15 @@ def test_bench_results_are_sealed_with_the_run(record, tmp_path, capsys):
     table.write_text("{}")
     assert run_command(seal_command.main, [str(record[0]), f"--bench={table}"]) == 2
     assert "no table.json of bench.throughput" in capsys.readouterr().err
+
+
+def test_code_that_is_not_the_records_is_named(sealed, capsys):
+    seal = json.loads(sealed.read_text())
+    seal["code"]["commit"] = "0" * 40
+    seal["digests"] = contents.digests_of(seal)
+    seal["digest"] = contents.sha256(seal["digests"])
+    assert verify(sealed, seal) == 1
+    assert "DOES NOT AGREE: code.commit" in capsys.readouterr().out
 
 
 BENCH_FORGERIES = {

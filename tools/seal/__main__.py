@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.text import aligned, one_line
 from tools.seal.bench_check import bench_disagreements
-from tools.seal.contents import changed_sections, make_seal, read_record, read_seal
+from tools.seal.contents import changed_sections, code_disagreements, make_seal, read_record, read_seal
 from tools.seal.recount import disagreements, recount
 
 ENDING = ".seal.json"
@@ -90,6 +90,7 @@ def verify(path: Path) -> int:
         print(f"CHANGED after sealing: {', '.join(changed)}")
         return FAILED  # its figures are those of whoever changed it
     wrong = [*disagreements(content["record"]), *bench_disagreements(content["bench"], content["record"])]
+    wrong += code_disagreements(content)
     print("\n".join(recount_table(content["record"])))
     print(f"\nDigest: {content['digest']}")
     for line in wrong:

@@ -55,6 +55,23 @@ def gpus(record: dict[str, Any]) -> Iterator[str]:
             return
 
 
+def facts(record: dict[str, Any]) -> Iterator[str]:
+    """Each row repeats what it was measured on, which startup_info says, too."""
+    startup, last = record["startup_info"], record.get("attempt", 1)
+    hardware = startup["hardware"]
+    expected = {
+        "gpu_name": hardware.get("gpu_name"),
+        "total_params": startup["model"].get("total_params"),
+        "sparse_mode": (hardware.get("peak") or {}).get("sparse"),
+    }
+    for name, value in expected.items():
+        for row in record["training_iterations"]:
+            mfu = row["mfu"] or {}
+            if row.get("attempt", 1) == last and name in mfu and mfu[name] != value:
+                yield f"rows, mfu.{name}: iteration {row['iter']}: {mfu[name]!r}, not {value!r}"
+                break
+
+
 def warmup(record: dict[str, Any]) -> Iterator[str]:
     """The first iterations of a process are its warm-up, and no others: a slow row is left out nowhere else.
     Every other row has an MFU where any has one."""

@@ -64,7 +64,7 @@ def disagreements(record: dict[str, Any]) -> list[str]:
     """What in the record does not follow from the rest of it, a line each; empty if all of it does. Raises
     UserError if a figure is no figure: anybody may have written the record."""
     found: list[str] = []
-    others = (consistency.settings, consistency.gpus, consistency.warmup)
+    others = (consistency.settings, consistency.gpus, consistency.warmup, consistency.facts)
     for check in (_finite, _formula, _peak, _times, _rows, _summary, _end, *others):
         try:
             found += check(record)
@@ -146,7 +146,8 @@ def _peak(record: dict[str, Any]) -> Iterator[str]:
     if not (isinstance(name, str) and isinstance(precision, str)):
         return
     known = table_peak(name, precision, bool(peak.get("sparse")))
-    if known.tflops is not None and known.source == peak.get("source"):
+    own = record["config"].get("peak_tflops") is None  # no peak was stated or measured: it is the table's
+    if known.tflops is not None and (own or known.source == peak.get("source")):
         if not same_figure(peak.get("tflops_per_gpu"), known.tflops):
             yield (
                 f"the peak is {peak.get('tflops_per_gpu')!r} TFLOPS a GPU, and its source, {known.source}, "
