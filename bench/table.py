@@ -126,8 +126,10 @@ def document_lines(content: dict, entries: list[Entry]) -> list[str]:
     """The saved document: date, machine, command, versions, the table, and what its columns mean."""
     facts = next((e.facts for e in entries if e.kind == "variant" and e.facts), {})
     hardware, software = facts.get("hardware", {}), facts.get("software", content["software"])
-    machine = hardware.get("gpu_name") or content["software"]["gpu_name"]
-    versions = ", ".join(f"{name} {v}" for name, v in software.items() if v and name != "gpu_name")
+    here = content["software"]  # cpu_name is gpu_name in tables of older versions
+    machine = hardware.get("gpu_name") or here.get("cpu_name") or here["gpu_name"]
+    names = ("cpu_name", "gpu_name")
+    versions = ", ".join(f"{name} {v}" for name, v in software.items() if v and name not in names)
     git = content["git"]
     commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
     peers = sorted({e.facts["peer"] for e in entries if e.kind == "peer" and e.facts})

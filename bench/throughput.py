@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         "date": started.isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.throughput", *argv]),
         "arguments": {**vars(arguments), "nanogpt": nanogpt and str(nanogpt), "overrides": overrides},
-        "software": describe_hardware("cpu"),
+        "software": software_here(),
         "git": git_state(),
     }
     once, repeated = ([e for e in entries if (e.kind == "roofline") == flag] for flag in (True, False))
@@ -87,6 +87,13 @@ def main(argv: list[str]) -> int:
         save_table(folder, everything, document_lines(content, entries))
     print("\n" + "\n".join(table_lines(entries)) + f"\n\nSaved in {folder}", flush=True)
     return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
+
+
+def software_here() -> dict[str, object]:
+    """The versions in this process, which opens no GPU: what the runs used is in each entry's facts."""
+    facts = describe_hardware("cpu")
+    named = {"cpu_name": facts.pop("gpu_name"), **facts}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

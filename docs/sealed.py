@@ -9,7 +9,8 @@ from typing import Any
 from common.errors import UserError
 from common.text import one_line
 from docs.house import ROOT
-from tools.seal.contents import changed_sections, read_seal
+from tools.seal.bench_check import bench_disagreements
+from tools.seal.contents import changed_sections, code_disagreements, read_seal
 from tools.seal.recount import disagreements, recount
 
 INTRODUCTION = """Each row is a whole run in one file, which anybody can check and run again
@@ -20,12 +21,22 @@ python -m tools.seal --verify benchmarks/{first}
 python -m tools.replay benchmarks/{first}
 ```
 
-MFU is by v3 of the dense peak, with the full score matrix and its causal half; tokens/s and times are medians
-with the 10th and 90th percentile of the rows after the warm-up; clock and power are medians."""
-RUNS = "seal, model, machine, precision, batch, tokens/s, MFU %, causal %, MHz and W, torch, digest".split(
-    ", "
-)
-PEERS = "seal, our run, peer, its tokens/s, ours as a multiple".split(", ")
+- **batch**: sequences in a micro-batch x micro-batches in an iteration x tokens in a sequence, of one GPU.
+- **tokens/s** is of all GPUs: the median of the rows after the warm-up, and their 10th and 90th percentile.
+- **MFU** is by the formula v3 from that median, and counts attention with the full score matrix;
+  **causal MFU** counts the half of it that a causal model needs. Both are of the peak beside them, which is
+  of one GPU (for a CPU it was measured).
+- The peak is that of bf16 for fp8 runs, too. fp8 matmuls can be twice as fast, so such an MFU is a speed, not
+  the share of what the fp8 units can do.
+- **clock and power** are medians of the GPU's SM clock and of its power.
+- **code** is the commit. "modified": it had changes on top of it, so the commit alone is not what ran; the
+  seal has the changes, unless they are unknown."""
+RUNS = (
+    "seal, model, machine, precision, batch, tokens/s, MFU %, causal MFU %, clock and power, torch, code, "
+    "digest"
+).split(", ")
+PEERS = "seal, our run, peer, its precision, its tokens/s, ours / its tokens/s per GPU".split(", ")
+CLOCKS = (("sm_clock_mhz", "MHz"), ("power_w", "W"))
 PARAMETERS = {  # of the shipped models, README.md "Models"
     "GPT-2 1.27B": 1_267_322_112,
     "LLaMA 2 1.29B": 1_294_159_104,
@@ -49,13 +60,14 @@ def sealed_runs() -> str:
     seals = {}
     for path in paths:
         seals[path.name] = seal = read_seal(path)
-        if wrong := [*changed_sections(seal), *disagreements(seal["record"])]:
+        wrong = [*changed_sections(seal), *code_disagreements(seal), *disagreements(seal["record"])]
+        if wrong := [*wrong, *bench_disagreements(seal["bench"], seal["record"])]:
             raise UserError(f"benchmarks/{path.name} cannot be shown: {wrong[0]}; seal the run anew")
     lines = [INTRODUCTION.format(first=next(iter(seals), "RUN.seal.json")), "", *_head(RUNS)]
     lines += [_row(name, seal) for name, seal in seals.items()]
     peers = [line for name, seal in seals.items() for line in _peers(name, seal["bench"])]
     if peers:
-        lines += ["", "## Peers, measured in the same run", "", *_head(PEERS), *peers]
+        lines += ["", "## Peers, measured on the same machine by the same command", "", *_head(PEERS), *peers]
     missing = [want for want in WANTED if not any(_is(want, seal) for seal in seals.values())]
     if missing:
         lines += [
@@ -83,10 +95,11 @@ def _row(name: str, seal: dict[str, Any]) -> str:
         _precision(config),
         f"{config['batch_size']} x {config['gradient_accumulation_steps']} x {config['block_size']}",
         f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})",
-        "no peak" if v3.percent is None else f"{v3.percent:.2f} of {peak:,.4g} TFLOPS a GPU",
+        "no peak" if v3.percent is None else f"{v3.percent:.2f} of {peak:,.4g} TFLOPS",
         "no peak" if v3.causal_percent is None else f"{v3.causal_percent:.2f}",
-        ", ".join(_median(summary, key) for key in ("sm_clock_mhz", "power_w")),
+        _clock_and_power(summary),
         str(startup["software"].get("torch")),
+        _code(seal["code"]),
         f"`{seal['digest'][:12]}`",
     ]
     return _line(cells)
@@ -106,10 +119,16 @@ def _precision(config: dict[str, Any]) -> str:
     return f"{config['dtype']}{'' if recipe == 'none' else f', {recipe}{scope}'}"
 
 
-def _median(summary: dict[str, Any], key: str) -> str:
-    value = summary.get(key)
-    value = value.get("median") if isinstance(value, dict) else value
-    return "none" if value is None else f"{value:,.0f}"
+def _clock_and_power(summary: dict[str, Any]) -> str:
+    pairs = [((summary.get(key) or {}).get("median"), unit) for key, unit in CLOCKS]
+    return ", ".join(f"{value:,.0f} {unit}" for value, unit in pairs if value is not None) or "not measured"
+
+
+def _code(code: dict[str, Any]) -> str:
+    if not code["modified"]:
+        return str(code["commit"])[:12]
+    known = "modified" if code["difference"] else "modified, changes unknown"
+    return f"{str(code['commit'])[:12]}, {known}"
 
 
 def _peers(name: str, bench: dict[str, Any] | None) -> Iterator[str]:
@@ -120,11 +139,11 @@ def _peers(name: str, bench: dict[str, Any] | None) -> Iterator[str]:
         if entry.get("kind") != "variant":
             continue
         for peer, ratio in (result.get("times_peers") or {}).items():
-            program = (entries[peer].get("facts") or {}).get("peer") or peer
+            facts = entries[peer].get("facts") or {}
             rate = entries[peer]["result"]["tokens_per_sec"]["median"]
-            yield _line(
-                [name.removesuffix(".seal.json"), entry["name"], program, f"{rate:,.0f}", f"{ratio:.3f}"]
-            )
+            cells = [name.removesuffix(".seal.json"), entry["name"], facts.get("peer") or peer]
+            cells += [facts.get("precision") or "not recorded", f"{rate:,.0f}", f"{ratio:.3f}"]
+            yield _line(cells)
 
 
 def _is(want: tuple[str, str, int, str], seal: dict[str, Any]) -> bool:

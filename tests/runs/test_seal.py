@@ -2,6 +2,7 @@
 run again by somebody else."""
 
 import copy
+import dataclasses
 import json
 import sys
 
@@ -9,11 +10,15 @@ import pytest
 from support import warm_python
 from support.helpers import TINY, make_dataset, write_config
 
+from bench.plan import Entry
+from bench.results import combine, measure, relate
+from bench.throughput import software_here
 from common.command import run_command
 from common.errors import UserError
 from tools import replay
 from tools.seal import __main__ as seal_command
 from tools.seal import contents
+from tools.seal.bench_check import bench_disagreements
 from tools.seal.recount import disagreements, recount
 from training.hardware.peaks import table_peak
 from training.records import startup_info
@@ -105,6 +110,27 @@ FORGERIES = {  # what somebody changes who makes the digests anew, and what name
     "formula was changed": lambda r: rows_of(r)[9]["mfu"].update(calculation_method="nanogpt_legacy_v1"),
     "hardware_peak_tflops": lambda r: r["startup_info"]["hardware"]["peak"].update(tflops_per_gpu=0.5),
     "are missing": lambda r: r["training_iterations"].pop(9),
+    "2 GPUs do not fit": lambda r: r["startup_info"]["hardware"].update(num_gpus=2),
+    "num_gpus is": lambda r: r["startup_info"]["hardware"].update(num_gpus=-1),
+    "mfu.num_gpus": lambda r: rows_of(r)[9]["mfu"].update(num_gpus=4),
+    "tokens_per_sec_per_gpu": lambda r: rows_of(r)[9].update(tokens_per_sec_per_gpu=1.0),
+    "tokens_per_iter": lambda r: r["startup_info"].update(tokens_per_iter=1),
+    "and the configuration says": lambda r: r["config"].update(n_layer=99),
+    "rows, warmup": lambda r: rows_of(r)[9].update(warmup=True),
+    "rows_after_warmup": lambda r: r["summary"].update(rows_after_warmup=3),
+    "has none, and others": lambda r: rows_of(r)[9].update(mfu=None),
+    "rows have it": lambda r: r["summary"].update(tokens_per_sec=None),
+    "rows, time_ms": lambda r: rows_of(r)[9].update(time_ms=-5.0),
+    "is nan": lambda r: rows_of(r)[9].update(time_ms=float("nan")),
+    "is inf": lambda r: r["summary"]["tokens_per_sec"].update(p10=float("inf")),
+    "in order": lambda r: rows_of(r).insert(9, rows_of(r)[9]),
+    "999,999,9": lambda r: [r["summary"].update(final_iter=10**12), rows_of(r)[-1].update(iter=10**12)],
+    "the configuration ends before": lambda r: r["config"].update(max_iters=9),
+    "summary.final_loss": lambda r: r["summary"].update(final_loss=0.1),
+    "mfu.gpu_name": lambda r: r["startup_info"]["hardware"].update(gpu_name="NVIDIA B200"),
+    "mfu.total_params": lambda r: r["startup_info"]["model"].update(total_params=1),
+    "mfu.sparse_mode": lambda r: r["startup_info"]["hardware"]["peak"].update(sparse=True),
+    "summary.final_iter is": lambda r: rows_of(r).pop(),
 }
 
 
@@ -328,11 +354,62 @@ def test_text_of_a_seal_cannot_command_the_terminal(sealed, tmp_path, monkeypatc
     assert "cleared" in out and "\x1b" not in out
 
 
+def bench_of(record):
+    """A table of bench.throughput in which the variant is this run, and a peer is half as fast."""
+    mine = measure(rows_of(record), 5)
+    slow = copy.deepcopy(mine)
+    for name in ("tokens_per_sec", "tokens_per_sec_per_gpu", "time_ms"):
+        slow[name] = [value * (2 if name == "time_ms" else 0.5) for value in slow[name]]
+    entries = [Entry("variant", "Qwen3", [], 1, "cpu", peers=["slow"]), Entry("peer", "slow", [], 1, "cpu")]
+    for entry, measured in zip(entries, (mine, slow), strict=True):
+        entry.runs = [{"repeat": 1, "reason": None, "measurement": measured}]
+        entry.result = combine(entry.runs)
+    relate(entries)
+    return {"entries": [dataclasses.asdict(entry) for entry in entries]}
+
+
 def test_bench_results_are_sealed_with_the_run(record, tmp_path, capsys):
-    (table := tmp_path / "table.json").write_text(json.dumps({"entries": [{"name": "Qwen3"}]}))
+    bench = bench_of(record[1])
+    (table := tmp_path / "table.json").write_text(json.dumps(bench))
     out = tmp_path / "b.seal.json"
     assert run_command(seal_command.main, [str(record[0]), f"--output={out}", f"--bench={table}"]) == 0
-    assert json.loads(out.read_text())["bench"]["entries"] == [{"name": "Qwen3"}]
+    assert json.loads(out.read_text())["bench"]["entries"] == bench["entries"]
+    assert verify(out) == 0
     table.write_text("{}")
     assert run_command(seal_command.main, [str(record[0]), f"--bench={table}"]) == 2
     assert "no table.json of bench.throughput" in capsys.readouterr().err
+
+
+def test_code_that_is_not_the_records_is_named(sealed, capsys):
+    seal = json.loads(sealed.read_text())
+    seal["code"]["commit"] = "0" * 40
+    seal["digests"] = contents.digests_of(seal)
+    seal["digest"] = contents.sha256(seal["digests"])
+    assert verify(sealed, seal) == 1
+    assert "DOES NOT AGREE: code.commit" in capsys.readouterr().out
+
+
+BENCH_FORGERIES = {
+    "the median of tokens_per_sec": lambda ours, peer: peer["result"]["tokens_per_sec"].update(median=1.0),
+    "times slow": lambda ours, peer: ours["result"]["times_peers"].update(slow=9.0),
+    "which has no result": lambda ours, peer: peer.update(result=None),
+    "do not follow from their times": lambda ours, peer: peer["runs"][0]["measurement"]["time_ms"].reverse(),
+    "measured other runs": lambda ours, peer: ours["runs"][0]["measurement"]["tokens_per_sec"].reverse(),
+    "none of its runs has rows": lambda ours, peer: peer.update(runs=[]),
+    "the same name": lambda ours, peer: peer.update(name="Qwen3"),
+}
+
+
+@pytest.mark.parametrize("message", BENCH_FORGERIES)
+def test_bench_that_does_not_follow_from_its_rows_is_named(record, message):
+    bench = bench_of(record[1])
+    assert bench_disagreements(bench, record[1]) == []
+    BENCH_FORGERIES[message](*bench["entries"])
+    assert any(message in line for line in bench_disagreements(bench, record[1]))
+    with pytest.raises(UserError, match="bench cannot be read"):
+        bench_disagreements({"entries": [{"name": 1}]}, record[1])
+
+
+def test_software_of_a_bench_calls_the_processor_no_gpu():
+    facts = software_here()
+    assert facts["cpu_name"] and "gpu_name" not in facts and facts["torch"]

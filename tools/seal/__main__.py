@@ -21,7 +21,8 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from common.text import aligned, one_line
-from tools.seal.contents import changed_sections, make_seal, read_record, read_seal
+from tools.seal.bench_check import bench_disagreements
+from tools.seal.contents import changed_sections, code_disagreements, make_seal, read_record, read_seal
 from tools.seal.recount import disagreements, recount
 
 ENDING = ".seal.json"
@@ -51,7 +52,10 @@ def seal(path: Path, out: Path | None, bench: Path | None) -> int:
     record = read_record(path)
     if wrong := disagreements(record):
         raise UserError(f"{path} does not agree with itself, so it is not sealed: {one_line(wrong[0], 300)}")
-    content = make_seal(record, read_bench(bench) if bench else None)
+    table = read_bench(bench) if bench else None
+    if wrong := bench_disagreements(table, record):
+        raise UserError(f"--bench={bench} does not agree with {path}: {one_line(wrong[0], 300)}")
+    content = make_seal(record, table)
     out = out or path.with_name(path.stem + ENDING)
     if out.exists():
         raise UserError(f"{out} exists; a seal is never written over: remove it, or choose another --output")
@@ -85,7 +89,8 @@ def verify(path: Path) -> int:
     if changed := changed_sections(content):
         print(f"CHANGED after sealing: {', '.join(changed)}")
         return FAILED  # its figures are those of whoever changed it
-    wrong = disagreements(content["record"])
+    wrong = [*disagreements(content["record"]), *bench_disagreements(content["bench"], content["record"])]
+    wrong += code_disagreements(content)
     print("\n".join(recount_table(content["record"])))
     print(f"\nDigest: {content['digest']}")
     for line in wrong:

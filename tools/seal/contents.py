@@ -109,6 +109,16 @@ def changed_sections(seal: dict[str, Any]) -> list[str]:
     return changed
 
 
+def code_disagreements(seal: dict[str, Any]) -> list[str]:
+    """The seal's code must be that of the record: its commit, and whether it was modified."""
+    git, code = seal["record"]["startup_info"].get("git") or {}, seal["code"]
+    return [
+        f"code.{name} is {shown(code.get(name))}, and the record's git has {shown(git.get(name))}"
+        for name in ("commit", "modified")
+        if code.get(name) != git.get(name)
+    ]
+
+
 # --- reading ---
 
 

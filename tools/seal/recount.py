@@ -3,7 +3,9 @@ tokens/s from the time of each row, and the peak that it states. What does not a
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -12,6 +14,7 @@ from common.errors import UserError
 from common.text import one_line
 from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from model_config import ModelConfig
+from tools.seal import consistency
 from training.hardware.peaks import table_peak
 from training.records.percentiles import spread
 from training.records.utilization import document_flops
@@ -21,7 +24,8 @@ FORMULAS = {
 }
 ROUNDING = 1e-9  # relative: what adding and dividing in another order changes
 SHOWN = 5  # rows of a kind that are named; the others are counted
-FIGURES = ("tokens_per_sec", "mfu_percent", "time_ms")  # of the summary
+FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu_percent", "time_ms")  # of the summary
+CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c")  # of the summary, too, where they were measured
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def recount(record: dict[str, Any]) -> list[Recount]:
     startup, summary = record["startup_info"], record["summary"]
     rate = (summary.get("tokens_per_sec") or {}).get("median")
     peak = _peak_flops(startup)
-    share = rate / peak if rate and peak else None
+    share = rate / peak if _positive(rate) and peak else None
     return [
         Recount(
             formula,
@@ -60,15 +64,45 @@ def disagreements(record: dict[str, Any]) -> list[str]:
     """What in the record does not follow from the rest of it, a line each; empty if all of it does. Raises
     UserError if a figure is no figure: anybody may have written the record."""
     found: list[str] = []
-    for check in (_formula, _peak, _rows, _summary, _end):
+    others = (consistency.settings, consistency.gpus, consistency.warmup, consistency.facts)
+    for check in (_finite, _formula, _peak, _times, _rows, _summary, _end, *others):
         try:
             found += check(record)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(
                 f"the record's {check.__name__.strip('_')} cannot be read: {type(error).__name__}: "
                 f"{one_line(str(error), 200)}; it is damaged, or of another version"
             ) from None
     return found
+
+
+def _finite(record: dict[str, Any]) -> list[str]:
+    """A loss may be nan, as of a run that diverged; no other number may."""
+    found = consistency.infinite_numbers(record)
+    return [line for line in found if not re.search(r"loss|norm|grad_", line)][:SHOWN]
+
+
+def _times(record: dict[str, Any]) -> Iterator[str]:
+    """Every row has a time, from which its tokens/s follow, whether or not it has an MFU."""
+    tokens, last = record["startup_info"].get("tokens_per_iter"), record.get("attempt", 1)
+    config, gpus = record["config"], record["startup_info"]["hardware"].get("num_gpus")
+    for row in record["training_iterations"]:
+        if row.get("attempt", 1) != last:
+            continue
+        time, rate = row.get("time_ms"), row.get("tokens_per_sec")
+        if not _positive(time) or not _positive(rate):
+            yield f"rows, time_ms: iteration {row.get('iter')}: {time!r} ms and {rate!r} tokens/s"
+        elif not row.get("mfu") and _positive(tokens) and not same_figure(rate, 1e3 * tokens / time):
+            yield (
+                f"rows, tokens_per_sec: iteration {row.get('iter')}: {rate!r}, not {1e3 * tokens / time:.6g}"
+            )
+    factors = [config.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
+    factors.append(gpus)
+    if all(isinstance(one, int) for one in factors) and tokens != math.prod(factors):
+        yield (
+            f"startup_info.tokens_per_iter is {tokens!r}, and batch_size x gradient_accumulation_steps x "
+            f"block_size x GPUs make {math.prod(factors)}"
+        )
 
 
 def _counts(record: dict[str, Any]) -> dict[str, dict]:
@@ -112,8 +146,9 @@ def _peak(record: dict[str, Any]) -> Iterator[str]:
     if not (isinstance(name, str) and isinstance(precision, str)):
         return
     known = table_peak(name, precision, bool(peak.get("sparse")))
-    if known.tflops is not None and known.source == peak.get("source"):
-        if not _equal(peak.get("tflops_per_gpu"), known.tflops):
+    own = record["config"].get("peak_tflops") is None  # no peak was stated or measured: it is the table's
+    if known.tflops is not None and (own or known.source == peak.get("source")):
+        if not same_figure(peak.get("tflops_per_gpu"), known.tflops):
             yield (
                 f"the peak is {peak.get('tflops_per_gpu')!r} TFLOPS a GPU, and its source, {known.source}, "
                 f"says {known.tflops:g}"
@@ -146,7 +181,7 @@ def _rows(record: dict[str, Any]) -> Iterator[str]:
         }
         for name, value in expected.items():
             stated = mfu.get(name.removeprefix("mfu.")) if name.startswith("mfu.") else row.get(name)
-            if not _equal(stated, value):
+            if not same_figure(stated, value):
                 wrong.setdefault(name, []).append(f"iteration {row.get('iter')}: {stated!r}, not {value:.6g}")
     for name, lines in wrong.items():
         more = f", and {len(lines) - SHOWN} more rows" if len(lines) > SHOWN else ""
@@ -161,14 +196,17 @@ def _summary(record: dict[str, Any]) -> Iterator[str]:
         for row in record["training_iterations"]
         if not row.get("warmup") and row.get("attempt", 1) == last and _positive(row.get("time_ms"))
     ]
-    for name in FIGURES:
+    for name in (*FIGURES, *CLOCKS):
         of_rows = [row["mfu"] for row in rows if row.get("mfu")] if name == "mfu_percent" else rows
         values = [one.get(name) for one in of_rows]
         numbers = [value for value in values if _positive(value)]
         stated = record["summary"].get(name)
         expected = spread(numbers) if numbers else None
+        if (expected is None) != (stated is None) and name in record["summary"] | dict.fromkeys(FIGURES):
+            yield f"summary.{name} is {one_line(str(stated), 100)}, and {len(numbers)} rows have it"
+            continue
         for part, made in (expected or {}).items() if stated else ():
-            if not _equal(stated.get(part), made):
+            if not same_figure(stated.get(part), made):
                 yield f"summary.{name}: the {part} is {stated.get(part)!r}, and the rows make {made:.6g}"
 
 
@@ -178,14 +216,21 @@ def _end(record: dict[str, Any]) -> Iterator[str]:
     numbers = [i for i in iterations if isinstance(i, int)]
     if numbers != sorted(set(numbers)) or len(numbers) != len(iterations):
         yield "rows: their iterations are not in order, each once"
-    elif final is not None and numbers[-1] > final:
-        yield f"rows: the last is iteration {numbers[-1]}, after summary.final_iter {final}"
+    elif numbers and final != numbers[-1]:
+        yield f"rows: the last is iteration {numbers[-1]}, and summary.final_iter is {final!r}"
     interval = record["config"].get("log_interval")
     if isinstance(interval, int) and isinstance(final, int) and numbers and interval > 0:
-        missing = sorted(set(range(0, final + 1, interval)) - set(numbers) - set(range(0, numbers[0])))
-        if missing:
-            first = ", ".join(map(str, missing[:SHOWN]))
-            yield f"rows: iterations {first} are missing ({len(missing)} in all)"
+        first, known = -(-numbers[0] // interval) * interval, set(numbers)
+        number = len(range(first, final + 1, interval)) - sum(i % interval == 0 for i in known)
+        if number > 0:  # the end may be any number, so no list is made of what should be there
+            absent = (i for i in range(first, final + 1, interval) if i not in known)
+            shown = ", ".join(map(str, itertools.islice(absent, SHOWN)))
+            yield f"rows: iterations {shown} are missing ({number:,} in all)"
+    most, loss = record["config"].get("max_iters"), record["training_iterations"][-1].get("loss")
+    if isinstance(most, int) and isinstance(final, int) and final >= most:
+        yield f"summary.final_iter is {final}, and the configuration ends before iteration {most}"
+    if "final_loss" in record["summary"] and not _same(record["summary"]["final_loss"], loss):
+        yield f"summary.final_loss is {record['summary']['final_loss']!r}, and the last row's loss {loss!r}"
 
 
 def _measured(record: dict[str, Any]) -> list[dict]:
@@ -205,9 +250,14 @@ def _positive(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _equal(stated: Any, expected: Any) -> bool:
+def same_figure(stated: Any, expected: Any) -> bool:
     """Whether they agree up to rounding; an expectation that cannot be formed, nan, agrees with all."""
     if isinstance(expected, float) and math.isnan(expected):
         return True
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (stated, expected))
     return numbers and math.isclose(stated, expected, rel_tol=ROUNDING)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, or both nan, which a run that diverged has as its loss."""
+    return one == other or (one != one and other != other)
