@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
+from training.configuration.keys import KEYS, TrainConfig
 from training.process.work_timer import UNMEASURED_ITERS
 
 
@@ -20,12 +22,15 @@ def infinite_numbers(value: Any, place: str = "record") -> Iterator[str]:
 
 
 def settings(record: dict[str, Any]) -> Iterator[str]:
-    """The architecture that is counted must be the one that the configuration states."""
-    config, startup = record["config"], record["startup_info"]
-    for key, value in startup["model"]["architecture"].items():
-        stated = config.get(key)
-        if stated is not None and stated != value:
-            yield f"startup_info.model.architecture.{key} is {value!r}, and the configuration says {stated!r}"
+    """The architecture that is counted must be the one that the configuration makes."""
+    stated = record["startup_info"]["model"]["architecture"]
+    config = TrainConfig(**{key: value for key, value in record["config"].items() if key in KEYS})
+    for key, made in dataclasses.asdict(config.model_config()).items():
+        if stated.get(key) != made:
+            yield (
+                f"startup_info.model.architecture.{key} is {stated.get(key)!r}, and the configuration makes "
+                f"{made!r}"
+            )
 
 
 def gpus(record: dict[str, Any]) -> Iterator[str]:
