@@ -2,8 +2,8 @@
 
 from support.helpers import SMALL, write_config
 
-from tools.tune.search import Result
 from tools.tune.space import Machine, Space
+from tools.tune.steps import Result
 from training.configuration.files_and_flags import load_config
 from training.hardware.capability import lookup
 from training.hardware.gpu_memory import DeviceMemory

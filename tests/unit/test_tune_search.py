@@ -10,7 +10,8 @@ from common.errors import UserError
 from tools.tune.dimensions import ALLOWABLE, BATCH, DIMENSIONS, TUNED, option_of
 from tools.tune.dry import plan
 from tools.tune.report import explanation
-from tools.tune.search import AS_IT_IS, FOR_ROOM, LAST, Ladder, OutOfTime, Result
+from tools.tune.search import Ladder
+from tools.tune.steps import AS_IT_IS, FOR_ROOM, LAST, OutOfTime, Result
 from training.configuration.keys import KEYS
 
 OOM = Result(reason="out of GPU memory", out_of_memory=True)
@@ -69,7 +70,7 @@ def test_what_is_only_within_noise_is_left_out(config):
     kept = [step for step in ladder.steps if step.kept]
     assert [step.rung for step in kept] == ["conservative"]
     assert any(step.note == "within noise" for step in ladder.steps)
-    assert any("the config stays as it is" in text for text in explanation(ladder, "tokens_per_sec"))
+    assert any("the config stays as it is" in text for text in explanation(ladder))
 
 
 @pytest.mark.parametrize(("gain", "is_kept", "runs"), [(1.02, True, 2), (1.005, False, 2), (1.002, False, 1)])
@@ -95,7 +96,7 @@ def test_running_out_of_memory_is_data_and_the_largest_micro_batch_is_found(conf
     found = ladder.climb()
     assert found["batch_size"] == max(size for size in ladder.space.batches if size <= limit)
     assert any(step.note == "out of memory" for step in ladder.steps) and ladder.finished
-    assert "Did not fit" in "\n".join(explanation(ladder, "tokens_per_sec"))
+    assert "Did not fit" in "\n".join(explanation(ladder))
 
 
 def test_an_option_that_runs_out_of_memory_is_tried_with_less(config):
@@ -166,7 +167,7 @@ def test_the_best_is_valid_whenever_the_time_is_over(config, most):
     found = ladder.climb()
     assert len(measured.calls) <= most and found in measured.calls
     assert speed_of(found) >= speed_of(space.as_it_is), "never worse than the config as it is"
-    assert ladder.finished or "goes on from here" in explanation(ladder, "tokens_per_sec")[-1]
+    assert ladder.finished or "goes on from here" in explanation(ladder)[-1]
 
 
 def test_a_config_that_fails_is_an_error_with_the_reason(config):
@@ -219,12 +220,19 @@ def between_ddp_and_zero1(config):
     return make_space(config, gib=sum(needs) / 2)
 
 
+def test_no_level_is_tried_that_only_recomputes_more(config):
+    measured = Measured()
+    found = Ladder(make_space(config), measured).climb()
+    tried = {setting["activation_checkpointing"] for setting in measured.calls}
+    assert found["activation_checkpointing"] == "none" and tried == {"full", "none"}
+
+
 def test_sharding_that_gains_nothing_is_taken_for_the_memory_that_it_frees(config):
     ladder = Ladder(between_ddp_and_zero1(config), Measured(speed=slower_sharded))
     found = ladder.climb()
     assert found["use_zero1"] or found["use_fsdp"]
     assert {key: found[key] for key in SPENDS} == SPENDS, "which needs that memory"
-    assert any(text.startswith("Taken for the memory") for text in explanation(ladder, "tokens_per_sec"))
+    assert any(text.startswith("Taken for the memory") for text in explanation(ladder))
     roomy = Ladder(make_space(config), Measured(speed=slower_sharded))
     assert not roomy.climb()["use_zero1"], "there is enough memory without it"
 
@@ -250,10 +258,10 @@ def test_the_goal_memory_gives_up_five_percent_of_the_speed_at_most(config):
         speed = speeds.get(level, 1200.0)
         return Result((speed,) * 4, memory[level], 50.0)
 
-    ladder = Ladder(space, measure)
-    ladder.climb()
-    assert ladder.chosen("tokens_per_sec")["activation_checkpointing"] == "none"
-    assert ladder.chosen("memory")["activation_checkpointing"] == "selective"
+    for goal, level in (("tokens_per_sec", "none"), ("memory", "selective")):
+        ladder = Ladder(space, measure, goal=goal)
+        ladder.climb()
+        assert ladder.chosen()["activation_checkpointing"] == level
 
 
 def test_the_plan_starts_nothing_and_has_every_rung(config):

@@ -32,8 +32,9 @@ from tools.tune import tuned_config
 from tools.tune.dimensions import ALLOWABLE
 from tools.tune.dry import show_plan
 from tools.tune.report import COLUMNS, cells, explanation, head, line, table
-from tools.tune.search import GOALS, Ladder, Step
+from tools.tune.search import GOALS, Ladder
 from tools.tune.space import Space, look_at, require_free_gpus
+from tools.tune.steps import Step
 from tools.tune.trials import Trials
 from training.configuration.files_and_flags import read_settings
 from training.configuration.flags import take_flags
@@ -69,14 +70,15 @@ def main(argv: list[str]) -> int:
     with RunLock(folder) as lock:
         lock.acquire()
         ladder = climb(space, arguments, folder, options)
-    text = explanation(ladder, options.goal)
+    text = explanation(ladder)
     minutes = (time.monotonic() - began) / 60
-    text.append(f"{len(ladder.runs)} settings in {minutes:.1f} minutes.")
+    started = [len(runs) for runs in ladder.runs.values() if runs]
+    text.append(f"{len(started)} settings, {sum(started)} runs, in {minutes:.1f} minutes.")
     print("\n".join(["", *text]), flush=True)
     command = shlex.join(["python", "-m", "tools.tune", *argv])
     write_bytes(folder / "ladder.md", ("\n".join([command, "", *table(ladder), "", *text]) + "\n").encode())
     stated = read_settings(arguments).values
-    tuned_config.write(result, ladder, stated, command, options.goal)
+    tuned_config.write(result, ladder, stated, command)
     print(f"Written to {from_root(result)}; the trials are in {from_root(folder)}", flush=True)
     return 0
 
@@ -95,7 +97,7 @@ def climb(space: Space, arguments: list[str], folder: Path, options: argparse.Na
     def report(step: Step) -> None:
         print(line(cells(step, space)), flush=True)
 
-    ladder = Ladder(space, trials.measure, report)
+    ladder = Ladder(space, trials.measure, report, options.goal)
     ladder.climb()
     return ladder
 
@@ -145,7 +147,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu", help="of --dry: the GPU that the plan is for, such as H100")
     add("--iters", type=whole_number(1, 10**6), default=8, help="timed iterations of a trial (8)")
     add("--warmup", type=whole_number(1, 10**6), default=4, help="iterations before them (4)")
-    add("--timeout", type=real_number(1, TIMEOUT_MAX_S), default=1800, help="seconds for one trial (1800)")
+    add("--timeout", type=real_number(1, TIMEOUT_MAX_S), default=600, help="seconds for one trial (600)")
     add("--dataset", type=user_path, help="instead of the config's own; 'random': trials on random tokens")
     add("--out_dir", type=user_folder, help="the folder of the trials (default: out-tune/NAME)")
     add("--write", type=user_folder, help="the file of the result (default: config/tuned_NAME.py)")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tools.tune.dimensions import DIMENSIONS, Keys
 from tools.tune.report import COLUMNS, cells, line
-from tools.tune.search import LAST, Ladder, Result, Step
+from tools.tune.search import Ladder
 from tools.tune.space import Space
+from tools.tune.steps import LAST, Result, Step
 
 GUESSED_GAIN = 1.2
 ROOMY = {key for one in DIMENSIONS if one.makes_room for option in one.options for key in option.keys}

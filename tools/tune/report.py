@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import model_builder
 from common.text import aligned, one_line, shorten
 from tools.tune.dimensions import Keys
-from tools.tune.search import AS_IT_IS, FIRST, FOR_ROOM, KEEPS_SPEED, LAST, NOISE, Ladder, Step
+from tools.tune.search import KEEPS_SPEED, Ladder
 from tools.tune.space import Space
+from tools.tune.steps import AS_IT_IS, FIRST, FOR_ROOM, LAST, NO_MEMORY, NOISE, TOO_LARGE, Step
 
 COLUMNS = ("rung", "tried", "batch", "GiB est.", "GiB", "tokens/s", "MFU %", "gain %", "kept", "note")
 WIDTHS = (19, 26, 12, 8, 6, 11, 6, 7, 4, 0)
@@ -73,9 +74,9 @@ def spread_text(ladder: Ladder, setting: Keys) -> str:
     return f"{text}, {ladder.memory(setting):.1f} GiB by the estimate"
 
 
-def explanation(ladder: Ladder, goal: str) -> list[str]:
+def explanation(ladder: Ladder) -> list[str]:
     """What each rung gained, what did not fit, and what made no difference that can be told from noise."""
-    space, chosen = ladder.space, ladder.chosen(goal)
+    space, chosen = ladder.space, ladder.chosen()
     lines = [f"Chosen: {space.name(chosen)}, {ladder.batch_text(chosen)}: {spread_text(ladder, chosen)}."]
     tried = [step for step in ladder.steps if step.rung not in (AS_IT_IS, FIRST, LAST)]
     for title, steps in (
@@ -96,7 +97,7 @@ def explanation(ladder: Ladder, goal: str) -> list[str]:
                 if s.gain is not None and s.gain <= 0 and not s.kept
             ],
         ),
-        ("Did not fit", [_what(s) for s in tried if "fit" in s.note or s.note == "out of memory"]),
+        ("Did not fit", [_what(s) for s in tried if s.note in (TOO_LARGE, NO_MEMORY)]),
         ("Could not run", [f"{_what(s)} ({shorten(s.note, NOTE_LENGTH)})" for s in tried if _is_failure(s)]),
     ):
         if steps:
@@ -104,7 +105,7 @@ def explanation(ladder: Ladder, goal: str) -> list[str]:
     lines += [f"Against the config as it is: {step.note}." for step in ladder.steps if step.rung == LAST]
     if space.as_it_is == chosen and not any(step.rung == LAST for step in ladder.steps):
         lines.append("That is the config as it is.")
-    if goal == "memory":
+    if ladder.goal == "memory":
         lines.append(f"The goal was the least memory that keeps {KEEPS_SPEED:.0%} of the best speed.")
     if not ladder.finished:
         lines.append("The time was over before the last rung; the same command goes on from here.")
@@ -118,4 +119,4 @@ def _what(step: Step) -> str:
 def _is_failure(step: Step) -> bool:
     """Whether it could not be tried, for another reason than memory."""
     no_result = step.result is None or (bool(step.result.reason) and not step.result.out_of_memory)
-    return no_result and "fit" not in step.note
+    return no_result and step.note != TOO_LARGE

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +19,19 @@ from common.errors import UserError
 from plots.verdict import RUN_NOISE, Verdict, compare
 from tools.tune.dimensions import BATCH, Dimension, Keys, Option, option_of
 from tools.tune.space import Space
+from tools.tune.steps import (
+    AS_IT_IS,
+    FIRST,
+    FOR_ROOM,
+    LAST,
+    NO_MEMORY,
+    NOISE,
+    NOT_NEEDED,
+    TOO_LARGE,
+    OutOfTime,
+    Result,
+    Step,
+)
 from training.configuration.batch import is_auto
 
 CLEAR = 0.03  # ten times what equal runs differ by (plots/verdict.py)
@@ -28,44 +40,6 @@ REPEATS, TOP_REPEATS = 2, 3  # runs of each side of a close comparison; of the b
 SMALLER_TRIES = 2  # how often an option that runs out of memory is tried with half of the micro-batch
 KEEPS_SPEED = 0.95  # goal 'memory': of the best speed
 GOALS = ("tokens_per_sec", "memory")
-AS_IT_IS, FIRST, LAST = "the config as it is", "conservative", "repeated"
-FOR_ROOM, NOT_NEEDED = "for its room", "the room is not needed"
-NOISE, TOO_LARGE = "within noise", "does not fit by the estimate"
-
-
-class OutOfTime(Exception):
-    """The budget is used up: no further trial is started."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one run of a setting measured, or why it failed."""
-
-    tokens_per_sec: tuple[float, ...] = ()  # of each row
-    memory_gib: float | None = None  # the most that was allocated on a GPU
-    mfu_percent: float | None = None
-    reason: str | None = None
-    out_of_memory: bool = False
-    seconds: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        return statistics.median(self.tokens_per_sec)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One line of the ladder: a setting that was tried."""
-
-    rung: str  # the dimension
-    option: str
-    setting: Keys
-    needed_gib: float  # by the estimate, with its reserve
-    result: Result | None  # of its first run; None if it was not run
-    gain: float | None  # against the best so far, as a share
-    kept: bool
-    note: str = ""
-
 
 Measure = Callable[[Keys, int], Result]  # of a setting and the number of its run, from 1; raises OutOfTime
 
@@ -73,8 +47,14 @@ Measure = Callable[[Keys, int], Result]  # of a setting and the number of its ru
 class Ladder:
     """The climb. `steps` is what was tried, in order; report() is called with each."""
 
-    def __init__(self, space: Space, measure: Measure, report: Callable[[Step], None] = lambda step: None):
-        self.space, self.measure, self.report = space, measure, report
+    def __init__(
+        self,
+        space: Space,
+        measure: Measure,
+        report: Callable[[Step], None] = lambda step: None,
+        goal: str = GOALS[0],
+    ):
+        self.space, self.measure, self.report, self.goal = space, measure, report, goal
         self.steps: list[Step] = []
         self.runs: dict[str, list[Result]] = {}  # by the setting's text
         self.best: Keys | None = None
@@ -128,7 +108,7 @@ class Ladder:
         self._add(FIRST, self.batch_text(setting), setting, result, None, not result.reason)
         if not result.reason:
             self.best, self.ceiling = setting, self.space.batch_size(setting)
-        elif self._good(self.space.as_it_is):
+        elif self.results(self.space.as_it_is):
             self.best = self.space.as_it_is
             self.ceiling = self.space.batch_size(self.best)
         else:
@@ -137,11 +117,12 @@ class Ladder:
     def _try_options(self, dimension: Dimension) -> None:
         # the climb began with the first option; only one for which there was no memory then may fit now
         is_new = dimension.makes_room or dimension.changes_numbers
-        for option in dimension.options if is_new else dimension.options[1:]:
+        options = dimension.options if is_new else dimension.options[1:]
+        for option in reversed(options) if dimension.spends_room else options:
             assert self.best
             if option_of(Dimension("", (option,)), self.best):
                 continue
-            wanted = self.space.with_option(self.best, option)
+            wanted, before = self.space.with_option(self.best, option), self.best
             if obstacle := self.space.obstacle(wanted):
                 self._skip(dimension.name, option.name, wanted, obstacle)
                 continue
@@ -153,6 +134,9 @@ class Ladder:
                 continue
             if setting != self.best:  # so few tokens are not divided into more parts
                 self._try_with_less(dimension, option, setting)
+            whole = self.space.batch_size(setting) >= self.space.batch_size(before)
+            if dimension.spends_room and whole and self.best is setting and self.goal == GOALS[0]:
+                break  # the others do more work, and a larger micro-batch is all that they could give
 
     def _try_with_less(self, dimension: Dimension, option: Option, setting: Keys) -> None:
         """Tries the option; if memory runs out in spite of the estimate, with smaller micro-batches."""
@@ -215,7 +199,7 @@ class Ladder:
     def _finish(self) -> None:
         """The best against the config as it is, both repeated. Without a real gain the config stays."""
         own = self.space.as_it_is
-        if not self._good(own):
+        if not self.results(own):
             return
         if self.best is None:
             self.best = own
@@ -230,14 +214,14 @@ class Ladder:
         except OutOfTime:
             self.finished = False
         kept, note = gain >= CLEAR, "not repeated: the time is over"
-        if min(len(self._good(found)), len(self._good(own))) >= REPEATS:
+        if min(len(self.results(found)), len(self.results(own))) >= REPEATS:
             self.verdict = self._compare(found, own)
             gain, note = self.verdict.change, self.verdict.text("it", "the config as it is")
             kept = self.verdict.low > 0
         if not kept:
             self.best = own
             note += "; the config stays as it is"
-        self._add(LAST, "best against the config", found, self._good(found)[0], gain, kept, note)
+        self._add(LAST, "best against the config", found, self.results(found)[0], gain, kept, note)
 
     # --- one trial, and what it means ---
 
@@ -262,7 +246,7 @@ class Ladder:
             except OutOfTime:
                 self._add(rung, option, setting, result, gain, False, "not repeated: the time is over")
                 raise
-            if min(len(self._good(one)) for one in (setting, self.best)) < REPEATS:
+            if min(len(self.results(one)) for one in (setting, self.best)) < REPEATS:
                 note = "a repeat failed"
             else:
                 verdict = self._compare(setting, self.best)
@@ -285,15 +269,16 @@ class Ladder:
         while len(runs) < times:
             runs.append(self.measure(setting, len(runs) + 1))
 
-    def _good(self, setting: Keys) -> list[Result]:
+    def results(self, setting: Keys) -> list[Result]:
+        """Of the runs that succeeded."""
         return [result for result in self.runs.get(self._text(setting), []) if not result.reason]
 
     def _gain(self, setting: Keys, other: Keys) -> float:
-        speeds = [statistics.median(r.speed for r in self._good(one)) for one in (setting, other)]
+        speeds = [statistics.median(r.speed for r in self.results(one)) for one in (setting, other)]
         return speeds[0] / speeds[1] - 1
 
     def _compare(self, setting: Keys, other: Keys) -> Verdict:
-        sides = [[np.array(r.tokens_per_sec) for r in self._good(one)] for one in (setting, other)]
+        sides = [[np.array(r.tokens_per_sec) for r in self.results(one)] for one in (setting, other)]
         return compare(sides[0], sides[1])
 
     def _smaller(self, setting: Keys) -> Keys:
@@ -315,7 +300,7 @@ class Ladder:
         note: str = "",
     ) -> None:
         if result and result.reason:
-            note = "out of memory" if result.out_of_memory else result.reason
+            note = NO_MEMORY if result.out_of_memory else result.reason
         step = Step(rung, option, setting, self.space.needed(setting), result, gain, kept, note)
         self.steps.append(step)
         self.report(step)
@@ -325,24 +310,20 @@ class Ladder:
     def batch_text(self, setting: Keys) -> str:
         return f"{setting['batch_size']} x {self.space.base.block_size}"
 
-    def chosen(self, goal: str) -> Keys:
-        """The best by this goal. 'memory': the least memory that keeps KEEPS_SPEED of the best speed."""
+    def chosen(self) -> Keys:
+        """The best by the goal. 'memory': the least memory that keeps KEEPS_SPEED of the best speed."""
         assert self.best
-        if goal != "memory":
+        if self.goal != "memory":
             return self.best
-        least = KEEPS_SPEED * statistics.median(r.speed for r in self._good(self.best))
-        tried = [step.setting for step in self.steps if step.result and self._good(step.setting)]
-        fast = [one for one in tried if statistics.median(r.speed for r in self._good(one)) >= least]
+        least = KEEPS_SPEED * statistics.median(r.speed for r in self.results(self.best))
+        tried = [step.setting for step in self.steps if step.result and self.results(step.setting)]
+        fast = [one for one in tried if statistics.median(r.speed for r in self.results(one)) >= least]
         return min([self.best, *fast], key=self.memory)
 
     def memory(self, setting: Keys) -> float:
         """GiB, measured; by the estimate on a CPU, where none is measured."""
-        measured = [result.memory_gib for result in self._good(setting) if result.memory_gib is not None]
+        measured = [result.memory_gib for result in self.results(setting) if result.memory_gib is not None]
         return max(measured) if measured else self.space.needed(setting)
-
-    def results(self, setting: Keys) -> list[Result]:
-        """Of the runs that succeeded."""
-        return self._good(setting)
 
     @staticmethod
     def _text(setting: Keys) -> str:

@@ -21,8 +21,8 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json, read_regular
 from tools.tune.dimensions import DIMENSIONS, Keys, option_of
-from tools.tune.search import OutOfTime, Result
 from tools.tune.space import Space
+from tools.tune.steps import OutOfTime, Result
 from training.process.run_lock import RunLock
 from training.records.startup_info import git_state
 
@@ -47,7 +47,7 @@ class Trials:
     ):
         self.space, self.argv, self.folder, self.options, self.say = space, argv, folder, options, say
         self.until = time.monotonic() + options.budget
-        self.commit = git_state()["commit"]
+        self.code = git_state()
         self.started = 0  # trials of this command; the others were in the folder
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
@@ -77,7 +77,7 @@ class Trials:
             "memory": self.space.machine.memory.gib,
             "iterations": [self.options.iters, self._warmup(setting)],
             "dataset": self.options.dataset,
-            "commit": self.commit,
+            "code": self.code,
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return self.folder / FOLDER / f"{digest[:16]}.{run}.json"

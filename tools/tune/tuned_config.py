@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -35,22 +36,24 @@ def check_path(path: Path) -> None:
         raise UserError(f"{path} was not written by tools.tune; rename it, or name another one with --write")
     if not path.parent.is_dir():
         raise UserError(f"the folder {path.parent} is not there; name another file with --write")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"the folder {path.parent} cannot be written to; name another file with --write")
 
 
-def write(path: Path, ladder: Ladder, stated: dict[str, Any], command: str, goal: str) -> None:
-    lines = [*header(ladder, command, goal), *assignments(ladder, stated, ladder.chosen(goal))]
+def write(path: Path, ladder: Ladder, stated: dict[str, Any], command: str) -> None:
+    lines = [*header(ladder, command), *assignments(ladder, stated, ladder.chosen())]
     write_bytes(path, ("\n".join(lines) + "\n").encode())
 
 
-def header(ladder: Ladder, command: str, goal: str) -> list[str]:
-    space, chosen = ladder.space, ladder.chosen(goal)
+def header(ladder: Ladder, command: str) -> list[str]:
+    space, chosen = ladder.space, ladder.chosen()
     versions, memory = space.machine.versions, space.machine.memory
     name = versions["gpu_name"] or memory.device
     machine = f"GPU: {space.processes} x {name}" if space.machine.gpus else f"GPU: none, {name}"
     trial = space.trial_keys(chosen)
     steps = space.sequences // space.batch_size(chosen)
     paragraphs = [
-        f"{MARK}, for the most {'tokens per second' if goal != 'memory' else 'free memory'}:",
+        f"{MARK}, for the most {'tokens per second' if ladder.goal != 'memory' else 'free memory'}:",
         f"    {command}",
         f"{machine}, {memory.gib:.1f} GiB for each process. Measured {datetime.date.today()}, torch "
         f"{versions['torch']}: {spread_text(ladder, chosen)}.",
@@ -60,7 +63,7 @@ def header(ladder: Ladder, command: str, goal: str) -> list[str]:
             f"Trials had {trial['gradient_accumulation_steps']} of the {steps} micro-steps of an iteration."
         )
     lines = []
-    for text in [*paragraphs, *explanation(ladder, goal)[1:]]:
+    for text in [*paragraphs, *explanation(ladder)[1:]]:
         lines += [text] if text.startswith((MARK, "    ")) else textwrap.wrap(text, WIDTH - 2)
     lines += ["", *table(ladder, "simple", COLUMNS[:-1])]  # the notes are too long for a line of a file
     return [text if text.startswith(MARK) else f"# {text}".rstrip() for text in lines]
