@@ -158,7 +158,12 @@ def new_folder(asked: str | None, name: str) -> Path:
     folder = Path(asked or Path("out-bench") / name).resolve()
     if (folder / "table.json").exists():
         raise UserError(f"{folder} holds a table already; choose another --output")
-    return open_folder(folder)
+    opened = open_folder(folder)
+    if any((folder / "runs").iterdir()):
+        raise UserError(
+            f"{folder} has runs of a benchmark that was killed or is still running; choose another --output"
+        )
+    return opened
 
 
 def open_folder(folder: Path) -> Path:

@@ -348,6 +348,9 @@ def test_another_formula_or_a_used_folder_is_refused(monkeypatch, tmp_path, caps
     (tmp_path / "table.json").touch()
     assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
     assert "holds a table already" in capsys.readouterr().err
+    (tmp_path / "killed" / "runs" / "quickstart.1").mkdir(parents=True)
+    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path / 'killed'}"]) == 2
+    assert "was killed or is still running; choose another --output" in capsys.readouterr().err
     monkeypatch.setattr(model_builder, "CALCULATION_METHOD", model_builder_v1.CALCULATION_METHOD)
     assert end_with_status(throughput.main, SHORT) == 2
     assert "cp mfu_versions/model_builder_v3.py" in capsys.readouterr().err
