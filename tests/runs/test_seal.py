@@ -151,6 +151,15 @@ def test_figure_that_does_not_follow_from_the_record_is_named(record, name, tmp_
     assert "does not agree with itself" in capsys.readouterr().err
 
 
+def test_record_without_a_peak_agrees_with_itself(record):
+    content = record[1]
+    content["startup_info"]["hardware"]["peak"].update(tflops_per_gpu=None)
+    for row in rows_of(content):
+        row["mfu"] = None
+    content["summary"]["mfu_percent"] = None
+    assert not disagreements(content)
+
+
 def test_peak_that_is_not_the_datasheets_is_named(record):
     content = record[1]
     hardware = content["startup_info"]["hardware"]
@@ -389,6 +398,13 @@ def test_code_that_is_not_the_records_is_named(sealed, capsys):
     assert "DOES NOT AGREE: code.commit" in capsys.readouterr().out
 
 
+def take_twice_the_time(entry):
+    """At the same tokens/s: each iteration would have had twice the tokens."""
+    measured = entry["runs"][0]["measurement"]
+    measured["time_ms"] = [2 * time for time in measured["time_ms"]]
+    entry["result"] = combine(entry["runs"])
+
+
 BENCH_FORGERIES = {
     "the median of tokens_per_sec": lambda ours, peer: peer["result"]["tokens_per_sec"].update(median=1.0),
     "times slow": lambda ours, peer: ours["result"]["times_peers"].update(slow=9.0),
@@ -397,6 +413,7 @@ BENCH_FORGERIES = {
     "measured other runs": lambda ours, peer: ours["runs"][0]["measurement"]["tokens_per_sec"].reverse(),
     "none of its runs has rows": lambda ours, peer: peer.update(runs=[]),
     "the same name": lambda ours, peer: peer.update(name="Qwen3"),
+    "tokens an iteration": lambda ours, peer: take_twice_the_time(peer),
 }
 
 

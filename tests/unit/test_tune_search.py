@@ -1,10 +1,11 @@
 """The search of tools.tune, with a function of the settings in place of train.py."""
 
+import dataclasses
 import itertools
 
 import pytest
 from support.helpers import ROOT
-from support.tuning import good, make_config, make_space, speed_of
+from support.tuning import SEQUENCES, good, make_config, make_space, speed_of
 
 from common.errors import UserError
 from tools.tune.dimensions import ALLOWABLE, BATCH, DIMENSIONS, TUNED, option_of
@@ -246,6 +247,27 @@ def test_what_was_taken_for_its_room_goes_if_the_room_is_not_needed(config):
     assert any(step.note == FOR_ROOM for step in ladder.steps)
     assert not found["use_zero1"] and not found["use_fsdp"]
     assert found["activation_checkpointing"] == "selective"
+
+
+@pytest.mark.parametrize("size", [1, 48])
+def test_a_stated_micro_batch_of_any_size_is_searched_to_the_end(config, size):
+    stated = dataclasses.replace(config, batch_size=size, gradient_accumulation_steps=SEQUENCES // size)
+    ladder = Ladder(make_space(stated, fixed={"batch_size"}), Measured(speed=slower_sharded))
+    assert ladder.climb()["batch_size"] == size and ladder.finished
+
+
+def test_going_back_to_fp32_weights_leaves_the_rounding_that_moments_in_bf16_need(config):
+    """Both options set weight_rounding; each alone frees memory that is not used in the end."""
+    space = between_ddp_and_zero1(config)
+    tight = make_space(config, gib=space.machine.memory.gib, allowed=("weights_bf16", "adam_bf16"))
+    tight.is_short = lambda setting: True
+    measured = Measured(speed=lambda setting: 1000.0 * (0.98 if setting["adam_dtype"] == "float32" else 1.0))
+    ladder = Ladder(tight, measured)
+    ladder.climb()
+    assert {"stored weights", "Adam moments"} & set(ladder.replaced)
+    for setting in measured.calls:
+        if "bfloat16" in (setting["adam_dtype"], setting["param_dtype"]):
+            assert setting["weight_rounding"] == "stochastic"
 
 
 def test_the_goal_memory_gives_up_five_percent_of_the_speed_at_most(config):

@@ -53,30 +53,41 @@ def _figures(entries: list[dict]) -> Iterator[str]:
         yield from _times(entry)
 
 
-def _times(entry: dict[str, Any]) -> Iterator[str]:
-    """tokens/s times the time of a row are the tokens of an iteration, the same in all rows of an entry."""
-    tokens = [
-        rate * time
+def _tokens(entry: dict[str, Any]) -> list[float]:
+    """Of an iteration, by each row: tokens/s times its time."""
+    return [
+        rate * time / 1000
         for run in entry["runs"]
         if (measured := run["measurement"])
         for rate, time in zip(measured["tokens_per_sec"], measured["time_ms"], strict=True)
     ]
+
+
+def _times(entry: dict[str, Any]) -> Iterator[str]:
+    """The tokens of an iteration are the same in all rows of an entry."""
+    tokens = _tokens(entry)
     if not all(math.isclose(one, tokens[0], rel_tol=ROUNDING) for one in tokens):
         yield f"bench, {entry['name']}: tokens/s of its rows do not follow from their times"
 
 
 def _ratios(entries: list[dict]) -> Iterator[str]:
     """Each ratio to a peer, from the two medians; and the same tokens in an iteration on both sides."""
-    results = {entry["name"]: entry["result"] for entry in entries if entry.get("result")}
+    compared = {entry["name"]: entry for entry in entries if entry.get("result")}
     for entry in entries:
         if entry["kind"] != "variant" or not entry.get("result"):
             continue
         rate = entry["result"]["tokens_per_sec_per_gpu"]["median"]
         for peer, stated in (entry["result"].get("times_peers") or {}).items():
-            if peer not in results:
+            if peer not in compared:
                 yield f"bench, {entry['name']}: it is compared with {peer}, which has no result"
                 continue
-            made = rate / results[peer]["tokens_per_sec_per_gpu"]["median"]
+            made = rate / compared[peer]["result"]["tokens_per_sec_per_gpu"]["median"]
+            ours, theirs = _tokens(entry), _tokens(compared[peer])
+            if ours and theirs and not math.isclose(ours[0], theirs[0], rel_tol=ROUNDING):
+                yield (
+                    f"bench, {peer}: {theirs[0]:.6g} tokens an iteration, and {entry['name']} has "
+                    f"{ours[0]:.6g}"
+                )
             if not same_figure(stated, made):
                 yield f"bench, {entry['name']}: {stated!r} times {peer}, and their tokens/s make {made:.6g}"
 

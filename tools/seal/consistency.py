@@ -90,8 +90,9 @@ def warmup(record: dict[str, Any]) -> Iterator[str]:
         if bool(row.get("warmup")) != (start < first + UNMEASURED_ITERS):
             yield f"rows, warmup: iteration {row['iter']}: {row.get('warmup')!r} is not by its place"
             break
-    without = [row["iter"] for row in rows[1:] if not row["mfu"] and not _above_peak(row, record)]
-    if without and any(row["mfu"] for row in rows):
+    without = [row for row in rows[1:] if not row["mfu"]] if any(row["mfu"] for row in rows) else []
+    without = [row["iter"] for row in without if not _above_peak(row, record)]
+    if without:
         yield f"rows, mfu: iteration {without[0]} has none, and others have one ({len(without)} in all)"
     steady = sum(not row.get("warmup") for row in rows)
     for name, made in (("warmup_iters_left_out", UNMEASURED_ITERS), ("rows_after_warmup", steady)):

@@ -158,14 +158,19 @@ class Ladder:
 
     def _try_replaced(self) -> None:
         """What was replaced for room alone: the rungs after it may not have used that room."""
-        for one in self.space.dimensions():
+        for one in reversed(self.space.dimensions()):  # the last first: it came on top of the others
             if one.name not in self.replaced:
                 continue
             assert self.best
-            setting = self.space.divided({**self.best, **self.replaced[one.name]})
+            others = [option_of(d, self.best) for d in self.space.dimensions() if d.name != one.name]
+            needed = {key for option in others if option for key in option.keys}
+            keys = {key: value for key, value in self.replaced[one.name].items() if key not in needed}
+            setting = self.space.divided({**self.best, **keys})
             option = option_of(one, setting)
             name = option.name if option else "as in the config"
-            if self.space.fits(setting):
+            if obstacle := self.space.obstacle(setting):
+                self._skip(one.name, name, setting, obstacle)
+            elif self.space.fits(setting):
                 self._try(one.name, name, setting, (RUN_NOISE, NOT_NEEDED))
             else:
                 self._skip(one.name, name, setting, TOO_LARGE)

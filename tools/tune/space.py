@@ -228,7 +228,8 @@ class Space:
 
     def is_short(self, setting: Keys) -> bool:
         """Whether memory is: what spends the most, with the usual micro-batch, does not fit."""
-        setting = {**setting, "batch_size": max(b for b in self.batches if b <= self.usual_most)}
+        usual = [size for size in self.batches if size <= self.usual_most] or self.batches[:1]
+        setting = {**setting, "batch_size": max(usual)}
         for one in self.dimensions():
             if one.spends_room:
                 setting |= one.options[-1].keys
