@@ -36,7 +36,7 @@ def make_space(config, gib=139.8, processes=2, allowed=(), fixed=()):
 
 
 def speed_of(setting):
-    speed = 1000.0 * min(setting["batch_size"], 16) ** 0.5
+    speed = 1e6 * min(setting["batch_size"], 16) ** 0.5
     for key, gains in GAINS.items():
         speed *= gains.get(setting[key], 1.0) if key in setting else 1.0
     return speed

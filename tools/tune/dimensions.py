@@ -33,10 +33,13 @@ class Dimension:
     several: bool = False  # for several processes only
     gpu: bool = False  # for GPUs only
     usually_gains: bool = True  # what --dry assumes
+    steps_below_s: float | None = None  # longer micro-steps have nothing to gain, so nothing is tried
 
 
 BATCH = "micro-batch"  # no options: the numbers of sequences that divide those of an iteration, by bisection
 GRAPHED_FROM = 12  # iterations 8 and 9 check the capture, and the first replays follow
+# Launching the kernels of a micro-step takes a few milliseconds: a GPU that computes for longer never waits
+LAUNCHES_HIDDEN_S = 0.1
 
 RECOMPUTATION = ("full", "selective", "attention", "memory_bound", "none")  # from the least memory
 PRECISIONS = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4")
@@ -111,6 +114,7 @@ DIMENSIONS = (
         ),
         gpu=True,
         usually_gains=False,
+        steps_below_s=LAUNCHES_HIDDEN_S,
     ),
     Dimension(
         "matmul algorithms",

@@ -24,6 +24,7 @@ from tools.tune.steps import (
     FIRST,
     FOR_ROOM,
     LAST,
+    NO_GAIN,
     NO_MEMORY,
     NOISE,
     NOT_NEEDED,
@@ -34,7 +35,7 @@ from tools.tune.steps import (
 )
 from training.configuration.batch import is_auto
 
-CLEAR = 0.03  # ten times what equal runs differ by (plots/verdict.py)
+CLEAR = 0.01  # three times what equal runs differ by (plots/verdict.py)
 ROOM_COSTS = 0.02  # that an option may lose which is taken for the memory that it frees
 REPEATS, TOP_REPEATS = 2, 3  # runs of each side of a close comparison; of the best and the config at the end
 SMALLER_TRIES = 2  # how often an option that runs out of memory is tried with half of the micro-batch
@@ -123,6 +124,9 @@ class Ladder:
             if option_of(Dimension("", (option,)), self.best):
                 continue
             wanted, before = self.space.with_option(self.best, option), self.best
+            if dimension.steps_below_s and (took := self._micro_step_s()) > dimension.steps_below_s:
+                self._skip(dimension.name, option.name, wanted, f"a micro-step takes {took:.2f} s: {NO_GAIN}")
+                continue
             if obstacle := self.space.obstacle(wanted):
                 self._skip(dimension.name, option.name, wanted, obstacle)
                 continue
@@ -285,6 +289,12 @@ class Ladder:
     def _compare(self, setting: Keys, other: Keys) -> Verdict:
         sides = [[np.array(r.tokens_per_sec) for r in self.results(one)] for one in (setting, other)]
         return compare(sides[0], sides[1])
+
+    def _micro_step_s(self) -> float:
+        """Of the best so far."""
+        assert self.best
+        tokens = self.space.batch_size(self.best) * self.space.base.block_size * self.space.processes
+        return tokens / statistics.median(result.speed for result in self.results(self.best))
 
     def _smaller(self, setting: Keys) -> Keys:
         half = max(1, self.space.batch_size(setting) // 2)

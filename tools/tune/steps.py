@@ -12,6 +12,7 @@ AS_IT_IS, FIRST, LAST = "the config as it is", "conservative", "repeated"
 # Notes: why an option was taken without a gain, and why it was not
 FOR_ROOM, NOT_NEEDED = "for its room", "the room is not needed"
 NOISE, TOO_LARGE, NO_MEMORY = "within noise", "does not fit by the estimate", "out of memory"
+NO_GAIN = "nothing to gain"
 
 
 class OutOfTime(Exception):
