@@ -83,7 +83,7 @@ def peak_warnings(runs: list[Run], labels: list[str]) -> list[str]:
 
 
 def plot(runs: list[Run], labels: list[str]) -> Figure:
-    """What no run has logged has no panel, but a line under the others."""
+    """What no run has logged has no panel, but a line under the others. The legend is above: it would cover that line."""
     columns = {"loss": "loss", **TIMINGS}
     logged = {panel: [run.columns[column] for run in runs] for panel, column in columns.items()}
     logged["val"] = [run_record.evaluations(run, "val_loss")[1] for run in runs]
@@ -97,7 +97,7 @@ def plot(runs: list[Run], labels: list[str]) -> Figure:
     missing = [f"None of these runs logged {what}." for panel, what in ABSENT.items() if panel not in names]
     figure.note(fig, missing)
     names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
-    fig.legend(figure.legend_lines(styles), names, loc="outside lower left", frameon=False, fontsize=9)
+    fig.legend(figure.legend_lines(styles), names, loc="outside upper left", frameon=False, fontsize=9)
     return fig
 
 
@@ -171,7 +171,7 @@ def compare(patterns: list[str], baseline: list[str], method: str | None, output
     parts = [
         comparison_text.legend(runs, names, labels),
         comparison_text.table(runs, names),
-        comparison_text.verdict_lines(sides),
+        [part for line in comparison_text.verdict_lines(sides) for part in comparison_text.wrapped(line)],
         comparison_text.differences(sides),
     ]
     print("\n\n".join("\n".join(lines) for lines in parts if lines))

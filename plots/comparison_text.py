@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.text import aligned, one_line, shorten
 from plots import run_record, verdict
 from plots.run_record import Run
+from plots.verdict import Verdict
 
 WIDTH = 100
 CELL, VALUE = 22, 40  # characters of a cell of the table, and of a value that differs
@@ -114,7 +115,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
     "MFU %": lambda run: median_text(run, "mfu_percent", ".2f"),
     "tokens/s": lambda run: median_text(run, "tokens_per_sec", ",.0f"),
     "p10 to p90": p10_to_p90,
-    "max GB": memory_text,
+    "max GiB": memory_text,
     "SM MHz": lambda run: median_text(run, "sm_clock_mhz", ",.0f"),
     "W": lambda run: median_text(run, "power_w", ",.0f"),
 }
@@ -124,7 +125,8 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 
 
 def verdict_lines(sides: Sides) -> list[str]:
-    """Each side against the first, with what may explain a difference."""
+    """Each side against the first, with what may explain a difference. Lines are not wrapped; those about
+    another line begin with spaces."""
     (first, *names), lines, few = letters(len(sides)), [], False
     baseline = [speeds(run) for run in sides[0]]
     for name, side in zip(names, sides[1:], strict=True):
@@ -135,13 +137,27 @@ def verdict_lines(sides: Sides) -> list[str]:
             few = True
             continue
         lines.append(shorten(found.text(name, first), WIDTH))
+        each = per_gpu(found, side, sides[0])
+        if each is not None:
+            lines.append(
+                shorten(f"  per GPU, of which they have different numbers: {100 * each:+.1f} %", WIDTH)
+            )
         if abs(found.with_stalls - found.change) > STALLS:
             text = (
                 f"  with slow rows in full, as all tokens over all seconds: {100 * found.with_stalls:+.1f} %"
             )
             lines.append(shorten(text, WIDTH))
-        lines += clock_note(name, side, first, sides[0])
-    return lines + (wrapped(MORE_ROWS, 0) if few else [])
+        change = each if each is not None else found.change if found.is_difference else None
+        lines += clock_note(change, name, side, first, sides[0])
+    return lines + ([MORE_ROWS] if few else [])
+
+
+def per_gpu(found: Verdict, side: list[Run], other: list[Run]) -> float | None:
+    """The change of tokens/s per GPU; None where the sides have equally many GPUs, or it is not known."""
+    here, there = ({run.num_gpus or 0 for run in runs} for runs in (side, other))
+    if here == there or len(here | there) != 2 or 0 in here | there:
+        return None
+    return (1 + found.change) * min(there) / min(here) - 1
 
 
 def speeds(run: Run) -> np.ndarray:
@@ -149,14 +165,21 @@ def speeds(run: Run) -> np.ndarray:
     return values[values > 1 / run_record.LARGEST]  # NaN is not, and nothing real is slower
 
 
-def clock_note(name: str, side: list[Run], other_name: str, other: list[Run]) -> list[str]:
+def clock_note(
+    change: float | None, name: str, side: list[Run], other_name: str, other: list[Run]
+) -> list[str]:
+    """`change` is None if the sides are not distinguishable. The clock explains nothing where the side at the
+    lower one is faster."""
     here, there = (clock(side), clock(other))
     if here is None or there is None or abs(here - there) <= CLOCK_DIFFERENCE * there:
         return []
-    return wrapped(
-        f"  {name} ran at {here:,.0f} MHz, {other_name} at {there:,.0f} MHz: the cause may be the power "
-        "limit or the temperature of the GPU, and not what was changed"
-    )
+    if change is not None and (here > there) != (change > 0):
+        return []
+    return [
+        shorten(f"  {name} ran at {here:,.0f} MHz, {other_name} at {there:,.0f} MHz", WIDTH)
+        + f": {100 * abs(here / there - 1):.1f} % may be due to the power limit or the temperature of the "
+        "GPU, and not to what was changed"
+    ]
 
 
 def clock(side: list[Run]) -> float | None:
@@ -217,11 +240,16 @@ def shown_value(value: Any) -> str:
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """{'hardware.peak.source': text, ...} of nested facts; what is deeper stays together."""
+    """{'hardware.peak.source': text, ...} of nested facts; what is deeper stays together. Of facts about
+    several GPUs, each name has the values that occur: {'machine.gpus.power_limit_w': '700.0'}."""
     facts: dict[str, Any] = {}
     for room, known in value.items():
         for name, fact in (known if isinstance(known, dict) else {}).items():
             inner = fact if isinstance(fact, dict) else {}
+            if isinstance(fact, list) and fact and all(isinstance(item, dict) for item in fact):
+                keys = dict.fromkeys(key for item in fact for key in item)
+                every = {key: dict.fromkeys(str(item.get(key)) for item in fact) for key in keys}
+                inner = {key: ", ".join(values) for key, values in every.items()}
             facts |= {f"{room}.{name}.{key}": item for key, item in inner.items()}
             if not inner and fact is not None:
                 facts[f"{room}.{name}"] = fact

@@ -119,7 +119,7 @@ def shape(run: Run) -> str:
 def precision(run: Run) -> str:
     low = fact(run, "low_precision")
     known = low if isinstance(low, dict) else {}
-    recipe = [one_line(str(known[key]), 40) for key in ("recipe", "scope", "executed") if known.get(key)]
+    recipe = [one_line(str(known[key]), 40) for key in ("scope", "executed") if known.get(key)]
     return ", ".join([run.precision, *recipe])
 
 

@@ -112,7 +112,7 @@ def draw_time(axis: Axes, run: Run) -> None:
 
 
 def draw_memory(axis: Axes, run: Run) -> None:
-    label_axis(axis, "GPU memory", "GB")
+    label_axis(axis, "GPU memory", "GiB")
     draw_columns(axis, run, {"max_allocated_gb": "peak", "allocated_gb": "allocated"})
     axis.set_ylim(bottom=0)
 

@@ -107,7 +107,8 @@ class Run:
     @property
     def precision(self) -> str:
         precision = self.hardware.get("precision") or self.config.get("dtype") or "precision not recorded"
-        return one_line(str(precision))
+        low = _dict(self.startup.get("low_precision")).get("recipe")
+        return one_line(", ".join(str(name) for name in (precision, low) if name))
 
     @property
     def hardware(self) -> dict:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,6 +231,41 @@ def test_another_clock_is_mentioned_beside_the_verdict_and_an_equal_one_is_not(t
     assert "  B ran at 1,700 MHz, A at 1,755 MHz" in printed(a, b)
     (b,) = runs_of(tmp_path, "b", 1, 60_000, sm_clock_mhz=1750.0)
     assert "ran at" not in printed(a, b)
+
+
+def test_clock_is_no_reason_for_the_speed_of_the_side_that_had_the_lower_one(tmp_path, printed):
+    (a,) = runs_of(tmp_path, "a", 1, 60_000)
+    (b,) = runs_of(tmp_path, "b", 1, 84_000, sm_clock_mhz=1700.0)
+    assert "B is " in (output := printed(a, b)) and "ran at" not in output
+    assert "  B ran at 1,755 MHz, A at 1,700 MHz: 3.2 % may be due to" in printed(
+        b, *runs_of(tmp_path, "c", 1, 90_000)
+    )
+
+
+def edit_startup(path, **facts):
+    record = json.loads(Path(path).read_text())
+    record["startup_info"].update(facts)
+    Path(path).write_text(json.dumps(record))
+
+
+def test_sides_with_different_numbers_of_gpus_are_compared_per_gpu_too(tmp_path, printed):
+    (a,), (b,) = runs_of(tmp_path, "a", 1, 60_000), runs_of(tmp_path, "b", 1, 117_600, sm_clock_mhz=1720.0)
+    edit_startup(b, hardware={"gpu_name": "H200", "num_gpus": 2, "peak": {"tflops": 989.4}})
+    output = printed(a, b)
+    (each,) = re.findall(r"\n  per GPU, of which they have different numbers: (\S+) %", output)
+    assert -3 < float(each) < -1
+    assert "B ran at 1,720 MHz" in output, "per GPU, B is the slower side"
+    assert "per GPU, of" not in printed(a, *runs_of(tmp_path, "c", 1, 60_000))
+
+
+def test_recipe_of_low_precision_and_each_fact_of_the_gpus_are_named(tmp_path, printed):
+    a, b = runs_of(tmp_path, "a", 2, 60_000)
+    gpus = [{"uuid": f"GPU-{n}", "power_limit_w": 700.0} for n in (3, 4)]
+    edit_startup(a, machine={"gpus": gpus[:1]})
+    edit_startup(b, machine={"gpus": gpus}, low_precision={"recipe": "fp8_tensorwise", "scope": "layers"})
+    output = printed(a, b)
+    assert "fp8_tensorwise" in output and "  machine.gpus.uuid: GPU-3 (A), GPU-3, GPU-4 (B)" in output
+    assert "power_limit_w" not in output
 
 
 def test_what_differs_is_listed_by_kind_the_shortest_first(tmp_path, printed):
