@@ -83,7 +83,7 @@ def peak_warnings(runs: list[Run], labels: list[str]) -> list[str]:
 
 
 def plot(runs: list[Run], labels: list[str]) -> Figure:
-    """What no run has logged has no panel, but a line under the others. The legend is above: it would cover that line."""
+    """What no run has logged has no panel, but a line under the others, which a legend there would cover."""
     columns = {"loss": "loss", **TIMINGS}
     logged = {panel: [run.columns[column] for run in runs] for panel, column in columns.items()}
     logged["val"] = [run_record.evaluations(run, "val_loss")[1] for run in runs]

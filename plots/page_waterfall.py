@@ -136,13 +136,14 @@ def _row(
 ) -> dict[str, Any]:
     low, high = (min(max(100 * value / end, 0.0), 100.0) for value in span)
     ms = number(step.get("ms")) if step else None
+    shortest = 0.2 if step is None or ms is not None else 0.0  # what was not measured has no bar
     return {
         "label": one_line(str(label or "a step without a name")),
         "ms": _text(ms, ",.1f"),
         "points": _text(None if points is None else -points, "+.2f"),
         "left": _text(left, ".2f"),
         "kind": kind,
-        "bar": (round(low, 2), round(max(high - low, 0.2), 2)),
+        "bar": (round(low, 2), round(max(high - low, shortest), 2)),
     }
 
 

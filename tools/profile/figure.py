@@ -70,7 +70,9 @@ def _waterfall(axis: Axes, found: dict[str, Any]) -> None:
     axis.set_xticks(
         range(len(labels)), [literal(label) for label in labels], rotation=40, ha="right", fontsize=8
     )
+    axis.use_sticky_edges = False  # they would end the axis at the bars' own ends, such as 100
     axis.margins(y=0.08)  # room for the numbers above the bars
+    axis.set_ylim(bottom=0)
     axis.set_ylabel("% of the peak" if in_points else "ms per iteration")
     axis.set_title(
         "From the peak to the MFU" if in_points else "Where the time goes", loc="left", fontweight="bold"
