@@ -241,6 +241,21 @@ def test_no_level_is_tried_that_only_recomputes_more(config):
     assert found["activation_checkpointing"] == "none" and tried == {"full", "none"}
 
 
+def test_no_level_that_recomputes_more_is_tried_after_one_with_the_largest_useful_micro_batch(config):
+    """16 sequences are enough. Without recomputation 4 fit; with memory_bound 16 do, which is slower."""
+    measured = Measured(
+        speed=lambda s: (
+            (1.3e6 if s["activation_checkpointing"] == "none" else 1e6)
+            * (1 + (min(s["batch_size"], 16) / 100 if s["activation_checkpointing"] == "full" else 0))
+        ),
+        fits=lambda s: s["activation_checkpointing"] != "none" or s["batch_size"] <= 4,
+    )
+    ladder = Ladder(make_space(config, processes=1), measured)
+    ladder.climb()
+    tried = [step.option for step in ladder.steps if step.rung == "recomputation" and step.result]
+    assert [option for option in tried if option != "none"] == ["memory_bound"]
+
+
 def test_sharding_that_gains_nothing_is_taken_for_the_memory_that_it_frees(config):
     ladder = Ladder(between_ddp_and_zero1(config), Measured(speed=slower_sharded))
     found = ladder.climb()

@@ -118,7 +118,7 @@ class Ladder:
     def _try_options(self, dimension: Dimension) -> None:
         # the climb began with the first option; only one for which there was no memory then may fit now
         is_new = dimension.makes_room or dimension.changes_numbers
-        options = dimension.options if is_new else dimension.options[1:]
+        options, start = dimension.options if is_new else dimension.options[1:], self.best
         for option in reversed(options) if dimension.spends_room else options:
             assert self.best
             if option_of(Dimension("", (option,)), self.best):
@@ -138,8 +138,10 @@ class Ladder:
                 continue
             if setting != self.best:  # so few tokens are not divided into more parts
                 self._try_with_less(dimension, option, setting)
-            whole = self.space.batch_size(setting) >= self.space.batch_size(before)
-            if dimension.spends_room and whole and self.best is setting and self.goal == GOALS[0]:
+            size = self.space.batch_size(setting)
+            enough = self.space.batch_size(before) if self.best is setting else most
+            whole = self.best is not start and size >= enough and bool(self.results(setting))
+            if dimension.spends_room and whole and self.goal == GOALS[0]:
                 break  # the others do more work, and a larger micro-batch is all that they could give
 
     def _try_with_less(self, dimension: Dimension, option: Option, setting: Keys) -> None:
