@@ -75,7 +75,8 @@ def test_what_is_only_within_noise_is_left_out(config):
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_kept", "runs"), [(1.02, True, 2), (1.009, True, 2), (1.005, False, 2), (1.002, False, 1)]
+    ("gain", "is_kept", "runs"),
+    [(1.02, True, 1), (1.009, True, 2), (1.005, True, 3), (1.004, False, 3), (1.002, False, 1)],
 )
 def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, is_kept, runs):
     wave = (0.001, -0.001, 0.0)
@@ -87,7 +88,8 @@ def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, is_kept, runs):
     ladder.climb()
     graphs = next(step for step in ladder.steps if step.rung == "CUDA Graphs")
     assert graphs.kept == is_kept
-    assert min(2, measured.calls.count(graphs.setting)) == runs
+    made = measured.calls.count(graphs.setting)
+    assert made >= runs if is_kept else made == runs, "what is kept is repeated at the end, too"
 
 
 @pytest.mark.parametrize(("rate", "is_tried"), [(1e6, True), (1e4, False)])

@@ -2,10 +2,11 @@
 so far.
 
 A gain counts if it is more than noise. A gain of CLEAR and more is taken from one run; a smaller one after
-both sides have run REPEATS times (plots/verdict.py); one below RUN_NOISE is dropped after one run. Within
-noise the setting stays as it was, which is the one with less memory or fewer features. Where memory is short,
-an option that needs less of it is taken although it gains nothing: the rungs above spend what it frees. At
-the end, what it replaced is tried again. Nothing here knows how a trial is run.
+both sides have run REPEATS times, or TOP_REPEATS if that leaves it open (plots/verdict.py); one below
+RUN_NOISE is dropped after one run. Within noise the setting stays as it was, which is the one with less
+memory or fewer features. Where memory is short, an option that needs less of it is taken although it gains
+nothing: the rungs above spend what it frees. At the end, what it replaced is tried again. Nothing here
+knows how a trial is run.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Ladder:
             if option_of(Dimension("", (option,)), self.best):
                 continue
             wanted, before = self.space.with_option(self.best, option), self.best
-            if dimension.steps_below_s and (took := self._micro_step_s()) > dimension.steps_below_s:
+            took = self.space.micro_step_s(before, self.results(before)[0].speed)
+            if dimension.steps_below_s and took > dimension.steps_below_s:
                 self._skip(dimension.name, option.name, wanted, f"a micro-step takes {took:.2f} s: {NO_GAIN}")
                 continue
             if obstacle := self.space.obstacle(wanted):
@@ -252,21 +254,28 @@ class Ladder:
             note = NOISE
         elif 0 < gain < CLEAR:
             try:
-                for one in (setting, self.best):
-                    self._repeat(one, REPEATS)
+                gain, kept, note = self._confirm(setting, self.best)
             except OutOfTime:
                 self._add(rung, option, setting, result, gain, False, "not repeated: the time is over")
                 raise
-            if min(len(self.results(one)) for one in (setting, self.best)) < REPEATS:
-                note = "a repeat failed"
-            else:
-                verdict = self._compare(setting, self.best)
-                gain, kept = verdict.change, verdict.low > 0
-                note = "" if kept else NOISE
         if kept:
             self.best = setting
         self._add(rung, option, setting, result, gain, kept, note)
         return result
+
+    def _confirm(self, setting: Keys, other: Keys) -> tuple[float, bool, str]:
+        """(gain, whether it is real, a note), by repeats of both. A third one only if two leave it open."""
+        for times in (REPEATS, TOP_REPEATS):
+            for one in (setting, other):
+                self._repeat(one, times)
+            if min(len(self.results(one)) for one in (setting, other)) < times:
+                return self._gain(setting, other), False, "a repeat failed"
+            verdict = self._compare(setting, other)
+            if verdict.low > 0:
+                return verdict.change, True, ""
+            if verdict.change <= RUN_NOISE:
+                break
+        return verdict.change, False, NOISE
 
     def _run(self, setting: Keys) -> Result:
         """The first run of a setting; once in a climb."""
@@ -291,12 +300,6 @@ class Ladder:
     def _compare(self, setting: Keys, other: Keys) -> Verdict:
         sides = [[np.array(r.tokens_per_sec) for r in self.results(one)] for one in (setting, other)]
         return compare(sides[0], sides[1])
-
-    def _micro_step_s(self) -> float:
-        """Of the best so far."""
-        assert self.best
-        tokens = self.space.batch_size(self.best) * self.space.base.block_size * self.space.processes
-        return tokens / statistics.median(result.speed for result in self.results(self.best))
 
     def _smaller(self, setting: Keys) -> Keys:
         half = max(1, self.space.batch_size(setting) // 2)

@@ -195,6 +195,9 @@ class Space:
         assert isinstance(size, int)
         return size
 
+    def micro_step_s(self, setting: Keys, tokens_per_sec: float) -> float:
+        return self.batch_size(setting) * self.base.block_size * self.processes / tokens_per_sec
+
     # --- as configurations ---
 
     def config(self, setting: Keys) -> TrainConfig:
