@@ -154,10 +154,11 @@ def verdict_lines(sides: Sides) -> list[str]:
 
 def per_gpu(found: Verdict, side: list[Run], other: list[Run]) -> float | None:
     """The change of tokens/s per GPU; None where the sides have equally many GPUs, or it is not known."""
-    here, there = ({run.num_gpus or 0 for run in runs} for runs in (side, other))
-    if here == there or len(here | there) != 2 or 0 in here | there:
+    here, there = ({run.num_gpus for run in runs} for runs in (side, other))
+    if here == there or len(here) != 1 or len(there) != 1:
         return None
-    return (1 + found.change) * min(there) / min(here) - 1
+    gpus, others = here.pop(), there.pop()
+    return (1 + found.change) * others / gpus - 1 if gpus and others else None
 
 
 def speeds(run: Run) -> np.ndarray:

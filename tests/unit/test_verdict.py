@@ -255,7 +255,8 @@ def test_sides_with_different_numbers_of_gpus_are_compared_per_gpu_too(tmp_path,
     (each,) = re.findall(r"\n  per GPU, of which they have different numbers: (\S+) %", output)
     assert -3 < float(each) < -1
     assert "B ran at 1,720 MHz" in output, "per GPU, B is the slower side"
-    assert "per GPU, of" not in printed(a, *runs_of(tmp_path, "c", 1, 60_000))
+    (c,) = runs_of(tmp_path, "c", 1, 60_000)
+    assert "per GPU, of" not in printed(a, c) + printed(b, c, "--baseline", a)
 
 
 def test_recipe_of_low_precision_and_each_fact_of_the_gpus_are_named(tmp_path, printed):
