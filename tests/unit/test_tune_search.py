@@ -92,6 +92,23 @@ def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, is_kept, runs):
     assert made >= runs if is_kept else made == runs, "what is kept is repeated at the end, too"
 
 
+@pytest.mark.parametrize(("wobble", "runs"), [(0.0001, 1), (0.02, 2)])
+def test_a_gain_by_which_the_rows_of_a_run_differ_too_is_repeated(config, wobble, runs):
+    measured, made = Measured(), {}
+    gain = lambda setting: 1.02 if setting["use_cuda_graphs"] else 1.0  # noqa: E731
+
+    def measure(setting, run):
+        measured.calls.append(setting)
+        rows = (1 - 2 * wobble, 1 - wobble, 1, 1, 1 + wobble, 1 + 2 * wobble)
+        return Result(tuple(1e6 * gain(setting) * row for row in rows), 10.0, 50.0)
+
+    def report(step):
+        made.setdefault(step.rung, measured.calls.count(step.setting))
+
+    Ladder(make_space(config, processes=1), measure, report).climb()
+    assert made["CUDA Graphs"] == runs
+
+
 @pytest.mark.parametrize(("rate", "is_tried"), [(1e6, True), (1e4, False)])
 def test_cuda_graphs_are_tried_only_where_the_gpu_may_wait_for_launches(config, rate, is_tried):
     """16 x 2048 tokens take 33 ms or 3.3 s; every option but the graphs is as fast as the first."""

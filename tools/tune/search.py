@@ -1,12 +1,12 @@
 """Climbs from a careful setting to the fastest one: a dimension at a time, each option compared with the best
 so far.
 
-A gain counts if it is more than noise. A gain of CLEAR and more is taken from one run; a smaller one after
-both sides have run REPEATS times, or TOP_REPEATS if that leaves it open (plots/verdict.py); one below
-RUN_NOISE is dropped after one run. Within noise the setting stays as it was, which is the one with less
-memory or fewer features. Where memory is short, an option that needs less of it is taken although it gains
-nothing: the rungs above spend what it frees. At the end, what it replaced is tried again. Nothing here
-knows how a trial is run.
+A gain counts if it is more than noise. A gain of CLEAR and more is taken from one run, if its rows differ
+by less; a smaller one after both sides have run REPEATS times, or TOP_REPEATS if that leaves it open
+(plots/verdict.py); one below RUN_NOISE is dropped after one run. Within noise the setting stays as it was,
+which is the one with less memory or fewer features. Where memory is short, an option that needs less of it
+is taken although it gains nothing: the rungs above spend what it frees. At the end, what it replaced is
+tried again. Nothing here knows how a trial is run.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Ladder:
         result = self._run(setting)
         while result.out_of_memory and self.space.batch_size(setting) > self.space.batches[0]:
             self._add(FIRST, self.batch_text(setting), setting, result, None, False)
-            setting = self._smaller(setting)
+            setting = self.space.smaller(setting)
             result = self._run(setting)
         self._add(FIRST, self.batch_text(setting), setting, result, None, not result.reason)
         if not result.reason:
@@ -157,7 +157,7 @@ class Ladder:
             result = self._try(dimension.name, option.name, setting, why)
             if not result.out_of_memory or self.space.batch_size(setting) == self.space.batches[0]:
                 break
-            setting = self._smaller(setting)
+            setting = self.space.smaller(setting)
         if self.best is not before and dimension.makes_room:
             if self.steps[-1].note == FOR_ROOM:
                 self.replaced.setdefault(dimension.name, {key: before[key] for key in option.keys})
@@ -226,7 +226,7 @@ class Ladder:
                     self._repeat(setting, TOP_REPEATS)
         except OutOfTime:
             self.finished = False
-        kept, note = gain >= CLEAR, "not repeated: the time is over"
+        kept, note = gain >= self._clear(found, own), "not repeated: the time is over"
         if min(len(self.results(found)), len(self.results(own))) >= REPEATS:
             self.verdict = self._compare(found, own)
             gain, note = self.verdict.change, self.verdict.text("it", "the config as it is")
@@ -246,13 +246,13 @@ class Ladder:
         if result.reason:
             self._add(rung, option, setting, result, None, False)
             return result
-        gain, note = self._gain(setting, self.best), ""
-        kept = gain >= CLEAR
-        if unless and -unless[0] < gain < CLEAR:
+        gain, clear, note = self._gain(setting, self.best), self._clear(setting, self.best), ""
+        kept = gain >= clear
+        if unless and -unless[0] < gain < clear:
             kept, note = True, unless[1]
         elif 0 < gain <= RUN_NOISE:
             note = NOISE
-        elif 0 < gain < CLEAR:
+        elif 0 < gain < clear:
             try:
                 gain, kept, note = self._confirm(setting, self.best)
             except OutOfTime:
@@ -293,6 +293,10 @@ class Ladder:
         """Of the runs that succeeded."""
         return [result for result in self.runs.get(self._text(setting), []) if not result.reason]
 
+    def _clear(self, setting: Keys, other: Keys) -> float:
+        """The gain that one run shows: more than runs differ by, and than the rows of these runs do."""
+        return max(CLEAR, *(result.spread for one in (setting, other) for result in self.results(one)))
+
     def _gain(self, setting: Keys, other: Keys) -> float:
         speeds = [statistics.median(r.speed for r in self.results(one)) for one in (setting, other)]
         return speeds[0] / speeds[1] - 1
@@ -300,11 +304,6 @@ class Ladder:
     def _compare(self, setting: Keys, other: Keys) -> Verdict:
         sides = [[np.array(r.tokens_per_sec) for r in self.results(one)] for one in (setting, other)]
         return compare(sides[0], sides[1])
-
-    def _smaller(self, setting: Keys) -> Keys:
-        half = max(1, self.space.batch_size(setting) // 2)
-        size = max(b for b in self.space.batches if b <= half)
-        return self.space.divided({**setting, "batch_size": size})
 
     def _skip(self, rung: str, option: str, setting: Keys, note: str) -> None:
         self._add(rung, option, setting, None, None, False, note)

@@ -195,6 +195,11 @@ class Space:
         assert isinstance(size, int)
         return size
 
+    def smaller(self, setting: Keys) -> Keys:
+        """With half of the micro-batch, or the next smaller one that is possible."""
+        half = max(1, self.batch_size(setting) // 2)
+        return self.divided({**setting, "batch_size": max(size for size in self.batches if size <= half)})
+
     def micro_step_s(self, setting: Keys, tokens_per_sec: float) -> float:
         return self.batch_size(setting) * self.base.block_size * self.processes / tokens_per_sec
 
