@@ -113,9 +113,14 @@ def total(rows: np.ndarray) -> float:
 def usual(rows: np.ndarray) -> np.ndarray:
     """The logarithms of the rows, those far from the median moved to OUTLIER standard deviations from it."""
     logs = np.log(rows)
-    median = np.median(logs)
-    deviation = 1.4826 * np.median(np.abs(logs - median))  # the standard deviation, if the rest is normal
-    return np.clip(logs, median - OUTLIER * deviation, median + OUTLIER * deviation) if deviation else logs
+    median, reach = np.median(logs), OUTLIER * deviation(rows)
+    return np.clip(logs, median - reach, median + reach) if reach else logs
+
+
+def deviation(rows: np.ndarray) -> float:
+    """The standard deviation of the rows, as a share, if they are normal but for a few far ones."""
+    logs = np.log(rows)
+    return 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
 
 
 def within_run(logs: np.ndarray) -> float:

@@ -94,16 +94,15 @@ def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, is_kept, runs):
 
 @pytest.mark.parametrize(("wobble", "runs"), [(0.0001, 1), (0.02, 2)])
 def test_a_gain_by_which_the_rows_of_a_run_differ_too_is_repeated(config, wobble, runs):
-    measured, made = Measured(), {}
-    gain = lambda setting: 1.02 if setting["use_cuda_graphs"] else 1.0  # noqa: E731
+    calls, made = [], {}
 
     def measure(setting, run):
-        measured.calls.append(setting)
-        rows = (1 - 2 * wobble, 1 - wobble, 1, 1, 1 + wobble, 1 + 2 * wobble)
-        return Result(tuple(1e6 * gain(setting) * row for row in rows), 10.0, 50.0)
+        calls.append(setting)
+        speed = 1.02e6 if setting["use_cuda_graphs"] else 1e6
+        return Result(tuple(speed * (1 + steps * wobble) for steps in (-2, -1, 0, 0, 1, 2)), 10.0, 50.0)
 
     def report(step):
-        made.setdefault(step.rung, measured.calls.count(step.setting))
+        made.setdefault(step.rung, calls.count(step.setting))
 
     Ladder(make_space(config, processes=1), measure, report).climb()
     assert made["CUDA Graphs"] == runs

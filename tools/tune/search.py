@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from common.errors import UserError
-from plots.verdict import RUN_NOISE, Verdict, compare
+from plots.verdict import RUN_NOISE, Verdict, compare, deviation
 from tools.tune.dimensions import BATCH, Dimension, Keys, Option, option_of
 from tools.tune.space import Space
 from tools.tune.steps import (
@@ -295,7 +295,8 @@ class Ladder:
 
     def _clear(self, setting: Keys, other: Keys) -> float:
         """The gain that one run shows: more than runs differ by, and than the rows of these runs do."""
-        return max(CLEAR, *(result.spread for one in (setting, other) for result in self.results(one)))
+        results = [*self.results(setting), *self.results(other)]
+        return max(CLEAR, *(deviation(np.array(result.tokens_per_sec)) for result in results))
 
     def _gain(self, setting: Keys, other: Keys) -> float:
         speeds = [statistics.median(r.speed for r in self.results(one)) for one in (setting, other)]

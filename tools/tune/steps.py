@@ -34,11 +34,6 @@ class Result:
     def speed(self) -> float:
         return statistics.median(self.tokens_per_sec)
 
-    @property
-    def spread(self) -> float:
-        """The standard deviation of the rows, as a share; by the median, so one slow row hardly counts."""
-        return 1.4826 * statistics.median(abs(row / self.speed - 1) for row in self.tokens_per_sec)
-
 
 @dataclass(frozen=True)
 class Step:
