@@ -45,7 +45,7 @@ FRESH = "--fresh"
 # Of a GPU's time, for all operations together. One second of matmuls first brings the chip to the clock that
 # its power allows. The operations follow one another without a pause, so it stays there, and each needs only
 # a fraction of a second: a quarter of it is not timed, as neighbors draw different power.
-BUDGET_S, HEAT_S = 9.0, 1.0
+BUDGET_S, HEAT_S = 5.0, 1.0
 HEAT_N = 8192  # of the square matrices
 SAMPLES, UNTIMED = 6, 0.25
 
