@@ -65,7 +65,7 @@ MEASURED = [
     (1, QWEN, f"batch_size=16 {FP8_HEAD}", 99.18, 99.52),
 ]
 
-# One H200 that may use 24e9 bytes, 2026-11-23, expandable segments: flags, GiB allocated and reserved at most.
+# One H200 that may use 24e9 bytes, 2026-11-23, expandable segments: flags, GiB allocated and reserved
 IN_24_GB = [
     (f"batch_size=2 {SMALL}", 21.56, 21.59),
     (f"batch_size=3 {MEMORY_BOUND} {SMALL}", 21.81, 21.87),
