@@ -9,7 +9,7 @@ from support.helpers import SMALL, TINY, last_run, make_dataset, write_config
 
 from bench import runner
 from bench.process import Outcome
-from common.command import USER_ERROR, run_command
+from common.command import INTERRUPTED, USER_ERROR, run_command
 from tools.tune import __main__ as tool
 from tools.tune import space, tuned_config
 from training.configuration.files_and_flags import load_config
@@ -72,6 +72,29 @@ def test_the_tuned_config_trains_with_the_tokens_of_the_config(config, tmp_path,
     assert record["tokens_per_iter"] == 128 and not record["compile"]
     assert record["eval_batch_size"] == 4, "as before, whatever the micro-batch"
     assert record["learning_rate"] == TINY["learning_rate"], "what was not tuned is as in the config"
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_ctrl_c_writes_the_best_so_far(trial, config, tmp_path, in_process, monkeypatch, capsys):
+    """During the first trial there is nothing to write."""
+    clean = runner.run_process
+
+    def interrupted(*arguments):
+        if len(in_process) == trial:
+            raise KeyboardInterrupt
+        return clean(*arguments)
+
+    monkeypatch.setattr(runner, "run_process", interrupted)
+    assert tune(config, tmp_path, *FEW) == INTERRUPTED
+    printed, tuned = capsys.readouterr(), tmp_path / "tuned_tiny.py"
+    assert len(in_process) == trial and tuned.exists() == (trial > 0)
+    if trial:
+        assert "the same command goes on from here" in printed.out
+        assert printed.err == "interrupted; the result is the best so far\n"
+        assert load_config([str(tuned)]).tokens_per_iter == 128
+    monkeypatch.setattr(runner, "run_process", clean)
+    assert tune(config, tmp_path, *FEW) == 0
+    assert "over before the last rung" not in capsys.readouterr().out
 
 
 def test_the_plan_starts_nothing_and_writes_nothing(config, tmp_path, in_process, capsys):

@@ -8,7 +8,7 @@ It climbs from a careful setting to the fastest one, a rung at a time (docs/tuni
 each trial as it ends. A trial is a short train.py in a fresh process. The tokens per iteration stay those
 of the config. The result is config/tuned_NAME.py. A finished trial is kept in the output folder: the same
 command goes on from there after any end. Any --key=value of train.py goes to all trials and into the result,
-and stays: what it sets is not searched.
+and stays: what it sets is not searched. Ctrl-C stops the search, and the result is the best so far.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     check_writable(folder)
     with RunLock(folder) as lock:
         lock.acquire()
-        ladder = climb(space, arguments, folder, options)
+        ladder, interrupted = climb(space, arguments, folder, options)
     text = explanation(ladder)
     minutes = (time.monotonic() - began) / 60
     started = [len(runs) for runs in ladder.runs.values() if runs]
@@ -80,10 +80,15 @@ def main(argv: list[str]) -> int:
     stated = read_settings(arguments).values
     tuned_config.write(result, ladder, stated, command)
     print(f"Written to {from_root(result)}; the trials are in {from_root(folder)}", flush=True)
+    if interrupted:
+        raise KeyboardInterrupt("the result is the best so far")
     return 0
 
 
-def climb(space: Space, arguments: list[str], folder: Path, options: argparse.Namespace) -> Ladder:
+def climb(
+    space: Space, arguments: list[str], folder: Path, options: argparse.Namespace
+) -> tuple[Ladder, bool]:
+    """(the climb, whether the user stopped it). Raises KeyboardInterrupt if there is no result yet."""
     options.tokens = None
     if options.dataset == "random":
         options.tokens = make_random_dataset(folder, space.base.model_config().vocab_size)
@@ -98,8 +103,13 @@ def climb(space: Space, arguments: list[str], folder: Path, options: argparse.Na
         print(line(cells(step, space)), flush=True)
 
     ladder = Ladder(space, trials.measure, report, options.goal)
-    ladder.climb()
-    return ladder
+    try:
+        ladder.climb()
+    except UserError:
+        if trials.interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    return ladder, trials.interrupted
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> None:

@@ -49,17 +49,22 @@ class Trials:
         self.until = time.monotonic() + options.budget
         self.code = git_state()
         self.started = 0  # trials of this command; the others were in the folder
+        self.interrupted = False  # by Ctrl-C or SIGTERM, during a trial
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
     def measure(self, setting: Keys, run: int) -> Result:
-        """Raises OutOfTime if the run is not there and the budget is used up."""
+        """Raises OutOfTime if the run is not there and the budget is used up, or the user stops the trial."""
         path = self._path(setting, run)
         if found := read_result(path):
             return found
-        if time.monotonic() > self.until:
+        if self.interrupted or time.monotonic() > self.until:
             raise OutOfTime
         self.started += 1
-        result = self._start(setting, run)
+        try:
+            result = self._start(setting, run)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            raise OutOfTime from None
         # only what would be the same again: other failures may be about the disk, the data or the machine
         if not result.reason or result.out_of_memory:
             write_json(path, asdict(result) | {"setting": setting})
