@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def killed_twice(tmp_path_factory):
     config = write_config(folder / "run.py", **keys, out_dir=out_dir, init_from="auto")
     env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     for kill, rows in ((os.killpg, ROWS), (os.kill, 2 * ROWS)):
-        process = start_train(config, **env)
+        process = start_train(config, stdout=subprocess.DEVNULL, **env)
         until = time.monotonic() + 120
         while rows_logged(out_dir) < rows + (kill is os.kill):
             assert process.poll() is None and time.monotonic() < until, process.communicate()

@@ -6,6 +6,7 @@ import math
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -541,7 +542,7 @@ def test_ctrl_c_leaves_an_interrupted_record_and_exit_status_130(config, tmp_pat
 
 @pytest.mark.history
 def test_record_parses_at_every_moment_and_after_kill_9(config, tmp_path):
-    process = start_train(config, *ENDLESS, "--log_save_interval=1")
+    process = start_train(config, *ENDLESS, "--log_save_interval=1", stdout=subprocess.DEVNULL)
     reads, rows = 0, -1
     try:
         until = time.monotonic() + 60

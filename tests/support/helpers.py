@@ -129,8 +129,11 @@ def _assemble(parts: list[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
     return whole
 
 
-def start_train(*args: object, processes: int = 1, **env: str) -> subprocess.Popen:
-    """train.py as a user starts it, under torchrun if `processes` > 1, in a process group of its own."""
+def start_train(
+    *args: object, processes: int = 1, stdout: int = subprocess.PIPE, **env: str
+) -> subprocess.Popen:
+    """train.py as a user starts it, under torchrun if `processes` > 1, in a process group of its own. A pipe
+    that nobody reads is full after some 160 rows, and then the run waits."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -139,7 +142,7 @@ def start_train(*args: object, processes: int = 1, **env: str) -> subprocess.Pop
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
