@@ -63,11 +63,11 @@ def test_the_reason_for_no_mfu_appears_once_and_stays_in_the_record(trained, tmp
 
 
 def test_no_quantity_of_a_small_run_is_rounded_to_zero(trained):
-    output = trained("--peak_tflops=0.004", "--max_iters=5")
-    assert "Peak per GPU:                4.0 GFLOPS" in output
+    output = trained("--peak_tflops=0.04", "--max_iters=5")
+    assert "Peak per GPU:                40.0 GFLOPS" in output
     assert "Iterations:                  5 (640 tokens)" in output
     assert re.search(r"FLOPs/token: \d+\.\d\d kF \(component", output)
-    assert re.search(r"Achieved: \d+\.\d [MG]F │ Peak: 4\.0 GF", output)
+    assert re.search(r"Achieved: \d+\.\d [MG]F │ Peak: 40\.0 GF", output)
     assert ZERO.search(output) is None
 
 
