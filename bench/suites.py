@@ -47,7 +47,7 @@ FP8_HEAD = {**FP8, "low_precision_scope": "layers_and_head"}
 IN_FP8: dict[str, tuple[tuple[str, ...], ...]] = {  # the keys that are True
     "DDP": ((),),
     "ZeRO-1": ((), (OVERLAP,)),
-    "FSDP": ((), (FUSION,), (OVERLAP,), (OVERLAP, FUSION)),
+    "FSDP": ((), (OVERLAP,)),
 }
 
 
@@ -143,7 +143,7 @@ SUITES: dict[str, tuple[Variant, ...]] = {
         ),
         *(
             Variant(
-                f"{strategy}, {name}, {key}",
+                f"{strategy}, {name}, {key}={value}",
                 QWEN3,
                 {**TWO_STEPS, **STRATEGIES[strategy], **COMMUNICATION[name], key: value},
                 ALL_GPUS,
@@ -151,7 +151,9 @@ SUITES: dict[str, tuple[Variant, ...]] = {
             for strategy, own in OF_STRATEGY.items()
             for key, value in own.items()
             for name in ("defaults", "bf16", "bf16, 8 CTAs", "bf16, 8 CTAs left free")
+            if (key, name) != (FUSION, "defaults")  # where it is the default
         ),
+        Variant(f"FSDP, {FUSION}=False", QWEN3, {**TWO_STEPS, "use_fsdp": True, FUSION: False}, ALL_GPUS),
         Variant("one GPU, fp8", QWEN3, {**TWO_STEPS, **FP8_HEAD}),
         *(
             Variant(f"{strategy}, fp8{''.join(f', {key}' for key in keys)}", QWEN3, overrides, ALL_GPUS)

@@ -1,6 +1,7 @@
 """The keys of memory and communication, alone and with each strategy: they change what is stored, sent and
 recomputed, not what is learned. Under torchrun with 2 gloo processes, and with 4 as two machines of two."""
 
+import contextlib
 import dataclasses
 import gc
 import socket
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from support.helpers import (
     TINY,
     checkpoint_tensors,
@@ -43,6 +45,7 @@ from training.process.world import World
 from training.strategies import fused_sums, zero1
 from training.strategies import replicated as replicated_strategy
 from training.strategies.parallelize import parallelism_line, parallelize
+from training.strategies.replicated import Bucket
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 ALL = ["single", *STRATEGIES]
@@ -110,8 +113,8 @@ ONE_STRATEGY = {
     **{(s, "delayed fp8, overlapped"): [*DELAYED_FP8, *OVERLAPPED] for s in ("zero1", "fsdp")},
     ("fsdp", "fp8 head, overlapped"): [*FP8_HEAD, *OVERLAPPED, "--gradient_accumulation_fusion=True"],
     ("fsdp", "fp8 head, fused"): [*FP8_HEAD, "--gradient_accumulation_fusion=True"],
-    ("fsdp", "bf16"): BF16,
-    ("fsdp", "fused"): FUSED,
+    ("fsdp", "bf16"): [*BF16, "--gradient_accumulation_fusion=False"],
+    ("fsdp", "fused"): BF16,  # the default, with several micro-steps
     ("fsdp", "fused, sent in bf16"): [*FUSED, "--reduce_dtype=bfloat16"],
     ("fsdp", "fused, hybrid"): [*FUSED, "--fsdp_sharding=hybrid"],
     ("fsdp", "fused, tied"): [*FUSED, *TIED, "--reshard_after_forward=True"],
@@ -628,7 +631,7 @@ def watch(model, strategy, monkeypatch) -> list[str]:
     def recorded(communicate, gradients):
         def run(*tensors, **options):
             event = f"sends {part_of(tensors[gradients])}"
-            if event not in events[-1:]:  # ZeRO-1 sends each matrix by itself
+            if event not in events:  # ZeRO-1 sends matrices, then vectors
                 events.append(event)
             return communicate(*tensors, **options)
 
@@ -644,7 +647,7 @@ def watch(model, strategy, monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("strategy_flags", [[], ["--use_zero1=True"]], ids=["ddp", "zero1"])
-def test_gradients_travel_beside_the_backward_of_the_block_below(
+def test_gradients_travel_beside_the_backward_of_the_blocks_below(
     folder, world, monkeypatch, strategy_flags, recompute
 ):
     flags = [*strategy_flags, f"--activation_checkpointing={recompute}"]
@@ -656,10 +659,27 @@ def test_gradients_travel_beside_the_backward_of_the_block_below(
     assert events == 2 * [f"backward of {part}" for part in parts]  # nothing is sent before the last one
     events.clear()
     micro_step(strategy, last=True)
-    assert events == [event for part in parts for event in (f"backward of {part}", f"sends {part}")]
+    assert events == [
+        *("backward of head", "backward of blocks.2", "sends head", "sends blocks.2"),
+        *("backward of blocks.1", "sends blocks.1", "backward of blocks.0", "sends blocks.0"),
+    ]
     events.clear()
     strategy.reduce_gradients(torch.zeros(()))
     assert events == ["sends embed"]
+
+
+def test_a_few_messages_hold_what_travels_beside_the_backward():
+    """The first is the longest, so that most of the backward is left to hide it; the last is one block."""
+    head, block = nn.Linear(2048, 1000), nn.Linear(2048, 256)
+    modules = {"head": head} | {f"blocks.{i}": block for i in reversed(range(24))}
+    buckets = {name: Bucket(dict(module.named_parameters()), 2) for name, module in modules.items()}
+    messages = replicated_strategy.in_messages(buckets)
+    assert [name for message in messages for name in message] == list(modules)
+    lengths = [sum(len(buckets[name].flat) for name in message) for message in messages]
+    for i, length in enumerate(lengths[:-1]):
+        assert sum(lengths[i + 1 :]) / 2 <= length <= sum(lengths) / 2
+    assert len(messages) <= 9
+    assert messages[-1] == ["blocks.0"]
 
 
 class Sending:
@@ -669,8 +689,7 @@ class Sending:
         self.events, self.what = events, what
 
     def wait(self) -> None:
-        if f"waits for {self.what}" not in self.events[-1:]:  # ZeRO-1 sends each matrix by itself
-            self.events.append(f"waits for {self.what}")
+        self.events.append(f"waits for {self.what}")
 
 
 PARTS = ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
@@ -680,14 +699,22 @@ def watch_weights(model, strategy, monkeypatch) -> list[str]:
     """A list that fills with 'gathers X', 'waits for X' and 'forward of X' as they happen."""
     events = []
 
-    def gather(whole, mine, async_op):
+    gathered = []  # one entry for each matrix
+
+    def gather(whole, mine):
         (name,) = (name for name, tensor in strategy.padded.items() if tensor is whole)
-        part = ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
-        if f"gathers {part}" not in events[-1:]:
+        gathered.append(".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]))
+
+    @contextlib.contextmanager
+    def in_one_launch(works):
+        gathered.clear()
+        yield
+        for part in set(gathered):  # one, or none if gradients are sent
             events.append(f"gathers {part}")
-        return Sending(events, part)
+            works.append(Sending(events, part))
 
     monkeypatch.setattr(zero1, "all_gather", gather)
+    monkeypatch.setattr(zero1, "in_one_launch", in_one_launch)
     for name in PARTS:
         module = model.get_submodule(name)
         module.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward of {name}"))
@@ -750,11 +777,20 @@ def test_norms_are_computed_while_the_embedding_s_gradient_travels(
     events = watch(model, strategy, monkeypatch)
     (module,) = {replicated_strategy, zero1} & {sys.modules[type(strategy).__module__]}
     monkeypatch.setattr(module, "norms", lambda grads, **_: events.append("norms") or torch.ones(len(grads)))
+
+    @contextlib.contextmanager
+    def in_one_launch(works):
+        yield
+        works.append(Sending(events, "the embedding"))
+
+    for where in (replicated_strategy, zero1):
+        monkeypatch.setattr(where, "in_one_launch", in_one_launch)
     for where, name in ((dist, "all_reduce"), (zero1, "reduce_scatter")):
-        monkeypatch.setattr(where, name, lambda *_, **__: Sending(events, "the embedding"))
+        monkeypatch.setattr(where, name, lambda *_, **__: None)
     strategy.works.clear()
     strategy.reduce_gradients(torch.zeros(()))
-    assert events == ["norms", "waits for the embedding", "norms"]
+    waits = (1 + len(strategy_flags)) * ["waits for the embedding"]  # ZeRO-1: its matrices, and its vectors
+    assert events == ["norms", *waits, "norms"]
 
 
 def test_multiprocessors_are_left_free_in_the_last_backward_alone(folder, world):

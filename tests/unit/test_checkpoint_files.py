@@ -28,7 +28,8 @@ from support.helpers import ROOT, checkpoint_tensors
 from common.errors import UserError
 from training.checkpoints.loading import load_checkpoint, load_weights
 from training.checkpoints.saved_state import read_state
-from training.checkpoints.tensor_files import Part, TensorFiles, read_header, write_parts
+from training.checkpoints.tensor_files import Part, read_header, write_parts
+from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.verification import (
     damage_here,
     digest,

@@ -206,9 +206,21 @@ def test_sums_that_fsdp_s_matmuls_add_to_are_always_there():
         found = estimate(QWEN, f"{fused} {flags}", 2)
         assert found["whole gradients (float32)"] == pytest.approx(4 * 1_830_395_904 / 2**30)
         assert not [name for name in found if name.startswith("head's gradient")]
-    assert total(QWEN, fused, 2) < total(QWEN, FSDP, 2)
+    assert total(QWEN, fused, 2) < total(QWEN, f"{FSDP} gradient_accumulation_fusion=False", 2)
     alone = "gradient_accumulation_steps=1"
     assert total(QWEN, f"{fused} {alone}", 2) > total(QWEN, f"{FSDP} {alone}", 2)
+
+
+def test_by_itself_fsdp_s_matmuls_add_where_fsdp_had_float32_sums_of_its_own():
+    stated = "gradient_accumulation_fusion"
+    for flags, fused in (
+        ("", True),
+        ("gradient_accumulation_steps=1", False),
+        ("reduce_dtype=bfloat16", False),
+    ):
+        by_itself = estimate(QWEN, f"{FSDP} {flags}", 2)
+        assert by_itself == estimate(QWEN, f"{FSDP} {flags} {stated}={fused}", 2)
+        assert by_itself != estimate(QWEN, f"{FSDP} {flags} {stated}={not fused}", 2)
 
 
 def test_gradients_sent_in_bfloat16_are_copies_where_activations_are_few():

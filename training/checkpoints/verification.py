@@ -21,7 +21,8 @@ from model_config import ModelConfig
 from ops.quantization.adamw_8bit import is_quantized, scales_shape
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
 from training.checkpoints.saved_state import HALVES_FORMAT, STATE, SavedState, UnknownFormat, read_state
-from training.checkpoints.tensor_files import SUFFIX, TensorFiles, read_header
+from training.checkpoints.tensor_files import SUFFIX, read_header
+from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import SCALES
 from training.process.world import World, gather_objects
 

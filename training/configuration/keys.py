@@ -216,7 +216,7 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "memory_bound", "attention", "selective", "full"] = key(
         "none",
         "made again in the backward; KB saved a token and layer of Qwen3 1.8B (72): memory_bound 27: norms, "
-        "SwiGLU, q, k; attention 31 (both: time unmeasured); selective 34: every 2nd block; full 64: all",
+        "SwiGLU, q, k; attention 31; selective 34: every 2nd block; full 64: all",
     )
     use_zero1: bool = key(False, "shard the optimizer state over the processes")
     overlap_param_gather: bool = key(
@@ -225,8 +225,10 @@ class TrainConfig:
     use_fsdp: bool = key(False, "shard weights, gradients and optimizer state (FSDP2)")
     fsdp_sharding: Literal["full", "hybrid"] = key("full", "shard over all processes, or within a machine")
     reshard_after_forward: bool = key(False, "FSDP frees weights after each forward: less memory, slower")
-    gradient_accumulation_fusion: bool = key(
-        False, "FSDP's matmuls add weight gradients to float32 sums, which DDP's and ZeRO-1's always do"
+    gradient_accumulation_fusion: bool | None = key(
+        None,
+        "FSDP's matmuls add weight gradients to float32 sums, as DDP's and ZeRO-1's do; None: where FSDP has "
+        "such sums itself: several micro-steps, reduce_dtype='float32'",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of gradients sent between processes")
     nccl_max_ctas: int | None = key(
@@ -275,6 +277,13 @@ class TrainConfig:
     def logit_parts(self) -> int:
         """loss_chunks as a number: 'auto' is 1 wherever batch_size has not changed it."""
         return 1 if self.loss_chunks == AUTO else self.loss_chunks
+
+    @property
+    def fuses_sums(self) -> bool:
+        """gradient_accumulation_fusion, once 'auto' is resolved. By itself, where it takes no memory."""
+        if self.gradient_accumulation_fusion is None:
+            return self.use_fsdp and self.micro_steps > 1 and self.reduce_dtype == "float32"
+        return self.gradient_accumulation_fusion
 
     def samples_per_iter(self, world_size: int) -> int:
         """Sequences that one update sees, over all GPUs."""

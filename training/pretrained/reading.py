@@ -20,7 +20,8 @@ from model_config import ModelConfig
 from training.checkpoints.folder import step_folders
 from training.checkpoints.loading import no_group_warning
 from training.checkpoints.resume import Resume
-from training.checkpoints.tensor_files import TensorFiles, is_finite
+from training.checkpoints.tensor_files import is_finite
+from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import TrainState
 from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig

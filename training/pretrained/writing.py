@@ -14,7 +14,8 @@ import torch
 from common.durable_file import write_bytes
 from common.errors import UserError
 from model_config import ModelConfig
-from training.checkpoints.tensor_files import Part, TensorFiles, is_finite, write_tensors
+from training.checkpoints.tensor_files import Part, is_finite, write_tensors
+from training.checkpoints.tensor_reader import TensorFiles
 from training.pretrained.architecture import write_architecture
 from training.pretrained.folder import CONFIG, INDEX, SINGLE
 from training.pretrained.names import Piece, pieces

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -222,6 +225,21 @@ def sum_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
     if world.size > 1:
         dist.all_reduce(value)
     return value
+
+
+class Waits(Protocol):
+    """A communication in progress. On a GPU, the current stream waits for it and not the host."""
+
+    def wait(self) -> object: ...
+
+
+@contextlib.contextmanager
+def in_one_launch(works: list[Waits]) -> Iterator[None]:
+    """The collectives that are started inside, all of one kind and without async_op, become one, which NCCL
+    computes in one kernel. It is added to `works`, to be waited for. All ranks."""
+    with dist._coalescing_manager(async_ops=True) as together:
+        yield
+    works.append(together)
 
 
 def gather_objects(value: object, world: World) -> list:

@@ -104,7 +104,7 @@ def _sharded_moments(s: Sizes) -> list[Moment]:
     """Gradients of all but the last micro-step are summed whole, in reduce_dtype. The last backward reduces
     them to this rank's part: head, blocks, embeddings (with a tied head). Fused sums are always there."""
     config, tied = s.config, s.model.weight_tying
-    several, fused = config.micro_steps > 1, config.gradient_accumulation_fusion
+    several, fused = config.micro_steps > 1, config.fuses_sums
     gathered = f"gathered weights ({config.dtype})"
     whole = f"whole gradients ({'float32' if fused else config.reduce_dtype})"
     # After an all-gather, its buffer is kept until the next one. If weights stay gathered, there is none in

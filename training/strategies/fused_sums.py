@@ -37,15 +37,17 @@ def fusion_obstacle() -> str | None:
 
 
 def fuses_gradient_sums(config: TrainConfig) -> bool:
-    return config.use_fsdp and config.gradient_accumulation_fusion and fusion_obstacle() is None
+    return config.fuses_sums and fusion_obstacle() is None
 
 
 def describe_fusion(config: TrainConfig) -> dict[str, dict[str, str | None]]:
-    """The record's startup_info.gradient_sums, if the fusion was asked for."""
-    if not config.gradient_accumulation_fusion:
+    """The record's startup_info.gradient_sums, with FSDP."""
+    if not config.use_fsdp:
         return {}
-    used = "in the matmul" if fuses_gradient_sums(config) else "by FSDP"
-    return {"gradient_sums": {"asked": "in the matmul", "used": used, "reason": fusion_obstacle()}}
+    asked, used = config.fuses_sums, fuses_gradient_sums(config)
+    where = {True: "in the matmul", False: "by FSDP"}
+    reason = fusion_obstacle() if asked and not used else None
+    return {"gradient_sums": {"asked": where[asked], "used": where[used], "reason": reason}}
 
 
 class FusedSums:

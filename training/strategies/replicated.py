@@ -16,7 +16,7 @@ from ops.linear import Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
-from training.process.world import World
+from training.process.world import Waits, World, in_one_launch
 from training.strategies.strategy import Shard, norms
 
 LOSS_ROOM = 4  # floats; so the size of a message stays a multiple of 16 bytes
@@ -77,6 +77,28 @@ def padded_shape(matrix: torch.Tensor, world_size: int) -> tuple[int, ...]:
     return (-(-len(matrix) // world_size) * world_size, *matrix.shape[1:])
 
 
+def in_messages(buckets: dict[str, Bucket]) -> list[list[str]]:
+    """Divides the buckets, given in the order of the backward, into messages. A message is complete when it
+    is half as long as all that follows it. So the first is the longest, and the last is one block, which
+    little of the backward is left to hide. All are hidden if they take two thirds of the backward's time or
+    less.
+
+    A message for each block would be hidden, too, but costs more: NCCL holds its multiprocessors from the
+    start of a message until the slowest rank has started it, too, and matmuls run without them meanwhile
+    (LOG.md, 2026-11-24).
+    """
+    messages: list[list[str]] = [[]]
+    sizes = {name: sum(tensor.numel() for tensor in bucket.tensors) for name, bucket in buckets.items()}
+    waiting, following = 0, sum(sizes.values())
+    for name, size in sizes.items():
+        messages[-1].append(name)
+        waiting, following = waiting + size, following - size
+        if following and waiting >= following / 2:
+            messages.append([])
+            waiting = 0
+    return messages
+
+
 def part_of_model(name: str) -> str:
     """The part that a parameter is communicated with, by its path: a block, the head, or the rest. Tied
     weights belong to the embedding, so to the rest."""
@@ -88,9 +110,9 @@ class Replicated:
     """Every rank holds all weights and all gradients: one process, or data parallelism (Li et al. 2020).
 
     The model computes with matrices in the compute dtype, copied from the optimizer's own once per iteration;
-    vectors are cast where they are used. A bucket holds one block's gradients. As soon as the last
-    micro-step's backward has left the block, the bucket's all-reduce starts, in parallel to the backward of
-    the block below.
+    vectors are cast where they are used. A bucket holds one block's gradients. During the last micro-step's
+    backward, the buckets of several blocks are all-reduced together (in_messages), in parallel to the
+    backward of the blocks below.
     """
 
     parts = 1  # tensors that several ranks hold are whole
@@ -105,7 +127,7 @@ class Replicated:
         self.converts = self.param_dtype != torch.float32 or (
             world.size > 1 and self.reduce_dtype != torch.float32
         )
-        self.works: list[dist.Work] = []  # in progress
+        self.works: list[Waits] = []  # in progress
         self.sent: dict[Bucket, Bucket] = {}  # of this iteration: the sums, and what of them is reduced
         self.norms: list[torch.Tensor] = []  # of parts of the gradient, as they arrive
         named = dict(model.named_parameters())
@@ -129,16 +151,17 @@ class Replicated:
         rest = Bucket(groups.pop(REST), self.world.size, self.gradient_dtype)
         buckets = {name: Bucket(p, self.world.size, self.gradient_dtype) for name, p in groups.items()}
         if self.world.size > 1:
-            for group, bucket in buckets.items():
-                self._reduce_after_backward(self.module.get_submodule(group), bucket)
+            for message in in_messages({name: buckets[name] for name in reversed(buckets)}):
+                last = self.module.get_submodule(message[-1])
+                self._reduce_after_backward(last, [buckets[name] for name in message])
         return [*buckets.values(), rest]
 
-    def _reduce_after_backward(self, module: nn.Module, bucket: Bucket) -> None:
-        """Reduces the bucket once the backward has left the module, that is, its input has a gradient."""
+    def _reduce_after_backward(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        """Reduces the buckets once the backward has left the module, that is, its input has a gradient."""
 
         def start(gradient):
             if self.last:
-                self._send(bucket)
+                self._send(buckets)
 
         def hook_input(module, inputs):
             if torch.is_grad_enabled():
@@ -187,21 +210,26 @@ class Replicated:
     def micro_step(self, last: bool) -> None:
         self.last = last and self.world.size > 1
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, buckets: list[Bucket]) -> None:
         """Starts to make the mean over the ranks, in reduce_dtype."""
         op = dist.ReduceOp.AVG
         if dist.get_backend() == "gloo":  # gloo cannot average
             op = dist.ReduceOp.SUM
-            for tensor in bucket.tensors:
+            for tensor in (tensor for bucket in buckets for tensor in bucket.tensors):
                 tensor.div_(self.world.size)
-        self.sent[bucket] = bucket.cast(self.reduce_dtype)
-        self._reduce(self.sent[bucket], op)
+        self.sent |= {bucket: bucket.cast(self.reduce_dtype) for bucket in buckets}
+        self._reduce([self.sent[bucket] for bucket in buckets], op)
 
     def _reduced(self, bucket: Bucket) -> Bucket:
         return self.sent.get(bucket, bucket)
 
-    def _reduce(self, bucket: Bucket, op: dist.ReduceOp.RedOpType) -> None:
-        self.works += [dist.all_reduce(tensor, op=op, async_op=True) for tensor in bucket.tensors]
+    def _reduce(self, buckets: list[Bucket], op: dist.ReduceOp.RedOpType) -> None:
+        self._all_reduce([tensor for bucket in buckets for tensor in bucket.tensors], op)
+
+    def _all_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> None:
+        with in_one_launch(self.works):
+            for tensor in tensors:
+                dist.all_reduce(tensor, op=op)
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         """The last bucket is complete only when the backward ends, so nothing of the backward hides its
@@ -211,7 +239,7 @@ class Replicated:
         last.loss.copy_(loss)
         during = len(self.works)  # sent during the backward
         if self.world.size > 1:
-            self._send(last)
+            self._send([last])
         self._receive(during)
         self.norms = self._norms_of(others)
         self._receive(len(self.works))

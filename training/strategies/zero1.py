@@ -14,7 +14,7 @@ from model import Transformer
 from ops.linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
-from training.process.world import World, all_gather, reduce_scatter
+from training.process.world import Waits, World, all_gather, in_one_launch, reduce_scatter
 from training.strategies.replicated import REST, Bucket, Replicated, padded_shape, part_of_model
 from training.strategies.strategy import Shard, norm, norms, whole_shape
 
@@ -36,7 +36,7 @@ class Zero1(Replicated):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
         # name -> the working matrix with its padding, which is what is gathered
         self.padded: dict[str, torch.Tensor] = {}
-        self.gathers: dict[str, list[dist.Work]] = {}  # in progress, by part of the model, in that order
+        self.gathers: dict[str, list[Waits]] = {}  # in progress, by part of the model, in that order
         self.overlap, self.timer = config.overlap_param_gather, timer
         super().__init__(model, config, world, timer)
         self.of_name = {shard.name: shard for shard in self.shards}
@@ -70,11 +70,11 @@ class Zero1(Replicated):
     def _mine(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
         return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
 
-    def _reduce(self, bucket: Bucket, op: dist.ReduceOp.RedOpType) -> None:
-        for matrix in bucket.matrices:
-            self.works.append(reduce_scatter(matrix[self._span(matrix)], matrix, op=op, async_op=True))
-        if len(bucket.vectors):
-            self.works.append(dist.all_reduce(bucket.vectors, op=op, async_op=True))
+    def _reduce(self, buckets: list[Bucket], op: dist.ReduceOp.RedOpType) -> None:
+        with in_one_launch(self.works):
+            for matrix in (matrix for bucket in buckets for matrix in bucket.matrices):
+                reduce_scatter(matrix[self._span(matrix)], matrix, op=op)
+        self._all_reduce([bucket.vectors for bucket in buckets if len(bucket.vectors)], op)
 
     def _norms_of(self, buckets: list[Bucket]) -> list[torch.Tensor]:
         """Of this rank's rows of the matrices."""
@@ -99,12 +99,15 @@ class Zero1(Replicated):
         self.complete_weights()  # of an earlier call
         if not copied:
             self._copy_back()
-        for shard in self.shards:  # in the model's order, which is the forward's
-            gathers = self.gathers.setdefault(part_of_model(shard.name), [])
-            if shard.is_matrix:
-                whole = self.padded[shard.name]
-                # in place: each rank's rows are already where they belong
-                gathers.append(all_gather(whole, whole[self._span(whole)], async_op=True))
+        # in the model's order, which is the forward's
+        parts: dict[str, list[torch.Tensor]] = {part_of_model(shard.name): [] for shard in self.shards}
+        for name, whole in self.padded.items():
+            parts[part_of_model(name)].append(whole)
+        for part, matrices in parts.items():
+            self.gathers[part] = []
+            with in_one_launch(self.gathers[part]):
+                for whole in matrices:  # in place: each rank's rows are already where they belong
+                    all_gather(whole, whole[self._span(whole)])
         if wait or not self.overlap:
             self.complete_weights()
 
