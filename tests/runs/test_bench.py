@@ -9,6 +9,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import sys
 import types
 
@@ -641,7 +642,14 @@ def test_ceiling_of_a_full_model_is_measured_within_its_budget(name, monkeypatch
     head = ["--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head", "--peak_tflops=1"]
     config = load_config([str(ROOT / f"config/{name}.py"), "--batch_size=16", *head])
     roofline.measure(config, CPU)
-    assert len(spent) > 20 and sum(spent) < 10  # then the start of the process makes no 15 s of it
+    assert len(spent) > 20 and sum(spent) < 5  # the start of the process takes up to nine more
+
+
+def test_the_start_of_a_ceiling_does_not_wait_for_what_only_training_needs():
+    """torch.distributed.checkpoint, with sympy, takes two seconds of its 15."""
+    code = "import sys, bench.roofline; print('torch.distributed.checkpoint' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_ceiling_is_read_again_on_the_same_gpu_and_measured_on_another(tmp_path, monkeypatch):
