@@ -156,4 +156,6 @@ def test_the_report_names_what_is_compiled_recomputed_and_sharded(lines):
     assert lines()["Parallelism"] == "single"
     flags = ["--use_fsdp=True", "--fsdp_sharding=hybrid", "--reshard_after_forward=True"]
     sharded = lines(*flags, "--reduce_dtype=bfloat16", processes=2)["Parallelism"]
-    assert sharded == "fsdp, hybrid sharding, reshard after forward, gradients travel in bfloat16"
+    assert sharded == (
+        "fsdp, hybrid sharding, reshard after forward, gradients travel in bfloat16, gradients summed by FSDP"
+    )

@@ -1,5 +1,5 @@
-"""Lets torch.distributed.checkpoint read the files of tensor_files.py. torch's planners decide which rank
-writes what, and which parts of which files a rank reads (resharding); only the storage is ours.
+"""Lets torch.distributed.checkpoint read the safetensors files of a checkpoint. torch's planners decide which
+rank writes what, and which parts of which files a rank reads (resharding); only the storage is ours.
 
 A module of its own: to import torch.distributed.checkpoint takes one to three seconds, and the commands that
 only read a configuration do without it.
