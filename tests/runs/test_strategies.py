@@ -689,7 +689,8 @@ class Sending:
         self.events, self.what = events, what
 
     def wait(self) -> None:
-        self.events.append(f"waits for {self.what}")
+        if f"waits for {self.what}" not in self.events[-1:]:  # each matrix is sent by itself
+            self.events.append(f"waits for {self.what}")
 
 
 PARTS = ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
@@ -699,22 +700,14 @@ def watch_weights(model, strategy, monkeypatch) -> list[str]:
     """A list that fills with 'gathers X', 'waits for X' and 'forward of X' as they happen."""
     events = []
 
-    gathered = []  # one entry for each matrix
-
-    def gather(whole, mine):
+    def gather(whole, mine, async_op):
         (name,) = (name for name, tensor in strategy.padded.items() if tensor is whole)
-        gathered.append(".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]))
-
-    @contextlib.contextmanager
-    def in_one_launch(works):
-        gathered.clear()
-        yield
-        for part in set(gathered):  # one, or none if gradients are sent
+        part = ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
+        if f"gathers {part}" not in events[-1:]:
             events.append(f"gathers {part}")
-            works.append(Sending(events, part))
+        return Sending(events, part)
 
     monkeypatch.setattr(zero1, "all_gather", gather)
-    monkeypatch.setattr(zero1, "in_one_launch", in_one_launch)
     for name in PARTS:
         module = model.get_submodule(name)
         module.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward of {name}"))
@@ -767,6 +760,25 @@ def test_without_the_overlap_the_update_waits_for_all_weights(folder, world, mon
     assert events[len(PARTS) :] == [f"waits for {part}" for part in PARTS]
 
 
+def test_only_nccl_gets_collectives_together(world, monkeypatch):
+    """With several coalesced all-gathers under way, gloo ends a process by a segmentation fault."""
+    started, together = [], []
+
+    @contextlib.contextmanager
+    def coalescing(async_ops):
+        yield together.append(len(started))
+
+    monkeypatch.setattr(dist, "_coalescing_manager", coalescing)
+    for backend, found in (("gloo", [True, True]), ("nccl", [False, False])):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        started.clear()
+        process_world.start_together(
+            lambda tensor, async_op=False: started.append(async_op), [(torch.ones(1),)] * 2, []
+        )
+        assert started == found
+    assert together == [0]  # for NCCL, and before the first of them
+
+
 @pytest.mark.parametrize("strategy_flags", [[], ["--use_zero1=True"]], ids=["ddp", "zero1"])
 def test_norms_are_computed_while_the_embedding_s_gradient_travels(
     folder, world, monkeypatch, strategy_flags
@@ -777,20 +789,11 @@ def test_norms_are_computed_while_the_embedding_s_gradient_travels(
     events = watch(model, strategy, monkeypatch)
     (module,) = {replicated_strategy, zero1} & {sys.modules[type(strategy).__module__]}
     monkeypatch.setattr(module, "norms", lambda grads, **_: events.append("norms") or torch.ones(len(grads)))
-
-    @contextlib.contextmanager
-    def in_one_launch(works):
-        yield
-        works.append(Sending(events, "the embedding"))
-
-    for where in (replicated_strategy, zero1):
-        monkeypatch.setattr(where, "in_one_launch", in_one_launch)
     for where, name in ((dist, "all_reduce"), (zero1, "reduce_scatter")):
-        monkeypatch.setattr(where, name, lambda *_, **__: None)
+        monkeypatch.setattr(where, name, lambda *_, **__: Sending(events, "the embedding"))
     strategy.works.clear()
     strategy.reduce_gradients(torch.zeros(()))
-    waits = (1 + len(strategy_flags)) * ["waits for the embedding"]  # ZeRO-1: its matrices, and its vectors
-    assert events == ["norms", *waits, "norms"]
+    assert events == ["norms", "waits for the embedding", "norms"]
 
 
 def test_multiprocessors_are_left_free_in_the_last_backward_alone(folder, world):

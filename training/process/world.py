@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -233,12 +232,18 @@ class Waits(Protocol):
     def wait(self) -> object: ...
 
 
-@contextlib.contextmanager
-def in_one_launch(works: list[Waits]) -> Iterator[None]:
-    """The collectives that are started inside, all of one kind and without async_op, become one, which NCCL
-    computes in one kernel. It is added to `works`, to be waited for. All ranks."""
+def start_together(
+    collective: Callable, arguments: list[tuple[torch.Tensor, ...]], works: list[Waits], **options: object
+) -> None:
+    """Starts a collective for each of the arguments, and adds what to wait for to `works`. NCCL computes them
+    in one kernel. gloo gets them one by one: with several coalesced all-gathers under way, it writes beyond
+    its memory (torch 2.13). All ranks."""
+    if dist.get_backend() != "nccl":
+        works += [collective(*each, async_op=True, **options) for each in arguments]
+        return
     with dist._coalescing_manager(async_ops=True) as together:
-        yield
+        for each in arguments:
+            collective(*each, **options)
     works.append(together)
 
 

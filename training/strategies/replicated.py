@@ -16,7 +16,7 @@ from ops.linear import Linear, refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
-from training.process.world import Waits, World, in_one_launch
+from training.process.world import Waits, World, start_together
 from training.strategies.strategy import Shard, norms
 
 LOSS_ROOM = 4  # floats; so the size of a message stays a multiple of 16 bytes
@@ -227,9 +227,7 @@ class Replicated:
         self._all_reduce([tensor for bucket in buckets for tensor in bucket.tensors], op)
 
     def _all_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> None:
-        with in_one_launch(self.works):
-            for tensor in tensors:
-                dist.all_reduce(tensor, op=op)
+        start_together(dist.all_reduce, [(tensor,) for tensor in tensors], self.works, op=op)
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
         """The last bucket is complete only when the backward ends, so nothing of the backward hides its

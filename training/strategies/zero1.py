@@ -14,7 +14,7 @@ from model import Transformer
 from ops.linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
-from training.process.world import Waits, World, all_gather, in_one_launch, reduce_scatter
+from training.process.world import Waits, World, all_gather, reduce_scatter, start_together
 from training.strategies.replicated import REST, Bucket, Replicated, padded_shape, part_of_model
 from training.strategies.strategy import Shard, norm, norms, whole_shape
 
@@ -71,9 +71,8 @@ class Zero1(Replicated):
         return whole[self._span(whole)][: len(shard.local)] if shard.is_matrix else whole
 
     def _reduce(self, buckets: list[Bucket], op: dist.ReduceOp.RedOpType) -> None:
-        with in_one_launch(self.works):
-            for matrix in (matrix for bucket in buckets for matrix in bucket.matrices):
-                reduce_scatter(matrix[self._span(matrix)], matrix, op=op)
+        matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
+        start_together(reduce_scatter, [(m[self._span(m)], m) for m in matrices], self.works, op=op)
         self._all_reduce([bucket.vectors for bucket in buckets if len(bucket.vectors)], op)
 
     def _norms_of(self, buckets: list[Bucket]) -> list[torch.Tensor]:
@@ -105,9 +104,8 @@ class Zero1(Replicated):
             parts[part_of_model(name)].append(whole)
         for part, matrices in parts.items():
             self.gathers[part] = []
-            with in_one_launch(self.gathers[part]):
-                for whole in matrices:  # in place: each rank's rows are already where they belong
-                    all_gather(whole, whole[self._span(whole)])
+            # in place: each rank's rows are already where they belong
+            start_together(all_gather, [(m, m[self._span(m)]) for m in matrices], self.gathers[part])
         if wait or not self.overlap:
             self.complete_weights()
 
