@@ -34,12 +34,12 @@ COMMUNICATION: dict[str, dict[str, object]] = {
     "defaults": {},
     "bf16": {"reduce_dtype": "bfloat16"},
     **{f"{n} CTAs": {"nccl_max_ctas": n} for n in (4, 8, 16)},
-    "NCCL first": {"nccl_high_priority_stream": True},
     "8 CTAs left free": {"nccl_max_ctas": 8, "sm_carveout": 8},
     "bf16, 8 CTAs": {"reduce_dtype": "bfloat16", "nccl_max_ctas": 8},
     "bf16, 8 CTAs left free": {"reduce_dtype": "bfloat16", "nccl_max_ctas": 8, "sm_carveout": 8},
 }
 OVERLAP, FUSION = "overlap_param_gather", "gradient_accumulation_fusion"
+NCCL_FIRST = "nccl_high_priority_stream"  # the default of FSDP
 OF_STRATEGY: dict[str, dict[str, object]] = {"ZeRO-1": {OVERLAP: True}, "FSDP": {FUSION: True}}
 IN_8BIT = {"adam_dtype": "8bit"}
 IN_BF16 = {**IN_8BIT, "param_dtype": "bfloat16", "weight_rounding": "stochastic"}  # the weights
@@ -154,6 +154,17 @@ SUITES: dict[str, tuple[Variant, ...]] = {
             if (key, name) != (FUSION, "defaults")  # where it is the default
         ),
         Variant(f"FSDP, {FUSION}=False", QWEN3, {**TWO_STEPS, "use_fsdp": True, FUSION: False}, ALL_GPUS),
+        *(
+            Variant(
+                f"{name}, {NCCL_FIRST}={first}", QWEN3, {**TWO_STEPS, **keys, NCCL_FIRST: first}, ALL_GPUS
+            )
+            for name, keys, first in (
+                ("DDP", {}, True),
+                ("ZeRO-1", STRATEGIES["ZeRO-1"], True),
+                ("FSDP", STRATEGIES["FSDP"], False),
+                ("FSDP, fp8", {**STRATEGIES["FSDP"], **FP8_HEAD}, False),
+            )
+        ),
         Variant("one GPU, fp8", QWEN3, {**TWO_STEPS, **FP8_HEAD}),
         *(
             Variant(f"{strategy}, fp8{''.join(f', {key}' for key in keys)}", QWEN3, overrides, ALL_GPUS)

@@ -583,13 +583,34 @@ def test_settings_of_nccl_reach_the_process_group(monkeypatch):
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     assert process_world.nccl_options(TrainConfig()) is None
-    first = process_world.nccl_options(TrainConfig(nccl_high_priority_stream=True))
-    assert (first.first, first.config.max_ctas) == (True, -1)
+    for asked in ({"nccl_high_priority_stream": True}, {"use_fsdp": True}):
+        first = process_world.nccl_options(TrainConfig(**asked))
+        assert (first.first, first.config.max_ctas) == (True, -1)
     config = TrainConfig(nccl_max_ctas=4, sm_carveout=8)
     limited = process_world.nccl_options(config)
     assert (limited.first, limited.config.max_ctas) == (False, 4)
     text = "NCCL on at most 4 multiprocessors, 8 multiprocessors left free"
     assert parallelism_line(config, "ddp") == f"ddp, {text}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ([], False),
+        (["--use_zero1=True"], False),
+        (["--use_fsdp=True"], True),
+        (["--use_fsdp=True", "--nccl_high_priority_stream=False"], False),
+        (["--nccl_high_priority_stream=True"], True),
+        (HYBRID, False),
+        (["--use_fsdp=True", "--backend=gloo"], False),
+        (["--use_fsdp=True", "--device=cpu"], False),
+    ],
+    ids=lambda flags: "-".join(flags).replace("--", "") if isinstance(flags, list) else None,
+)
+def test_nccl_goes_first_under_fsdp_unless_told_otherwise(folder, flags, first):
+    config = load_config([str(folder / "run.py"), "--device=cuda", *flags], 2)
+    assert config.nccl_goes_first is first
+    assert ("NCCL first on the GPU" in parallelism_line(config, "any")) is first
 
 
 # --- when gradients travel, and what a strategy holds: rank 0 of two, the other one imagined ---

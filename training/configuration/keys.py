@@ -234,7 +234,9 @@ class TrainConfig:
     nccl_max_ctas: int | None = key(
         None, "multiprocessors that NCCL may use; None: its choice", minimum=1, maximum=NCCL_CTAS_MAX
     )
-    nccl_high_priority_stream: bool = key(False, "communication goes before computation on the GPU")
+    nccl_high_priority_stream: bool | None = key(
+        None, "communication goes before computation on the GPU; None: with FSDP, fsdp_sharding='full'"
+    )
     sm_carveout: int = key(
         0, "multiprocessors that cuBLASLt leaves free in the last backward", minimum=0, maximum=SMS_MAX
     )
@@ -284,6 +286,15 @@ class TrainConfig:
         if self.gradient_accumulation_fusion is None:
             return self.use_fsdp and self.micro_steps > 1 and self.reduce_dtype == "float32"
         return self.gradient_accumulation_fusion
+
+    @property
+    def nccl_goes_first(self) -> bool:
+        """nccl_high_priority_stream, once None is resolved: where it gains and reaches the process group."""
+        if self.device == "cpu" or self.backend == "gloo":
+            return False
+        if self.nccl_high_priority_stream is None:
+            return self.use_fsdp and self.fsdp_sharding == "full"
+        return self.nccl_high_priority_stream
 
     def samples_per_iter(self, world_size: int) -> int:
         """Sequences that one update sees, over all GPUs."""

@@ -37,15 +37,15 @@ def check_processes(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_nccl(config: TrainConfig) -> None:
-    changed = _changed(config, OF_NCCL)
-    for name in changed:
+    asked = [name for name in OF_NCCL if getattr(config, name)]
+    for name in asked:
         if config.device == "cpu" or config.backend == "gloo":
             because = "device='cpu'" if config.device == "cpu" else "backend='gloo'"
             raise UserError(
                 f"{_stated(config, name)} is for GPUs that communicate by NCCL, but {because}; "
                 f"set device='cuda' and backend=None, or {name}={KEYS[name].default!r}"
             )
-    of_groups = [name for name in changed if name.startswith("nccl_")]
+    of_groups = [name for name in asked if name.startswith("nccl_")]
     if of_groups and config.fsdp_sharding == "hybrid":  # whose process groups torch makes, without options
         raise UserError(
             f"{_stated(config, of_groups[0])} does not reach the process groups of fsdp_sharding='hybrid'; "

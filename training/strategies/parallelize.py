@@ -49,7 +49,7 @@ def parallelism_line(config: TrainConfig, strategy: str) -> str:
         "a block waits for its weights in its forward" * (several and config.overlap_param_gather),
         _sums(config),
         f"NCCL on at most {config.nccl_max_ctas} multiprocessors" * (several and bool(config.nccl_max_ctas)),
-        "NCCL first on the GPU" * (several and config.nccl_high_priority_stream),
+        "NCCL first on the GPU" * (several and config.nccl_goes_first),
         f"{config.sm_carveout} multiprocessors left free" * bool(config.sm_carveout),
         "use_zero1=True has no other process to share with" * (config.use_zero1 and not several),
     ]
