@@ -67,6 +67,8 @@ GPU_RUN = [
     "--block_size=256",
     "--n_embd=256",
     "--max_iters=14",
+    "--learning_rate=1e-3",  # with 1e-2 another rounding alone moves losses by 2 %, with 1e-3 by 0.2 %
+    "--min_lr=1e-4",
 ]
 
 
@@ -76,7 +78,7 @@ def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_r
     other = train(documents_run, f"gpu{more[0]}", "--doc_masking=True", *GPU_RUN, *more)
     assert "flex attention" in usual["startup_info"]["attention"]["line"]
     for mine, theirs in zip(usual["training_iterations"], other["training_iterations"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=5e-3)
     if "cuda_graphs" in more[0]:
         assert other["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
 
