@@ -281,7 +281,7 @@ def test_sums_of_the_matmuls_are_rounded_only_to_travel(runs):
 
 
 def test_a_torch_that_sums_elsewhere_is_reported(monkeypatch):
-    config = TrainConfig(use_fsdp=True, gradient_accumulation_fusion=True)
+    config = TrainConfig(use_fsdp=True, gradient_accumulation_fusion=True, device="cpu")
     assert parallelism_line(config, "fsdp") == "fsdp, gradients summed in the matmul"
     parameter = type("FSDPParam", (), {"__annotations__": {}})
     monkeypatch.setattr(fused_sums, "import_module", lambda name: SimpleNamespace(FSDPParam=parameter))
