@@ -72,9 +72,13 @@ GPU_RUN = [
 ]
 
 
+@pytest.fixture(scope="module")
+def usual(documents_run):
+    return train(documents_run, "gpu-usual", "--doc_masking=True", *GPU_RUN)
+
+
 @pytest.mark.parametrize("more", [["--use_cuda_graphs=True"], ["--compile_scope=whole"], ["--compile=False"]])
-def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_run, more):
-    usual = train(documents_run, "gpu-usual", "--doc_masking=True", *GPU_RUN)
+def test_every_way_to_run_the_step_gives_the_losses_of_the_usual_one(documents_run, usual, more):
     other = train(documents_run, f"gpu{more[0]}", "--doc_masking=True", *GPU_RUN, *more)
     assert "flex attention" in usual["startup_info"]["attention"]["line"]
     for mine, theirs in zip(usual["training_iterations"], other["training_iterations"], strict=True):
