@@ -12,11 +12,21 @@ from support.counted_flops import once_a_model
 from support.helpers import TINY, WITHOUT_DATA, make_dataset, write_config
 
 
-def pytest_configure():
+def pytest_configure(config):
     # Operations of tests are tiny: several threads mostly wait for each other, and take four times the CPU
     # time. And a forked process, which has none of these threads, would wait for them for ever.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    if not getattr(config.option, "numprocesses", None):  # with xdist: its workers, which run the tests
+        react_to_signals()
+
+
+def react_to_signals():
+    """Under nohup, or in the background of a script, SIGHUP or SIGINT is ignored, and every process that is
+    started would ignore it, too. With a handler that does nothing, only this process does."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
 
 
 def pytest_collection_modifyitems(items):

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -344,8 +345,10 @@ def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
     "closed", [">&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("2>&-", ">&-"))]
 )
 def test_a_run_needs_no_console(config, tmp_path, closed):
-    command = f"exec {sys.executable} train.py {config} --out_dir={tmp_path} {closed}"
-    done = warm_python.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = shlex.join([sys.executable, "train.py", str(config), f"--out_dir={tmp_path}"])
+    done = warm_python.run(
+        f"exec {command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert last_run(tmp_path)["status"] == "completed"
 
@@ -356,7 +359,7 @@ def test_a_closed_stderr_is_not_the_number_of_another_file():
         "import os, sys; from common.command import prepare_output; prepare_output();"
         "sys.exit(open('/dev/zero').fileno() < 3 or os.readlink('/proc/self/fd/2') != os.devnull)"
     )
-    command = f'exec {sys.executable} -c "{program}" 2>&- >&- <&-'
+    command = f"exec {shlex.join([sys.executable, '-c', program])} 2>&- >&- <&-"
     assert warm_python.run(command, shell=True, cwd=ROOT, timeout=30).returncode == 0
 
 

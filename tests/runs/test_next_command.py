@@ -121,7 +121,7 @@ def test_from_another_folder_the_command_goes_to_the_checkout(tmp_path, monkeypa
     monkeypatch.chdir(ROOT)
     assert "cd " not in training_command(meta_of(1000), tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert training_command(meta_of(1000), tmp_path).startswith(f"cd {ROOT} && ")
+    assert training_command(meta_of(1000), tmp_path).startswith(f"cd {shlex.quote(str(ROOT))} && ")
 
 
 def test_the_python_is_the_one_that_has_the_packages(tmp_path, monkeypatch):

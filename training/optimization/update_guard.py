@@ -14,11 +14,13 @@ import math
 
 import torch
 
+from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 
 LOSS, NORM, LOSS_SPIKE, NORM_SPIKE = 1, 2, 4, 8  # bits of a verdict; the first two: not finite
 
-SIGMA_FLOOR = 1e-3  # of the mean: where nothing varies, rounding must not count as a spike
+# Least sigma, as a share of the mean: where nothing varies, rounding must not count as a spike.
+SIGMA_FLOOR = 1e-3
 
 
 class UpdateGuard:
@@ -31,6 +33,8 @@ class UpdateGuard:
 
     def __init__(self, config: TrainConfig, device: torch.device):
         self.sigmas, self.size = config.skip_spikes, config.spike_window
+        # DDP's loss and gradients may travel in bfloat16, which rounds by up to half of its eps
+        self.floor = max(SIGMA_FLOOR, torch.finfo(DTYPES[config.reduce_dtype]).eps / 2)
         self.bits = torch.tensor([[LOSS, NORM], [LOSS_SPIKE, NORM_SPIKE]], dtype=torch.float32, device=device)
         self.limits = torch.full((2, 2), math.inf, device=device)  # row 0: of finite values; row 1: of spikes
         self.window = torch.zeros(2, self.size, device=device)  # spike window; row 0: losses, row 1: norms
@@ -52,7 +56,7 @@ class UpdateGuard:
 
     def _set_limits(self) -> None:
         variance, mean = torch.var_mean(self.window, dim=1)
-        sigma = torch.maximum(variance.sqrt(), mean * SIGMA_FLOOR)
+        sigma = torch.maximum(variance.sqrt(), mean * self.floor)
         torch.add(mean, sigma, alpha=self.sigmas, out=self.limits[1])
         self.limits[1].masked_fill_(self.accepted < self.size, math.inf)
 
