@@ -24,8 +24,9 @@ def linear_cross_entropy(
     chunks: int,
     gradient_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (B, T, C), targets (B, T) -> the mean loss of lm_head(x), without logits that outlive it. `chunks`
-    parts of the tokens have their logits one after another.
+    """x (B, T, C), targets (B, T) -> the mean loss of lm_head(x) over the targets that are not negative, 0 if
+    there are none, without logits that outlive it. `chunks` parts of the tokens have their logits one after
+    another.
 
     gradient_scale, a scalar in fp32: the gradients of the loss are multiplied by it, and the weight's is in
     lm_head.weight_grad when this returns. So call backward() on the loss itself: a multiple of it has NaN for
@@ -39,8 +40,8 @@ def linear_cross_entropy(
 
 class LinearCrossEntropy(torch.autograd.Function):
     """x (N, C), weight (V, C), targets (N,) -> mean cross-entropy of the logits x weight^T over the targets
-    that are not negative, a scalar in fp32. The weight's gradient is added to `total`, if there is one. With
-    low, all three matmuls are in low precision.
+    that are not negative, a scalar in fp32; 0 if there are none. The weight's gradient is added to `total`,
+    if there is one. With low, all three matmuls are in low precision.
 
     The forward also makes the gradients, while the logits are there: they are overwritten by their own
     gradient and freed, `chunks` parts of the tokens one after another, so the largest tensor of a step exists
@@ -52,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, total, low: LowPrecision | None, chunks: int, gradient: bool, scale):
-        counted = (targets >= 0).sum()
+        counted = (targets >= 0).sum().clamp(min=1)  # without any target, the sums are 0, and so is the mean
         scale = None if scale is None else scale / counted
         exact = x.dtype != torch.float16 if low is None else not METHODS[low.method].emulated
         ctx.in_place = total is not None and scale is not None and exact

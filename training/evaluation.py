@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import RunError
 from training.batches.windows import Split, Windows, inputs_and_targets, permute
 from training.configuration.batch import divisors
 from training.configuration.keys import TrainConfig
@@ -23,8 +24,8 @@ def evaluate(
     world: World,
     check: Callable[[], None] = lambda: None,
 ) -> dict:
-    """{split: mean loss} over eval_iters batches of eval_batch_size sequences per split. All ranks. `check`
-    is called before each forward pass and may raise.
+    """{split: mean loss} over all targets in eval_iters batches of eval_batch_size sequences per split. All
+    ranks. `check` is called before each forward pass and may raise. Raises RunError if there is no target.
 
     Each source of a mixture gets its weight's share of the batches, at least one. The split's loss is the
     weighted mean of its sources' losses, and "sources" in the result is {source: {split: loss}}.
@@ -49,14 +50,21 @@ def evaluate(
 
 @torch.no_grad()
 def _mean_loss(model, windows: Windows, batches: np.ndarray, world: World, check) -> float:
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # losses and targets, a position
     for first in range(0, len(batches), world.size):
         check()
         mine = first + world.rank
         tokens = torch.from_numpy(windows.read(batches[min(mine, len(batches) - 1)])).to(world.device)
-        loss = model(*inputs_and_targets(tokens))
-        total += loss * (mine < len(batches))
-    return (sum_over_ranks(total, world) / len(batches)).item()  # sync point
+        x, y = inputs_and_targets(tokens)
+        share = (y >= 0).double().mean() * (mine < len(batches))
+        total += torch.stack([model(x, y) * share, share])
+    loss, targets = sum_over_ranks(total, world).tolist()  # sync point
+    if not targets:
+        raise RunError(
+            "an evaluation found no token to predict: each of its windows is a document of one token; raise "
+            "eval_iters, or set packing='stream'"
+        )
+    return loss / targets
 
 
 def eval_batches(windows: Windows, config: TrainConfig, weight: Fraction | int = 1) -> np.ndarray:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("graphs") / "tokens", train_tokens=100_000)
+    return make_dataset(tmp_path_factory.mktemp("graphs") / "tokens", train_tokens=100_000, eot_id=0)
 
 
 CASES = {
@@ -45,6 +45,7 @@ CASES = {
     "attention remade": {"activation_checkpointing": "attention"},
     "gpt2": {"arch_preset": "gpt2", "num_key_value_heads": None, "bias": True},
     "no clipping": {"grad_clip": 0.0},
+    "padded": {"packing": "truncate", "gradient_accumulation_steps": 2},  # a third of each window
 }
 
 

@@ -9,9 +9,8 @@ from torch.distributed.tensor import DTensor
 
 import model_builder
 from model import manual_attention
-from training.batches.dataset import open_dataset
 from training.batches.loader import Loader
-from training.batches.windows import StreamWindows
+from training.batches.sources import make_windows, open_sources
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
@@ -65,8 +64,7 @@ def build(dataset, world: World | None = None, **keys) -> Parts:
     step = EagerStep(strategy, optimizer, loss_scale, config, guard, low_precision=low_precision)
     torch.manual_seed(7)
     state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
-    splits, _ = open_dataset(config, scan=False)
-    windows = {split: StreamWindows(tokens, config.block_size) for split, tokens in splits.items()}
+    windows = make_windows(open_sources(config, scan=False), config)
     return Parts(step, state, Loader(windows["train"], config, world), windows, config)
 
 
@@ -76,7 +74,7 @@ def rate(iteration: int) -> float:
 
 
 def train(parts: Parts, step=None, iterations=range(ITERATIONS), sums=SUMS) -> list[tuple]:
-    """(loss, gradient norm, gradient sum or None, overflow, verdict, attended) of every iteration."""
+    """The StepResult of every iteration, as numbers; its gradient sum may be None."""
     results = [(step or parts.step)(*parts.loader.next(), rate(i), i in sums) for i in iterations]
     return [tuple(None if value is None else value.item() for value in result) for result in results]
 

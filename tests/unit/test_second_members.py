@@ -94,7 +94,7 @@ def test_a_log_row_counts_samples_and_tokens_of_all_gpus(gpus):
     }
     world = World(0, 0, gpus, CPU)
     logger = Logger(settings, world, None, Clock(CPU), PEAK, info, Progress(0, 0))
-    reading = Reading(10, 10, 2.0, 1.0, None, attended=32.0, seconds=0.0192, verdicts=[])
+    reading = Reading(10, 10, 2.0, 1.0, None, attended=32.0, targets=1.0, seconds=0.0192, verdicts=[])
     row = logger._row(reading, 1e-3)
     assert row["tokens_per_sec"] == pytest.approx(20_000 * gpus)
     assert row["tokens_per_sec_per_gpu"] == pytest.approx(20_000)

@@ -15,16 +15,18 @@ from training.optimization.optimizer import OnePassAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.work_timer import WorkTimer
+from training.process.world import mean_over_ranks
 from training.strategies.strategy import Shard, Strategy
 
 
 class StepResult(NamedTuple):
-    loss: torch.Tensor  # mean over this rank's tokens of the iteration
+    loss: torch.Tensor  # its mean over the ranks is the mean over all targets of the iteration
     grad_norm: torch.Tensor  # global, before clipping, unscaled; equal on all ranks
     grad_sum: torch.Tensor | None  # this rank's share of the gradient's sum, if asked for
     overflow: torch.Tensor  # 1.0 if the gradient was not finite
     verdict: torch.Tensor  # 0, or why the update was skipped: bits of update_guard.py; equal on all ranks
     attended: torch.Tensor  # length of the document that a token is in, mean over this rank's tokens
+    targets: torch.Tensor  # share of all ranks' positions that have a target: not all, if there is padding
 
 
 class Step(Protocol):
@@ -67,6 +69,7 @@ class EagerStep:
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate
         self.whole_window = torch.full_like(self.learning_rate, config.block_size)
+        self.pads, self.every_position = config.packing == "truncate", torch.ones_like(self.learning_rate)
 
     def __call__(
         self,
@@ -75,11 +78,18 @@ class EagerStep:
         learning_rate: float | torch.Tensor,
         with_gradient_sum: bool = False,
     ) -> StepResult:
-        loss = self._forward_and_backward(x, y)
+        # (A,): of each micro-step, the share of the positions that have a target
+        shares = (y >= 0).float().mean((1, 2)) if self.pads else None
+        loss = self._forward_and_backward(x, y, shares)
         self.strategy.reduce_gradients(loss)
 
-        scale = self.loss_scale.scale
+        scale, targets = self.loss_scale.scale, self.every_position
         mean_loss, norm = self.strategy.loss_and_norm()
+        if shares is not None:
+            # so far, all is divided by the number of positions, which needs no word of other ranks
+            targets = mean_over_ranks(shares.mean(), self.strategy.world)
+            divisor = torch.where(targets > 0, targets, 1.0)
+            loss, mean_loss, scale = loss / divisor, mean_loss / divisor, scale * divisor
         grad_norm = norm / scale
         verdict, overflow = self.update_guard.judge(mean_loss, grad_norm)
         grad_sum = _gradient_sum(self.strategy.shards) / scale if with_gradient_sum else None
@@ -96,11 +106,13 @@ class EagerStep:
         self.strategy.clear_gradients()
         self.loss_scale.update(overflow)
         attended = self.documents.length_per_token(x) if self.documents else self.whole_window
-        return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended)
+        return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended, targets)
 
-    def _forward_and_backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The mean loss of all micro-steps on this rank. Gradients are summed where the strategy keeps
-        them."""
+    def _forward_and_backward(
+        self, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The sum of this rank's losses, divided by its number of positions. Gradients are summed where the
+        strategy keeps them, divided likewise. shares: None if every position has a target."""
         micro_steps = len(x)
         gradient_scale = self.loss_scale.scale / micro_steps
         losses = []
@@ -109,13 +121,15 @@ class EagerStep:
             last = i == micro_steps - 1
             self.strategy.micro_step(last)
             self.low_precision.before_micro_step()
-            loss = self.strategy.forward(x[i], y[i], gradient_scale)
+            scale = gradient_scale if shares is None else gradient_scale * shares[i]
+            loss = self.strategy.forward(x[i], y[i], scale)
             if self.timer:
                 self.timer.end_forward()
             with leave_multiprocessors_free(self.sm_carveout if last else 0):
                 loss.backward()
             losses.append(self.low_precision.after_micro_step(loss.detach(), last))
-        return torch.stack(losses).mean()
+        means = torch.stack(losses)
+        return (means if shares is None else means * shares).mean()
 
     def close(self) -> None:
         self.strategy.complete_weights()  # communication ends before the process group does

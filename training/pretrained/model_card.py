@@ -66,7 +66,7 @@ def _training(saved: SavedState, record: dict[str, Any]) -> dict[str, Any]:
     mfu = mfu.get("median") if isinstance(mfu, dict) else mfu
     return {
         "data": ", ".join(Path(name).name for name in parse_dataset(saved.config["dataset"])),
-        "tokens": f"{tokens:,}",
+        "tokens": f"{tokens:,}{', with padding' * (saved.config.get('packing') == 'truncate')}",
         "iterations": f"{saved.iteration:,}",
         "processes": saved.world_size,
         "validation loss": None if loss is None else f"{loss:.4f}",

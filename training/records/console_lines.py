@@ -30,7 +30,8 @@ def console_lines(
     else:
         lines.append("⚡ MFU: n/a" + ("" if known_reason else f" ({row['mfu_reason']})"))
     per_token = units.flops(flops_per_token, decimals=2, prefixes="GMk")
-    lines.append(f"   Tokens/s: {row['tokens_per_sec']:.0f} │ FLOPs/token: {per_token} ({method})")
+    padding = f" ({row['padding_percent']:.2f}% padding)" if "padding_percent" in row else ""
+    lines.append(f"   Tokens/s: {row['tokens_per_sec']:.0f}{padding} │ FLOPs/token: {per_token} ({method})")
     if memory:
         allocated, most, reserved = (
             units.memory(memory[name]) for name in ("allocated_gb", "max_allocated_gb", "reserved_gb")

@@ -41,6 +41,7 @@ class Reading(NamedTuple):
     grad_norm: float
     grad_sum: float | None
     attended: float  # length of the document that a token is in, mean over tokens and iterations
+    targets: float  # share of the positions that have a target, mean over iterations
     seconds: float  # per iteration
     verdicts: list[float]  # of the update guard, for the anomaly policy
     intervals: Sequence[tuple[float, float]] = ()  # when these iterations ran, without pauses
@@ -73,7 +74,8 @@ class Logger:
         self.best_val_loss = progress.best_val_loss
         self.monitor = monitor or GpuMonitor([])
         self.summary: dict[str, Any] = {}  # of the record, once the run is over
-        self.attended = torch.zeros((), device=world.device)  # of StepResult, summed since the last log row
+        # of StepResult, summed since the last log row
+        self.attended, self.targets = (torch.zeros((), device=world.device) for _ in range(2))
         self.saved_at = self.start  # iteration of the last JSON rewrite
         self.progress = ProgressText(config.max_iters)
         self.reasons_said = {peak.reason}  # why there is no MFU; the start-up report says this one
@@ -96,20 +98,22 @@ class Logger:
     def count(self, result: StepResult) -> None:
         """After every iteration. All ranks. Does not wait."""
         self.attended += result.attended
+        self.targets += result.targets
         self._draw(lambda bar: bar.update())
 
     def read(self, iteration: int, result: StepResult, verdicts: list[torch.Tensor]) -> Reading:
         """Reads the log row's numbers and the verdicts together. All ranks. The loop's only sync point."""
         means = mean_over_ranks(torch.stack([result.loss.float(), self.attended]), self.world)
-        of_row = [*means, result.grad_norm]
+        of_row = [*means, self.targets, result.grad_norm]
         if result.grad_sum is not None:
             of_row.append(sum_over_ranks(result.grad_sum, self.world))
         values = torch.stack([value.float() for value in [*of_row, *verdicts]]).tolist()  # sync point
-        loss, attended, grad_norm, *grad_sum = values[: len(of_row)]
+        loss, attended, targets, grad_norm, *grad_sum = values[: len(of_row)]
         lap = self.clock.lap()
         iterations, first = iteration + 1 - self.logged, self.logged
         self.logged = iteration + 1
         self.attended.zero_()
+        self.targets.zero_()
         return Reading(
             iteration,
             first,
@@ -117,6 +121,7 @@ class Logger:
             grad_norm,
             grad_sum[0] if grad_sum else None,
             attended / iterations,
+            targets / iterations,
             lap.seconds / iterations,
             values[len(of_row) :],
             lap.intervals,
@@ -128,6 +133,8 @@ class Logger:
             return
         self.check_out_dir()
         row = self._row(reading, learning_rate)
+        if self.config.packing == "truncate":
+            row["padding_percent"] = 100 * (1 - reading.targets)
         row["gradients"] = self._gradients(reading)
         row |= self.monitor.take(reading.intervals)
         if skipped:

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from model import Transformer
+from training.process.world import World
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Strategy(Protocol):
     """One process, DDP, ZeRO-1 or FSDP. All ranks call the same methods in the same order."""
 
     module: Transformer
+    world: World
     shards: list[Shard]  # for each parameter, in the model's order, what this rank's optimizer updates
     parts: int  # of a sharded tensor: ranks r and r + parts hold the same one. 1: every rank holds all
 

@@ -15,6 +15,7 @@ ROW = {  # of a log row
     "lr": "train/learning_rate",
     "skipped_updates": "train/skipped_updates",
     "tokens_seen": "tokens",
+    "padding_percent": "speed/padding_percent",
     "time_ms": "speed/time_ms",
     "tokens_per_sec": "speed/tokens_per_sec",
     "tokens_per_sec_per_gpu": "speed/tokens_per_sec_per_gpu",
