@@ -102,6 +102,17 @@ def test_a_checkpoint_is_read_once_as_long_as_its_files_do_not_change(make, root
     assert sorted(read) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
 
 
+@pytest.mark.parametrize("keep_all", [True, False])
+def test_what_was_verified_is_forgotten_with_its_checkpoint(make, root, keep_all):
+    keeper = Retention(2, keep_all)
+    for step in range(1, 7):
+        keeper.trust(make(root, step, val_loss=9.0 - step))
+        if keep_all and step > 2:  # as a user does
+            delete(step_folders(root)[0])
+        keeper.after_save(root)
+    assert sorted(keeper.seen) == step_folders(root) and len(keeper.seen) == 2
+
+
 def test_all_stay_if_asked_for(make, root):
     for step in (1, 2, 3):
         make(root, step)

@@ -47,6 +47,7 @@ class Retention:
                 write_bytes(root / pointer, f"{folder.name}\n".encode())
         if not self.keep_all:
             self.prune(complete, best)
+        self.seen = {folder: seen for folder, seen in self.seen.items() if folder.exists()}
 
     def prune(self, complete: list[Path], best: Path | None) -> None:
         """Deletes what is older than the newest keep_last valid ones. `complete` is oldest first."""
