@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -27,10 +28,12 @@ from common.json_file import open_regular, read_json
 from data.pipeline.document_lengths import LENGTH_DTYPE, lengths_files
 from data.pipeline.token_files import stored_dtype
 
-MEMORY = ".verified.json"
+MEMORY, LOCK = ".verified.json", ".verified.lock"
 READ_BYTES = 1 << 24  # that each thread reads at a time
 THREADS = 16  # files that are read at the same time; hashing releases the interpreter lock
 LARGE = 10**9  # bytes; reading more takes seconds, so a progress bar is shown
+
+log = logging.getLogger("nanomfu")
 
 
 def stamp(stat: os.stat_result, dtype: str, sha256: str | None) -> list:
@@ -92,6 +95,23 @@ def damaged_files(folder: Path, dtype: str, files: dict[str, dict]) -> set[str]:
     if good := {name: entries[name] for name in unread if name not in damaged}:
         remember(folder, good)
     return damaged
+
+
+@contextlib.contextmanager
+def one_reader(folder: Path) -> Iterator[None]:
+    """Waits until no other process reads the files of this folder, on other machines with the same disk, too;
+    what it has found need not be read again. If the folder cannot be locked, several read at a time."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = os.open(folder / LOCK, flags, 0o644)
+            opened.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.warning("Waiting for another process, which reads the token files in %s", folder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

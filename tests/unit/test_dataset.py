@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from data.pipeline import verified
 from data.pipeline.meta_file import read_meta
 from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
+from training.batches import dataset
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
 from training.batches.sources import open_sources
@@ -296,6 +299,51 @@ def test_second_start_reads_no_file_again(folder, scanned):
     assert sorted(scanned) == ["train.bin", "val.bin"]
 
 
+def test_machines_with_one_disk_read_each_file_once(folder, monkeypatch, caplog):
+    """The second one waits for the first, says so, and reads only what the first has not read."""
+    names, scan, second_waits = [], verified.scan, threading.Event()
+    monkeypatch.setattr(verified.log, "warning", lambda *_: second_waits.set())
+
+    def counting(path, *arguments):
+        names.append(path.name)
+        assert second_waits.wait(30)
+        return scan(path, *arguments)
+
+    monkeypatch.setattr(verified, "scan", counting)
+    with ThreadPoolExecutor(2) as machines:
+        opened = [machines.submit(open_dataset, config(folder), scan=True) for _ in range(2)]
+        assert [each.result(60)[0]["train"].total for each in opened] == [20_000, 20_000]
+    assert sorted(names) == ["train.bin", "val.bin"]
+
+
+def test_a_start_that_trusts_sizes_waits_for_no_reader(folder):
+    with verified.one_reader(folder):
+        assert open_dataset(config(folder, verify_data="size"), scan=True)[0]["train"].total == 20_000
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(folder, tmp_path):
+    (folder / verified.LOCK).symlink_to(tmp_path / "elsewhere")
+    assert open_dataset(config(folder), scan=True)[0]["train"].total == 20_000
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_the_first_process_of_a_machine_alone_asks_for_every_shard(folder, monkeypatch, local_rank):
+    ids = make_shards(folder, [100, 100, 100])
+    meta = json.loads((folder / "meta.json").read_text())
+    recorded = {f"train_{i:03d}.bin": {"tokens": 100} for i in range(3)}
+    edit_meta(folder, files={**recorded, "val.bin": meta["files"]["val.bin"]})
+    asked, stat = [], dataset._stat
+    monkeypatch.setattr(dataset, "_stat", lambda path: asked.append(path.name) or stat(path))
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    (source,) = open_sources(config(folder), scan=False)
+    assert len(asked) == (4 if local_rank == "0" else 0)
+    assert np.array_equal(source.splits["train"].read(90, 120), ids[90:210])
+    (folder / "train_001.bin").unlink()
+    with pytest.raises(UserError, match="train_001.bin is missing from"):
+        open_sources(config(folder), scan=False)
+
+
 def test_only_the_rank_that_is_asked_to_scans(folder, scanned):
     open_dataset(config(folder), scan=False)
     assert scanned == []
@@ -343,7 +391,7 @@ def test_read_only_dataset_works_and_is_scanned_every_time(folder, scanned, monk
     for _ in range(2):
         assert open_dataset(config(folder), scan=True)[0]["train"].total == 20_000
     assert sorted(scanned) == sorted(2 * ["train.bin", "val.bin"])
-    assert not list(folder.glob(".verified*"))
+    assert not list(folder.glob(".verified.json*"))
 
 
 def test_reading_that_was_stopped_goes_on_where_it_was(folder, scanned, monkeypatch):

@@ -9,6 +9,7 @@ checked when it is read (training/batches/token_files.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat as stat_module
@@ -20,7 +21,7 @@ from data.folders import how_to_make
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_files, lengths_name
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import check_is_tokens, stored_dtype, token_file_names
-from data.pipeline.verified import LARGE, damaged_files, read_whole, recall, remember, stamp
+from data.pipeline.verified import LARGE, damaged_files, one_reader, read_whole, recall, remember, stamp
 from data.tokenizers.tokenizer import file_hash
 from training.batches.token_files import TokenFiles
 from training.configuration.dataset_name import dataset_folder
@@ -35,24 +36,26 @@ def needs_validation(config: TrainConfig) -> bool:
     return bool(config.eval_interval) or config.eval_only or config.eval_at_start
 
 
-def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
+def open_dataset(config: TrainConfig, scan: bool, check: bool = True) -> tuple[dict[str, TokenFiles], dict]:
     """The checked splits ('train', and 'val' if the run evaluates) and meta.json's content. Raises UserError.
 
     With scan, every file that has not been read whole before is read for its largest id and its hash, unless
     verify_data is 'size'. The results are stored in the dataset's folder. One rank of each machine scans.
+    Without check, sizes are taken from meta.json: on a network disk, it takes long to ask for thousands.
     """
     folder = dataset_folder(config)
     try:
-        return _open(folder, config, scan)
+        return _open(folder, config, scan, check)
     except OSError as error:  # no permission, a broken disk, a name that is too long
         raise UserError(f"dataset={config.dataset!r:.200} cannot be read: {error}") from None
 
 
-def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
+def _open(folder: Path, config: TrainConfig, scan: bool, check: bool) -> tuple[dict[str, TokenFiles], dict]:
     if not folder.is_dir():
         raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {how_to_make(folder)}")
     meta = read_meta(folder)
-    _check_tokenizer(folder, meta["tokenizer"] or {})
+    if check:
+        _check_tokenizer(folder, meta["tokenizer"] or {})
     splits: dict[str, TokenFiles] = {}
     stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
@@ -60,16 +63,23 @@ def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, Toke
         if not paths:
             raise UserError(f"no token file {folder}/{split}.bin; {how_to_make(folder)}")
         _check_names(paths, split, meta, folder)
+        if not check and all(path.name in meta["files"] for path in paths):
+            dtype = stored_dtype(meta["dtype"])
+            sizes = [meta["files"][path.name]["tokens"] * dtype.itemsize for path in paths]
+            splits[split] = TokenFiles(paths, sizes, dtype, config.model_config().vocab_size)
+            continue
         stats |= {path: _stat(path) for path in paths}
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
         _check_lengths(folder, {p.name: meta["files"].get(p.name, {}) for p in paths}, config, scan)
-    _check_no_overlap(splits, stats)
+    if check:
+        _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
     _check_vocabulary(meta, config)
     for name, recorded in meta["files"].items():
         _check_id(folder / name, recorded.get("max_id", 0), model_vocab)
     if scan:
-        _check_content(stats, folder, meta, config)
+        with one_reader(folder) if config.verify_data == "hash" else contextlib.nullcontext():
+            _check_content(stats, folder, meta, config)
     return splits, meta
 
 
@@ -165,7 +175,9 @@ def _check_lengths(folder: Path, files: dict[str, dict], config: TrainConfig, sc
                     f"{how_to_make(folder)}"
                 )
     if scan and config.verify_data == "hash":
-        if damaged := damaged_files(folder, LENGTH_DTYPE, lengths_files(files)):
+        with one_reader(folder):
+            damaged = damaged_files(folder, LENGTH_DTYPE, lengths_files(files))
+        if damaged:
             raise UserError(
                 f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
             )

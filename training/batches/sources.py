@@ -23,6 +23,7 @@ from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
+from training.process.world import launch_info
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     sources = []
     for name, weight in parse_dataset(config.dataset).items():
         alone = dataclasses.replace(config, dataset=name)
-        splits, meta = open_dataset(alone, scan)
+        # the first process of each machine looks at the files for all of them
+        splits, meta = open_dataset(alone, scan, check=scan or launch_info()[1] == 0)
         documents = {split: find_documents(alone, meta, tokens) for split, tokens in splits.items()}
         sources.append(Source(name, weight, dataset_folder(alone), splits, meta, documents))
         if scan and config.packing == "truncate":
