@@ -3,12 +3,13 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from common.arguments import check_output, user_folder, whole_number
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.next_commands import report
-from data.pipeline.preparation import Job, prepare
+from data.pipeline.preparation import Job, begun_by, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
@@ -58,6 +59,13 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
         default=0,
         help="bad records to leave out before giving up (default: 0)",
     )
+    add(
+        "--splits",
+        choices=("names", "ignore"),
+        default="names",
+        help="whether names such as train, val or test of .jsonl and .parquet and their folders decide what "
+        "they are for (default: names)",
+    )
     add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
     add("--part", type=whole_number(0, PARTS_MAX), default=0, help="this machine's number, from 0")
@@ -88,7 +96,12 @@ def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -
     bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
     if args.bos is not None and bos_id is None:
         raise UserError(f"--bos {args.bos}: the tokenizer has no such token")
-    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens)
+    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens, **split_rule(args))
+
+
+def split_rule(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides which documents are for validation, as Settings has it."""
+    return {"split_by": begun_by(args.output, args.resume), "splits": args.splits}
 
 
 def make_job(args: argparse.Namespace) -> Job:

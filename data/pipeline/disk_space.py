@@ -32,7 +32,7 @@ def check_disk_space(
 ) -> None:
     """Warns if the token files of these units may not fit; UserError if they cannot."""
     free = shutil.disk_usage(folder).free
-    sizes = [sum(size_of(path) for path, _ in unit.files) for unit in units]
+    sizes = [unit.size(size_of) for unit in units]
     if sum(sizes) * MOST_TOKENS * itemsize < free:
         return
     files = [path for unit in units for path, _ in unit.files if Path(path).is_file()]

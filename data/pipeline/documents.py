@@ -111,19 +111,22 @@ def parse_line(line: bytes, place: str, text_key: str) -> str:
 
 
 def read_lines(
-    path: Path, progress: Callable[[int], None], text_key: str
+    path: Path, progress: Callable[[int], None], text_key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
-    number = position = 0
+    number = 0
     with open(path, "rb") as raw:
         lines = open_lines(raw, path)
-        while True:
-            place = f"{path}, line {number + 1}"
+        if span and span[0]:  # a line belongs to the part of the file in which it begins
+            raw.seek(span[0] - 1)
+            _skip_line(raw)
+        position = raw.tell()
+        while span is None or position < span[1]:
+            place = f"{path}, byte {position:,}" if span else f"{path}, line {number + 1}"
             try:
                 line = lines.readline(LINE_BYTES)
                 long = len(line) == LINE_BYTES and not line.endswith(b"\n")
                 if long:
-                    while (rest := lines.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
-                        pass
+                    _skip_line(lines)
             except UserError:
                 raise
             except Exception as error:  # gzip, zlib and zstandard each raise errors of their own
@@ -146,13 +149,17 @@ def read_lines(
                     yield number, bad
 
 
+def _skip_line(lines: io.BufferedReader | gzip.GzipFile) -> None:
+    while (rest := lines.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
+        pass
+
+
 def read_rows(
-    path: Path, progress: Callable[[int], None], text_key: str
+    path: Path, progress: Callable[[int], None], text_key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     try:
-        for text in read_values(path, LINE_BYTES, progress, text_key):
-            number += 1
+        for number, text in read_values(path, LINE_BYTES, progress, text_key, span):
             bad = BadRecord(f"{path}, row {number} has no text, or none of at most {LINE_BYTES >> 20} MiB")
             yield number, bad if text is None else text
     except NoColumn as missing:  # in all rows: more than a bad record
@@ -167,7 +174,7 @@ def read_rows(
 
 
 def read_mds(
-    path: Path, progress: Callable[[int], None], text_key: str
+    path: Path, progress: Callable[[int], None], text_key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """The column is always "text". A damaged shard is a UserError and no BadRecord: not one of its samples is
     used."""
@@ -176,7 +183,7 @@ def read_mds(
     progress(path.stat().st_size)
 
 
-def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
+def read_text(path: Path, progress: Callable[[int], None] = lambda count: None) -> Iterator[str]:
     """The chunks of a file of text, with \\n for \\r\\n."""
     position = 0
     try:
@@ -192,10 +199,14 @@ def read_text(path: Path, progress: Callable[[int], None]) -> Iterator[str]:
 
 
 def read_records(
-    path: Path, progress: Callable[[int], None] = lambda count: None, text_key: str = TEXT_KEY
+    path: Path,
+    progress: Callable[[int], None] = lambda count: None,
+    text_key: str = TEXT_KEY,
+    span: tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
     """(number, document) of every record that is not blank. A document is its text: a list of one string, or
-    an iterator of chunks for a file of text.
+    an iterator of chunks for a file of text. span: of one part of a large file, (its first byte, the byte
+    after its last); spans that together cover the file give each record once.
 
     progress is told how many more bytes of the file were read. A damaged archive gives the documents before
     the damage, and then one BadRecord.
@@ -206,7 +217,7 @@ def read_records(
     if not path.stat().st_size:
         yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")
         return
-    for number, text in _reader(path)(path, progress, text_key):
+    for number, text in _reader(path)(path, progress, text_key, span):
         yield number, text if isinstance(text, BadRecord) else [text]
 
 

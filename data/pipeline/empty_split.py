@@ -1,10 +1,11 @@
-"""Gives the last document to a split that got none; if there is only one document, cuts it in two.
+"""Cuts an only document in two, as a run needs both splits: its end is for validation.
 
-With few documents, is_validation() of units.py may put all of them into one split, but a run needs both. Only
-the token files of the unit that holds the last document change. If the process is killed meanwhile, that unit
-is left without a valid manifest, and it is made again.
+The same is done if --max_tokens ends before the first document for validation; data/pipeline/splits.py sees
+to it that there is one. Only the token files of the last unit change. If the process is killed meanwhile,
+that unit is left without a valid manifest, and it is made again.
 """
 
+import math
 import os
 from pathlib import Path
 
@@ -22,19 +23,17 @@ def fill_empty_split(
 ) -> list[dict]:
     """The units' manifests, changed where tokens moved."""
     manifests = list(manifests)
-    documents = sum(manifest["documents"] for manifest in manifests)
-    if any(unit.split for unit in units) or sum(_tokens(manifest) for manifest in manifests) < 2:
+    total = sum(map(_tokens, manifests))
+    if any(unit.split for unit in units) or total < 2:
         return manifests
     while empty := [split for split in SPLITS if not any(_names(m, split) for m in manifests)]:
         target, source = empty[0], SPLITS[1 - SPLITS.index(empty[0])]
         last = max(i for i, manifest in enumerate(manifests) if _names(manifest, source))
-        if documents > 1:
-            cut = _last_document(manifests[last], source, folder, settings, vocab_size)
-        elif target == "val":
+        cut = 0  # all of it moves to train; then val may be empty, and the next turn cuts the tokens
+        if target == "val":
             tokens = _tokens(manifests[last])
-            cut = min(max(1, int(tokens * (1 - settings.val_fraction))), tokens - 1)
-        else:
-            cut = 0  # all of it moves to train; then val is empty, and the next turn cuts the document
+            cut = min(max(1, tokens - math.ceil(total * settings.val_fraction)), tokens - 1)
+            print("no document is for validation; the end of the last one is taken for it")
         manifests[last] = _move(
             units[last], manifests[last], source, target, cut, folder, settings, vocab_size
         )
@@ -51,25 +50,6 @@ def _tokens(manifest: dict) -> int:
 
 def _read(path: Path, vocab_size: int) -> np.ndarray:
     return np.memmap(path, dtype=stored_dtype(smallest_dtype(vocab_size)), mode="r")
-
-
-def _last_document(manifest: dict, split: str, folder: Path, settings: Settings, vocab_size: int) -> int:
-    """Where the last document begins, counted in this unit's tokens of the split: after the end-of-text id of
-    the document before it."""
-    end = sum(manifest["files"][name]["tokens"] for name in _names(manifest, split))
-    own = True  # the next end-of-text id from the back is the last document's own
-    for name in reversed(_names(manifest, split)):
-        ids = _read(folder / name, vocab_size)
-        start = end - len(ids)
-        for stop in range(len(ids), 0, -CHUNK):
-            first = max(0, stop - CHUNK)
-            found = np.flatnonzero(ids[first:stop] == settings.eot_id)
-            if own and len(found):
-                found, own = found[:-1], False
-            if len(found):
-                return start + first + int(found[-1]) + 1
-        end = start
-    return 0
 
 
 def _move(

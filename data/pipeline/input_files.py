@@ -8,19 +8,29 @@ import codecs
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from common.text import one_line
-from data.pipeline.documents import RECORD_SUFFIXES, TEXT_SUFFIXES, is_one_document
+from data.pipeline.documents import (
+    RECORD_SUFFIXES,
+    TEXT_SUFFIXES,
+    is_disk_error,
+    is_one_document,
+    open_lines,
+)
 
 KNOWN = ", ".join(RECORD_SUFFIXES + TEXT_SUFFIXES)
 SHOWN_FILES = 10  # of those that are left out for one reason; a folder may have very many
 CHECKED_BYTES = 16 << 20  # of a file; what is no UTF-8 after them is an error when the file is read
+COMPARED_BYTES = 1 << 20  # of two files, at a time
+COPY = "copy of another file"
 LISTING = "left_out.json"  # beside the dataset: all files that are left out
 NOTE = "a note beside the other files? Name a file that is one text with a glob"
 
@@ -37,7 +47,7 @@ class InputFiles:
 
     def report(self) -> None:
         for reason, names in self.left_out.items():
-            say_left_out(names, reason)
+            say_files("left out", names, reason)
 
     def write_left_out(self, folder: Path) -> None:
         """Writes the whole list, if there is more in it than the console showed."""
@@ -46,23 +56,24 @@ class InputFiles:
             print(f"all files that were left out: {folder / LISTING}")
 
 
-def say_left_out(names: Iterable[str | Path], reason: str) -> None:
-    """Names the input files that are not read, and says why. Prints nothing if there are none."""
+def say_files(what: str, names: Iterable[str | Path], reason: str) -> None:
+    """Names input files, and says what becomes of them, and why. Prints nothing if there are none."""
     shown = sorted(one_line(str(name)) for name in names)
     more = f" and {len(shown) - SHOWN_FILES:,} more" if len(shown) > SHOWN_FILES else ""
     if shown:
-        print(f"left out {len(shown):,} ({reason}): {', '.join(shown[:SHOWN_FILES])}{more}")
+        print(f"{what} {len(shown):,} ({reason}): {', '.join(shown[:SHOWN_FILES])}{more}")
 
 
-def find_files(patterns: list[str]) -> list[Path]:
+def find_files(patterns: list[str], copies: bool = False) -> list[Path]:
     """The input files in the order in which they are read; prints what is left out."""
-    found = find_input(patterns)
+    found = find_input(patterns, copies)
     found.report()
     return found.files
 
 
-def find_input(patterns: list[str]) -> InputFiles:
-    """Each pattern is a file, a folder or a glob; the files of one pattern are sorted."""
+def find_input(patterns: list[str], copies: bool = False) -> InputFiles:
+    """Each pattern is a file, a folder or a glob; the files of one pattern are sorted. copies: whether copies
+    of files of records are read, too, as older versions did."""
     found = InputFiles()
     for pattern in patterns:
         path = Path(pattern)
@@ -82,7 +93,50 @@ def find_input(patterns: list[str]) -> InputFiles:
         if not path.is_file():
             raise UserError(f"--input {path}: a link to nothing, or not a regular file")
     found.files = list(dict.fromkeys(found.files))  # a file that two arguments name is read once
+    if not copies:
+        _leave_out_copies(found)
     return found
+
+
+def _leave_out_copies(found: InputFiles) -> None:
+    """Leaves out files of records that hold what another one holds: copies, links, compressed copies. Only
+    those of one size, or of one name and folder, are opened, and read whole only if they begin alike."""
+    keys = {
+        path: [(path.suffix, path.stat().st_size), (path.parent, path.name.partition(".jsonl")[0])]
+        for path in found.files
+        if not is_one_document(path)
+    }
+    counts = Counter(key for pair in keys.values() for key in pair)
+    alike: dict[bytes, list[Path]] = {}
+    files, found.files = found.files, []
+    for path in files:
+        others: list[Path] = []
+        if any(counts[key] > 1 for key in keys.get(path, [])):
+            others = alike.setdefault(next(_blocks(path), b""), [])
+        if any(os.path.samefile(path, other) or _same(path, other) for other in others):
+            found.leave_out(path, COPY)
+        else:
+            found.files.append(path)
+            others.append(path)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return all(a == b for a, b in zip_longest(_blocks(one), _blocks(other)))
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Hashes of the file's content, block by block, of a compressed file without its compression."""
+    with open(path, "rb") as raw:
+        file = open_lines(raw, path)
+        try:
+            while block := file.read(COMPARED_BYTES):
+                yield hashlib.sha256(block).digest()
+        except UserError:
+            raise
+        except Exception as error:  # of a damaged archive, which is an error when it is read
+            if is_disk_error(error):
+                raise
+            yield str(path).encode()
 
 
 def is_read(path: Path) -> bool:
@@ -156,6 +210,6 @@ def _why_not_text(path: Path, seen: set[bytes]) -> str | None:
     # a training document that is also for validation would make the validation loss too low
     digest = hashlib.sha256(content).digest()
     if digest in seen and len(content) < CHECKED_BYTES:
-        return "copy of another file"
+        return COPY
     seen.add(digest)
     return None

@@ -5,7 +5,7 @@ page after another. The trap: a page can have any size that its writer chose, an
 says which. So all headers are read first; they are in Thrift's compact encoding.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,23 +25,31 @@ class NoColumn(Exception):
 
 
 def read_values(
-    path: Path, max_bytes: int, progress: Callable[[int], None], column_name: str
-) -> Iterator[str | None]:
-    """The text of every row; None if the row has none, or more than max_bytes, or it is not UTF-8."""
+    path: Path,
+    max_bytes: int,
+    progress: Callable[[int], None],
+    column_name: str,
+    span: tuple[int, int] | None = None,
+) -> Iterator[tuple[int, str | None]]:
+    """(number, text) of every row; None if the row has none, or more than max_bytes, or it is not UTF-8.
+    span: bytes of the file, whose even share of the row groups is read; None: all."""
     try:
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path} needs the pyarrow library: pip install pyarrow") from None
-    size, done = path.stat().st_size, 0
+    size = path.stat().st_size
     with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
         total = max(1, file.metadata.num_rows)
-        page = largest_page(path, file.metadata, column_name)
-        batch_size = max(1, min(64, BATCH_BYTES // max(1, page)))
-        for batch in file.iter_batches(batch_size=batch_size, columns=[column_name], use_threads=False):
+        count, (first, last) = file.metadata.num_row_groups, span or (0, size)
+        groups = [group for group in range(count) if first <= size * group // count < last]
+        done = sum(file.metadata.row_group(group).num_rows for group in range(groups[0] if groups else 0))
+        page = largest_page(path, file.metadata, column_name, groups)
+        options = {"batch_size": max(1, min(64, BATCH_BYTES // max(1, page))), "row_groups": groups}
+        for batch in file.iter_batches(**options, columns=[column_name], use_threads=False):
             column = batch.column(0)
             column = column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
-            for value in column:
-                yield _text(value, max_bytes)
+            for number, value in enumerate(column, start=done + 1):
+                yield number, _text(value, max_bytes)
             progress(size * (done + len(column)) // total - size * done // total)
             done += len(column)
 
@@ -56,11 +64,12 @@ def _text(value: Any, max_bytes: int) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def largest_page(path: Path, metadata: Any, column_name: str) -> int:
-    """Bytes of the text column's largest page, decompressed. UserError if that is above PAGE_BYTES."""
+def largest_page(path: Path, metadata: Any, column_name: str, groups: Iterable[int]) -> int:
+    """Bytes of the text column's largest page in these row groups, decompressed. UserError if that is above
+    PAGE_BYTES."""
     largest = 0
     with open(path, "rb") as file:
-        for group in range(metadata.num_row_groups):
+        for group in groups:
             columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
             chunk = next((column for column in columns if column.path_in_schema == column_name), None)
             if chunk is None:

@@ -7,25 +7,25 @@ takes the units k, k + n, ... The trap: files that another plan left in the fold
 plan, so plan.json says which plan they belong to.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.durable_file import write_bytes, write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.disk_space import check_disk_space
-from data.pipeline.documents import SOURCE_SUFFIXES
 from data.pipeline.empty_split import fill_empty_split
 from data.pipeline.folder_lock import one_at_a_time, one_part
 from data.pipeline.hub import ON_DISK, Disk, Hub
-from data.pipeline.input_files import say_left_out
+from data.pipeline.input_files import say_files
 from data.pipeline.manifests import COUNTS, read_manifests
 from data.pipeline.meta_file import count_tokens, describe, keep_tokenizer, nanogpt_meta
 from data.pipeline.single_files import join, read_joined
+from data.pipeline.splits import say_splits, splits_of_files, threshold
 from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
@@ -33,21 +33,11 @@ from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
 
 UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
 UNITS = 256  # about so many for a small input, so that many workers can share it
+PART_BYTES = 32 << 20  # at least so many has a part of a file: seconds of work
 FAST_BYTES = 8 << 20  # input bytes from which on the fast encoder saves more time than verifying it takes
 
 
 # --- the plan ---
-
-
-def split_of(name: str) -> str | None:
-    """The split that a path names (train/, validation-00000-of-00001.parquet); None if it names none.
-    train.py is a program."""
-    *folders, file = Path(name).parts
-    is_source = file.endswith(SOURCE_SUFFIXES)
-    for split in ("train", "validation", "test"):
-        if split in folders or not is_source and file.startswith((f"{split}-", f"{split}.", f"{split}_")):
-            return split
-    return None
 
 
 @dataclass
@@ -55,42 +45,53 @@ class _Group:
     """The input files of one unit while they are collected."""
 
     split: str | None
+    span: tuple[int, int] | None  # of the only file, if it is divided
     files: list[tuple[str, str]] = field(default_factory=list)
     size: int = 0  # bytes
 
 
+def _spans(path: Path, size: int, most: int) -> list[tuple[int, int] | None]:
+    """(first byte, byte after the last) of the parts of a file, none of which is larger than `most`; [None]
+    if it is not divided: a compressed file can be read only from its beginning."""
+    if size <= most or path.suffix not in (".jsonl", ".parquet"):
+        return [None]
+    count = -(-size // most)
+    return [(size * k // count, size * (k + 1) // count) for k in range(count)]
+
+
 def plan_units(
     files: list[Path],
-    max_tokens: int | None,
-    unit_bytes: int | None,
-    size_of: Callable[[Path], int] = os.path.getsize,
+    settings: Settings,
+    max_tokens: int | None = None,
+    unit_bytes: int | None = None,
+    store: Disk | Hub = ON_DISK,
 ) -> tuple[list[Unit], str]:
-    """The units, and a hash of the names and sizes of the input files, which decide them.
+    """The units, and a hash of what decides them: names and sizes of the input files, and their parts.
 
-    If some files are a validation split, they become val, and those of a test split are left out; otherwise
-    units.is_validation() chooses train or val for each document. max_tokens is divided among the units by
-    their size, without a remainder; the dataset has fewer tokens only if the text of a unit has fewer tokens
-    than the unit's part of max_tokens.
+    data/pipeline/splits.py says the split of a file. max_tokens is divided among the units by their size,
+    without a remainder; the dataset has fewer tokens only if the text of a unit has fewer tokens than the
+    unit's part of max_tokens. Downloads are not divided: each unit fetches and deletes its own files.
     """
     # abspath does not follow links: in the hub's cache, the file that a link points to has another name
     absolute = [Path(os.path.abspath(path)) for path in files]
     root = Path(os.path.commonpath([path.parent for path in absolute]))
     named = [(path, path.relative_to(root).as_posix()) for path in absolute]
-    listing = [(name, size_of(path)) for path, name in named]
-    unit_bytes = unit_bytes or min(UNIT_BYTES, sum(size for _, size in listing) // UNITS)
-    named_splits = {name: split_of(name) for _, name in named}
-    has_validation = {"train", "validation"} <= set(named_splits.values())
+    sizes = [store.size(path) for path in absolute]
+    unit_bytes = unit_bytes or min(UNIT_BYTES, sum(sizes) // UNITS)
+    divides = settings.split_by == "text" and not isinstance(store, Hub)
+    splits = splits_of_files([name for _, name in named], settings)
+    listing: list[tuple] = []
     groups: list[_Group] = []
-    for (path, name), (_, file_size) in zip(named, listing, strict=True):
-        if has_validation and named_splits[name] == "test":
-            continue
-        split = None
-        if has_validation:
-            split = "val" if named_splits[name] == "validation" else "train"
-        if not groups or groups[-1].split != split or groups[-1].size + file_size > unit_bytes:
-            groups.append(_Group(split))
-        groups[-1].files.append((str(path), name))
-        groups[-1].size += file_size
+    for (path, name), split, size in zip(named, splits, sizes, strict=True):
+        spans = _spans(path, size, max(unit_bytes, PART_BYTES)) if divides else [None]
+        listing.append((name, size, len(spans)) if len(spans) > 1 else (name, size))
+        for span in spans if split != "test" else []:
+            here = span[1] - span[0] if span else size
+            together = groups and (groups[-1].split, groups[-1].span) == (split, span)
+            if not together or groups[-1].size + here > unit_bytes:
+                groups.append(_Group(split, span))
+            groups[-1].files.append((str(path), name))
+            groups[-1].size += here
     total = sum(group.size for group in groups)
     units, end = [], 0
     for number, group in enumerate(groups):
@@ -98,11 +99,27 @@ def plan_units(
         unit_tokens = None
         if max_tokens is not None:
             unit_tokens = max_tokens * end // max(1, total) - max_tokens * begin // max(1, total)
-        units.append(Unit(number, group.split, tuple(group.files), unit_tokens))
+        units.append(Unit(number, group.split, tuple(group.files), unit_tokens, group.span))
     return units, hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 # --- the dataset ---
+
+
+def begun_by(folder: Path, resume: bool) -> str:
+    """What decides the split of a document (Settings.split_by): what did when this folder was begun."""
+    for name in ("plan.json", "tokenizer_training.json") if resume else ():
+        with contextlib.suppress(OSError, ValueError):
+            return "text" if read_json(folder / name).get("split_by") == "text" else "place"
+    return "text"
+
+
+def with_threshold(settings: Settings, units: list[Unit], store: Disk | Hub = ON_DISK) -> Settings:
+    """The settings, and the hash below which a document is for validation. It is not looked for in files that
+    say their split, or are not on this disk yet."""
+    if settings.split_by == "place" or isinstance(store, Hub) or any(unit.split for unit in units):
+        return settings
+    return replace(settings, val_below=threshold(units, settings))
 
 
 def _refuse_link(folder: Path) -> None:
@@ -208,6 +225,7 @@ def finish(
         if not settings.tokens:
             manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
         _check_no_overlap(folder, manifests)
+        say_splits(units, manifests, folder)
         joined = join(manifests, folder, settings.shard_tokens, tokenizer.vocab_size)
         manifests = [joined] if joined else manifests
     meta = assemble(folder, manifests, tokenizer, settings.eot_id, source)
@@ -240,10 +258,15 @@ def prepare(
 ) -> dict | None:
     """Make this machine's part of the dataset. Returns the content of meta.json if that completes the
     dataset, else None."""
-    units, listing = plan_units(files, max_tokens, unit_bytes, store.size)
+    units, listing = plan_units(files, settings, max_tokens, unit_bytes, store)
     read = {path for unit in units for path, _ in unit.files}
     of_test = [path for path in files if os.path.abspath(path) not in read]
-    say_left_out(of_test, "the test split: there are files for training and for validation")
+    say_files("left out", of_test, "the test split, by their names; --splits=ignore reads all files alike")
+    whole = {path for path in read if path.endswith((".gz", ".zst")) and store.size(path) > UNIT_BYTES}
+    say_files("not divided", whole, "compressed: one worker reads each, and begins it again after a kill")
+    if settings.split_by == "place":
+        print(f"{folder} was begun by an older version and keeps its way to choose documents for validation")
+    settings = with_threshold(settings, units, store)
     plan = {
         **settings.to_dict(),
         "input": listing,
@@ -265,7 +288,7 @@ def prepare(
             if not settings.tokens:  # how many ids a shard of them holds is not known before it is read
                 itemsize = stored_dtype(dtype).itemsize
                 check_disk_space(missing, folder, tokenizer, itemsize, store.size, settings.text_key)
-            size = sum(store.size(path) for unit in missing for path, _ in unit.files)
+            size = sum(unit.size(store.size) for unit in missing)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
             fast = not settings.tokens and needed > FAST_BYTES and tokenizer.use_fast_encoder()
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]

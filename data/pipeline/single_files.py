@@ -116,5 +116,5 @@ def _delete_units(folder: Path) -> None:
     for split in SPLITS:
         for path in folder.glob(f"{split}_[0-9]*"):
             path.unlink()
-    for path in folder.glob("units/[0-9]*.json*"):
+    for path in (*folder.glob("units/[0-9]*.json*"), *folder.glob("units/[0-9]*.hashes*")):
         path.unlink()

@@ -44,7 +44,7 @@ def main(description: str | None, size: str, family_name: str, folder: Path) -> 
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
     hub: Hub | None = None
     if args.input:
-        files = find_files(args.input)
+        files = find_files(args.input, copies=settings.split_by == "place")
         source = f"{len(files)} local files"
     else:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"

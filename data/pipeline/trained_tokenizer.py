@@ -7,17 +7,17 @@ same command again, also after a kill, takes the tokenizer that is there.
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
-from data.pipeline.documents import BadRecord, is_one_document, read_records
+from data.pipeline.documents import BadRecord, is_one_document
 from data.pipeline.folder_lock import one_at_a_time, one_part
-from data.pipeline.preparation import Job, delete_dataset, plan_units
-from data.pipeline.units import Settings, Unit, split_of_document
+from data.pipeline.preparation import Job, delete_dataset, plan_units, with_threshold
+from data.pipeline.units import Settings, Unit, hash_document, origin_of, read_unit
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.to_file import FILE, write_content
@@ -45,16 +45,18 @@ def make_tokenizer(
     """The tokenizer in this folder; it is trained if it is not there. settings: of the dataset, with the
     eot_id of trained tokenizers."""
     assert settings.eot_id == EOT_ID, settings
-    units, listing = plan_units(files, None, None)
+    units, listing = plan_units(files, settings)
     made_of = {"vocab_size": vocab_size, "eot": eot, "most_bytes": most_bytes, "input": listing}
     made_of |= {"val_fraction": settings.val_fraction, "text_key": settings.text_key}
+    made_of |= {key: value for key, value in settings.to_dict().items() if key in ("split_by", "splits")}
     folder.mkdir(parents=True, exist_ok=True)
     with one_part(folder, job.part, job.num_parts), one_at_a_time(folder):
         if not job.resume:
             delete_dataset(folder)
             (folder / RECORD).unlink(missing_ok=True)
         if not _is_there(folder, made_of):
-            documents = every_kth(training_documents(units, settings, job.max_bad), units, most_bytes)
+            settings = with_threshold(settings, units)
+            documents = training_documents(units, settings, job.max_bad, most_bytes)
             content = _train(pieces(documents, most_bytes), vocab_size, eot)
             write_content(folder, content, EOT_ID)
             write_json(folder / RECORD, {**made_of, "sha256": file_hash(folder / FILE)})
@@ -105,33 +107,39 @@ def _train(texts: Iterable[str], vocab_size: int, eot: str) -> str:
 # --- the text ---
 
 
-def training_documents(units: list[Unit], settings: Settings, max_bad: int) -> Iterator[Iterable[str]]:
-    """The documents for training, in their order. As empty_split.fill_empty_split() does, a split that would
-    get none gets the last document, and an only document is cut: its beginning is for training."""
-    bad, seen = 0, 0
-    last: dict[str, Iterable[str] | None] = {"train": None, "val": None}  # of each split; not yet yielded
+def training_documents(
+    units: list[Unit], settings: Settings, max_bad: int, most_bytes: int
+) -> Iterator[Iterable[str]]:
+    """The documents for training, in their order; of very much text an even part of about most_bytes. A file
+    of text that is left out is not even opened. Of an only document, it is the beginning, as
+    empty_split.fill_empty_split() cuts it."""
+    size = sum(unit.size() * EXPANSION.get(Path(unit.files[0][0]).suffix, 1) for unit in units)
+    every = max(1, math.ceil(size / most_bytes))
+    documents = _documents(units, settings, max_bad)
+    beginnings = list(islice(documents, 2))
+    if len(beginnings) == 1:
+        yield beginning(beginnings[0][-1], units, 1 - settings.val_fraction)
+        return
+    for unit, path, name, number, document in islice(chain(beginnings, documents), 0, None, every):
+        if origin_of(unit, settings, path, name, number, hash_document(path, document)).split == "train":
+            yield document
+
+
+def _documents(
+    units: list[Unit], settings: Settings, max_bad: int
+) -> Iterator[tuple[Unit, str, str, int, Iterable[str]]]:
+    """(unit, path, name, number, document) of all documents."""
+    bad = 0
     for unit in units:
-        for path, name in unit.files:
-            for number, document in read_records(Path(path), text_key=settings.text_key):
-                if isinstance(document, BadRecord):
-                    bad += 1
-                    if bad > max_bad:
-                        raise UserError(
-                            f"more than --max_bad={max_bad} bad records; repair or allow more: {document}"
-                        )
-                    continue
-                split = split_of_document(unit, name, number, settings.val_fraction)
-                if split == "train" and last["train"] is not None:
-                    yield last["train"]
-                last[split] = document
-                seen += 1
-    if seen == 1:
-        document = last["train"] or last["val"] or []
-        yield beginning(document, units, 1 - settings.val_fraction)
-    elif last["train"] is None and last["val"] is not None:
-        yield last["val"]
-    elif last["train"] is not None and last["val"] is not None:
-        yield last["train"]
+        for path, name, number, document in read_unit(unit, settings.text_key):
+            if not isinstance(document, BadRecord):
+                yield unit, path, name, number, document
+                continue
+            bad += 1
+            if bad > max_bad:
+                raise UserError(
+                    f"more than --max_bad={max_bad} bad records; repair or allow more: {document}"
+                )
 
 
 def beginning(document: Iterable[str], units: list[Unit], share: float) -> Iterator[str]:
@@ -147,16 +155,6 @@ def beginning(document: Iterable[str], units: list[Unit], share: float) -> Itera
         left -= len(text.encode())
         if left <= 0:
             return
-
-
-def every_kth(
-    documents: Iterator[Iterable[str]], units: list[Unit], most_bytes: int
-) -> Iterator[Iterable[str]]:
-    """An even part of the documents that has about most_bytes of text. A file of text that is left out is not
-    even opened."""
-    paths = [Path(path) for unit in units for path, _ in unit.files]
-    size = sum(path.stat().st_size * EXPANSION.get(path.suffix, 1) for path in paths)
-    return islice(documents, 0, None, max(1, math.ceil(size / most_bytes)))
 
 
 def pieces(documents: Iterable[Iterable[str]], most_bytes: int) -> Iterator[str]:

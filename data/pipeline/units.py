@@ -1,26 +1,27 @@
-"""A unit of work: a few input files that one process turns into token files of their own.
+"""A unit of work: a few input files, or a part of a large one, that one process turns into token files.
 
-The bytes of a unit's token files depend only on its input files and the settings, so they are the same for
-any number of workers and machines and after any interruption. The token files get their names when all of
-them are complete and on disk. Then the unit's manifest, units/NUMBER.json, is written, which says what they
-hold. A unit without a manifest is made again from its beginning.
+The bytes of a unit's token files depend only on its input and the settings, so they are the same for any number
+of workers and machines and after any interruption. The token files get their names when all of them are
+complete and on disk. Then the unit's manifest, units/NUMBER.json, is written, which says what they hold. A unit
+without a manifest is made again from its beginning.
 """
 
 import hashlib
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.durable_file import sync, sync_folder, write_json
+from common.durable_file import sync, sync_folder, write_bytes, write_json
 from common.errors import UserError
 from data.pipeline.document_lengths import split_lengths, with_lengths
-from data.pipeline.documents import TEXT_KEY, BadRecord, is_one_document, read_records
+from data.pipeline.documents import TEXT_KEY, BadRecord, is_one_document, read_records, read_text
 from data.pipeline.mds_samples import read_tokens
 from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
 from data.pipeline.verified import remember_files
@@ -55,15 +56,20 @@ class Settings:
     bytes_dtype: str | None = None
     # of text
     text_key: str = TEXT_KEY
+    # what decides the split of a document: "text"; "place", its file and number, in plans of older versions
+    split_by: str = "text"
+    splits: str = "names"  # of files of many documents; "ignore": their names say nothing
+    val_below: int | None = None  # hashes of documents for validation; None: val_fraction of all hashes
 
     def to_dict(self) -> dict[str, Any]:
-        """For plan.json. What is only of token ids is left out for text, and so is the usual text_key, which
-        older plans do not have."""
-        of_text = ("eot_id", "bos_id", "val_fraction", "shard_tokens", "text_key")
-        settings = {key: value for key, value in asdict(self).items() if self.tokens or key in of_text}
-        if self.text_key == TEXT_KEY:
-            del settings["text_key"]
-        return settings
+        """For plan.json. What is only of token ids is left out for text, and so are the values that plans of
+        older versions have without saying so. val_below follows from the others."""
+        left_out = {"val_below"} | (
+            set() if self.tokens else {"tokens", "lengths", "split_at", "bytes_dtype"}
+        )
+        unsaid = {"text_key": TEXT_KEY, "split_by": "place", "splits": "names"}
+        settings = {key: value for key, value in asdict(self).items() if key not in left_out}
+        return {key: value for key, value in settings.items() if value != unsaid.get(key, ...)}
 
 
 @dataclass(frozen=True)
@@ -72,16 +78,28 @@ class Unit:
     split: str | None  # None: is_validation() chooses train or val for each document
     files: tuple[tuple[str, str], ...]  # (path, name that is the same on every machine)
     max_tokens: int | None
+    span: tuple[int, int] | None = (
+        None  # (first byte, byte after the last) of the only file, if it is divided
+    )
+
+    def size(self, size_of: Callable[[str], int] = os.path.getsize) -> int:
+        """Bytes of input."""
+        return self.span[1] - self.span[0] if self.span else sum(size_of(path) for path, _ in self.files)
 
     def manifest_path(self, folder: Path) -> Path:
         return folder / "units" / f"{self.number:06d}.json"
+
+    def hashes_path(self, folder: Path) -> Path:
+        """The hashes of the documents (data/pipeline/splits.py), little-endian uint64, if all are of one
+        split because of a file's name."""
+        return folder / "units" / f"{self.number:06d}.hashes"
 
     def remove_leftovers(self, folder: Path) -> None:
         for split in SPLITS:
             for path in folder.glob(f"{split}_{self.number:06d}_*"):
                 path.unlink()
-        for path in folder.glob(f"units/{self.number:06d}.json.tmp*"):
-            path.unlink()
+        for path in (*folder.glob(f"units/{self.number:06d}.*.tmp*"), self.hashes_path(folder)):
+            path.unlink(missing_ok=True)
 
 
 # --- one document ---
@@ -128,18 +146,57 @@ def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -
     yield np.array(encode(text)[drop:], dtype=np.uint32)
 
 
-def is_validation(file: str, number: int, val_fraction: float) -> bool:
-    """Whether a document is for validation. A hash of its place decides, so all machines agree."""
+def hash_content(content: Iterable[bytes]) -> int:
+    """64 bits, of a document in any number of pieces."""
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in content:
+        digest.update(piece)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def hash_document(path: str, document: Iterable[str]) -> int:
+    """Of its text. A file that is one document is read for it, since its chunks come only once."""
+    chunks = document if isinstance(document, list) else read_text(Path(path))
+    return hash_content(chunk.encode() for chunk in chunks)
+
+
+def _hash_place(file: str, number: int) -> int:
     digest = hashlib.sha256(f"{file}:{number}".encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
+    return int.from_bytes(digest[:8], "big")
 
 
-def split_of_document(unit: Unit, file: str, number: int, val_fraction: float) -> str:
-    val = unit.split is None and is_validation(file, number, val_fraction)
-    return "val" if val else unit.split or "train"
+def is_validation(hashed: int, settings: Settings) -> bool:
+    return hashed < (settings.val_fraction * 2**64 if settings.val_below is None else settings.val_below)
+
+
+class Origin(NamedTuple):
+    """Of a document."""
+
+    split: str
+    hashed: int
+    place: str  # for messages
+    file: str | None = None  # its name, if the file is the document
+
+
+def origin_of(unit: Unit, settings: Settings, path: str, name: str, number: int, hashed: int) -> Origin:
+    """hashed: of what the document holds."""
+    if settings.split_by == "place":
+        hashed = _hash_place(name, number)
+    split = unit.split or ("val" if is_validation(hashed, settings) else "train")
+    place = f"{path}, record {number}" + (f" from byte {unit.span[0]:,} on" if unit.span else "")
+    return Origin(split, hashed, place, name if is_one_document(Path(name)) else None)
 
 
 # --- one unit ---
+
+
+def read_unit(
+    unit: Unit, text_key: str, progress: Callable[[int], None] = lambda count: None
+) -> Iterator[tuple[str, str, int, Iterable[str] | BadRecord]]:
+    """(path, name, number, document) of every record, as read_records() gives them."""
+    for path, name in unit.files:
+        for number, document in read_records(Path(path), progress, text_key, unit.span):
+            yield path, name, number, document
 
 
 def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterator[np.ndarray]:
@@ -158,23 +215,23 @@ def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
 
 
 def encode_batch(
-    batch: list[tuple[str, str, str]], tokenizer: Tokenizer, reject: Callable[[str], None]
-) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """(split, [ids]) of each (split, place, text) that can be encoded; reject is told of the others."""
-    texts = [text for *_, text in batch]
+    batch: list[tuple[Origin, str]], tokenizer: Tokenizer, reject: Callable[[str], None]
+) -> Iterator[tuple[Origin, list[np.ndarray]]]:
+    """(origin, [ids]) of each (origin, text) that can be encoded; reject is told of the others."""
+    texts = [text for _, text in batch]
     encoded: list[np.ndarray | None] = []
     try:
         encoded += tokenizer.encode_arrays(texts)
     except EncodeError:  # one by one, to learn which of them it was
-        for _, place, text in batch:
+        for origin, text in batch:
             try:
                 encoded += tokenizer.encode_arrays([text])
             except EncodeError as error:
-                reject(f"{place}: {error}")
+                reject(f"{origin.place}: {error}")
                 encoded.append(None)
-    for (split, *_), ids in zip(batch, encoded, strict=True):
+    for (origin, _), ids in zip(batch, encoded, strict=True):
         if ids is not None:
-            yield split, [ids]
+            yield origin, [ids]
 
 
 def encode_unit(
@@ -183,44 +240,41 @@ def encode_unit(
     settings: Settings,
     reject: Callable[[str], None],
     progress: Callable[[int], None],
-) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
-    """(split, pieces of ids) of every document, in order; progress is told how many bytes were read."""
-    batch: list[tuple[str, str, str]] = []
+) -> Iterator[tuple[Origin, Iterable[np.ndarray]]]:
+    """(origin, pieces of ids) of every document, in order; progress is told how many bytes were read."""
+    batch: list[tuple[Origin, str]] = []
     chars = 0
-    for path, name in unit.files:
-        for number, document in read_records(Path(path), progress, settings.text_key):
-            if isinstance(document, BadRecord):
-                reject(str(document))
-                continue
-            place = f"{path}, record {number}"
-            split = split_of_document(unit, name, number, settings.val_fraction)
-            # the text of a short document; a file of text is read in chunks, so its length is not known
-            short = (
-                document[0] if isinstance(document, list) and len(document[0]) <= 2 * PIECE_CHARS else None
-            )
-            if batch and (short is None or chars + len(short) > PIECE_CHARS):
-                yield from encode_batch(batch, tokenizer, reject)
-                batch, chars = [], 0
-            if short is not None:
-                batch.append((split, place, short))
-                chars += len(short)
-                continue
-            try:
-                yield split, read_pieces(path, document, tokenizer.encode)
-            except (BadRecord, EncodeError) as error:
-                reject(f"{place}: {error}")
+    for path, name, number, document in read_unit(unit, settings.text_key, progress):
+        if isinstance(document, BadRecord):
+            reject(str(document))
+            continue
+        origin = origin_of(unit, settings, path, name, number, hash_document(path, document))
+        # the text of a short document; a file of text is read in chunks, so its length is not known
+        short = document[0] if isinstance(document, list) and len(document[0]) <= 2 * PIECE_CHARS else None
+        if batch and (short is None or chars + len(short) > PIECE_CHARS):
+            yield from encode_batch(batch, tokenizer, reject)
+            batch, chars = [], 0
+        if short is not None:
+            batch.append((origin, short))
+            chars += len(short)
+            continue
+        try:
+            yield origin, read_pieces(path, document, tokenizer.encode)
+        except (BadRecord, EncodeError) as error:
+            reject(f"{origin.place}: {error}")
     yield from encode_batch(batch, tokenizer, reject)
 
 
 def token_unit(
     unit: Unit, settings: Settings, reject: Callable[[str], None], progress: Callable[[int], None]
-) -> Iterator[tuple[str, list[np.ndarray], np.ndarray]]:
-    """(split, [ids], lengths of the documents in them) of every sample of token ids, in order."""
+) -> Iterator[tuple[Origin, list[np.ndarray], np.ndarray]]:
+    """(origin, [ids], lengths of the documents in them) of every sample of token ids, in order."""
     assert settings.tokens and settings.bytes_dtype, settings
     columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype)
     for path, name in unit.files:
         for number, ids, lengths in read_tokens(Path(path), *columns, reject):
-            yield split_of_document(unit, name, number, settings.val_fraction), [ids], lengths
+            hashed = hash_content([ids.tobytes()])
+            yield origin_of(unit, settings, path, name, number, hashed), [ids], lengths
         progress(os.path.getsize(path))
 
 
@@ -280,6 +334,15 @@ class Output:
             writer.abandon()
 
 
+def _give_names(folder: Path, names: list[str]) -> None:
+    """The complete token files, which have .tmp after their names, get them."""
+    for name in names:
+        sync(folder / f"{name}.tmp")
+    for name in names:
+        os.replace(folder / f"{name}.tmp", folder / name)
+    sync_folder(folder)
+
+
 def tokenize(
     unit: Unit,
     folder: Path,
@@ -304,7 +367,8 @@ def tokenize(
             )
         del bad_records[BAD_LISTED:]
 
-    unread = sum(os.path.getsize(path) for path, _ in unit.files)
+    unread = unit.size()
+    hashes, val_files = array("Q"), []
 
     def advance(size: int) -> None:
         nonlocal unread
@@ -316,30 +380,33 @@ def tokenize(
         if settings.tokens:
             documents = token_unit(unit, settings, reject, advance)
         while not output.full and (document := next(documents, None)) is not None:
-            split, pieces, *lengths = document
+            origin, pieces, *lengths = document
             pieces = iter(pieces)
             first = next(pieces)
             if len(first) == 0:
                 counts["empty"] += 1
                 continue
             before = output.tokens
-            output.add(split, chain([first], pieces), *lengths)
+            output.add(origin.split, chain([first], pieces), *lengths)
             counts["documents"] += 1
+            hashes.append(origin.hashed)
+            if origin.file and origin.split == "val":
+                val_files.append(origin.file)
             progress(0, 1, output.tokens - before)
         progress(unread, 0, 0)  # bytes that were not needed, as max_tokens was reached
         files = output.finish()
         if settings.tokens:  # what was counted is samples
             counts["documents"] = sum(file["lengths"]["documents"] for file in files.values())
-        for name in with_lengths(files):
-            sync(folder / f"{name}.tmp")
-        for name in with_lengths(files):
-            os.replace(folder / f"{name}.tmp", folder / name)
-        sync_folder(folder)
+        _give_names(folder, with_lengths(files))
+        if unit.split and settings.split_by == "text":
+            write_bytes(unit.hashes_path(folder), np.array(hashes, "<u8").tobytes())
     except BaseException:
         output.abandon()
         unit.remove_leftovers(folder)
         raise
     manifest = {**counts, "bad_records": bad_records, "files": files}
+    if val_files:
+        manifest["val_files"] = val_files
     write_json(unit.manifest_path(folder), manifest)
     dtype = smallest_dtype(tokenizer.vocab_size)
     remember_files(folder, dtype, files)

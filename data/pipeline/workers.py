@@ -97,7 +97,7 @@ def run_units(
     """Tokenize the units. One UserError reports all units that failed, after the others are done."""
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 3)  # bytes read, documents, tokens
-    size = sum(store.size(path) for unit in units for path, _ in unit.files)
+    size = sum(unit.size(store.size) for unit in units)
     failed: list[str] = []
     finished: list[FinishedUnit] = []
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, counters, store, fast))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.arguments import check_output, user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from data.pipeline.input_files import say_left_out  # noqa: E402
+from data.pipeline.input_files import say_files  # noqa: E402
 from data.pipeline.meta_file import read_meta  # noqa: E402
 from data.pipeline.next_commands import report  # noqa: E402
 from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
@@ -47,7 +47,7 @@ def read_stdlib(limit_bytes: int) -> list[str]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            say_left_out([path], "not UTF-8 text")
+            say_files("left out", [path], "not UTF-8 text")
             continue
         limit_bytes -= len(text.encode("utf-8"))
         if limit_bytes < 0:

@@ -5,9 +5,10 @@
 
 Reads .txt, .md, .rst, .tex, .html and source code (a file is one document), .jsonl, .jsonl.gz, .jsonl.zst (a
 line is one document, {"text": ...}) and .parquet. Of a folder, it lists the files that it leaves out. Each
-document is followed by the tokenizer's end-of-text id. Whether it trains or validates depends only on its
-place and on --val_fraction: the same input gives the same split. A split that would get no document gets the
-last one, or the end of an only one. The same command again goes on where it stopped.
+document is followed by the tokenizer's end-of-text id. If the names of .jsonl and .parquet files or of their
+folders say train, val or test, they are used so, and test is left out. Otherwise the text of a document and
+--val_fraction decide: other files change nothing, and copies get into one split. The same command again goes
+on where it stopped.
 """
 
 import sys
@@ -21,7 +22,14 @@ sys.path.insert(0, str(HERE.parents[1]))
 from common.arguments import user_path, whole_number  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from data.pipeline.command import make_dataset, make_job, make_parser, make_settings, parse  # noqa: E402
+from data.pipeline.command import (  # noqa: E402
+    make_dataset,
+    make_job,
+    make_parser,
+    make_settings,
+    parse,
+    split_rule,
+)
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
 from data.pipeline.input_files import find_input  # noqa: E402
 from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
@@ -75,7 +83,8 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    found = find_input(args.input)
+    rule = split_rule(args)
+    found = find_input(args.input, copies=rule["split_by"] == "place")
     found.report()
     check_text_key(found.files, args.text_key)
     config = None
@@ -83,7 +92,7 @@ def main() -> None:
         tokenizer = open_or_download_tokenizer(args.tokenizer)
         config = CONFIGS.get(tokenizer.vocab_size)
     else:
-        trained = Settings(EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key)
+        trained = Settings(EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key, **rule)
         tokenizer = make_tokenizer(
             found.files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
         )

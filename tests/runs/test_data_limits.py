@@ -33,7 +33,7 @@ def bpe(tmp_path) -> Path:
 
 def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
     files = write_corpus(tmp_path / "in")
-    units_, _ = plan_units(files, 6001, 1)
+    units_, _ = plan_units(files, Settings(256, None, 0.1, 3000), 6001, 1)
     assert sum(unit.max_tokens for unit in units_) == 6001
     meta = make(files, tmp_path / "out", bpe, max_tokens=6001)
     assert sum(file["tokens"] for file in meta["files"].values()) == 6001
@@ -142,7 +142,7 @@ def work(path):
 def write_uneven_corpus(folder: Path) -> list[Path]:
     folder.mkdir()
     return [
-        write_jsonl(folder / f"{i}.jsonl", ["word " * 20] * lines)
+        write_jsonl(folder / f"{i}.jsonl", [f"{i}.{line:03} " + "word " * 19 for line in range(lines)])
         for i, lines in enumerate([20, 20, 900, 20])
     ]
 
@@ -214,7 +214,7 @@ def test_a_parquet_page_that_would_not_fit_in_memory_is_refused(tmp_path, monkey
     rows = ["short"] * 300 + [f"{i}" * 1000 for i in range(300)]
     for options in ({}, {"use_dictionary": False, "data_page_version": "2.0"}, {"compression": "zstd"}):
         parquet.write_table(pyarrow.table({"meta": rows, "text": rows}), path, row_group_size=450, **options)
-        largest = largest_page(path, parquet.read_metadata(path), "text")
+        largest = largest_page(path, parquet.read_metadata(path), "text", [0, 1])
         assert 250_000 < largest < 1_000_000  # all of the text column is about 800 kB
     monkeypatch.setattr("data.pipeline.parquet.PAGE_BYTES", largest - 1)
     with pytest.raises(UserError, match="has a page of .* write it again"):

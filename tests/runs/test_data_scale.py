@@ -24,7 +24,7 @@ from common.errors import UserError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.pipeline.preparation import split_of
+from data.pipeline.splits import named_split
 from data.pipeline.units import encode_document
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -313,7 +313,7 @@ def test_a_validation_split_is_used_and_a_test_split_left_out(tmp_path, bpe):
     for split in ("train", "validation", "test"):
         (tmp_path / "in" / split / "chunk1").mkdir(parents=True)
         write_jsonl(tmp_path / "in" / split / "chunk1" / "a.jsonl", [split])
-    assert split_of("data/validation-00000-of-00001-ab.parquet") == "validation"
+    assert named_split("data/validation-00000-of-00001-ab.parquet") == "val"
     make(sorted((tmp_path / "in").rglob("*.jsonl")), tmp_path / "out", bpe)
     assert documents(tmp_path / "out", "train") == ["train"]
     assert documents(tmp_path / "out", "val") == ["validation"]

@@ -22,8 +22,8 @@ from common.errors import UserError
 from data.pipeline import input_files, next_commands, trained_tokenizer
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.pipeline.preparation import plan_units
-from data.pipeline.trained_tokenizer import every_kth, pieces, training_documents
+from data.pipeline.preparation import plan_units, with_threshold
+from data.pipeline.trained_tokenizer import pieces, training_documents
 from data.pipeline.units import Settings
 from data.text import prepare as text_prepare
 from data.tokenizers.bpe_training import train_bpe
@@ -223,7 +223,7 @@ def test_a_trained_tokenizer_is_not_taken_for_a_published_one_with_as_many_ids(
 
 
 def units_of(*paths: Path) -> list:
-    return plan_units(list(paths), None, None)[0]
+    return plan_units(list(paths), Settings(0, None, 0.1, 1000))[0]
 
 
 def texts(documents) -> list[str]:
@@ -235,7 +235,8 @@ def test_the_tokenizer_learns_from_no_document_that_is_held_out(prepare, tmp_pat
     rows = [f"number {i} {prose(i, 30)}" for i in range(60)]
     for name, count, fraction in (("many", 60, 0.2), ("few", 2, 0.001), ("all", 3, 0.999), ("one", 1, 0.3)):
         path = write_jsonl(tmp_path / f"{name}.jsonl", rows[:count])
-        learned = texts(training_documents(units_of(path), Settings(0, None, fraction, 1000), 0))
+        settings = with_threshold(Settings(0, None, fraction, 1000), units_of(path))
+        learned = texts(training_documents(units_of(path), settings, 0, 10**9))
         out = tmp_path / name
         arguments = ["--input", path, "--output", out, "--train_tokenizer", 300, "--val_fraction", fraction]
         prepare(*arguments)
@@ -256,10 +257,11 @@ def test_of_very_much_text_every_kth_document_is_read_and_others_are_not_opened(
     for i, path in enumerate(paths):
         path.write_text(f"{i:03}" + "x" * 997)
     units, settings = units_of(*paths), Settings(0, None, 1e-9, 1000)
-    documents = every_kth(training_documents(units, settings, 0), units, 10_000)
+    documents = training_documents(units, settings, 0, 10_000)
+    first = next(documents)
     for path in paths[1::10]:
         path.unlink()
-    assert [text[:3] for text in texts(documents)] == [f"{i:03}" for i in range(0, 100, 10)]
+    assert [text[:3] for text in texts([first, *documents])] == [f"{i:03}" for i in range(0, 100, 10)]
     monkeypatch.setattr(trained_tokenizer, "PIECE_CHARS", 100)
     assert sum(map(len, pieces([["é" * 3000], ["b" * 3000]], 7000))) == 4000
 
@@ -324,7 +326,7 @@ def test_names_with_odd_characters_are_read_and_shown_without_harm(tmp_path, pre
 def test_program_files_named_train_and_test_are_no_splits(tmp_path):
     for name in ("train.py", "validation_of_forms.py", "test_all.py"):
         (tmp_path / name).write_text(f"x = {name!r}\n")
-    (unit,) = plan_units(find_input([str(tmp_path)]).files, None, 1000)[0]
+    (unit,) = plan_units(find_input([str(tmp_path)]).files, Settings(0, None, 0.1, 1000), None, 1000)[0]
     assert unit.split is None and len(unit.files) == 3
 
 
@@ -379,7 +381,7 @@ def test_a_dataset_of_another_column_is_not_continued(tmp_path, prepare, corpus)
 
 def broken_lines(folder: Path) -> Path:
     path = folder / "a.jsonl"
-    path.write_text('{"text": "fine"}\n{"text": "cut o\n{"text": "fine"}\n')
+    path.write_text('{"text": "fine"}\n{"text": "cut o\n{"text": "fine, too"}\n')
     return path
 
 

@@ -30,7 +30,7 @@ from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import find_files
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings
+from data.pipeline.units import Settings, hash_content
 from data.quickstart import prepare as quickstart
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import find_eot, open_tokenizer
@@ -290,23 +290,32 @@ def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shar
 
 @pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])
 @pytest.mark.parametrize("shard_tokens", [1 << 28, 10])
-def test_a_split_that_no_document_fell_to_gets_the_last_one(tmp_path, val_fraction, shard_tokens):
-    texts = ["first text", "second", "and the third", "the last of them"]
-    ended = [f"{text}<|endoftext|>" for text in texts]
+def test_a_split_that_no_document_fell_to_gets_the_one_with_the_nearest_hash(
+    tmp_path, val_fraction, shard_tokens, capsys
+):
+    texts = ["first text", "second", "and the third", "second", "the last of them"]
     train, val = write_text_dataset(tmp_path, texts, val_fraction, shard_tokens)
-    lonely, others = (val, train) if val_fraction < 0.5 else (train, val)
-    assert (others, lonely) == ("".join(ended[:3]), ended[3])
+    few = val_fraction < 0.5
+    nearest = (min if few else max)(texts, key=lambda text: hash_content([text.encode()]))
+    lonely, others = (val, train) if few else (train, val)
+    assert lonely == f"{nearest}<|endoftext|>" * texts.count(nearest)
+    assert others == "".join(f"{text}<|endoftext|>" for text in texts if text != nearest)
+    said = "for validation: the one whose text has the smallest" if few else "for training: the one"
+    assert f"of 5 documents leaves none {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shard_tokens", [1 << 28, 7, 10])
-def test_the_last_document_of_a_file_of_several_moves_alone(tmp_path, shard_tokens):
-    document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
-    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
-    prepare([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, shard_tokens), "test", Job())
+def test_max_tokens_that_end_before_a_document_for_validation_leave_their_end_to_it(
+    tmp_path, shard_tokens, capsys
+):
+    texts = [f"<{i}> text" for i in range(30)]
+    train = [text for text in texts if hash_content([text.encode()]) >= 2**64 // 10]
+    document = write_jsonl(tmp_path / "a.jsonl", [*train, *(text for text in texts if text not in train)])
+    tokenizer, settings = FileTokenizer(small_bpe(tmp_path / "bpe")), Settings(256, None, 0.1, shard_tokens)
+    prepare([document], tmp_path / "out", tokenizer, settings, "test", Job(), max_tokens=30)
     check_files(tmp_path / "out", read_meta(tmp_path / "out"), hashes=True)
-    train, val = (tokenizer.decode(read_ids(tmp_path / "out", split)) for split in ("train", "val"))
-    assert train == "first<|endoftext|>second text<|endoftext|>"
-    assert val == "last one here<|endoftext|>"
+    assert [len(read_ids(tmp_path / "out", split)) for split in ("train", "val")] == [27, 3]
+    assert "the end of the last one is taken" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("coin", [0.0, 1.0])
@@ -319,10 +328,10 @@ def test_a_single_document_is_cut_in_two(tmp_path, coin, shard_tokens, monkeypat
 
 
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
-def test_a_stop_while_a_document_moves_to_an_empty_split_loses_nothing(tmp_path, monkeypatch, failing_call):
-    document = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one here"])
+def test_a_stop_while_a_document_is_cut_for_an_empty_split_loses_nothing(tmp_path, monkeypatch, failing_call):
+    document = write_jsonl(tmp_path / "a.jsonl", ["first, second text, last one here"])
     tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
-    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 1e-9, 7), "test", Job())
+    arguments = ([document], tmp_path / "out", tokenizer, Settings(256, None, 0.3, 7), "test", Job())
     prepare(*arguments[:1], tmp_path / "whole", *arguments[2:])
     replaced, replace = [], os.replace
 
@@ -352,21 +361,25 @@ def test_every_kind_of_file_is_read_in_order(tmp_path):
     zstandard = pytest.importorskip("zstandard")
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo".encode())
     write_jsonl(tmp_path / "b.jsonl", ["three", "", "four"])
-    lines = [json.dumps({"text": text}).encode() + b"\n" for text in ("five", "six")]
-    (tmp_path / "c.jsonl.gz").write_bytes(b"".join(map(gzip.compress, lines)))
-    (tmp_path / "d.jsonl.zst").write_bytes(
-        b"".join(map(zstandard.compress, lines))
-    )  # two frames, as zstd -T makes
+    five, six, seven, eight = (
+        json.dumps({"text": text}).encode() + b"\n" for text in ("five", "six", "seven", "eight")
+    )
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(five) + gzip.compress(six))
+    # two frames, as zstd -T makes
+    (tmp_path / "d.jsonl.zst").write_bytes(zstandard.compress(seven) + zstandard.compress(eight))
     out = tmp_path / "out"
     tokenizer = small_bpe(tmp_path / "bpe")
     inputs = [tmp_path / "a.txt", tmp_path / "*.jsonl*", tmp_path / "b.jsonl"]
     prepare_text("--input", *inputs, "--tokenizer", tokenizer, "--output", out)
-    decoded = load_tokenizer(out).decode(read_ids(out, "train") + read_ids(out, "val"))
-    assert decoded.split("<|endoftext|>") == ["one\ntwo", "three", "four", "five", "six", "five", "six", ""]
+    decoded = load_tokenizer(out).decode(read_ids(out, "train")).split("<|endoftext|>")[:-1]
+    held_out = load_tokenizer(out).decode(read_ids(out, "val")).split("<|endoftext|>")[:-1]
+    texts = ["one\ntwo", "three", "four", "five", "six", "seven", "eight"]
+    assert decoded == [text for text in texts if text not in held_out]
+    assert len(held_out) == 1 and held_out[0] in texts
 
 
 def test_max_tokens_is_the_number_of_tokens(tmp_path):
-    document = write_jsonl(tmp_path / "a.jsonl", ["abcd"] * 100)
+    document = write_jsonl(tmp_path / "a.jsonl", [f"ab{i:02}" for i in range(100)])
     out = tmp_path / "out"
     arguments = ["--tokenizer", small_bpe(tmp_path / "bpe"), "--output", out, "--max_tokens", 42]
     prepare_text("--input", document, *arguments)

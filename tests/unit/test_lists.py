@@ -152,7 +152,7 @@ def plan_of(tmp_path, **changed) -> dict:
 
 PLAN = {
     **{"eot_id": 255, "bos_id": 1, "val_fraction": 0.2, "shard_tokens": 10**5},
-    **{"input": 2, "tokenizer": 2, "max_tokens": 50, "unit_bytes": 50},
+    **{"input": 2, "tokenizer": 2, "max_tokens": 50, "unit_bytes": 50, "split_by": "place"},
 }
 
 

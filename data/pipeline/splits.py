@@ -1,0 +1,165 @@
+"""Decides which documents are for training and which for validation, and says what it decided.
+
+Files of many documents may say it by their names. Otherwise the hash of a document's text decides: it is the
+same on every machine, whatever other files there are, and of copies all fall into one split. The trap:
+validation text that was trained on makes the validation loss too low, and no error shows it.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, is_one_document
+from data.pipeline.input_files import say_files
+from data.pipeline.mds_samples import read_tokens
+from data.pipeline.token_files import SPLITS
+from data.pipeline.units import Settings, Unit, hash_content, hash_document, read_unit
+
+# What a name begins with or ends in, apart from numbers; if it says two splits, the first of these counts.
+WORDS = {
+    "test": "tests?|testing|h[eo]ld[-_. ]?out",
+    "val": "val|valid|validation|dev|development|evals?|evaluation",
+    "train": "train|training",
+}
+LETTER = r"[^\W\d_]"
+NAMES = {
+    split: re.compile(rf"(?:{words})(?!{LETTER})|.*[\W\d_](?:{words})(?:of|[\W\d_])*$", re.DOTALL)
+    for split, words in WORDS.items()
+}
+SUFFIX = re.compile(r"\.(jsonl|parquet|mds)(\.\w+)?$")
+COMPARED_UNITS = 256  # units of validation files whose hashes are in memory at the same time
+
+
+def named_split(name: str) -> str | None:
+    """The split that a path says ("train", "val", "test"), the outermost folder first; None if it says
+    none, as a file that is one document: notes and programs often have such names."""
+    if is_one_document(Path(name)):
+        return None
+    *folders, file = Path(name).parts
+    for part in (*folders, SUFFIX.sub("", file)):
+        for split, pattern in NAMES.items():
+            if pattern.match(part.lower()):
+                return split
+    return None
+
+
+def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
+    """The split of each input file; None: the hash of each document decides. "test" is not read. Raises
+    UserError."""
+    if settings.split_by == "place":
+        return _splits_of_older_plans(names)
+    said = [named_split(name) for name in names]
+    of_records = {s: name for s, name in zip(said, names, strict=True) if not is_one_document(Path(name))}
+    # if the names of all say the same, they do not tell what to train on from what to validate on
+    if settings.splits == "ignore" or len(of_records) < 2:
+        return [None] * len(names)
+    if None in of_records or "train" not in of_records:
+        shown = "; ".join(f"{split or 'no split'}: {name}" for split, name in of_records.items())
+        raise UserError(
+            f"the names of the input files do not say of all which are for training ({shown}); rename them, "
+            "name those that you want with --input, or pass --splits=ignore to take all as plain documents"
+        )
+    if "val" in of_records:
+        return [split or "train" for split in said]
+    return ["test" if split == "test" else None for split in said]
+
+
+def _splits_of_older_plans(names: list[str]) -> list[str | None]:
+    said = [_older_split(name) for name in names]
+    if not {"train", "validation"} <= set(said):
+        return [None] * len(names)
+    return ["val" if s == "validation" else "test" if s == "test" else "train" for s in said]
+
+
+def _older_split(name: str) -> str | None:
+    *folders, file = Path(name).parts
+    for split in ("train", "validation", "test"):
+        prefixes = (f"{split}-", f"{split}.", f"{split}_")
+        if split in folders or not file.endswith(SOURCE_SUFFIXES) and file.startswith(prefixes):
+            return split
+    return None
+
+
+# --- few documents ---
+
+
+def threshold(units: list[Unit], settings: Settings) -> int:
+    """A document is for validation if its hash is below this: val_fraction of all hashes. If that would leave
+    a split without any document, the one with the nearest hash gets into it. Reads documents until it has
+    seen one of each split. Raises UserError if all have one text."""
+    usual = math.ceil(settings.val_fraction * 2**64)
+    least, most, count = 2**64, -1, 0
+    for hashed in (hashed for unit in units for hashed in _hashes(unit, settings)):
+        least, most, count = min(least, hashed), max(most, hashed), count + 1
+        if least < usual <= most:
+            return usual
+    if count < 2:
+        return usual
+    if least == most:
+        raise UserError(
+            f"the input holds one text twice or more ({count:,} documents) and no other, so none can be for "
+            "validation. Add other text or leave the copies out of --input; --no-resume deletes what is there"
+        )
+    split, which = ("validation", "smallest") if least >= usual else ("training", "largest")
+    print(
+        f"--val_fraction={settings.val_fraction:g} of {count:,} documents leaves none for {split}: the one "
+        f"whose text has the {which} hash is taken"
+    )
+    return least + 1 if least >= usual else most
+
+
+def _hashes(unit: Unit, settings: Settings) -> Iterator[int]:
+    if settings.tokens:
+        columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype or "")
+        for path, _ in unit.files:
+            for _, ids, _ in read_tokens(Path(path), *columns, lambda reason: None):
+                yield hash_content([ids.tobytes()])
+        return
+    for path, _, _, document in read_unit(unit, settings.text_key):
+        if not isinstance(document, BadRecord) and document != [""]:
+            yield hash_document(path, document)
+
+
+# --- what was decided ---
+
+
+def say_splits(units: list[Unit], manifests: list[dict], folder: Path) -> None:
+    """Names the files for validation, and counts the documents in them that are also in training files."""
+    say_files(
+        "for validation", {n for unit in units if unit.split == "val" for _, n in unit.files}, "named so"
+    )
+    chosen = [name for manifest in manifests for name in manifest.get("val_files", [])]
+    documents = sum(manifest["documents"] for manifest in manifests)
+    others = f"by the hash of their text; the other {documents - len(chosen):,} documents are for training"
+    say_files("for validation", chosen, others)
+    twice, total = _overlap(units, folder)
+    if twice:
+        print(
+            f"warning: {twice:,} of {total:,} validation documents are training documents, too, so the "
+            "validation loss will be too low; take them out of the files for training or for validation"
+        )
+
+
+def _overlap(units: list[Unit], folder: Path) -> tuple[int, int]:
+    """(validation documents that are training documents, too; all of them), where files were named for them.
+    Memory holds the hashes of some files at a time."""
+    paths = {split: [u.hashes_path(folder) for u in units if u.split == split] for split in SPLITS}
+    twice = total = 0
+    for first in range(0, len(paths["val"]), COMPARED_UNITS):
+        some = [
+            np.fromfile(path, "<u8")
+            for path in paths["val"][first : first + COMPARED_UNITS]
+            if path.is_file()
+        ]
+        hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *some]), return_counts=True)
+        found = np.zeros(len(hashes), bool)
+        for path in paths["train"] if len(hashes) else []:
+            training = np.fromfile(path, "<u8") if path.is_file() else hashes[:0]
+            places = np.searchsorted(hashes, training).clip(max=len(hashes) - 1)
+            found[places[hashes[places] == training]] = True
+        twice, total = twice + int(counts[found].sum()), total + int(counts.sum())
+    return twice, total

@@ -1,0 +1,363 @@
+"""Which documents are for validation: never those that train, whatever files there are."""
+
+import gzip
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.preparation import run_units_here, small_bpe, write_jsonl
+
+from common.errors import UserError
+from data.pipeline import documents, preparation, splits
+from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.input_files import find_input
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.preparation import Job, begun_by, plan_units, prepare
+from data.pipeline.splits import named_split
+from data.pipeline.units import Settings
+from data.text import prepare as text_prepare
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tokenizer import hash_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Units are made in this process; commands are printed for a CPU."""
+    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> Path:
+    return small_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+@pytest.fixture
+def make(tmp_path, bpe, monkeypatch, capsys):
+    """make(input, *flags): (train, val) as texts, and what the command printed."""
+
+    def make(folder: Path, *flags, out: str = "out") -> tuple[list[str], list[str], str]:
+        arguments = ["--input", folder, "--tokenizer", bpe, "--output", tmp_path / out, *flags]
+        monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments)])
+        capsys.readouterr()
+        text_prepare.main()
+        printed = capsys.readouterr().out
+        return texts(tmp_path / out, "train"), texts(tmp_path / out, "val"), printed
+
+    return make
+
+
+def texts(folder: Path, split: str) -> list[str]:
+    names = [name for name in read_meta(folder)["files"] if name.startswith(split)]
+    ids = np.concatenate([np.fromfile(folder / name, "<u2") for name in names])
+    return load_tokenizer(folder).decode(ids.tolist()).split("<|endoftext|>")[:-1]
+
+
+def rows(name: str, count: int = 20) -> list[str]:
+    return [f"{name} {i}" for i in range(count)]
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        import pyarrow
+
+        parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=7)
+    else:
+        write_jsonl(path, texts)
+    return path
+
+
+# --- names ---
+
+NAMED = {
+    "train": ["train.jsonl", "training/a.jsonl", "en-train.00000-of-01024.jsonl.gz", "TRAIN_2.parquet"],
+    "val": [
+        *("validation-00000-of-00002.parquet", "val.jsonl.zst", "valid/x.parquet", "dev-clean.jsonl"),
+        *("my-validation.jsonl", "corpus.eval.jsonl", "validation/chunk1/example_holdout_0.jsonl.zst"),
+        *("train-dev.jsonl", "a/val_data/b.parquet"),
+    ],
+    "test": ["test.jsonl", "a.test-00001.parquet", "heldout.jsonl", "held_out/a.jsonl", "testing3.jsonl"],
+    None: [
+        *("latest.jsonl", "contest.jsonl", "interval/a.jsonl", "trains.jsonl", "devanagari.parquet"),
+        *("my-test-data.jsonl", "train.txt", "val/notes.md", "test/test_all.py"),
+    ],
+}
+
+
+@pytest.mark.parametrize("split, name", [(split, name) for split in NAMED for name in NAMED[split]])
+def test_the_name_of_a_file_of_many_documents_says_its_split(split, name):
+    assert named_split(name) == split
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", ["{}.{}", "{}/a.{}", "my-{}.{}", "{}-00000-of-00001.{}"])
+@pytest.mark.parametrize("val", ["val", "dev"])
+def test_files_for_validation_validate_and_those_for_tests_are_left_out(tmp_path, make, suffix, name, val):
+    for split in ("train", val, "test"):
+        write(tmp_path / "in" / name.format(split, suffix), rows(split))
+    train, held_out, printed = make(tmp_path / "in")
+    assert (train, held_out) == (rows("train"), rows(val))
+    assert "left out 1 (the test split, by their names" in printed and name.format("test", suffix) in printed
+    assert f"for validation 1 (named so): {name.format(val, suffix)}\n" in printed
+
+
+def test_with_train_and_test_alone_the_training_files_give_the_validation_split(tmp_path, make):
+    for split in ("train", "test"):
+        write(tmp_path / "in" / f"{split}.parquet", rows(split, 100))
+    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.2")
+    assert sorted(train + held_out) == sorted(rows("train", 100)) and 5 < len(held_out) < 40
+    assert "left out 1 (the test split" in printed
+
+
+@pytest.mark.parametrize("names", [["corpus", "my-validation"], ["train", "books"], ["val", "test"]])
+def test_names_that_leave_open_what_trains_are_refused_until_told_to_ignore_them(tmp_path, make, names):
+    for name in names:
+        write(tmp_path / "in" / f"{name}.jsonl", rows(name))
+    with pytest.raises(UserError, match=rf"{names[1]}\.jsonl.*--splits=ignore"):
+        make(tmp_path / "in")
+    assert not (tmp_path / "out").exists()
+    train, held_out, _ = make(tmp_path / "in", "--splits=ignore")
+    assert sorted(train + held_out) == sorted(rows(names[0]) + rows(names[1]))
+    with pytest.raises(UserError, match="do not say"):  # nor is it continued by names
+        make(tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_files_that_are_all_named_alike_are_plain_documents(tmp_path, make, name):
+    for number in range(3):
+        write(tmp_path / "in" / f"{name}-{number}.jsonl", rows(f"{number}", 30))
+    train, held_out, _ = make(tmp_path / "in", "--val_fraction=0.2")
+    assert len(train) + len(held_out) == 90 and 5 < len(held_out) < 40
+
+
+def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(tmp_path, make):
+    (tmp_path / "in").mkdir()
+    for name in ("train.txt", "val.txt", "test.md", "c.txt"):
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.4")
+    assert sorted(train + held_out) == sorted(
+        f"text of {n}" for n in ("train.txt", "val.txt", "test.md", "c.txt")
+    )
+    names = ", ".join(sorted(text.removeprefix("text of ") for text in held_out))
+    others = f"by the hash of their text; the other {len(train)} documents are for training"
+    assert f"for validation {len(held_out)} ({others}): {names}\n" in printed
+
+
+def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(splits, "COMPARED_UNITS", 2)
+    for number in range(4):
+        write(tmp_path / "in" / f"train-{number}.jsonl", rows(f"train{number}"))
+        write(
+            tmp_path / "in" / f"val-{number}.jsonl",
+            [*rows(f"val{number}", 7), f"train{number} 3", "train0 4"],
+        )
+    _, held_out, printed = make(tmp_path / "in")
+    assert len(held_out) == 36 and "8 of 36 validation documents are training documents, too" in printed
+    for number in range(4):
+        write(tmp_path / "in" / f"val-{number}.jsonl", rows(f"val{number}", 7))
+    assert "training documents, too" not in make(tmp_path / "in", out="clean")[2]
+
+
+# --- the hash of the text ---
+
+
+def test_other_files_names_and_order_move_no_document_and_copies_stay_together(tmp_path, make):
+    found = []
+    for name, files in {
+        "one": {"a": rows("x", 900)},
+        "added": {"new/a": rows("y", 500), "z": rows("x", 900), "zz": rows("w", 50)},
+        "twice": {"a": rows("x", 900) + rows("x", 450), "b": rows("x", 300)},
+    }.items():
+        for file, lines in files.items():
+            write(tmp_path / name / f"{file}.jsonl", lines)
+        train, held_out, _ = make(tmp_path / name, "--val_fraction=0.1", out=f"out-{name}")
+        assert not set(train) & set(held_out)
+        found.append({text for text in held_out if text.startswith("x")})
+    assert found[0] == found[1] == found[2] and 60 < len(found[0]) < 120
+
+
+def test_a_document_has_one_split_in_every_kind_of_file(tmp_path, make):
+    lines = rows("number", 40)
+    write(tmp_path / "a" / "a.jsonl", lines)
+    write(tmp_path / "b" / "a.parquet", lines)
+    (tmp_path / "c").mkdir()
+    for number, text in enumerate(lines):
+        (tmp_path / "c" / f"{number}.txt").write_text(text)
+    held_out = [set(make(tmp_path / name, "--val_fraction=0.2", out=f"out-{name}")[1]) for name in "abc"]
+    assert held_out[0] == held_out[1] == held_out[2] != set()
+
+
+def test_one_text_alone_cannot_be_split(tmp_path, make):
+    write(tmp_path / "in" / "a.jsonl", ["the same"] * 5)
+    with pytest.raises(UserError, match=r"one text twice or more \(5 documents\)"):
+        make(tmp_path / "in")
+
+
+# --- plans of older versions ---
+
+
+def test_a_dataset_that_an_older_version_began_keeps_its_rule(tmp_path, bpe, make):
+    """It decided by file and number, read copies, and knew only the names train and validation."""
+    for name in ("my-val", "x", "y"):
+        write(tmp_path / "in" / f"{name}.jsonl", rows("y" if name == "x" else name, 200))
+    found = sorted((tmp_path / "in").iterdir())
+    listing = [(path.name, path.stat().st_size) for path in found]
+    plan = {"eot_id": 256, "bos_id": None, "val_fraction": 0.1, "shard_tokens": 1 << 28, "max_tokens": None}
+    plan["tokenizer"] = hash_tokenizer(FileTokenizer(bpe))
+    plan |= {"input": hashlib.sha256(json.dumps(listing).encode()).hexdigest(), "unit_bytes": None}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))
+    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.1")
+
+    def is_held_out(file: str, number: int) -> bool:
+        digest = hashlib.sha256(f"{file}:{number}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < 0.1 * 2**64
+
+    placed = [
+        (text, is_held_out(path.name, number + 1))
+        for path in found
+        for number, text in enumerate(json.loads(line)["text"] for line in path.read_text().splitlines())
+    ]
+    assert held_out == [text for text, held in placed if held] and len(train) + len(held_out) == 600
+    assert (
+        "begun by an older version" in printed
+        and json.loads((tmp_path / "out/plan.json").read_text()) == plan
+    )
+    with pytest.raises(UserError, match="--splits=ignore"):  # the present rule
+        make(tmp_path / "in", "--val_fraction=0.1", "--no-resume")
+
+
+def test_a_tokenizer_that_an_older_version_trained_keeps_its_rule(tmp_path):
+    assert begun_by(tmp_path, resume=True) == "text"
+    (tmp_path / "tokenizer_training.json").write_text('{"vocab_size": 300}')
+    assert begun_by(tmp_path, resume=True) == "place" and begun_by(tmp_path, resume=False) == "text"
+
+
+# --- large files ---
+
+
+def spans(size: int, count: int) -> list[tuple[int, int]]:
+    return [(size * k // count, size * (k + 1) // count) for k in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40, 400])
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_the_parts_of_a_file_of_lines_hold_each_line_once(tmp_path, count, end, monkeypatch):
+    monkeypatch.setattr(documents, "LINE_BYTES", 64)
+    lines = [json.dumps({"text": "日本" * (i % 5)}, ensure_ascii=False) for i in range(30)]
+    lines[4], lines[11], lines[20] = '{"text": "' + "x" * 500 + '"}', "", "no record"
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((end or "\n").join(lines).encode() + end.encode())
+
+    def read(span=None) -> list:
+        return [None if isinstance(r, BadRecord) else r for _, r in read_records(path, span=span)]
+
+    assert [r for span in spans(path.stat().st_size, count) for r in read(span)] == read()
+    bad = [str(r) for span in spans(path.stat().st_size, count) for _, r in read_records(path, span=span)]
+    place = path.read_bytes().index(b"no record")
+    assert sum(f"a.jsonl, byte {place:,} is not a JSON object" in r for r in bad) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_the_parts_of_a_parquet_file_hold_each_row_once(tmp_path, count):
+    path = write(tmp_path / "a.parquet", rows("row", 100))  # in 15 row groups
+    size = path.stat().st_size
+    found = [record for span in spans(size, count) for record in read_records(path, span=span)]
+    assert found == list(read_records(path)) and found[41] == (42, ["row 41"])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, bpe, suffix, monkeypatch):
+    monkeypatch.setattr(preparation, "PART_BYTES", 400)
+    path = write(tmp_path / f"a.{suffix}", rows("a document with some text", 200))
+    arguments = (FileTokenizer(bpe), Settings(256, None, 0.2, 100), "test")
+
+    def contents(name: str) -> dict:
+        names = [
+            p for p in (tmp_path / name).rglob("*") if p.suffix in (".bin", ".json") and p.name[0] != "."
+        ]
+        return {p.name: p.read_bytes() for p in names}
+
+    prepare([path], tmp_path / "one", *arguments, Job())
+    units, _ = plan_units([path], arguments[1])
+    assert len(units) > 4 and all(unit.size() <= 400 for unit in units)
+    for part in (2, 0, 1):
+        prepare([path], tmp_path / "parts", *arguments, Job(part=part, num_parts=3))
+    assert contents("parts") == contents("one")
+    for unit in units[2:4]:  # as after a kill
+        unit.manifest_path(tmp_path / "parts").unlink()
+    prepare([path], tmp_path / "parts", *arguments, Job())
+    assert contents("parts") == contents("one")
+    monkeypatch.setattr(preparation, "PART_BYTES", 1 << 20)
+    prepare([path], tmp_path / "whole", *arguments, Job())
+    for split in ("train", "val"):
+        assert texts(tmp_path / "whole", split) == texts(tmp_path / "one", split)
+    monkeypatch.setattr(preparation, "PART_BYTES", 500)
+    with pytest.raises(UserError, match="begun with another input"):
+        prepare([path], tmp_path / "one", *arguments, Job())
+
+
+def test_max_tokens_are_shared_by_the_parts_of_a_file(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(preparation, "PART_BYTES", 400)
+    path = write(tmp_path / "a.jsonl", [f"{i} is the number of a document" for i in range(200)])
+    meta = prepare(
+        [path],
+        tmp_path / "out",
+        FileTokenizer(bpe),
+        Settings(256, None, 0.2, 10**6),
+        "",
+        Job(),
+        max_tokens=999,
+    )
+    assert meta is not None and sum(file["tokens"] for file in meta["files"].values()) == 999
+
+
+def test_a_compressed_file_is_not_divided_and_if_it_is_large_that_is_said(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(preparation, "PART_BYTES", 400)
+    monkeypatch.setattr(preparation, "UNIT_BYTES", 400)
+    (tmp_path / "in").mkdir()
+    lines = [os.urandom(40).hex() for _ in range(50)]
+    content = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in lines)
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.2")
+    assert sorted(train + held_out) == sorted(lines)
+    assert "not divided 1 (compressed: one worker reads each" in printed
+
+
+# --- copies ---
+
+
+def test_copies_and_links_of_files_of_records_are_left_out_and_listed(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    folder = tmp_path / "in"
+    a = write(folder / "corpus.jsonl", rows("a"))
+    p = write(folder / "p.parquet", rows("a"))  # the same text in another form is not looked for
+    (folder / "corpus (copy).jsonl").write_bytes(a.read_bytes())
+    (folder / "p2.parquet").write_bytes(p.read_bytes())
+    (folder / "corpus.jsonl.gz").write_bytes(gzip.compress(a.read_bytes()))
+    (folder / "corpus.jsonl.zst").write_bytes(zstandard.compress(a.read_bytes()))
+    (folder / "link.jsonl").symlink_to(a)
+    os.link(a, folder / "hard.jsonl")
+    write(folder / "same_size.jsonl", rows("b"))
+    write(folder / "other" / "corpus.jsonl", rows("c", 30))
+    (folder / "other" / "corpus.jsonl.gz").write_bytes(gzip.compress(b"{}\n")[:-9])  # damaged: an error later
+    found = find_input([str(folder)])
+    left_out = {Path(name).name for name in found.left_out["copy of another file"]}
+    copies = {"corpus.jsonl", "corpus (copy).jsonl", "link.jsonl", "hard.jsonl"}
+    assert len(copies & left_out) == 3 and left_out - copies == {
+        "p2.parquet",
+        "corpus.jsonl.gz",
+        "corpus.jsonl.zst",
+    }
+    assert {path.name for path in found.files} - copies == {
+        *("p.parquet", "same_size.jsonl"),
+        *("corpus.jsonl.gz",),
+    }
+    assert len(find_input([str(folder)], copies=True).files) == 11
+    named = find_input([str(folder / "corpus*"), str(folder / "p*.parquet")])
+    assert len(named.files) == 2 and len(named.left_out["copy of another file"]) == 4
