@@ -7,7 +7,6 @@ validation text that was trained on makes the validation loss too low, and no er
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ import numpy as np
 from common.errors import UserError
 from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, is_one_document
 from data.pipeline.input_files import say_files
-from data.pipeline.mds_samples import read_tokens
 from data.pipeline.token_files import SPLITS
-from data.pipeline.units import Settings, Unit, hash_content, hash_document, read_unit
+from data.pipeline.units import Settings, Unit, hash_document, read_unit
 
 # What a name begins with or ends in, apart from numbers; if it says two splits, the first of these counts.
 WORDS = {
@@ -93,7 +91,10 @@ def threshold(units: list[Unit], settings: Settings) -> int:
     seen one of each split. Raises UserError if all have one text."""
     usual = math.ceil(settings.val_fraction * 2**64)
     least, most, count = 2**64, -1, 0
-    for hashed in (hashed for unit in units for hashed in _hashes(unit, settings)):
+    for path, _, _, document in (record for unit in units for record in read_unit(unit, settings.text_key)):
+        if isinstance(document, BadRecord) or document == [""]:
+            continue
+        hashed = hash_document(path, document)
         least, most, count = min(least, hashed), max(most, hashed), count + 1
         if least < usual <= most:
             return usual
@@ -110,18 +111,6 @@ def threshold(units: list[Unit], settings: Settings) -> int:
         f"whose text has the {which} hash is taken"
     )
     return least + 1 if least >= usual else most
-
-
-def _hashes(unit: Unit, settings: Settings) -> Iterator[int]:
-    if settings.tokens:
-        columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype or "")
-        for path, _ in unit.files:
-            for _, ids, _ in read_tokens(Path(path), *columns, lambda reason: None):
-                yield hash_content([ids.tobytes()])
-        return
-    for path, _, _, document in read_unit(unit, settings.text_key):
-        if not isinstance(document, BadRecord) and document != [""]:
-            yield hash_document(path, document)
 
 
 # --- what was decided ---

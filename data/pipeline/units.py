@@ -1,9 +1,9 @@
 """A unit of work: a few input files, or a part of a large one, that one process turns into token files.
 
-The bytes of a unit's token files depend only on its input and the settings, so they are the same for any number
-of workers and machines and after any interruption. The token files get their names when all of them are
-complete and on disk. Then the unit's manifest, units/NUMBER.json, is written, which says what they hold. A unit
-without a manifest is made again from its beginning.
+The bytes of a unit's token files depend only on its input and the settings, so they are the same for any
+number of workers and machines and after any interruption. The token files get their names when all of
+them are complete and on disk. Then the unit's manifest, units/NUMBER.json, is written, which says what they
+hold. A unit without a manifest is made again from its beginning.
 """
 
 import hashlib
