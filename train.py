@@ -66,7 +66,6 @@ from training.optimization.low_precision import (
     describe_low_precision,
     use_low_precision,
 )
-from training.optimization.matmul_algorithms import choose_algorithms
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.optimization.schedule import learning_rate
@@ -180,29 +179,23 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
 
-    # 7) choose the algorithms of matmuls; before the first iteration, which compiles with them
-    with watchdog.during("measuring matmul algorithms"):
-        algorithms = choose_algorithms(model, config, world, resume.matmul_algorithms)
-
-    # 8) open the record; after the loader: a thread that is loading a library must not be in a forked worker
+    # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
     monitor = watch_gpus(world)
     machine = describe_hardware(world.device)
     info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
     info |= describe_low_precision(model, config)
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
-    info |= algorithms.info
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)
     logger = Logger(config, world, record, clock, peak, info, progress, monitor)
     watchdog.logger = logger
 
-    # 9) make what the loop calls
+    # 8) make what the loop calls
     anomalies = AnomalyPolicy(config, world, record, start)
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
-    profiler = make_profiler(config, state, loader, clock, start)
-    saved = {"data": data, "pretrained": pretrained, "matmul_algorithms": algorithms.saved}
-    saver = Saver(config, state, {"run": path.stem, **saved}, start)
+    profiler = make_profiler(config, world, loader, clock, start)
+    saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )

@@ -34,7 +34,7 @@ FIXED: dict[str, object] = {
     "always_save_checkpoint": False,
     "gradient_log_interval": 0,
     "save_log_to_json": True,
-    "wandb_log": False,
+    "trackers": "",
 }
 RESERVED = (*FIXED, "out_dir", "max_iters", "log_interval", "log_save_interval", "dataset")
 

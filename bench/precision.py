@@ -1,6 +1,6 @@
 """Runs the precision matrix: the speed and the held-out loss of every recipe, beside what a study published.
 
-    python -m bench.precision --phase=speed --rows=1,3,5,7,21,22
+    python -m bench.precision --phase=speed --rows=1,3,5,7,21
     python -m bench.precision --phase=loss --dataset=slimpajama_6b_gpt2 --seeds=1,2,3
     python -m bench.precision --phase=loss --hf=Qwen3-1.7B-Base --dataset=slimpajama_6b_qwen3 --seeds=1
 

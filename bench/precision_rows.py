@@ -81,7 +81,6 @@ def stochastic(row: Row) -> Row:
 
 FURTHER = (
     Row("21", "float32", "fp8_tensorwise"),
-    Row("22", "float32", "fp8_blockwise"),
     Row("23", "float32", "fp8_delayed", note="gradients in e5m2"),
     Row("24", "float32", "nvfp4", note="last 15 % of the blocks in bf16", bf16_tail=0.15),
     Row("25", "float32", "none", weight_tying=False, note="what untying alone changes"),

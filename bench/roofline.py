@@ -10,7 +10,7 @@ this ceiling that a run reaches says what is left in everything else: norms, cas
 communication.
 
 With a recipe that has one scale for a tensor, the matmuls that it covers are timed in fp8, too, without the
-casts, and the ceiling takes these. Other recipes, and fp8_blockwise, have the ceiling of bf16.
+casts, and the ceiling takes these. Other recipes have the ceiling of bf16.
 
 It takes BUDGET_S, however many operations there are. The result is saved for later runs on the same GPU with
 the same versions (roofline_file.py); --fresh measures again. The last line of the output is one line of JSON.

@@ -29,26 +29,14 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "ZeRO-1": {"use_zero1": True},
     "FSDP": {"use_fsdp": True},
 }
-# How gradients and weights travel: each by itself, then several together. Those of one strategy name it.
+# How gradients travel.
 COMMUNICATION: dict[str, dict[str, object]] = {
     "defaults": {},
     "bf16": {"reduce_dtype": "bfloat16"},
-    **{f"{n} CTAs": {"nccl_max_ctas": n} for n in (4, 8, 16)},
-    "8 CTAs left free": {"nccl_max_ctas": 8, "sm_carveout": 8},
-    "bf16, 8 CTAs": {"reduce_dtype": "bfloat16", "nccl_max_ctas": 8},
-    "bf16, 8 CTAs left free": {"reduce_dtype": "bfloat16", "nccl_max_ctas": 8, "sm_carveout": 8},
 }
-OVERLAP, FUSION = "overlap_param_gather", "gradient_accumulation_fusion"
-NCCL_FIRST = "nccl_high_priority_stream"  # the default of FSDP
-OF_STRATEGY: dict[str, dict[str, object]] = {"ZeRO-1": {OVERLAP: True}, "FSDP": {FUSION: True}}
 IN_8BIT = {"adam_dtype": "8bit"}
 IN_BF16 = {**IN_8BIT, "param_dtype": "bfloat16", "weight_rounding": "stochastic"}  # the weights
 FP8_HEAD = {**FP8, "low_precision_scope": "layers_and_head"}
-IN_FP8: dict[str, tuple[tuple[str, ...], ...]] = {  # the keys that are True
-    "DDP": ((),),
-    "ZeRO-1": ((), (OVERLAP,)),
-    "FSDP": ((), (OVERLAP,)),
-}
 
 
 @dataclass(frozen=True)
@@ -141,36 +129,10 @@ SUITES: dict[str, tuple[Variant, ...]] = {
             for strategy, sharding in STRATEGIES.items()
             for name, keys in COMMUNICATION.items()
         ),
-        *(
-            Variant(
-                f"{strategy}, {name}, {key}={value}",
-                QWEN3,
-                {**TWO_STEPS, **STRATEGIES[strategy], **COMMUNICATION[name], key: value},
-                ALL_GPUS,
-            )
-            for strategy, own in OF_STRATEGY.items()
-            for key, value in own.items()
-            for name in ("defaults", "bf16", "bf16, 8 CTAs", "bf16, 8 CTAs left free")
-            if (key, name) != (FUSION, "defaults")  # where it is the default
-        ),
-        Variant(f"FSDP, {FUSION}=False", QWEN3, {**TWO_STEPS, "use_fsdp": True, FUSION: False}, ALL_GPUS),
-        *(
-            Variant(
-                f"{name}, {NCCL_FIRST}={first}", QWEN3, {**TWO_STEPS, **keys, NCCL_FIRST: first}, ALL_GPUS
-            )
-            for name, keys, first in (
-                ("DDP", {}, True),
-                ("ZeRO-1", STRATEGIES["ZeRO-1"], True),
-                ("FSDP", STRATEGIES["FSDP"], False),
-                ("FSDP, fp8", {**STRATEGIES["FSDP"], **FP8_HEAD}, False),
-            )
-        ),
         Variant("one GPU, fp8", QWEN3, {**TWO_STEPS, **FP8_HEAD}),
         *(
-            Variant(f"{strategy}, fp8{''.join(f', {key}' for key in keys)}", QWEN3, overrides, ALL_GPUS)
+            Variant(f"{strategy}, fp8", QWEN3, {**TWO_STEPS, **FP8_HEAD, **sharding}, ALL_GPUS)
             for strategy, sharding in STRATEGIES.items()
-            for keys in IN_FP8[strategy]
-            for overrides in [{**TWO_STEPS, **FP8_HEAD, **sharding, **dict.fromkeys(keys, True)}]
         ),
     ),
     "attention": tuple(
@@ -179,14 +141,6 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     ),
     "feed_forward": tuple(
         Variant(backend, QWEN3, {**BATCH, "ffn_backend": backend}) for backend in ("torch", "quack")
-    ),
-    "matmuls": tuple(
-        Variant(algorithms, QWEN3, {**BATCH, "matmul_algorithms": algorithms})
-        for algorithms in ("cublas", "measured")
-    ),
-    "compile": tuple(
-        Variant(scope, QWEN3, {**BATCH, "compile": True, "compile_scope": scope})
-        for scope in ("regional", "whole")
     ),
     # steps of a few milliseconds, where launching the kernels takes a large part of the time
     "graphs": tuple(

@@ -62,7 +62,7 @@ def set_schedule(scheduler: Any, config: TrainConfig) -> None:
     scheduler.total_steps = max(end, config.max_iters)  # theirs has no rate beyond it
     scheduler.min_lr_factor = config.min_lr / config.learning_rate if config.learning_rate else 0.0
     decay = config.lr_schedule
-    if not config.decay_lr or decay == "constant":
+    if decay == "constant":
         scheduler.decay_ratio = 0.0
     elif decay == "wsd":
         scheduler.decay_ratio = config.wsd_decay_fraction

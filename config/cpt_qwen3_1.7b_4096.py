@@ -19,30 +19,20 @@ init_weights = "hf:Qwen/Qwen3-1.7B-Base"  # says the model's shape, so no key of
 block_size = 4096
 doc_masking = True
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
 batch_size = 8
 gradient_accumulation_steps = 4  # 131,072 tokens on one GPU, as published; 1 on four
 use_dataloader = True
-dtype = "bfloat16"
-compile = True
 seed = 42
 
-# training
 max_epochs = 4
 learning_rate = 2e-5
 min_lr = 0.0
 warmup_iters = 100
 lr_schedule = "wsd"
-wsd_decay_fraction = 0.2
 wsd_decay_shape = "cosine"
 weight_decay = 0.01
-beta1 = 0.9
 beta2 = 0.999
-grad_clip = 1.0
 
-# evaluation and logging
 eval_interval = 250
-eval_iters = 100
-log_interval = 10
-wandb_log = True
+trackers = "wandb"
 wandb_project = "cpt-qwen3-1.7b"

@@ -3,7 +3,6 @@
 out_dir = "out-llama2-1.36b-b200"
 dataset = "slimpajama_6b_llama"
 
-# model
 arch_preset = "llama"
 n_layer = 18
 n_head = 18
@@ -16,23 +15,7 @@ block_size = 2048
 batch_size = "auto"
 gradient_accumulation_steps = "auto"
 tokens_per_iter = 786_432  # 384 sequences
-dtype = "bfloat16"
-compile = True
-attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
 
-# training
-learning_rate = 3e-4
-min_lr = 3e-5
 warmup_iters = 2000
 lr_decay_iters = 25000
-max_iters = 25000
-weight_decay = 0.1
-beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0
-
-# evaluation and logging
-eval_interval = 1000
-eval_iters = 100
 eval_batch_size = 16
-log_interval = 10

@@ -1,9 +1,6 @@
 # A small Qwen3 on your own text, on one GPU: data/text/prepare.py prints the flags for a text of your size.
 # Needs: python data/quickstart/prepare.py, or your own text. Unmeasured.
 out_dir = "out-own-text"
-dataset = "quickstart"
-dtype = "bfloat16"
-compile = True
 
 arch_preset = "qwen3"
 n_layer = 4
@@ -12,7 +9,6 @@ num_key_value_heads = 2
 n_embd = 192
 d_ff = 512
 vocab_size = 4096
-block_size = 1024
 
 batch_size = "auto"  # what fits into the GPU's memory
 gradient_accumulation_steps = "auto"
@@ -23,4 +19,3 @@ min_lr = 1e-4
 eval_interval = 100
 eval_iters = 10
 eval_at_start = True
-log_interval = 10

@@ -1,7 +1,6 @@
 # A small Qwen3 on the text of the Python standard library, for any CPU: what `make train` runs.
 # Measured: see LOG.md (2 CPU cores).
 out_dir = "out-quickstart"
-dataset = "quickstart"
 device = "cpu"
 dtype = "float32"
 compile = False
@@ -17,11 +16,9 @@ vocab_size = 4096
 block_size = 128
 
 batch_size = 16
-gradient_accumulation_steps = 1
 max_iters = 300
 learning_rate = 2e-3
 min_lr = 2e-4
 eval_interval = 100
 eval_iters = 10
 eval_at_start = True
-log_interval = 10

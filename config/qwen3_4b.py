@@ -4,7 +4,6 @@
 out_dir = "out-qwen3-4b"
 dataset = "slimpajama_6b_qwen3"
 
-# model
 arch_preset = "qwen3"
 n_layer = 36
 n_head = 32
@@ -16,25 +15,8 @@ vocab_size = 151936  # the published padded size; <|endoftext|> is id 151643
 weight_tying = True
 block_size = 4096  # the model is published for up to 32,768
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
 batch_size = 2
 gradient_accumulation_steps = 16  # 1,048,576 tokens per iteration on 8 GPUs
-dtype = "bfloat16"
-compile = True
-attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
 
-# training
-learning_rate = 3e-4
-min_lr = 3e-5
 warmup_iters = 2000
 lr_decay_iters = 25000
-max_iters = 25000
-weight_decay = 0.1
-beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0
-
-# evaluation and logging
-eval_interval = 1000
-eval_iters = 100
-log_interval = 10

@@ -2,12 +2,10 @@
 # Needs the embedded corpus: python data/quickstart/prepare.py. Measured: unmeasured.
 # The other smoke_*.py are this one with another architecture.
 out_dir = "out-smoke-gpt2"
-dataset = "quickstart"
 device = "cpu"
 dtype = "float32"
 compile = False
 
-arch_preset = "gpt2"
 n_layer = 2
 n_head = 4
 n_embd = 128

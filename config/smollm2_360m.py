@@ -6,7 +6,6 @@
 out_dir = "out-smollm2-360m"
 dataset = "smollm2"
 
-# model
 arch_preset = "llama"
 n_layer = 32
 n_head = 15
@@ -18,25 +17,8 @@ rope_theta = 100000.0
 weight_tying = True
 block_size = 4096  # the model is published for up to 8,192
 
-# batch: tokens per iteration = batch_size x gradient_accumulation_steps x GPUs x block_size
 batch_size = 16
 gradient_accumulation_steps = 2  # 1,048,576 tokens per iteration on 8 GPUs
-dtype = "bfloat16"
-compile = True
-attention_backend = "sdpa"  # cuDNN on Hopper and datacenter Blackwell, torch's choice elsewhere
 
-# training
-learning_rate = 3e-4
-min_lr = 3e-5
 warmup_iters = 2000
 lr_decay_iters = 25000
-max_iters = 25000
-weight_decay = 0.1
-beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0
-
-# evaluation and logging
-eval_interval = 1000
-eval_iters = 100
-log_interval = 10

@@ -5,26 +5,15 @@
 out_dir = "out-gpt2-124m"
 dataset = "slimpajama_6b_gpt2"
 
-arch_preset = "gpt2"
-n_layer = 12
-n_head = 12
-n_embd = 768
 vocab_size = 50304  # 50,257 padded to a multiple of 64
-block_size = 1024
 bias = False
 
-batch_size = 12
 gradient_accumulation_steps = 5  # per GPU: 12 x 5 x 8 x 1024 = 491,520 tokens
-dtype = "bfloat16"
-compile = True
 
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 2000
 lr_decay_iters = 600000
 max_iters = 600000
-weight_decay = 0.1
 
-eval_interval = 1000
 eval_iters = 200
-log_interval = 10

@@ -4,7 +4,6 @@
 out_dir = "out-shakespeare-char"
 dataset = "shakespeare_char"
 
-arch_preset = "gpt2"
 n_layer = 6
 n_head = 6
 n_embd = 384
@@ -13,7 +12,6 @@ block_size = 256
 dropout = 0.2
 
 batch_size = 64
-gradient_accumulation_steps = 1
 max_iters = 5000
 learning_rate = 1e-3
 min_lr = 1e-4
@@ -23,5 +21,4 @@ beta2 = 0.99  # few tokens per iteration
 
 eval_interval = 250
 eval_iters = 200
-log_interval = 10
 always_save_checkpoint = False  # it overfits: keep the best only

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from docs.house import ROOT
 from training.configuration.files_and_flags import load_config
+from training.configuration.keys import ROOT
 from training.hardware.gpu_memory import CARDS, card_memory
 from training.records.micro_batch import choose
 

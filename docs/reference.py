@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from common.command import FAILED, INTERRUPTED, OUTPUT_NOT_READ, USER_ERROR
-from docs.house import anchor
 from training.configuration.help import sections, type_names, values
 from training.configuration.keys import ALIASES, KEYS
 from training.process.exit_status import STOP_SIGNALS
@@ -70,7 +70,7 @@ VARIABLES = {
 def reference() -> str:
     tables = {**_keys(), "Other names of keys": _aliases()}
     tables |= {"Environment variables": _variables(), "Exit statuses": _statuses()}
-    contents = " ·\n".join(f"[{title}](#{anchor(title)})" for title in tables)
+    contents = " ·\n".join(f"[{title}](#{_anchor(title)})" for title in tables)
     parts = [f"## {title}\n\n{text}" for title, text in tables.items()]
     return "\n\n".join([INTRODUCTION, contents, *parts])
 
@@ -127,3 +127,8 @@ def _statuses() -> str:
 def _stopped(number: signal.Signals) -> str:
     name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else number.name
     return f"stopped by {name}, after saving"
+
+
+def _anchor(title: str) -> str:
+    """The fragment by which GitHub links to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

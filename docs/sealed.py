@@ -8,10 +8,10 @@ from typing import Any
 
 from common.errors import UserError
 from common.text import one_line
-from docs.house import ROOT
 from tools.seal.bench_check import bench_disagreements
 from tools.seal.contents import changed_sections, code_disagreements, read_seal
 from tools.seal.recount import disagreements, recount
+from training.configuration.keys import ROOT
 
 INTRODUCTION = """Each row is a whole run in one file, which anybody can check and run again
 ([what a seal is](seal.md)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from ops.block_float8 import block_emulated_operand, block_emulated_weight
 from ops.emulation import float8_operand, mxfp8_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from ops.quantization.random_bits import random_key
 from ops.recipes import ONE_SCALE
@@ -50,8 +49,6 @@ def _casts(recipe: str, x: torch.Tensor, key: torch.Tensor) -> Casts:
             )
             for dtype, scale in scales.items()
         }
-    if recipe == "fp8_blockwise":
-        return {"cast": block_emulated_operand(x), "cast of a weight": block_emulated_weight(x)}
     if recipe == "mxfp8":
         return {"cast": mxfp8_operand(x)}
     assert recipe == "nvfp4", recipe

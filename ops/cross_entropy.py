@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch.library import custom_op
 
 from ops.float8 import Float8, quantize, scale_of
 from ops.linear import Linear
 from ops.low_precision import of_part, product
 from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
-from ops.matmul import add_weight_gradient, input_gradient, linear
+from ops.matmul import add_weight_gradient
 
 
 def linear_cross_entropy(
@@ -92,12 +93,12 @@ def _loss(x, targets, weight, dweight, scale):
     # scale is for x and not for the logits' gradient, which has many numbers just above -1: in bf16, all of
     # them times the same scale may be rounded in the same direction
     scaled = x if scale is None else (x.float() * scale).to(x.dtype)
-    logits = linear(x, weight)  # (N, V)
+    logits = F.linear(x, weight)  # (N, V)
     losses = cross_entropy(logits, targets, dweight is not None)
     if dweight is None:
         return losses.sum(), None
     add_weight_gradient(logits, scaled, dweight)  # by now, they are their gradient
-    return losses.sum(), input_gradient(logits, weight)
+    return losses.sum(), logits @ weight
 
 
 def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):

@@ -1,10 +1,9 @@
-"""Calls cuBLASLt, as torch does: for fp8 products added to an fp32 sum, and to choose a matmul's algorithm.
+"""Calls cuBLASLt, as torch does, for fp8 products that are added to an fp32 sum.
 
 Why
     A weight's gradient is summed over micro-steps in fp32. torch._scaled_mm only writes a new tensor, which
     another pass reads and adds: 16 bytes of traffic for each weight. With beta = 1, the matmul adds as it
-    writes: 8 bytes. And torch always takes the algorithm that cuBLASLt expects to be fastest; ops/matmul.py
-    can take another.
+    writes: 8 bytes.
 How
     ctypes calls the library that torch has already loaded, so nothing is installed or compiled. The numbers
     below are from cublasLt.h, cublas_api.h and library_types.h, and the same in CUDA 12 and 13. The first use
@@ -15,7 +14,7 @@ How
     apart, and most algorithms need none.
 Letters
     cuBLASLt stores matrices column by column. To it, a tensor (R, C) is a matrix (C, R) whose leading
-    dimension is C. A `Product` is D (m, n) = A (m, k) B (k, n) + beta D in its letters.
+    dimension is C. A `Product` is D (m, n) = A (m, k) B (k, n) + D in its letters.
 """
 
 from __future__ import annotations
@@ -135,28 +134,23 @@ def _handle(device: int) -> c_void_p:
 
 
 class Product(NamedTuple):
-    """D (m, n) = A (m, k) B (k, n) + beta D, for tensors at any address. Never freed: shapes are few."""
+    """D (m, n) = A (m, k) B (k, n) + D, for tensors at any address. Never freed: shapes are few."""
 
     matmul: c_void_p
     layouts: tuple[c_void_p, c_void_p, c_void_p]  # A, B, D
     lock: threading.Lock  # the scales' addresses are written into `matmul` before each call
 
 
-def define(
-    size: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    fast: bool,
-    a_transposed: bool = True,
-) -> Product:
-    """size (m, n, k); dtypes of A, B and D. B is stored as (k, n), and A as (k, m), because Hopper's fp8
-    tensor cores take nothing else; in bf16 A may also be stored as it is, (m, k)."""
+def define(size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Product:
+    """size (m, n, k); dtypes of A, B and D. A is stored as (k, m), and B as (k, n), because Hopper's fp8
+    tensor cores take nothing else. Slow accumulation, as gradients need it."""
     (m, n, k), (of_a, of_b, of_d) = size, dtypes
     matmul = c_void_p()
     library().cublasLtMatmulDescCreate(byref(matmul), COMPUTE_32F, DATA_TYPES[torch.float32])
-    for name, value in ((TRANSPOSE_A, c_int(TRANSPOSED * a_transposed)), (FAST_ACCUMULATION, c_int8(fast))):
+    for name, value in ((TRANSPOSE_A, c_int(TRANSPOSED)), (FAST_ACCUMULATION, c_int8(False))):
         library().cublasLtMatmulDescSetAttribute(matmul, name, byref(value), ctypes.sizeof(value))
-    a = layout(of_a, k, m) if a_transposed else layout(of_a, m, k)
-    return Product(matmul, (a, layout(of_b, k, n), layout(of_d, m, n)), threading.Lock())
+    layouts = layout(of_a, k, m), layout(of_b, k, n), layout(of_d, m, n)
+    return Product(matmul, layouts, threading.Lock())
 
 
 def layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
@@ -174,15 +168,14 @@ def set_scales(product: Product, a_scale: torch.Tensor, b_scale: torch.Tensor) -
 
 
 def set_any_scales(product: Product, device: int) -> None:
-    """For find_algorithms: that fp8 operands have scales matters to it, not their values."""
+    """For find_algorithm: that fp8 operands have scales matters to it, not their values."""
     one = torch.empty((), device=f"cuda:{device}")
     set_scales(product, one, one)
 
 
-def find_algorithms(product: Product, device: int, count: int) -> list[Algorithm]:
-    """At most `count`, the one that cuBLASLt expects to be fastest first. Raises Unavailable if there is
-    none."""
-    preference, found, results = c_void_p(), c_int(), (Algorithm * count)()
+def find_algorithm(product: Product, device: int) -> Algorithm:
+    """The one that cuBLASLt expects to be fastest. Raises Unavailable if there is none."""
+    preference, found, result = c_void_p(), c_int(), Algorithm()
     a, b, d = product.layouts
     library().cublasLtMatmulPreferenceCreate(byref(preference))
     try:
@@ -192,28 +185,27 @@ def find_algorithms(product: Product, device: int, count: int) -> list[Algorithm
                 preference, name, byref(value), ctypes.sizeof(value)
             )
         library().cublasLtMatmulAlgoGetHeuristic(
-            _handle(device), product.matmul, a, b, d, d, preference, count, results, byref(found)
+            _handle(device), product.matmul, a, b, d, d, preference, 1, byref(result), byref(found)
         )
     finally:
         library().cublasLtMatmulPreferenceDestroy(preference)
-    usable = [algorithm for algorithm in results[: found.value] if algorithm.state == SUCCESS]
-    if not usable:
+    if not found.value or result.state != SUCCESS:
         raise Unavailable("cuBLASLt has no algorithm for this shape")
-    return usable
+    return result
 
 
 def multiply(
-    product: Product, algorithm: Algorithm, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, beta: float
+    product: Product, algorithm: Algorithm, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor
 ) -> None:
-    """Runs on torch's current stream of D's device."""
+    """D += A B, on torch's current stream of D's device."""
     of_a, of_b, of_d = product.layouts
-    one, factor = c_float(1.0), c_float(beta)
+    one = c_float(1.0)
     with torch.cuda.device(d.device):
         workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=d.device)
         library().cublasLtMatmul(
             *(_handle(d.device.index), product.matmul),
             *(byref(one), a.data_ptr(), of_a, b.data_ptr(), of_b),
-            *(byref(factor), d.data_ptr(), of_d, d.data_ptr(), of_d),
+            *(byref(one), d.data_ptr(), of_d, d.data_ptr(), of_d),
             *(byref(algorithm), workspace.data_ptr(), workspace.numel()),
             torch.cuda.current_stream().cuda_stream,
         )
@@ -238,7 +230,7 @@ def add_product(
     product, algorithm = plan
     with product.lock:
         set_scales(product, x_inverse, dy_inverse)
-        multiply(product, algorithm, xt, dyt, total, beta=1.0)
+        multiply(product, algorithm, xt, dyt, total)
     return True
 
 
@@ -247,9 +239,9 @@ def _plan(
     size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: int
 ) -> tuple[Product, Algorithm] | None:
     try:
-        product = define(size, dtypes, fast=False)
+        product = define(size, dtypes)
         set_any_scales(product, device)
-        return product, find_algorithms(product, device, 1)[0]
+        return product, find_algorithm(product, device)
     except Unavailable as error:
         K, N, M = size
         warnings.warn(

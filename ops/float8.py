@@ -57,7 +57,6 @@ import torch
 from torch.library import custom_op
 
 from ops import cublaslt
-from ops.matmul import chosen, chosen_matmul, scaled_matmul
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
@@ -192,10 +191,13 @@ def matmul(
     fast: bool = False,
 ) -> torch.Tensor:
     """a (M, K) times the matrix whose transpose (N, K) is given -> (M, N) in dtype. fast: fast accumulation,
-    which is accurate enough for the forward pass, not for gradients."""
-    if chosen.plans_exist and dtype == torch.bfloat16:
-        return chosen_matmul(a, b_transposed, True, a_inverse, b_inverse, fast)
-    return scaled_matmul(a, b_transposed, a_inverse, b_inverse, dtype, fast)
+    which is accurate enough for the forward pass, not for gradients. A CPU multiplies the same numbers in
+    fp32."""
+    if a.is_cuda:
+        return torch._scaled_mm(
+            a, b_transposed.t(), a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast
+        )
+    return ((a.float() @ b_transposed.float().t()) * (a_inverse * b_inverse)).to(dtype)
 
 
 @custom_op("nanomfu::add_float8_weight_gradient", mutates_args=("total",))

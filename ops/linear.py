@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ops.low_precision import LowPrecisionLinear
 from ops.low_precision_methods import METHODS, LowPrecision
-from ops.matmul import add_weight_gradient, chosen, input_gradient, linear
+from ops.matmul import add_weight_gradient
 from ops.norm import Delta
 
 
@@ -33,8 +33,6 @@ class Linear(nn.Linear):
             y = LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, False)
         elif self.weight_grad is not None:
             y = LinearFunction.apply(x, self.weight, self.weight_grad)
-        elif chosen.plans_exist:
-            y = LinearFunction.apply(x, self.weight.to(x.dtype), None)
         else:
             return F.linear(x, self.weight.to(x.dtype), bias)
         return y if bias is None else y + bias
@@ -62,7 +60,7 @@ class Linear(nn.Linear):
 
 class LinearFunction(torch.autograd.Function):
     """x (..., K), weight (N, K) -> x weight^T (..., N). The backward adds the weight's gradient to
-    `total`, if there is one.
+    `total`.
 
     Autograd would write it in the weight's dtype, read it back, and add it to an fp32 sum in another pass.
     """
@@ -71,17 +69,13 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, total):
         ctx.save_for_backward(x, weight)
         ctx.total = total
-        return linear(x, weight)
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        rows, x_rows, dweight = dy.flatten(0, -2), x.flatten(0, -2), None
-        if ctx.total is None:
-            dweight = rows.t() @ x_rows
-        else:
-            add_weight_gradient(rows, x_rows, ctx.total)
-        return input_gradient(dy, weight), dweight, None
+        add_weight_gradient(dy.flatten(0, -2), x.flatten(0, -2), ctx.total)
+        return dy @ weight, None, None
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Methods of low precision: how each recipe of ops/recipes.py makes operands, and how it multiplies them.
 
-    scaled     fp8 operands, multiplied by tensor cores: with one scale each (ops/float8.py), which may come
-               from earlier micro-steps (ops/delayed_float8.py), or one a block (ops/block_float8.py)
+    scaled     fp8 operands with one scale each, multiplied by tensor cores (ops/float8.py); the scale may
+               come from earlier micro-steps (ops/delayed_float8.py)
     emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
                that of the recipe's tensor cores, up to the order of sums; it is no faster: ops/emulation.py
 
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from ops import block_float8, emulation, float8
+from ops import emulation, float8
 from ops.delayed_float8 import delayed_quantize, delayed_requantize, delayed_scale
-from ops.matmul import add_weight_gradient, input_gradient, linear
+from ops.matmul import add_weight_gradient
 from ops.recipes import RECIPES
 
 
@@ -154,49 +155,16 @@ class Delayed(Scaled):
         delayed_requantize(weights, [as_float8(low.weight) for low in into], scales, amaxes)
 
 
-class Blockwise(Method):
-    """fp8, one scale for a block of 128: fp8_blockwise, on Hopper."""
-
-    multiple = block_float8.BLOCK
-
-    def activation(self, x, amax, low):
-        return of_blocks(block_float8.block_operand(x))
-
-    def gradient(self, dy, amax, low):
-        return of_blocks(block_float8.block_operand(dy))
-
-    def empty_weight(self, weight):
-        return of_blocks(block_float8.empty_block_weight(weight))
-
-    def requantize(self, weights, into):
-        block_float8.write_block_weights(weights, [as_blocks(low.weight) for low in into])
-
-    def forward(self, x, weight, dtype):
-        return block_float8.block_matmul(x.rows, x.rows_scale, weight.rows, weight.rows_scale, True, dtype)
-
-    def input_gradient(self, dy, kept, dtype):
-        weight = kept.weight_columns, kept.weight_scale
-        return block_float8.block_matmul(dy.rows, dy.rows_scale, *weight, True, dtype)
-
-    def weight_gradient(self, dy, kept, dtype):
-        x = kept.x_columns, kept.x_scale
-        return block_float8.block_matmul(dy.columns, dy.columns_scale, *x, False, dtype)
-
-    def add_weight_gradient(self, dy, kept, total):
-        x = kept.x_columns, kept.x_scale
-        block_float8.add_block_weight_gradient(dy.columns, dy.columns_scale, *x, total)
-
-
 class Emulated(Method):
     """Multiplies in bf16."""
 
     emulated = True
 
     def forward(self, x, weight, dtype):
-        return linear(x.rows, weight.rows)
+        return F.linear(x.rows, weight.rows)
 
     def input_gradient(self, dy, kept, dtype):
-        return input_gradient(dy.rows, kept.weight_columns)
+        return dy.rows @ kept.weight_columns
 
     def weight_gradient(self, dy, kept, dtype):
         return dy.columns.t() @ kept.x_columns
@@ -253,24 +221,6 @@ class EmulatedDelayed(EmulatedScaled):
         return Operand(both, both)
 
 
-class EmulatedBlockwise(Emulated):
-    multiple = block_float8.BLOCK
-
-    def activation(self, x, amax, low):
-        return Operand(*block_float8.block_emulated_operand(x))
-
-    def gradient(self, dy, amax, low):
-        return Operand(*block_float8.block_emulated_operand(dy))
-
-    def empty_weight(self, weight):
-        both = _empty_bf16(weight)  # blocks are square, so that rows and columns are the same numbers
-        return Operand(both, both)
-
-    def requantize(self, weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            low.weight.rows.copy_(block_float8.block_emulated_weight(weight.to(torch.bfloat16)))
-
-
 class EmulatedMxfp8(Emulated):
     multiple = RECIPES["mxfp8"].alignment
 
@@ -312,10 +262,8 @@ class EmulatedNvfp4(Emulated):
 METHODS: dict[str, Method] = {
     "fp8_tensorwise": Scaled(),
     "fp8_delayed": Delayed(),
-    "fp8_blockwise": Blockwise(),
     "emulated fp8_tensorwise": EmulatedScaled(),
     "emulated fp8_delayed": EmulatedDelayed(),
-    "emulated fp8_blockwise": EmulatedBlockwise(),
     "emulated mxfp8": EmulatedMxfp8(),
     "emulated nvfp4": EmulatedNvfp4(),
 }
@@ -328,16 +276,6 @@ def of_float8(matrix: float8.Float8) -> Operand:
 def as_float8(matrix: Operand) -> float8.Float8:
     assert matrix.rows_scale is not None
     return float8.Float8(matrix.rows, matrix.columns, matrix.rows_scale)
-
-
-def of_blocks(matrix: block_float8.BlockFloat8) -> Operand:
-    values, scales, transposed, transposed_scales = matrix
-    return Operand(values, transposed, scales, transposed_scales)
-
-
-def as_blocks(matrix: Operand) -> block_float8.BlockFloat8:
-    assert matrix.rows_scale is not None and matrix.columns_scale is not None
-    return block_float8.BlockFloat8(matrix.rows, matrix.rows_scale, matrix.columns, matrix.columns_scale)
 
 
 def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,6 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from ops.linear import Linear, add_weight_gradient
-from ops.matmul import input_gradient, linear
 from ops.norm import Delta
 from ops.swiglu import pairs, plain_swiglu_backward
 
@@ -194,7 +193,7 @@ class FusedFeedForward(torch.autograd.Function):
         preactivation, h = activated_matmul(x, up, activation)
         ctx.save_for_backward(x, preactivation, h, up, down)
         ctx.up_total, ctx.down_total, ctx.activation = up_total, down_total, activation
-        return linear(h, down)
+        return F.linear(h, down)
 
     @staticmethod
     def backward(ctx, dy):
@@ -202,7 +201,7 @@ class FusedFeedForward(torch.autograd.Function):
         d_down = _weight_gradient(dy, h, ctx.down_total)  # first: compiled code then frees h
         d_preactivation = activation_backward_matmul(dy, down, preactivation, ctx.activation)
         d_up = _weight_gradient(d_preactivation, x, ctx.up_total)
-        return input_gradient(d_preactivation, up), d_up, d_down, None, None, None
+        return d_preactivation @ up, d_up, d_down, None, None, None
 
 
 def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,7 +7,7 @@
 So x, w and dy each have two forms: `rows`, whose blocks lie along their rows, for a product that sums over
 their columns; and `columns` for one that sums over their rows. Both are made from the bf16 matrix itself.
 docs/low_precision.md explains each recipe. Sources: NVIDIA TransformerEngine 2.20, common/recipe/__init__.py;
-Micikevicius et al. 2022 (fp8); DeepSeek-V3, sec. 3.3.2 (blocks); OCP Microscaling v1.0 and arXiv 2506.08027
+Micikevicius et al. 2022 (fp8); OCP Microscaling v1.0 and arXiv 2506.08027
 (MXFP8); arXiv 2509.25149 (NVFP4).
 """
 
@@ -23,7 +23,7 @@ class Form(NamedTuple):
 
     element: str  # 'e4m3', 'e5m2', 'e2m1'
     block: tuple[int, int] | None  # rows x columns of the matrix that share a scale; None: all of it
-    scale: str  # 'fp32', 'fp32, a power of 2', 'e8m0, rounded up', 'e4m3 times one fp32'
+    scale: str  # 'fp32', 'e8m0, rounded up', 'e4m3 times one fp32'
     stochastic: bool = False  # else to nearest, ties to even
     hadamard: bool = False  # after a Hadamard transform of 16 rows, which cancels in the product
 
@@ -49,12 +49,6 @@ def _tensorwise(delayed: bool = False) -> Recipe:
     return Recipe(forward, forward, forward, forward, gradient, gradient, delayed)
 
 
-def _blockwise() -> Recipe:
-    power = "fp32, a power of 2"
-    rows, columns, square = (Form("e4m3", block, power) for block in ((1, 128), (128, 1), (128, 128)))
-    return Recipe(rows, columns, square, square, rows, columns)
-
-
 def _mxfp8() -> Recipe:
     rows, columns = (Form("e4m3", block, "e8m0, rounded up") for block in ((1, 32), (32, 1)))
     return Recipe(rows, columns, rows, columns, rows, columns)
@@ -78,7 +72,6 @@ def _nvfp4() -> Recipe:
 RECIPES = {
     "fp8_tensorwise": _tensorwise(),
     "fp8_delayed": _tensorwise(delayed=True),
-    "fp8_blockwise": _blockwise(),
     "mxfp8": _mxfp8(),
     "nvfp4": _nvfp4(),
 }

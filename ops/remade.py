@@ -23,7 +23,7 @@ from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ops.linear import Linear
-from ops.matmul import add_weight_gradient, chosen, input_gradient, linear
+from ops.matmul import add_weight_gradient
 from ops.norm import Norm, normalize
 from ops.swiglu import swiglu, swiglu_backward_and_product
 
@@ -83,11 +83,11 @@ def _operands(layer: Linear, x: torch.Tensor):
     if layer.weight_grad is not None:
         return layer.weight, None, bias
     weight = layer.weight.to(x.dtype)
-    return (weight, None, bias) if chosen.plans_exist else (weight, bias, None)
+    return weight, bias, None
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(x, weight) if bias is None else F.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _weight_gradient(
@@ -117,7 +117,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         total, norm_weight, norm_bias, weight = ctx.saved_tensors
-        dx = input_gradient(dy, weight)
+        dx = dy @ weight
         x = norm_again(total, norm_weight, norm_bias, ctx.eps, ctx.centered)
         dweight = _weight_gradient(dy, x, ctx.weight_grad)
         dbias = _bias_gradient(dy) if ctx.has_bias else None
@@ -137,7 +137,7 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         gate_up, weight = ctx.saved_tensors
-        dh = input_gradient(dy, weight)
+        dh = dy @ weight
         dgate_up, h = swiglu_backward_and_product(gate_up.flatten(0, -2), dh.flatten(0, -2))
         dweight = _weight_gradient(dy, h, ctx.weight_grad)
         dbias = _bias_gradient(dy) if ctx.has_bias else None

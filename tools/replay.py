@@ -41,8 +41,8 @@ OTHER_MACHINE = 0.03  # tokens/s of GPUs of one kind: those measured so far diff
 LOSS = 0.01  # a loss; strategies, kernels and versions add in another order (LOG.md: up to 0.4 %)
 # Keys of the sealed run that the new one has its own way: where it wrote, where it began, whom it told.
 NOT_TAKEN = {"out_dir", "dataset", "init_from", "resume_from", "init_weights", "allow_changes", "trackers"}
-NOT_TAKEN |= {"wandb_log", "wandb_project", "wandb_run_name", "checkpoint_interval", "profile", "dry_run"}
-NOT_TAKEN |= {"always_save_checkpoint", "keep_all_checkpoints", "save_log_to_json"}
+NOT_TAKEN |= {"wandb_project", "wandb_run_name", "checkpoint_interval", "profile", "dry_run"}
+NOT_TAKEN |= {"always_save_checkpoint", "save_log_to_json"}
 # Which the record has beside the key
 COUNTS = {"gradient_accumulation_steps_per_gpu", "gradient_accumulation_steps_global"}
 MESSAGE = 1000  # characters of a line; some of its words are the seal's

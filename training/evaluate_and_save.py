@@ -103,7 +103,6 @@ class EvaluateAndSave:
         """(validation loss, whether it is a new best)."""
         self.anomalies.read_now()
         with self.logger.clock.paused(), self.watchdog.during("evaluation"):
-            self.state.strategy.complete_weights()
             losses = evaluate(
                 self.state.strategy.module, self.windows, self.config, self.state.world, self.watchdog.check
             )

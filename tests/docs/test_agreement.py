@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.documents import TEXTS
 from support.helpers import ROOT, TINY
+from support.imports import product_files
 
 import model
 import model_builder
@@ -17,7 +18,6 @@ import model_config
 from bench import plan
 from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS, ShardWriter
-from docs.house import product_files
 from model_config import ModelConfig
 from ops.recipes import RECIPES
 from plots.run_record import METHODS

@@ -7,8 +7,7 @@ import textwrap
 
 import pytest
 from support.helpers import ROOT
-
-from docs.house import ORDER, graph, product_files, read_sources, room_of
+from support.imports import ORDER, graph, product_files, read_sources, room_of
 
 
 def line_of(path: str) -> int:

@@ -228,7 +228,7 @@ def check_module(module: str, arguments: list[str], script):
     if module == "tools.profile":
         parsed, overrides = profile.parse(arguments)
         profile.check_overrides(overrides)
-        load_config([parsed.config, *overrides, *profile.fixed_flags(parsed.memory)], parsed.nproc)
+        load_config([parsed.config, *overrides, *profile.as_flags(profile.FIXED)], parsed.nproc)
     elif module == "tools.tune":
         parsed, overrides = tune.parse(arguments)
         tune.check(parsed, overrides)

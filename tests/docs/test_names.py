@@ -7,9 +7,9 @@ import subprocess
 import pytest
 from support.documents import DOCS, EVERYTHING, TEXTS, prose, table
 from support.helpers import ROOT
+from support.imports import product_files
 from torch.distributed.run import get_args_parser
 
-from docs.house import product_files
 from docs.reference import VARIABLES
 from training.configuration.help import sections
 from training.configuration.keys import ALIASES, KEYS

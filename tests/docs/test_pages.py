@@ -18,9 +18,9 @@ from support.documents import (
     table,
 )
 from support.helpers import ROOT
+from support.imports import ORDER, first_sentence, read_sources
 
 from docs.generate import pages
-from docs.house import first_sentence, picture, product_files, read_sources
 
 LONGEST = {"README.md": 130, "TRAINING_GUIDE.md": 300, "SYSTEM_OVERVIEW.md": 250, "CONTRIBUTING.md": 120}
 LONGEST |= {"CHANGELOG.md": 40}  # lines
@@ -107,14 +107,20 @@ def test_second_headings_of_one_name_have_anchors_of_their_own():
 # --- what is generated ---
 
 
-@pytest.mark.parametrize("name", ["docs/modules.md", "docs/reference.md", "SYSTEM_OVERVIEW.md"])
+@pytest.mark.parametrize("name", ["docs/benchmarks.md", "docs/reference.md", "TRAINING_GUIDE.md"])
 def test_a_generated_page_is_what_the_code_says(name):
     assert TEXTS[name] == pages()[name], "run: python -m docs.generate"
 
 
-def test_the_map_has_every_module_once():
-    listed = re.findall(r"^\| `(\S+)` \|", TEXTS["docs/modules.md"], re.M)
-    assert sorted(listed) == sorted(path for path in product_files() if not path.endswith("__init__.py"))
+def test_the_tree_shows_every_folder_of_the_product():
+    (tree,) = re.findall(r"```\n(train\.py .*?)```", TEXTS["SYSTEM_OVERVIEW.md"], re.S)
+    shown, parent = set(), ""
+    for indent, name in re.findall(r"^( *)(\S+)", tree, re.M):
+        parent = parent if indent else name
+        shown.add(parent + name if indent else name)
+    packages = {room.removesuffix("*") for room in ORDER if room.endswith("/*") and room != "docs/*"}
+    assert packages | {"config/"} == {name for name in shown if name.endswith("/")}
+    assert {name for name in ORDER if "/" not in name} - {"rope_scaling.py"} <= shown
 
 
 def test_every_module_says_in_its_first_sentence_what_it_is_for():
@@ -122,15 +128,6 @@ def test_every_module_says_in_its_first_sentence_what_it_is_for():
     assert {
         path: text for path, text in sentences.items() if not (25 < len(text) < 250 and text[-1] in ".:")
     } == {}
-
-
-def test_the_picture_shows_an_import_only_once():
-    """train.py imports the checkpoints, too; the arrow to cuda_graphs/ leads there."""
-    arrows = dict(re.findall(r"^    (\w+)\[.*\] --> (.*)$", picture(), re.M))
-    assert (
-        "training_checkpoints" in arrows["training_cuda_graphs"]
-        and "training_checkpoints" not in arrows["train"]
-    )
 
 
 # --- what must agree with the code ---

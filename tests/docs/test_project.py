@@ -16,9 +16,9 @@ from packaging.utils import canonicalize_name
 from support import warm_python
 from support.documents import DOCS, TEXTS
 from support.helpers import ROOT
+from support.imports import product_files
 
 from common.errors import UserError
-from docs.house import product_files
 from training.configuration.rules import TRACKERS, require_tracker
 
 EXTRAS = {  # extra -> the file that a user of pip's -r installs instead

@@ -20,6 +20,7 @@ from training.configuration.keys import TrainConfig
 from training.cuda_graphs.parity import Snapshot
 from training.faults import replica_check as drift
 from training.faults.anomalies import MAX_PENDING, STUCK_ITERATIONS, AnomalyPolicy, Diverged
+from training.optimization import update_guard
 from training.optimization.step import StepResult
 from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, UpdateGuard
 from training.process.world import World
@@ -27,8 +28,13 @@ from training.records.clock import Clock
 
 CPU = torch.device("cpu")
 BAD = (math.nan, math.inf, -math.inf)
-N = 16  # the smallest window
-SPIKES = {"skip_spikes": 6.0, "spike_window": N}
+WINDOW, N = update_guard.SPIKE_WINDOW, 16  # instead of it, so that tests need few iterations
+SPIKES = {"skip_spikes": 6.0}
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch):
+    monkeypatch.setattr(update_guard, "SPIKE_WINDOW", N)
 
 
 def judge(health: UpdateGuard, loss: float, norm: float) -> int:
@@ -117,8 +123,9 @@ def test_a_loss_that_never_varies_has_no_spikes_of_rounding():
 
 
 @pytest.mark.bad_numbers
-def test_a_loss_that_falls_as_in_training_raises_no_alarm_and_a_spike_in_it_does():
-    """10.8 towards 2.5 with noise, norms with a heavy tail: 4000 iterations, a window of the default size."""
+def test_a_loss_that_falls_as_in_training_raises_no_alarm_and_a_spike_in_it_does(monkeypatch):
+    """10.8 towards 2.5 with noise, norms with a heavy tail: 4000 iterations, a window of the real size."""
+    monkeypatch.setattr(update_guard, "SPIKE_WINDOW", WINDOW)
     health = UpdateGuard(TrainConfig(skip_spikes=6.0), CPU)
     generator = torch.Generator().manual_seed(1)
     noise, tail = torch.randn(4000, generator=generator), torch.randn(4000, generator=generator)
@@ -398,8 +405,8 @@ def test_skip_leaves_the_update_out_and_the_run_completes(run, config, inject, t
 @pytest.mark.bad_numbers
 def test_a_resumed_run_judges_spikes_by_the_window_of_the_run_before(run, config, inject, tmp_path):
     """Without it, the window would not be full by then."""
-    flags = ["--skip_spikes=6", f"--spike_window={N}", "--max_iters=24", "--learning_rate=1e-3"]
-    assert run(config, *flags, "--checkpoint_interval=18", "--keep_all_checkpoints=True") == 0
+    flags = ["--skip_spikes=6", "--max_iters=24", "--learning_rate=1e-3"]
+    assert run(config, *flags, "--checkpoint_interval=18", "--keep_last=None") == 0
     inject(2, times(100))
     resume = ["--init_from=resume", "--resume_from=step-00000018"]
     assert run(config, *flags, *resume) == 0
@@ -555,7 +562,6 @@ class _no_pause:
     [
         "--on_nonfinite=ignore",
         "--skip_spikes=-1",
-        "--spike_window=3",
         "--max_skips=0",
         "--drift_check_interval=-1",
     ],

@@ -231,7 +231,7 @@ def test_resumed_training_has_the_whole_run_in_its_record(run, tmp_path):
     config = write_config(
         tmp_path / "run.py", **{**TINY, "eval_interval": 4}, dataset=dataset, out_dir=out_dir
     )
-    assert run(config, "--max_iters=6", "--always_save_checkpoint=True", "--keep_all_checkpoints=True") == 0
+    assert run(config, "--max_iters=6", "--always_save_checkpoint=True", "--keep_last=None") == 0
     shutil.rmtree(out_dir / "checkpoints" / "step-00000006")
     first = last_run(out_dir)
     assert run(config, "--max_iters=9", "--init_from=resume") == 0

@@ -102,7 +102,7 @@ def test_an_hour_of_kills(tmp_path):
     config, rng, shared = config_file(tmp_path), random.Random(29), shared_memory()
     calm_out, killed_out = tmp_path / "calm", tmp_path / "killed"
     calm_log, killed_logs = Growth(), []
-    calm = start(config, calm_out, "ddp", "--keep_all_checkpoints=True")
+    calm = start(config, calm_out, "ddp", "--keep_last=None")
     until = time.monotonic() + 60 * MINUTES
     while time.monotonic() < until:
         killed, log = start(config, killed_out, "ddp"), Growth()

@@ -124,7 +124,6 @@ def edited(path: Path, field: str, value: object) -> None:
         ("data.sources", [7]),
         ("data.packings", []),
         ("run", ["../secret"]),
-        ("matmul_algorithms", {"gpu": "H200", "cublaslt": "13.1.0", "algorithms": ["00"]}),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -24,21 +24,19 @@ pytestmark = [
 
 ITERATIONS = 24
 GRAPHS = "--use_cuda_graphs=True"
-TWICE, OVERLAP = "--gradient_accumulation_steps=2", "--overlap_param_gather=True"
+TWICE = "--gradient_accumulation_steps=2"
 FP8 = ["--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head"]
 ZERO1, FSDP = ["--use_zero1=True"], ["--use_fsdp=True"]
 CASES = {
     "zero1": ZERO1,
     "zero1-compiled": [*ZERO1, TWICE, "--compile=True", "--reduce_dtype=bfloat16"],
-    "zero1-overlapped": [*ZERO1, TWICE, OVERLAP],
     # 65 rows do not divide by 2
     "zero1-bf16-weights": [*ZERO1, "--param_dtype=bfloat16", "--vocab_size=65"],
-    "zero1-fp8": [*ZERO1, TWICE, OVERLAP, *FP8],
+    "zero1-fp8": [*ZERO1, TWICE, *FP8],
     "fsdp": FSDP,
-    "fsdp-compiled": [*FSDP, TWICE, "--compile=True", "--gradient_accumulation_fusion=True"],
+    "fsdp-compiled": [*FSDP, TWICE, "--compile=True"],
     "fsdp-resharded": [*FSDP, TWICE, "--reshard_after_forward=True", "--reduce_dtype=bfloat16"],
     "fsdp-fp8": [*FSDP, TWICE, *FP8],
-    "fsdp-fp8-overlapped": [*FSDP, OVERLAP, *FP8],
 }
 
 
@@ -46,7 +44,7 @@ CASES = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("captured")
     dataset = make_dataset(folder / "tokens", vocab_size=64, train_tokens=100_000)
-    keys = {**TINY, **ON_GPU, "max_iters": ITERATIONS, "eval_interval": 6, "keep_all_checkpoints": True}
+    keys = {**TINY, **ON_GPU, "max_iters": ITERATIONS, "eval_interval": 6, "keep_last": None}
     keys |= {"attention_backend": "manual", "gradient_log_interval": 5}
     write_config(folder / "run.py", **keys, dataset=str(dataset))
     return folder
@@ -76,7 +74,7 @@ def check_equal(folder, eager: str, graphs: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_the_eager_run_bit_for_bit(folder, name):
     """With evaluations between replays, whose weights FSDP gathers for itself, and gradient sums."""
-    if name.endswith(("fp8", "overlapped")) and torch.cuda.get_device_capability() < (8, 9):
+    if name.endswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs fp8 matmuls")
     eager, graphs = f"{name}-eager", f"{name}-graphs"
     run_all(folder, {eager: CASES[name], graphs: [*CASES[name], GRAPHS]})
@@ -85,7 +83,7 @@ def test_replays_are_the_eager_run_bit_for_bit(folder, name):
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_a_captured_run_resumes_captured(folder, name):
-    flags = {"zero1": [*ZERO1, OVERLAP], "fsdp": FSDP}[name]
+    flags = {"zero1": ZERO1, "fsdp": FSDP}[name]
     whole, captured, resumed = f"{name}-whole", f"{name}-captured", f"{name}-resumed"
     run_all(folder, {whole: flags, captured: [*flags, GRAPHS]})
     kept = "checkpoints/step-00000012"  # written by a replay

@@ -21,7 +21,6 @@ VARIANTS = {
     "eager": ["--compile=False"],
     "graphs": ["--use_cuda_graphs=True"],
     "recomputed": ["--activation_checkpointing=full"],
-    "measured": ["--matmul_algorithms=measured"],
 }
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 

@@ -119,7 +119,7 @@ def test_workers_feed_the_same_batches(folder):
     [("single", 1)] + [pytest.param(name, 2, marks=TWO_GPUS) for name in STRATEGIES],
 )
 def test_resume_is_bit_exact_on_gpus(folder, name, processes):
-    flags = [*STRATEGIES.get(name, []), "--max_iters=8", "--eval_interval=4", "--keep_all_checkpoints=True"]
+    flags = [*STRATEGIES.get(name, []), "--max_iters=8", "--eval_interval=4", "--keep_last=None"]
     flags += ["--dropout=0.1"]
     whole = train(folder, f"whole-{name}", *flags, processes=processes)
     kept = "checkpoints/step-00000004"
@@ -145,7 +145,7 @@ def test_head_width_biases_and_scaled_positions_are_the_same_compiled_captured_a
     eager = train(folder, f"{name}-eager", *flags, "--compile=False")
     captured = train(folder, f"{name}-captured", *flags, "--use_cuda_graphs=True")
     assert captured["startup_info"]["cuda_graphs"]["used"] == "CUDA Graph"
-    exact = [*flags, "--dtype=float32", "--compile=False", "--eval_interval=4", "--keep_all_checkpoints=True"]
+    exact = [*flags, "--dtype=float32", "--compile=False", "--eval_interval=4", "--keep_last=None"]
     fp32 = train(folder, f"{name}-fp32", *exact)
     begun = "checkpoints/step-00000004"  # a CPU would draw other weights
     shutil.copytree(folder / f"{name}-fp32" / begun, folder / f"{name}-cpu" / begun)

@@ -190,7 +190,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("trained")
     folder = make_dataset(root / "tokens")
     config = write_config(root / "run.py", **TINY, dataset=folder, out_dir=root / "out")
-    done = run_train(config, "--eval_interval=2", "--keep_all_checkpoints=True")
+    done = run_train(config, "--eval_interval=2", "--keep_last=None")
     assert done.returncode == 0, done.stderr
     return root / "out"
 

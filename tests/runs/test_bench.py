@@ -181,7 +181,7 @@ def test_variants_are_chosen_by_name_or_by_what_is_in_it():
     arguments = ["--suite=communication"]
     assert found() == [variant.name for variant in SUITES["communication"]]
     assert found("FSDP, bf16", "one GPU") == ["one GPU", "FSDP, bf16"]  # whole names, in the suite's order
-    assert found("4 ctas") == [f"{strategy}, 4 CTAs" for strategy in ("DDP", "ZeRO-1", "FSDP")]
+    assert found("fp8") == ["one GPU, fp8"] + [f"{strategy}, fp8" for strategy in ("DDP", "ZeRO-1", "FSDP")]
     with pytest.raises(UserError, match="'ZeRO-2' is in no name"):
         found("DDP", "ZeRO-2")
     arguments = ["--config=config/quickstart.py"]

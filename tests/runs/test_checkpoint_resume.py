@@ -29,7 +29,7 @@ pytestmark = pytest.mark.resume
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Three checkpoints, of which step 2 is the best."""
-    config = make_config(tmp_path_factory.mktemp("trained") / "out", keep_all_checkpoints=True)
+    config = make_config(tmp_path_factory.mktemp("trained") / "out", keep_last=None)
     saver = make_saver(config, make_state(config))
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(saver, step, loss)

@@ -32,7 +32,7 @@ CONFIG = {
     "max_iters": ITERATIONS,
     "eval_interval": 3,
     "eval_iters": 3,
-    "keep_all_checkpoints": True,
+    "keep_last": None,
     "gradient_log_interval": 1,
 }
 
@@ -228,7 +228,6 @@ def test_float16_with_loss_scaling_follows_fp32_in_every_strategy(runs, folder, 
 def test_the_best_checkpoint_and_the_newest_are_kept(folder):
     """The rate is far too high at first, so the first evaluation is the best one."""
     flags = [
-        "--keep_all_checkpoints=False",
         "--keep_last=1",
         "--max_iters=10",
         "--eval_interval=2",

@@ -69,7 +69,7 @@ def test_the_schedule_follows_the_number_of_iterations():
 
 def test_a_run_ends_after_its_epochs_and_says_so(run, folder, capsys):
     out = folder / "two"
-    flags = [f"--out_dir={out}", "--max_epochs=2", "--eval_interval=3", "--keep_all_checkpoints=True"]
+    flags = [f"--out_dir={out}", "--max_epochs=2", "--eval_interval=3", "--keep_last=None"]
     assert run(folder / "run.py", *flags) == 0
     record = last_run(out)
     assert rows(out) == [0, 1, 2, 3, 4] and record["status"] == "completed"

@@ -34,7 +34,7 @@ KEPT, LAST = "checkpoints/step-00000003", "checkpoints/step-00000006"
 def folder(tmp_path_factory):
     """whole-NAME: a run of 6 iterations. older-NAME: a resume from its iteration 3, saved in format 2."""
     folder = tmp_path_factory.mktemp("older")
-    keys = {**TINY, **LLAMA, "max_iters": 6, "eval_interval": 3, "dropout": 0.1, "keep_all_checkpoints": True}
+    keys = {**TINY, **LLAMA, "max_iters": 6, "eval_interval": 3, "dropout": 0.1, "keep_last": None}
     config = write_config(folder / "run.py", **keys, dataset=make_dataset(folder / "data"))
     for processes in (1, 2):
         commands = {

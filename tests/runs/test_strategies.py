@@ -2,7 +2,6 @@
 recomputed, not what is learned. Under torchrun with 2 gloo processes, and with 4 as two machines of two."""
 
 import contextlib
-import dataclasses
 import gc
 import socket
 import sys
@@ -30,16 +29,11 @@ import model_builder
 from common.errors import UserError
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_weights
-from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
-from training.faults.replica_check import replicated
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale
-from training.optimization.step import EagerStep
-from training.optimization.update_guard import UpdateGuard
 from training.process import world as process_world
 from training.process.world import World
 from training.strategies import fused_sums, zero1
@@ -61,7 +55,7 @@ CONFIG = {
     "max_iters": ITERATIONS,
     "gradient_log_interval": 1,
     "eval_interval": HALF,
-    "keep_all_checkpoints": True,
+    "keep_last": None,
 }
 BF16 = ["--dtype=bfloat16"]
 STOCHASTIC = [
@@ -94,8 +88,6 @@ VARIANTS = {  # name -> flags, for one process and for every strategy
     "8-bit moments": EIGHT_BIT,
     "8-bit moments, part 1": [*EIGHT_BIT, f"--max_iters={HALF}"],
 }
-OVERLAPPED = ["--overlap_param_gather=True", "--drift_check_interval=1"]
-FUSED = [*BF16, "--gradient_accumulation_fusion=True"]
 # quantized weights that a delayed scale remembers, tied to the embedding, in blocks that are recomputed
 DELAYED_FP8 = [
     *(*BF16, "--low_precision=fp8_delayed", "--n_embd=64", "--d_ff=128", "--weight_tying=True"),
@@ -107,17 +99,10 @@ FP8_HEAD = [
 ]
 TIED = ["--weight_tying=True", "--activation_checkpointing=full"]
 ONE_STRATEGY = {
-    ("zero1", "overlapped"): OVERLAPPED,
-    ("zero1", "overlapped, part 1"): [*OVERLAPPED, f"--max_iters={HALF}"],
     **{(s, "delayed fp8"): DELAYED_FP8 for s in ("zero1", "fsdp")},
-    **{(s, "delayed fp8, overlapped"): [*DELAYED_FP8, *OVERLAPPED] for s in ("zero1", "fsdp")},
-    ("fsdp", "fp8 head, overlapped"): [*FP8_HEAD, *OVERLAPPED, "--gradient_accumulation_fusion=True"],
-    ("fsdp", "fp8 head, fused"): [*FP8_HEAD, "--gradient_accumulation_fusion=True"],
-    ("fsdp", "bf16"): [*BF16, "--gradient_accumulation_fusion=False"],
-    ("fsdp", "fused"): BF16,  # the default, with several micro-steps
-    ("fsdp", "fused, sent in bf16"): [*FUSED, "--reduce_dtype=bfloat16"],
-    ("fsdp", "fused, hybrid"): [*FUSED, "--fsdp_sharding=hybrid"],
-    ("fsdp", "fused, tied"): [*FUSED, *TIED, "--reshard_after_forward=True"],
+    ("fsdp", "fused"): BF16,
+    ("fsdp", "fused, hybrid"): [*BF16, "--fsdp_sharding=hybrid"],
+    ("fsdp", "fused, tied"): [*BF16, *TIED, "--reshard_after_forward=True"],
     ("single", "tied"): [*BF16, *TIED],
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
     ("fsdp", "reshard, full"): ["--reshard_after_forward=True", "--activation_checkpointing=full"],
@@ -132,10 +117,9 @@ COMPILED = {
     for s in ALL
     for level in ("attention", "full")
 } | {
-    ("single", "whole"): ["--compile=True", "--compile_scope=whole"],
-    ("zero1", "overlapped, compiled"): [*OVERLAPPED, "--compile=True"],
-    ("fsdp", "fused, compiled"): ["--gradient_accumulation_fusion=True", "--compile=True"],
-    ("single", "regional"): ["--compile=True"],
+    ("single", "compiled"): ["--compile=True"],
+    ("zero1", "compiled"): ["--compile=True"],
+    ("fsdp", "compiled"): ["--compile=True"],
     ("single", "published shapes, compiled"): [*VARIANTS["published shapes"], "--compile=True"],
 }
 RESUMED = {  # name -> (folder it goes on in, flags)
@@ -166,8 +150,6 @@ def runs(folder):
     for strategy in ALL:
         for name, (where, flags) in RESUMED.items():
             variants[strategy, name] = (where, [*flags, "--init_from=resume"])
-    resume = [*OVERLAPPED, "--init_from=resume"]
-    variants["zero1", "overlapped, part 2"] = ("overlapped, part 1", resume)
     return records_of(folder, variants)
 
 
@@ -228,36 +210,6 @@ def different(folder: Path, step: int, strategy: str, one: str, other: str) -> l
     return [key for key in ours if not torch.equal(ours[key], theirs[key])]
 
 
-# --- weights that may arrive, and be quantized, during the forward ---
-
-
-@pytest.mark.parametrize(
-    ("strategy", "plain", "overlapped"),
-    [
-        ("zero1", "plain", "overlapped"),
-        ("zero1", "delayed fp8", "delayed fp8, overlapped"),
-        ("fsdp", "delayed fp8", "delayed fp8, overlapped"),
-        ("fsdp", "fp8 head, fused", "fp8 head, overlapped"),
-    ],
-)
-def test_weights_that_arrive_during_the_forward_are_the_same_bit_for_bit(
-    runs, folder, strategy, plain, overlapped
-):
-    """With accumulation, and an evaluation and a checkpoint in the middle; the replicas agree each time."""
-    ours, theirs = runs[strategy, overlapped], runs[strategy, plain]
-    assert losses(ours) == losses(theirs) and norms(ours) == norms(theirs)
-    assert evaluations(ours) == evaluations(theirs)
-    for step in (HALF, ITERATIONS):
-        assert different(folder, step, strategy, overlapped, plain) == []
-
-
-def test_a_run_whose_weights_arrive_during_the_forward_resumes_bit_for_bit(runs, folder):
-    resumed = runs["zero1", "overlapped, part 2"]
-    assert resumed["startup_info"]["resumed_from"].endswith(f"step-{HALF:08d}")
-    assert losses(resumed) == losses(runs["zero1", "overlapped"])
-    assert different(folder, ITERATIONS, "zero1", "overlapped, part 1", "overlapped") == []
-
-
 # --- FSDP's gradients, which the matmuls may sum ---
 
 
@@ -269,19 +221,10 @@ def test_gradients_that_fsdp_s_matmuls_sum_are_those_of_one_process(runs, fused,
     assert norms(found)[0] == pytest.approx(norms(single)[0], rel=1e-6)
     assert losses(found) == pytest.approx(losses(single), rel=1e-5)
     assert evaluations(found) == pytest.approx(evaluations(single), rel=1e-4)
-    rounded = runs["fsdp", "bf16"]
-    assert norms(rounded)[0] != pytest.approx(norms(runs["single", "bf16"])[0], rel=1e-5)
-
-
-def test_sums_of_the_matmuls_are_rounded_only_to_travel(runs):
-    fused, sent = runs["fsdp", "fused"], runs["fsdp", "fused, sent in bf16"]
-    assert norms(sent)[0] != norms(fused)[0]
-    assert norms(sent)[0] == pytest.approx(norms(fused)[0], rel=1e-3)
-    assert losses(sent) == pytest.approx(losses(fused), rel=3e-3)
 
 
 def test_a_torch_that_sums_elsewhere_is_reported(monkeypatch):
-    config = TrainConfig(use_fsdp=True, gradient_accumulation_fusion=True, device="cpu")
+    config = TrainConfig(use_fsdp=True, gradient_accumulation_steps=2, device="cpu")
     assert parallelism_line(config, "fsdp") == "fsdp, gradients summed in the matmul"
     parameter = type("FSDPParam", (), {"__annotations__": {}})
     monkeypatch.setattr(fused_sums, "import_module", lambda name: SimpleNamespace(FSDPParam=parameter))
@@ -367,18 +310,9 @@ def test_compiled_blocks_can_be_recomputed(runs, compiled, strategy, level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "variant"), [("zero1", "overlapped, compiled"), ("fsdp", "fused, compiled")]
-)
-def test_compiled_blocks_wait_for_weights_and_sum_gradients(runs, compiled, strategy, variant):
-    assert losses(compiled[strategy, variant]) == pytest.approx(losses(runs[strategy, "plain"]), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_compiled_whole_learns_the_same(runs, compiled):
-    plain = losses(runs["single", "plain"])
-    for name in ("whole", "regional"):
-        assert losses(compiled["single", name]) == pytest.approx(plain, rel=1e-5)
+@pytest.mark.parametrize("strategy", ["single", "zero1", "fsdp"])
+def test_compiled_blocks_wait_for_weights_and_sum_gradients(runs, compiled, strategy):
+    assert losses(compiled[strategy, "compiled"]) == pytest.approx(losses(runs[strategy, "plain"]), rel=1e-5)
 
 
 # --- dtypes of what is stored and sent ---
@@ -545,8 +479,6 @@ def test_hybrid_sharding_over_two_machines_gives_the_losses_of_one_process(runs,
     [
         ("--fsdp_sharding=hybrid", "use_fsdp"),
         ("--reshard_after_forward=True", "use_fsdp"),
-        ("--gradient_accumulation_fusion=True", "use_fsdp"),
-        ("--overlap_param_gather=True", "use_zero1"),
     ],
 )
 def test_ways_of_sharding_need_their_strategy(folder, flag, strategy):
@@ -557,57 +489,19 @@ def test_ways_of_sharding_need_their_strategy(folder, flag, strategy):
     load_config([str(folder / "run.py"), flag, f"--{strategy}=True"], 2)
 
 
-def test_fsdp_gathers_in_the_forward_by_itself_unless_it_quantizes(folder):
-    flags = [str(folder / "run.py"), "--use_fsdp=True", "--overlap_param_gather=True"]
-    with pytest.raises(UserError, match="unless FSDP has weights in low precision"):
-        load_config(flags, 2)
-    load_config([*flags, *BF16, "--low_precision=mxfp8"], 2)
-
-
-@pytest.mark.parametrize("flag", ["--nccl_max_ctas=8", "--nccl_high_priority_stream=True", "--sm_carveout=8"])
-def test_settings_of_nccl_need_nccl(folder, flag):
-    name = flag[2:].split("=")[0]
-    here = [str(folder / "run.py"), flag]
-    for other in ("--device=cpu", "--backend=gloo"):
-        with pytest.raises(UserError, match=f"{name}=.* is for GPUs that communicate by NCCL, but "):
-            load_config([*here, "--device=cuda", other], 2)
-    load_config([*here, "--device=cuda"], 2)
-    if name != "sm_carveout":
-        with pytest.raises(UserError, match=f"{name}=.* does not reach the process groups of fsdp_sharding"):
-            load_config([*here, "--device=cuda", *HYBRID], 2)
-
-
-def test_settings_of_nccl_reach_the_process_group(monkeypatch):
-    def options(is_high_priority_stream):
-        return SimpleNamespace(first=is_high_priority_stream, config=SimpleNamespace(max_ctas=-1))
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    assert process_world.nccl_options(TrainConfig()) is None
-    for asked in ({"nccl_high_priority_stream": True}, {"use_fsdp": True}):
-        first = process_world.nccl_options(TrainConfig(**asked))
-        assert (first.first, first.config.max_ctas) == (True, -1)
-    config = TrainConfig(nccl_max_ctas=4, sm_carveout=8)
-    limited = process_world.nccl_options(config)
-    assert (limited.first, limited.config.max_ctas) == (False, 4)
-    text = "NCCL on at most 4 multiprocessors, 8 multiprocessors left free"
-    assert parallelism_line(config, "ddp") == f"ddp, {text}"
-
-
 @pytest.mark.parametrize(
     ("flags", "first"),
     [
         ([], False),
         (["--use_zero1=True"], False),
         (["--use_fsdp=True"], True),
-        (["--use_fsdp=True", "--nccl_high_priority_stream=False"], False),
-        (["--nccl_high_priority_stream=True"], True),
         (HYBRID, False),
         (["--use_fsdp=True", "--backend=gloo"], False),
         (["--use_fsdp=True", "--device=cpu"], False),
     ],
     ids=lambda flags: "-".join(flags).replace("--", "") if isinstance(flags, list) else None,
 )
-def test_nccl_goes_first_under_fsdp_unless_told_otherwise(folder, flags, first):
+def test_nccl_goes_first_under_fsdp(folder, flags, first):
     config = load_config([str(folder / "run.py"), "--device=cuda", *flags], 2)
     assert config.nccl_goes_first is first
     assert ("NCCL first on the GPU" in parallelism_line(config, "any")) is first
@@ -735,49 +629,10 @@ def watch_weights(model, strategy, monkeypatch) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_block_waits_for_its_weights_in_its_next_forward(folder, world, monkeypatch, recompute):
-    flags = ["--use_zero1=True", f"--activation_checkpointing={recompute}", "--overlap_param_gather=True"]
-    model, strategy, _, _ = assemble(folder, world, *flags)
-    events = watch_weights(model, strategy, monkeypatch)
-    strategy.publish(wait=False)
-    assert events == [f"gathers {part}" for part in PARTS]  # in the order in which the forward needs them
-    events.clear()
-    micro_step(strategy, last=False)
-    assert events == [event for part in PARTS for event in (f"waits for {part}", f"forward of {part}")]
-    events.clear()
-    micro_step(strategy, last=True)
-    assert events == [f"forward of {part}" for part in PARTS]
-
-
-@pytest.mark.parametrize("reader", ["publish", "complete_weights", "tensors", "replicated", "close"])
-def test_whoever_reads_weights_waits_for_all_of_them(folder, world, monkeypatch, reader):
-    flags = ["--use_zero1=True", "--overlap_param_gather=True"]
-    model, strategy, optimizer, config = assemble(folder, world, *flags)
-    scale, guard = LossScale(False, world.device), UpdateGuard(config, world.device)
-    state = TrainState(strategy, optimizer, scale, world)
-    events = watch_weights(model, strategy, monkeypatch)
-    strategy.publish(wait=False)
-    events.clear()
-    {
-        "publish": strategy.publish,  # as loading calls it: first the old ones, then the new ones
-        "complete_weights": strategy.complete_weights,
-        "tensors": state.tensors,
-        "replicated": lambda: replicated(state),
-        "close": EagerStep(strategy, optimizer, scale, config, guard).close,
-    }[reader]()
-    waits = [f"waits for {part}" for part in PARTS]
-    gathers = [f"gathers {part}" for part in PARTS]
-    assert events == waits + (gathers + waits if reader == "publish" else [])
-    events.clear()
-    micro_step(strategy, last=False)
-    assert events == [f"forward of {part}" for part in PARTS]
-
-
-def test_without_the_overlap_the_update_waits_for_all_weights(folder, world, monkeypatch):
+def test_the_update_waits_for_all_weights(folder, world, monkeypatch):
     model, strategy, _, _ = assemble(folder, world, "--use_zero1=True")
     events = watch_weights(model, strategy, monkeypatch)
-    strategy.publish(wait=False)
+    strategy.publish()
     assert events[len(PARTS) :] == [f"waits for {part}" for part in PARTS]
 
 
@@ -815,23 +670,6 @@ def test_norms_are_computed_while_the_embedding_s_gradient_travels(
     strategy.works.clear()
     strategy.reduce_gradients(torch.zeros(()))
     assert events == ["norms", "waits for the embedding", "norms"]
-
-
-def test_multiprocessors_are_left_free_in_the_last_backward_alone(folder, world):
-    get = torch._C._get_sm_carveout_experimental
-    flags = ["--device=cuda", "--sm_carveout=7"]
-    carveout = load_config([str(folder / "run.py"), *flags], 2).sm_carveout
-    model, strategy, optimizer, config = assemble(folder, world)
-    config = dataclasses.replace(config, sm_carveout=carveout)
-    guard = UpdateGuard(config, world.device)
-    step = EagerStep(strategy, optimizer, LossScale(False, world.device), config, guard)
-    found = []
-    model.head.register_forward_pre_hook(lambda *_: found.append(("forward", get())))
-    model.head.register_full_backward_pre_hook(lambda *_: found.append(("backward", get())))
-    ids = torch.zeros(2, 2, 32, dtype=torch.long)
-    step(ids, ids, 1e-3)
-    assert found == [("forward", None), ("backward", None), ("forward", None), ("backward", 7)]
-    assert get() is None
 
 
 def test_nothing_is_sent_by_an_evaluation(folder, world, monkeypatch):

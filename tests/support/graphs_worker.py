@@ -23,17 +23,14 @@ from training.process.world import World, gather_objects, init_world
 from training.strategies.fsdp import Fsdp
 
 ZERO1 = {"use_zero1": True, "gradient_accumulation_steps": 2, "vocab_size": 65}  # rows that 2 does not divide
-OVERLAP = {"overlap_param_gather": True}
 FP8 = {"vocab_size": 64, "dtype": "bfloat16", "low_precision": "fp8_tensorwise"}
 FSDP = {**ZERO1, "use_zero1": False, "use_fsdp": True}
 CASES = {
     "zero1": ZERO1,
-    "zero1 overlapped": {**ZERO1, **OVERLAP},
-    "zero1 overlapped fp8": {**ZERO1, **OVERLAP, **FP8},
+    "zero1 fp8": {**ZERO1, **FP8},
     "fsdp": FSDP,
-    "fsdp fused": {**FSDP, "gradient_accumulation_fusion": True, "reshard_after_forward": True},
+    "fsdp resharded": {**FSDP, "reshard_after_forward": True},
     "fsdp fp8": {**FSDP, **FP8},
-    "fsdp overlapped fp8": {**FSDP, **FP8, **OVERLAP},
 }
 
 
@@ -68,10 +65,10 @@ def check_replays(dataset: str, world: World, keys: dict) -> dict:
 
 
 def known(strategy) -> tuple:
-    """(weights on their way, parameters that are gathered, modules whose quantized weights are outdated)"""
+    """(communication that is under way, parameters that are gathered)"""
     parameters = list(strategy.module.parameters())
     gathered = [not isinstance(p, DTensor) for p in parameters] if isinstance(strategy, Fsdp) else []
-    return len(getattr(strategy, "gathers", ())), sum(gathered), len(getattr(strategy, "outdated", ()))
+    return len(getattr(strategy, "works", ())), sum(gathered)
 
 
 def run_with_interruptions(parts, step) -> list:
@@ -92,7 +89,6 @@ def check_failure(dataset: str, world: World, keys: dict) -> dict:
     def fails(run, fake):
         strategy = parts.state.strategy
         strategy.works.append(NeverDone())
-        strategy.gathers["head"] = [NeverDone()]
         strategy.buckets[0].flat.fill_(1e9)
         if world.rank == 1:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -122,7 +118,7 @@ def check_broken_fsdp(dataset: str, world: World) -> str:
 
 def check_failure_on_gpus(dataset: str, world: World) -> dict:
     """The same as check_failure with a real capture, in which NCCL has sent gradients and sends weights."""
-    keys = {**ON_GPU, **CASES["zero1 overlapped"]}
+    keys = {**ON_GPU, **ZERO1}
     eager, parts = build(dataset, world, **keys), build(dataset, world, **keys)
     expected = train(eager, iterations=range(14))
 
@@ -144,7 +140,7 @@ def main(dataset: str, results: str, device: str) -> None:
         found = {"failure": check_failure_on_gpus(dataset, world)}
     else:
         found = {name: check_replays(dataset, world, keys) for name, keys in CASES.items()}
-        found["failure"] = check_failure(dataset, world, CASES["zero1 overlapped"])
+        found["failure"] = check_failure(dataset, world, ZERO1)
         found["broken fsdp"] = check_broken_fsdp(dataset, world)
     everyone = gather_objects(found, world)
     if world.is_main:

@@ -21,6 +21,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.faults.anomalies import Diverged
 from training.faults.replica_check import ReplicaCheck, ReplicasDiffer, differences
+from training.optimization import update_guard
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.optimization.step import EagerStep
@@ -30,6 +31,7 @@ from training.process.world import World, gather_objects, init_world
 from training.records.clock import Clock
 from training.strategies.parallelize import parallelize
 
+update_guard.SPIKE_WINDOW = 16
 STRATEGIES = {
     "ddp": [],
     "ddp in bf16": ["--dtype=bfloat16", "--reduce_dtype=bfloat16"],
@@ -51,7 +53,7 @@ class Run:
     """One strategy's parts, and a forward that spoils its first micro-step on rank 1 where it is told to."""
 
     def __init__(self, config_path: str, strategy: str, world: World):
-        flags = [*STRATEGIES[strategy], "--skip_spikes=6", "--spike_window=16"]
+        flags = [*STRATEGIES[strategy], "--skip_spikes=6"]
         self.config = load_config([config_path, *flags], world.size)
         local_size = 1 if strategy == "hybrid" else world.size
         self.world = World(world.rank, world.local_rank, world.size, world.device, local_size)

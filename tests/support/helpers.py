@@ -62,7 +62,7 @@ SMALL_RUN = {
     "warmup_iters": 5,
     "learning_rate": 1e-3,
     "min_lr": 1e-4,
-    "keep_all_checkpoints": True,
+    "keep_last": None,
 }
 
 

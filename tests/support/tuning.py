@@ -15,7 +15,6 @@ GAINS = {  # the speed of an option, as a multiple of the careful one's
     "activation_checkpointing": {"selective": 1.1, "none": 1.2},
     "loss_chunks": {4: 1.005, 1: 1.02},
     "use_cuda_graphs": {True: 1.04},
-    "matmul_algorithms": {"measured": 0.98},
     "use_dataloader": {True: 0.9},
     "use_zero1": {True: 1.05},
     "use_fsdp": {True: 0.97},

@@ -135,7 +135,7 @@ def test_recipes_multiply_in_bf16_where_they_are_emulated_but_for_fp8_on_a_cpu(g
     gpu((8, 0))
     assert all(multiplies_in_bf16(recipe, "cuda") for recipe in recipes)
     gpu((10, 0))
-    assert multiplies_in_bf16("fp8_blockwise", "cuda") and not multiplies_in_bf16("fp8_delayed", "cuda")
+    assert multiplies_in_bf16("mxfp8", "cuda") and not multiplies_in_bf16("fp8_delayed", "cuda")
     assert not multiplies_in_bf16("none", "cuda")
 
 

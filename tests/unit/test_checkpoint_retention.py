@@ -51,7 +51,7 @@ def steps(root: Path) -> list[int]:
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_the_newest_valid_ones_and_the_best_stay(make, root, keep):
     """After each save there are `keep` that verify, as soon as there have been so many."""
-    keeper = Retention(keep, keep_all=False)
+    keeper = Retention(keep)
     losses = {3: 1.0}  # the best
     for step in range(1, 13):
         folder = make(root, step, losses.get(step, 2.0 + step))
@@ -76,14 +76,14 @@ def test_a_best_one_that_is_damaged_gives_way_to_the_next(make, root, caplog):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 5.0)):
         make(root, step, loss)
     flip(root / "step-00000002")
-    Retention(1, keep_all=False).after_save(root)
+    Retention(1).after_save(root)
     assert (root / "best").read_text() == "step-00000003\n"
     assert steps(root) == [3, 5]
     assert "step-00000002 is damaged and does not count: state.json does not match its sha256" in caplog.text
 
 
 def test_damage_that_comes_later_is_seen_before_the_next_deletion(make, root):
-    keeper = Retention(2, keep_all=False)
+    keeper = Retention(2)
     for step in (1, 2):
         keeper.trust(make(root, step))
     flip(root / "step-00000002")
@@ -95,7 +95,7 @@ def test_damage_that_comes_later_is_seen_before_the_next_deletion(make, root):
 def test_a_checkpoint_is_read_once_as_long_as_its_files_do_not_change(make, root, monkeypatch):
     read = []
     monkeypatch.setattr(retention, "damage_here", lambda folder: read.append(folder.name) or [])
-    keeper = Retention(2, keep_all=False)
+    keeper = Retention(2)
     for step in (1, 2, 3, 4):
         make(root, step, val_loss=5.0 - step)
         keeper.after_save(root)
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_read_once_as_long_as_its_files_do_not_change(make, root
 
 @pytest.mark.parametrize("keep_all", [True, False])
 def test_what_was_verified_is_forgotten_with_its_checkpoint(make, root, keep_all):
-    keeper = Retention(2, keep_all)
+    keeper = Retention(None if keep_all else 2)
     for step in range(1, 7):
         keeper.trust(make(root, step, val_loss=9.0 - step))
         if keep_all and step > 2:  # as a user does
@@ -116,7 +116,7 @@ def test_what_was_verified_is_forgotten_with_its_checkpoint(make, root, keep_all
 def test_all_stay_if_asked_for(make, root):
     for step in (1, 2, 3):
         make(root, step)
-    Retention(1, keep_all=True).after_save(root)
+    Retention(None).after_save(root)
     assert steps(root) == [1, 2, 3]
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_others_go(make, root, monke
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", read_only)
-    Retention(1, keep_all=False).after_save(root)
+    Retention(1).after_save(root)
     assert steps(root) == [1, 4]
     assert "could not delete" in caplog.text and "step-00000001" in caplog.text
 
@@ -148,7 +148,7 @@ def test_no_link_is_followed_and_nothing_outside_is_touched(make, root, tmp_path
     for step in (3, 4):
         make(root, step)
     delete_remains(root)
-    Retention(1, keep_all=False).after_save(root)
+    Retention(1).after_save(root)
     assert steps(root) == [1, 4], "the link stays, the folder with a link in it is gone"
     assert (outside / "file").read_text() == "mine" and damage_here(elsewhere) == []
     delete(root / "step-00000001")

@@ -14,8 +14,6 @@ from training.optimization.low_precision import check_emulation
 CPU = torch.device("cpu")
 KERNELS = {  # each kernel that is compared: its recipe, its name in the message
     "float8_operand": ("fp8_tensorwise", "'cast to e4m3fn' writes other numbers than"),
-    "block_emulated_operand": ("fp8_blockwise", "'cast' writes other numbers along rows"),
-    "block_emulated_weight": ("fp8_blockwise", "'cast of a weight' writes other numbers than"),
     "mxfp8_operand": ("mxfp8", "'cast' writes other numbers along rows"),
     "nvfp4_amaxes": ("nvfp4", "'amaxes' writes other numbers than"),
     "nvfp4_operand": ("nvfp4", "'cast' writes other numbers along rows"),

@@ -7,10 +7,20 @@ from support.helpers import ROOT, TINY, write_config
 
 import model_config
 from common.errors import UserError
+from training.configuration import rules
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import USAGE, load_config
 from training.configuration.help import help_text
-from training.configuration.keys import ALIASES, FACTORS, GUARDED, KEYS
+from training.configuration.keys import (
+    ALIASES,
+    FACTORS,
+    GUARDED,
+    KEYS,
+    REMOVED_KEYS,
+    REMOVED_VALUES,
+    removed_settings,
+    todays_settings,
+)
 from training.configuration.rules import captures_cuda_graphs, cuda_graphs_obstacle, shards_optimizer
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
@@ -28,14 +38,14 @@ OUT_DIRS = {  # where users look for a run, by config
 # use_cuda_graphs, which belong to a later stage.
 KEYS_USERS_TYPE = """
     out_dir max_iters eval_interval eval_iters eval_only eval_at_start log_interval gradient_log_interval
-    always_save_checkpoint keep_all_checkpoints init_from save_log_to_json log_save_interval wandb_log
+    always_save_checkpoint init_from save_log_to_json log_save_interval
     wandb_project wandb_run_name seed
     dataset batch_size gradient_accumulation_steps block_size use_dataloader dataloader_num_workers
     dataloader_prefetch_factor
     arch_preset n_layer n_head n_embd num_key_value_heads d_ff vocab_size normalization norm_eps activation
     position_encoding rope_theta ffn_type bias dropout weight_tying qk_norm
     attention_backend
-    learning_rate min_lr decay_lr warmup_iters lr_decay_iters lr_schedule weight_decay beta1 beta2 grad_clip
+    learning_rate min_lr warmup_iters lr_decay_iters lr_schedule weight_decay beta1 beta2 grad_clip
     device dtype compile use_zero1 use_fsdp use_sparse_specs peak_tflops backend
 """.split()
 
@@ -429,7 +439,7 @@ def test_zero1_is_used_where_there_is_another_process(load, processes):
         (["--device=cuda"], 1, None),
         (["--device=cuda"], 2, None),
         (["--device=cuda", "--use_zero1=True"], 1, None),
-        (["--device=cuda", "--use_zero1=True", "--overlap_param_gather=True"], 2, None),
+        (["--device=cuda", "--use_zero1=True"], 2, None),
         (["--device=cuda", "--use_fsdp=True", "--reshard_after_forward=True"], 2, None),
         (["--device=cuda", "--use_fsdp=True", "--fsdp_sharding=hybrid"], 2, "fsdp_sharding='hybrid'"),
     ],
@@ -444,6 +454,44 @@ def test_cuda_graphs_fall_back_where_they_cannot_work(load, flags, processes, wh
 def test_min_lr_above_learning_rate_names_both(load):
     message = refusal(load, "--learning_rate=1e-4", "--min_lr=1e-3")
     assert "min_lr=0.001" in message and "learning_rate=0.0001" in message
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED_KEYS))
+def test_a_key_that_left_is_refused_with_what_to_do_instead(load, name):
+    message = refusal(load, f"--{name}=1")
+    assert f"{name} in the flag --{name} was removed: " in message and "leave it out" in message
+
+
+@pytest.mark.parametrize(("name", "value"), sorted(REMOVED_VALUES))
+def test_a_value_that_left_is_refused_with_what_to_do_instead(load, name, value):
+    assert REMOVED_VALUES[name, value] in refusal(load, f"--{name}={value}")
+
+
+def test_names_that_were_keys_still_set_what_they_did(load):
+    assert load("--decay_lr=False").lr_schedule == "constant"
+    assert load("--decay_lr=True").lr_schedule == "cosine"
+    assert load("--keep_all_checkpoints=True").keep_last is None
+    assert load("--keep_all_checkpoints=False", text="keep_last = 5").keep_last == 5
+    assert load("--keep_all_checkpoints=False", text="keep_all_checkpoints = True").keep_last == 2
+    assert load("--wandb_log=False", text="trackers = 'wandb, tensorboard'").trackers == "tensorboard"
+    assert "contradicts" in refusal(load, "--decay_lr=True", "--lr_schedule=constant")
+
+
+def test_wandb_log_adds_to_the_trackers(monkeypatch, load):
+    monkeypatch.setattr(rules, "require_tracker", lambda name: None)
+    for flags in (["--wandb_log=True", "--trackers=tensorboard"], ["--trackers=tensorboard", "--wandb_log"]):
+        assert load(*flags).trackers == "tensorboard,wandb"
+    assert load(text="wandb_log = True\ntrackers = 'trackio'").trackers == "trackio,wandb"
+
+
+def test_settings_of_an_earlier_version_mean_what_they_did():
+    saved = {"decay_lr": False, "lr_schedule": "wsd", "keep_all_checkpoints": False, "keep_last": 3}
+    saved |= {"wandb_log": True, "trackers": "tensorboard", "matmul_algorithms": "measured", "sm_carveout": 0}
+    now = todays_settings(saved)
+    assert (now["lr_schedule"], now["keep_last"], now["trackers"]) == ("constant", 3, "tensorboard,wandb")
+    assert todays_settings({"decay_lr": True, "lr_schedule": "constant"}) == {"lr_schedule": "constant"}
+    (line,) = removed_settings(now)
+    assert line.startswith("matmul_algorithms='measured' was removed: ")
 
 
 @pytest.mark.parametrize("flag", ["--decay_lr=False", "--lr_schedule=constant"])

@@ -64,4 +64,4 @@ def test_after_warm_up_the_rates_are_the_published_ones(config):
 def test_the_optimizer_is_the_published_one(config):
     assert (config.beta1, config.beta2, config.weight_decay, config.grad_clip) == (0.9, 0.999, 0.01, 1.0)
     assert (config.param_dtype, config.adam_dtype, config.dtype) == ("float32", "float32", "bfloat16")
-    assert config.wandb_log
+    assert config.trackers == "wandb"

@@ -9,7 +9,7 @@ from support import warm_python
 from support.tensors import error, random, random_bf16
 
 from ops import emulation
-from ops.quantization import blockwise, delayed_scaling, mxfp8, nvfp4
+from ops.quantization import delayed_scaling, mxfp8, nvfp4
 from ops.quantization.formats import E4M3
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
@@ -94,7 +94,6 @@ OF_BF16 = {
         nvfp4.quantize(x, bits=random_bits(x.numel(), key).view(x.shape))
     ),
     "transformed": lambda x, key: nvfp4.dequantize(nvfp4.quantize(random_hadamard(x, 0), (16, 1))),
-    "blockwise": lambda x, key: blockwise.dequantize(blockwise.quantize(x, powers_of_two=False)),
     "mxfp8 operand": lambda x, key: torch.cat(emulation.mxfp8_operand(x)),
     "nvfp4 operand": lambda x, key: torch.cat(emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), key)),
     "nvfp4 weight": lambda x, key: emulation.nvfp4_weight(x, x.abs().amax().float()),

@@ -84,9 +84,7 @@ def state_of_two_ranks(replicas: int, copies: bool, size: int = 2, parts: int = 
         adam[local] = {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape), "step": torch.ones(())}
         if copies:
             working[name] = parameter.data
-    strategy = SimpleNamespace(
-        shards=shards, parts=parts, working_copies=lambda: working, complete_weights=lambda: None
-    )
+    strategy = SimpleNamespace(shards=shards, parts=parts, working_copies=lambda: working)
     return SimpleNamespace(
         strategy=strategy, optimizer=SimpleNamespace(state=adam), world=World(0, 0, size, CPU)
     )

@@ -199,30 +199,6 @@ def test_only_with_several_micro_steps_does_fsdp_keep_whole_gradients():
     assert whole not in estimate(QWEN, f"{FSDP} gradient_accumulation_steps=1", 2)
 
 
-def test_sums_that_fsdp_s_matmuls_add_to_are_always_there():
-    """4 bytes a parameter, in whatever dtype they travel; the head's gradient needs none of its own."""
-    fused = f"{FSDP} gradient_accumulation_fusion=True"
-    for flags in ("", "gradient_accumulation_steps=1", "reduce_dtype=bfloat16"):
-        found = estimate(QWEN, f"{fused} {flags}", 2)
-        assert found["whole gradients (float32)"] == pytest.approx(4 * 1_830_395_904 / 2**30)
-        assert not [name for name in found if name.startswith("head's gradient")]
-    assert total(QWEN, fused, 2) < total(QWEN, f"{FSDP} gradient_accumulation_fusion=False", 2)
-    alone = "gradient_accumulation_steps=1"
-    assert total(QWEN, f"{fused} {alone}", 2) > total(QWEN, f"{FSDP} {alone}", 2)
-
-
-def test_by_itself_fsdp_s_matmuls_add_where_fsdp_had_float32_sums_of_its_own():
-    stated = "gradient_accumulation_fusion"
-    for flags, fused in (
-        ("", True),
-        ("gradient_accumulation_steps=1", False),
-        ("reduce_dtype=bfloat16", False),
-    ):
-        by_itself = estimate(QWEN, f"{FSDP} {flags}", 2)
-        assert by_itself == estimate(QWEN, f"{FSDP} {flags} {stated}={fused}", 2)
-        assert by_itself != estimate(QWEN, f"{FSDP} {flags} {stated}={not fused}", 2)
-
-
 def test_gradients_sent_in_bfloat16_are_copies_where_activations_are_few():
     """At a batch of one, the end of the backward is the fullest moment: 2 more bytes for each parameter."""
     small = f"batch_size=1 block_size=256 {FULL} loss_chunks=1"

@@ -108,30 +108,6 @@ def test_an_fp8_wgrad_that_adds_by_itself_is_a_matmul_and_on_a_cpu_only_what_is_
     assert classify(Work("Memset (Device)", 0, 1, 7, True, place=place)).part == "zeros"
 
 
-@pytest.mark.parametrize("trace", ["qwen3_bf16", "qwen3_fp8"])
-def test_a_matmul_by_a_measured_algorithm_is_known_by_place_and_direction(trace, classifiers):
-    classify, operator = classifiers[trace], "nanomfu::matmul"
-    forward = f"CompiledFunction > {operator}"
-    backward = f"CompiledFunctionBackward > CompiledFunction > {operator}"
-    tokens, C, up = 32768, 2048, 12288
-    dgrad_weight = (up, C) if trace == "qwen3_bf16" else (C, up)
-    for path, second, phase, part in [
-        (forward, (up, C), "forward", "up forward"),
-        (backward, dgrad_weight, "backward", "up dgrad"),
-        (f"LinearCrossEntropy > {operator}", (151936, C), "forward", "head forward"),
-        (f"LinearCrossEntropy > {operator}", (151936, C), "forward", "head dgrad"),
-    ]:
-        first = (tokens, C if "forward" in part else 151936 if "head" in part else up)
-        place = place_of(path, [first, second], phase)
-        found = classify(Work("nvjet_sm90_tst_192x192_64x4_1x2_h_bz_coopB_TNT", 0, 1, 7, True, place=place))
-        width = 151936 if "head" in part else up
-        assert (found.part, found.flops) == (part, 2 * tokens * C * width)
-    # on a CPU, the operators within compute
-    place = place_of(forward, [(tokens, C), (up, C)])
-    assert group_of(classify(Work(operator, 0, 1, 0, False, place=place)).part) != "matmuls"
-    assert part_of(classify, "aten::mm", f"{forward} > aten::mm", [(tokens, C), (C, up)]) == "up forward"
-
-
 @pytest.mark.parametrize("trace", ["qwen3_bf16", "gpt2_bf16"])
 def test_quacks_matmuls_are_known_by_their_operators(trace, classifiers):
     classify, kernel = classifiers[trace], "kernel_cutlass_kernel_quackgemm_sm90_GemmSm90_object_at_"

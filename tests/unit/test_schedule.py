@@ -76,12 +76,6 @@ def test_constant_stays_at_the_peak():
     assert rates(WARMUP, 3 * END, lr_schedule="constant") == pytest.approx([PEAK] * (3 * END - WARMUP))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_decay_lr_false_warms_up_and_stays_at_the_peak(schedule):
-    assert rates(0, WARMUP, decay_lr=False, lr_schedule=schedule) == rates(0, WARMUP)
-    assert set(rates(WARMUP, 3 * END, decay_lr=False, lr_schedule=schedule)) == {PEAK}
-
-
 def test_rate_depends_on_the_iteration_alone():
     forwards = rates(0, END + 10)
     backwards = [learning_rate(i, config()) for i in reversed(range(END + 10))]

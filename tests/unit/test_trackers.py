@@ -343,8 +343,8 @@ def test_folder_of_offline_runs_is_not_taken_for_the_package(monkeypatch, tmp_pa
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UserError, match="wandb_log=True needs wandb"):
-        check(TrainConfig(device="cpu", wandb_log=True), 1)
+    with pytest.raises(UserError, match="trackers='wandb' needs wandb"):
+        check(TrainConfig(device="cpu", trackers="wandb"), 1)
 
 
 # --- Weights & Biases ---

@@ -2,13 +2,11 @@
 
     python -m tools.profile config/full_qwen3_1.8b_optimal.py --tokens_per_iter=65536
     python -m tools.profile config/quickstart.py --nproc=2
-    python -m tools.profile config/quickstart.py --memory
 
 It trains for a few iterations with the profiler and for a few without, each in a process of its own; any
 key of train.py is handed on. The output
 folder has the table and the waterfall as text, JSON and PNG, and the Chrome traces of every rank, for
-https://ui.perfetto.dev. docs/profile.md says how to read them. With --memory, it has a table of the memory of
-one iteration instead, and a snapshot for torch's viewer (docs/tuning.md#memory).
+https://ui.perfetto.dev. docs/profile.md says how to read them.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from common.durable_file import write_bytes, write_json
 from common.errors import RunError, UserError
 from common.json_file import MAX_BYTES, read_regular
 from tools.profile.figure import draw
-from tools.profile.memory import MEMORY_KEYS, memory_lines
 from tools.profile.report import MEASURED_ROW, analyze, config_of, find_record, lines
 from training.configuration.flags import take_flags
 from training.configuration.keys import KEYS, TrainConfig
-from training.configuration.processes import OF_SHARDING
+from training.configuration.rules import OF_FSDP
 from training.pretrained.settings import load_run_config
 from training.records.profiler import ITERATIONS
 
@@ -58,7 +55,7 @@ TIMEOUT_S = 3600
 def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
     check_overrides(overrides)
-    flags = [options.config, *overrides, *fixed_flags(options.memory)]
+    flags = [options.config, *overrides, *as_flags(FIXED)]
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
     if dataset := dataset_chooser(options.dataset, folder):
@@ -66,8 +63,6 @@ def main(argv: list[str]) -> int:
     out_dir, plain_dir = folder / "run", folder / "plain_run"
     try:
         train(flags, out_dir, options)
-        if options.memory:
-            return show_memory(folder, out_dir, options.nproc)
         train([*flags, *as_flags(PLAIN)], plain_dir, options)
         roofline: dict[str, Any] | None = None
         reason: str | None = "not asked for: --no-roofline"
@@ -86,19 +81,6 @@ def main(argv: list[str]) -> int:
     draw(content, folder / "profile.png")
     print(f"Saved in {folder}; the Chrome traces are run/profile_*.json.gz")
     return 0 if content["adds_up"] else FAILED
-
-
-def show_memory(folder: Path, out_dir: Path, processes: int) -> int:
-    """Prints and saves the table of --memory. Raises RunError if there is none."""
-    text = memory_lines(out_dir, processes)
-    print("\n".join(text), flush=True)
-    write_bytes(folder / "memory.txt", ("\n".join(text) + "\n").encode())
-    print(f"Saved in {folder}; the tables of all ranks are run/memory_rank*.json")
-    return 0
-
-
-def fixed_flags(memory: bool = False) -> list[str]:
-    return as_flags({**FIXED, **(MEMORY_KEYS if memory else {})})
 
 
 def as_flags(keys: Mapping[str, Any]) -> list[str]:
@@ -121,7 +103,7 @@ def measure_roofline(
 ) -> tuple[dict[str, Any] | None, str | None]:
     """(what bench.roofline prints, None), or (None, why there is nothing)."""
     log = folder / "roofline.log"
-    alone = [f"--{name}={KEYS[name].default}" for name in ("use_zero1", "use_fsdp", *OF_SHARDING)]
+    alone = [f"--{name}={KEYS[name].default}" for name in ("use_zero1", "use_fsdp", *OF_FSDP)]
     argv = [*flags, *alone, "--profile=None", f"--batch_size={config.micro_batch}"]
     print("measuring this machine's matmuls and attention alone", flush=True)
     outcome = run_process(python_command(["-m", "bench.roofline", *argv], 1), log, timeout_s)
@@ -164,7 +146,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--nproc", type=whole_number(1, NPROC_MAX), default=1, help="processes, a GPU each (1)"
     )
     parser.add_argument("--output", type=user_folder, help="a new folder (default: out-profile/CONFIG_TIME)")
-    parser.add_argument("--memory", action="store_true", help="show where the memory is, instead of the time")
     parser.add_argument(
         "--dataset", type=user_path, help="instead of the config's own; 'random': random tokens"
     )

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from bench.roofline import matmul_shapes
 from tools.profile.trace import Place, Shape
 from training.configuration.keys import TrainConfig
-from training.optimization.matmul_algorithms import head_tokens
 
 # {operator: which of its tensors are the two factors}
 OPERATORS = {
@@ -24,8 +23,8 @@ OPERATORS = {
     "aten::_scaled_mm": (0, 1),
     "aten::_scaled_mm_v2": (0, 1),
 }
-# These call cuBLASLt themselves. The factors are the first tensor and the second or its transpose.
-OWN_OPERATORS = ("nanomfu::add_float8_weight_gradient", "nanomfu::matmul")
+# This calls cuBLASLt itself. The factors are the first tensor and the second or its transpose.
+OWN_OPERATORS = ("nanomfu::add_float8_weight_gradient",)
 # These are QuACK's (ops/quack.py): each is one matmul of the model, whatever its shapes.
 FUSED_OPERATORS = {
     "nanomfu::activated_matmul": ("up", "forward"),
@@ -58,7 +57,10 @@ def linears(config: TrainConfig) -> Linears:
     sizes: dict[str, set[tuple[int, int]]] = {}
     for name, inputs, outputs in matmul_shapes(config.model_config()):
         sizes.setdefault(NAMES.get(name, name), set()).add((inputs, outputs))
-    return Linears(config.micro_batch * config.block_size, tuple(set(head_tokens(config))), sizes)
+    tokens = config.micro_batch * config.block_size
+    part = -(-tokens // config.logit_parts)  # as torch.chunk divides them
+    of_head = {min(part, tokens - first) for first in range(0, tokens, part)}
+    return Linears(tokens, tuple(of_head), sizes)
 
 
 def matmul_of(place: Place, model: Linears) -> tuple[str, float]:

@@ -42,7 +42,7 @@ GRAPHED_FROM = 12  # iterations 8 and 9 check the capture, and the first replays
 HOST_HIDDEN_S = 0.1
 
 RECOMPUTATION = ("full", "selective", "attention", "memory_bound", "none")  # from the least memory
-PRECISIONS = ("fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4")
+PRECISIONS = ("fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4")
 
 
 def _matmuls(recipe: str, scope: str = "layers") -> Keys:
@@ -130,12 +130,6 @@ DIMENSIONS = (
         ),
         usually_gains=False,
         steps_below_s=HOST_HIDDEN_S,
-    ),
-    # last: each start with it measures for half a minute
-    Dimension(
-        "matmul algorithms",
-        tuple(Option(name, {"matmul_algorithms": name}) for name in ("cublas", "measured")),
-        gpu=True,
     ),
 )
 ALLOWABLE = tuple(option.name for one in DIMENSIONS if one.changes_numbers for option in one.options)

@@ -174,8 +174,6 @@ class Space:
             return f"its kernels are not for {self.machine.can.name}"
         if config.ffn_backend == "quack" and importlib.util.find_spec("quack") is None:
             return "needs QuACK: pip install -r requirements-quack.txt"
-        if config.matmul_algorithms == "measured" and config.dtype != "bfloat16":
-            return f"for dtype='bfloat16' only, not {config.dtype!r}"
         return None
 
     def with_option(self, setting: Keys, option: Option) -> Keys:

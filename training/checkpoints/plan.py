@@ -36,8 +36,7 @@ def plan_saves(config: TrainConfig, start: int) -> SavePlan:
     ends = bool(config.always_save_checkpoint or config.checkpoint_interval)
     count = _multiples(every, start, last - 1) + (ends or _is_multiple(last, every))
     most = None if seconds else count
-    kept = config.keep_last + bool(config.eval_interval) + 1
-    on_disk = None if config.keep_all_checkpoints else kept
+    on_disk = None if config.keep_last is None else config.keep_last + bool(config.eval_interval) + 1
     if most is not None and start == 0:
         on_disk = min(most, on_disk or most)
     bests_only = bool(config.eval_interval) and not config.always_save_checkpoint

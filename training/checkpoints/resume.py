@@ -35,7 +35,7 @@ from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damage_here, damaged
-from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig, removed_settings
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count
@@ -114,7 +114,6 @@ class Resume:
     run: str | None = None  # name of the record of the run that saved the checkpoint
     start: int = 0  # the first iteration
     pretrained: dict[str, Any] | None = None  # the weights that the run began with
-    matmul_algorithms: dict[str, Any] | None = None  # measured by the run
 
 
 def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -> Resume:
@@ -130,9 +129,11 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
         config = fix_schedule(config, saved.config)
         if not config.eval_only:
             refuse_changes(checkpoint, saved, config, world.size, data)
+        if world.is_main:
+            for line in removed_settings(saved.config):
+                log.warning(f"{checkpoint.name} was made with a setting that is gone: {line}")
         changed = changed_settings(saved, config)
-        facts = saved.run, saved.iteration, saved.pretrained, saved.matmul_algorithms
-        resume = Resume(config, checkpoint, changed, renamed, *facts)
+        resume = Resume(config, checkpoint, changed, renamed, saved.run, saved.iteration, saved.pretrained)
     if problem := gather_objects(
         _aside_problem(resume.config, resume.start) if world.is_main else None, world
     )[0]:

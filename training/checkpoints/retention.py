@@ -21,8 +21,8 @@ class Retention:
     """Updates the pointers and deletes checkpoints that are no longer needed. Remembers what it has verified,
     by size and time of every file, so that each checkpoint is read only once."""
 
-    def __init__(self, keep_last: int, keep_all: bool):
-        self.keep_last, self.keep_all = keep_last, keep_all
+    def __init__(self, keep_last: int | None):
+        self.keep_last = keep_last  # None: all
         self.seen: dict[Path, tuple[list, bool]] = {}  # checkpoint -> (its files' stamp, whether it is valid)
 
     def is_valid(self, folder: Path) -> bool:
@@ -45,14 +45,14 @@ class Retention:
         for pointer, folder in (("latest", complete[-1]), ("best", best)):
             if folder:
                 write_bytes(root / pointer, f"{folder.name}\n".encode())
-        if not self.keep_all:
-            self.prune(complete, best)
+        if self.keep_last is not None:
+            self.prune(complete, best, self.keep_last)
         self.seen = {folder: seen for folder, seen in self.seen.items() if folder.exists()}
 
-    def prune(self, complete: list[Path], best: Path | None) -> None:
-        """Deletes what is older than the newest keep_last valid ones. `complete` is oldest first."""
+    def prune(self, complete: list[Path], best: Path | None, keep: int) -> None:
+        """Deletes what is older than the newest `keep` valid ones. `complete` is oldest first."""
         kept = 0
-        while complete and kept < self.keep_last:
+        while complete and kept < keep:
             kept += self.is_valid(complete[-1])
             complete = complete[:-1]
         for folder in complete:

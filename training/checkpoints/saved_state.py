@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
+from training.configuration.keys import todays_settings
 
 FORMAT = 3
 HALVES_FORMAT = 2  # the same, but ffn.up of a gated model has all rows of gate, then all rows of up
@@ -45,8 +46,6 @@ class SavedState:
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
     pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
-    # chosen by measurement: the GPU and cuBLASLt, and {matmul: its algorithm}
-    matmul_algorithms: dict[str, Any] | None = None
 
 
 def step_number(folder: Path) -> int | None:
@@ -76,7 +75,7 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     iteration = _whole(content, "iteration", 0)
     if iteration != step_number(folder):
         raise ValueError(f"iteration={iteration} is not that of {folder.name}")
-    config = _settings(content, "config")
+    config = todays_settings(_settings(content, "config"))
     for name in ("batch_size", "gradient_accumulation_steps"):
         _whole(config, name, 1)
     _check("dataset", config.get("dataset"), str)
@@ -96,7 +95,6 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
         data=data,
         run=run,
         pretrained=_pretrained(content.get("pretrained")),
-        matmul_algorithms=_matmul_algorithms(content.get("matmul_algorithms")),
     )
 
 
@@ -174,19 +172,6 @@ def _pretrained(value: object) -> dict[str, Any] | None:
     for file, facts in _object("pretrained.files", found.get("files")).items():
         _check(f"pretrained.files.{file}", _object(file, facts).get("sha256"), str)
     _object("pretrained.config", found.get("config"))
-    return found
-
-
-def _matmul_algorithms(value: object) -> dict[str, Any] | None:
-    """As training/optimization/matmul_algorithms.py chose them; null stands for torch's own."""
-    if value is None:
-        return None
-    found = _object("matmul_algorithms", value)
-    for name in ("gpu", "cublaslt"):
-        _check(f"matmul_algorithms.{name}", found.get(name), str)
-    algorithms = _object("matmul_algorithms.algorithms", found.get("algorithms"))
-    for matmul, algorithm in algorithms.items():
-        _check(f"matmul_algorithms.algorithms.{matmul}", algorithm, str, type(None))
     return found
 
 

@@ -90,7 +90,7 @@ class Saver:
             "model_config": config.model_config().to_dict(),
             **facts,
         }
-        self.retention = Retention(config.keep_last, config.keep_all_checkpoints)
+        self.retention = Retention(config.keep_last)
         self.count = 0
         self.parts: list[Part] | None = None  # what this rank writes; None before prepare()
         self.staging: Staging | None = None

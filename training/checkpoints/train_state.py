@@ -59,7 +59,6 @@ class TrainState:
         self.update_guard, self.low_precision = update_guard, low_precision or LowPrecisionState()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self.strategy.complete_weights()
         tensors = {}
         for shard in self.strategy.shards:
             adam = self.optimizer.state[shard.local]

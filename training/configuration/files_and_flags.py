@@ -54,10 +54,13 @@ def read_settings(argv: list[str]) -> Settings:
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
-    for name, value, where in _read_file(Path(files[0])):
-        stated = _checked(name, value, where)
+    in_file = sorted(
+        _read_file(Path(files[0])), key=lambda one: one[0] in ALIASES
+    )  # an alias may add to a key
+    for name, value, where in in_file:
+        stated = _checked(name, value, where, values)
         values, places = values | stated, places | dict.fromkeys(stated, where)
-    stated, named = _typed_flags(flags)  # a flag comes after the file, so it wins
+    stated, named = _typed_flags(flags, values)  # a flag comes after the file, so it wins
     values, places = values | stated, places | {key: f"the flag --{name}" for key, name in named.items()}
     values |= {name: _home(values[name]) for name in PATHS if name in values}
     return Settings(values, places)
@@ -107,16 +110,17 @@ def _assignments(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
     return lines, imported - set(lines)
 
 
-def _typed_flags(flags: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _typed_flags(flags: list[str], in_file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """({key: value}, {key: the name that set it}). The last flag of a key wins, but a key and its alias must
     not contradict each other."""
     values: dict[str, Any] = {}
     named: dict[str, str] = {}
-    for flag in flags:
-        name, _, text = flag.removeprefix("--").partition("=")  # the text may itself contain '='
+    split = [flag.removeprefix("--").partition("=") for flag in flags]  # the text may itself contain '='
+    for name, _, text in sorted(split, key=lambda one: one[0] in ALIASES):
         where = place(name)
-        for key, value in _checked(name, _Text(text), where).items():
-            if named.get(key, name) != name and values[key] != value:
+        adds = name in ALIASES and ALIASES[name].adds
+        for key, value in _checked(name, _Text(text), where, in_file | values).items():
+            if not adds and named.get(key, name) != name and values[key] != value:
                 raise UserError(
                     f"{where} contradicts --{named[key]}: both set {key}, to {shown(value)} and to "
                     f"{shown(values[key])}; leave one of them out"
@@ -137,12 +141,13 @@ def _home(paths: str) -> str:
 # --- typing ---
 
 
-def _checked(name: str, value: object, where: str) -> dict[str, object]:
-    """{key: typed value}, aliases resolved. Raises UserError naming the place and the nearest key."""
+def _checked(name: str, value: object, where: str, stated: dict[str, Any]) -> dict[str, object]:
+    """{key: typed value}, aliases resolved. stated: the values so far. Raises UserError naming the place and
+    the nearest key."""
     if not is_setting(name):
         raise unknown_setting(name, where)
     if name in ALIASES:
-        return ALIASES[name].sets(_typed(name, value, ALIASES[name].types, where))
+        return ALIASES[name].sets(_typed(name, value, ALIASES[name].types, where), stated)
     return {name: _typed(name, value, KEYS[name].types, where, KEYS[name].words)}
 
 

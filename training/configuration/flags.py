@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, shorten, shown
-from training.configuration.keys import ALIASES, KEYS
+from training.configuration.keys import ALIASES, KEYS, REMOVED_KEYS
 from training.configuration.rules import did_you_mean
 
 NEGATIVE_NUMBER = re.compile(r"-\.?\d")  # any other word that begins with a dash is the next flag
@@ -68,6 +68,8 @@ def not_a_flag(word: str) -> UserError:
 
 def unknown_setting(name: str, where: str) -> UserError:
     """The error about a name that is no key, with the nearest key."""
+    if name in REMOVED_KEYS:
+        return UserError(f"{name} in {where} was removed: {REMOVED_KEYS[name].instead}; leave it out")
     hint = did_you_mean(name, [*KEYS, *ALIASES]) or "; python train.py --help lists every key"
     return UserError(f"unknown setting {shown(name)} in {where}{hint}")
 

@@ -15,9 +15,6 @@ FLOAT_MAX = 1e18  # a product of two is still a number in float32, in which a GP
 WORKERS_MAX = 1024  # each is a process, on a machine that has at most some hundred cores
 READ_AHEAD_MAX = 1024  # so many iterations of each worker are held in memory
 BATCH_MAX = 2**20  # sequences, held in memory together
-SPIKE_WINDOW_MAX = 10**6  # numbers that stay in the GPU's memory and are read in each iteration
-NCCL_CTAS_MAX = 64  # NCCL's MAXCHANNELS
-SMS_MAX = 128  # of at most some 150 multiprocessors of a GPU; matmuls need the others
 YEAR = 525_600.0  # minutes; timers of the system end at some hundred years
 
 

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from common.errors import UserError
 from model_config import ModelConfig, config_key, model_config
 from training.configuration.key_line import (
     BATCH_MAX,
-    NCCL_CTAS_MAX,
     READ_AHEAD_MAX,
-    SMS_MAX,
-    SPIKE_WINDOW_MAX,
     WORKERS_MAX,
     YEAR,
     key,
@@ -55,8 +53,9 @@ class TrainConfig:
         None, "also save every N iterations, or after a time: '30m', '2h'; 0: never"
     )
     async_checkpoint: bool = key(True, "save while training continues; needs host memory for a copy")
-    keep_last: int = key(2, "how many of the newest checkpoints are kept, besides the best", minimum=1)
-    keep_all_checkpoints: bool = key(False, "delete no checkpoint")
+    keep_last: int | None = key(
+        2, "how many of the newest checkpoints are kept, besides the best; None: all", minimum=1
+    )
     init_from: Literal["scratch", "resume", "auto"] = key("scratch", "auto: resume if there is a checkpoint")
     resume_from: str = key("latest", "'latest' (the newest that verifies), 'best' or a name: 'step-00001000'")
     init_weights: str | None = key(
@@ -66,7 +65,6 @@ class TrainConfig:
     save_log_to_json: bool = key(True, "write the run record, out_dir/run_*.json")
     log_save_interval: int = key(100, "iterations between writes of the record (1 % of the time)", minimum=1)
     trackers: str = key("", "where figures also go: 'wandb,tensorboard,trackio' (docs/trackers.md)")
-    wandb_log: bool = key(False, "the same as 'wandb' in trackers")
     wandb_project: str = key("nanomfu", "the project in the trackers")
     wandb_run_name: str | None = key(None, "the name in the trackers; None: the run's own")
     seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
@@ -148,7 +146,6 @@ class TrainConfig:
     # --- optimizer ---
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
-    decay_lr: bool = key(True, "False: a constant learning rate after warm-up", guarded=True)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
         "cosine", "the decay after a linear warm-up; wsd: stable, then wsd_decay_shape", guarded=True
     )
@@ -177,12 +174,6 @@ class TrainConfig:
     skip_spikes: float = key(
         0.0, "skip updates with loss or norm N sigmas above the mean; 0: never", minimum=0
     )
-    spike_window: int = key(
-        128,
-        "accepted iterations from which skip_spikes computes mean and sigma",
-        minimum=16,
-        maximum=SPIKE_WINDOW_MAX,
-    )
     max_skips: int = key(10, "end the run after so many skipped updates in a row", minimum=1)
     drift_check_interval: int = key(1000, "iterations between comparisons of replicas; 0: never", minimum=0)
 
@@ -192,7 +183,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = key("float32", "storage of the weights that Adam updates")
     gradient_dtype: Literal["float32", "bfloat16"] = key("float32", "sums of gradients over micro-steps")
     weight_rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 weights and moments")
-    low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"] = key(
+    low_precision: Literal["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"] = key(
         "none", "recipe of the matmuls (docs/low_precision.md)", guarded=True
     )
     low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "also the head?", guarded=True)
@@ -202,11 +193,7 @@ class TrainConfig:
     amax_history: int = key(1024, "micro-steps that fp8_delayed looks back", minimum=1, guarded=True)
     amax_algorithm: Literal["max", "most_recent"] = key("max", "of the magnitudes there", guarded=True)
     compile: bool = key(True, "use torch.compile")
-    compile_scope: Literal["regional", "whole"] = key("regional", "each block, or the model (one process)")
     use_cuda_graphs: bool = key(False, "capture an iteration and replay it (docs/tuning.md)")
-    matmul_algorithms: Literal["cublas", "measured"] = key(
-        "cublas", "the matmul algorithms that cuBLAS expects to be fastest, or those measured at the start"
-    )
     loss_chunks: int | Literal["auto"] = key(
         AUTO,
         "compute logits and loss in so many parts; auto: as few as fit by the estimate of memory",
@@ -219,34 +206,15 @@ class TrainConfig:
         "SwiGLU, q, k; attention 31; selective 34: every 2nd block; full 64: all",
     )
     use_zero1: bool = key(False, "shard the optimizer state over the processes")
-    overlap_param_gather: bool = key(
-        False, "ZeRO-1, and FSDP in low precision: a block waits for its new weights in its own forward"
-    )
     use_fsdp: bool = key(False, "shard weights, gradients and optimizer state (FSDP2)")
     fsdp_sharding: Literal["full", "hybrid"] = key("full", "shard over all processes, or within a machine")
     reshard_after_forward: bool = key(False, "FSDP frees weights after each forward: less memory, slower")
-    gradient_accumulation_fusion: bool | None = key(
-        None,
-        "FSDP's matmuls add weight gradients to float32 sums, as DDP's and ZeRO-1's do; None: where FSDP has "
-        "such sums itself: several micro-steps, reduce_dtype='float32'",
-    )
     reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of gradients sent between processes")
-    nccl_max_ctas: int | None = key(
-        None, "multiprocessors that NCCL may use; None: its choice", minimum=1, maximum=NCCL_CTAS_MAX
-    )
-    nccl_high_priority_stream: bool | None = key(
-        None, "communication goes before computation on the GPU; None: with FSDP, fsdp_sharding='full'"
-    )
-    sm_carveout: int = key(
-        0, "multiprocessors that cuBLASLt leaves free in the last backward", minimum=0, maximum=SMS_MAX
-    )
     use_sparse_specs: bool = key(False, "compute MFU from the 2:4-sparse peak; marks every record")
     peak_tflops: float | str | None = key(None, "dense TFLOPS of a GPU; 'measure': by a matmul; None: table")
     backend: Literal[None, "nccl", "gloo"] = key(None, "process group; None: nccl for cuda, gloo for cpu")
-    profile: Literal[None, "time", "memory"] = key(
-        None,
-        "record a few iterations for tools.profile; 'time': their kernels, or operators on a CPU; 'memory': "
-        "what is allocated",
+    profile: Literal[None, "time"] = key(
+        None, "'time': record the kernels of a few iterations, or operators on a CPU, for tools.profile"
     )
     timeout_minutes: float = key(
         10.0,
@@ -282,19 +250,16 @@ class TrainConfig:
 
     @property
     def fuses_sums(self) -> bool:
-        """gradient_accumulation_fusion, once 'auto' is resolved. By itself, where it takes no memory."""
-        if self.gradient_accumulation_fusion is None:
-            return self.use_fsdp and self.micro_steps > 1 and self.reduce_dtype == "float32"
-        return self.gradient_accumulation_fusion
+        """Whether FSDP's matmuls add weight gradients to float32 sums, as DDP's and ZeRO-1's do: where FSDP
+        would keep such sums itself, so that it takes no memory."""
+        return self.use_fsdp and self.micro_steps > 1 and self.reduce_dtype == "float32"
 
     @property
     def nccl_goes_first(self) -> bool:
-        """nccl_high_priority_stream, once None is resolved: where it gains and reaches the process group."""
-        if self.device == "cpu" or self.backend == "gloo":
-            return False
-        if self.nccl_high_priority_stream is None:
-            return self.use_fsdp and self.fsdp_sharding == "full"
-        return self.nccl_high_priority_stream
+        """Whether NCCL's kernels run before others on the GPU: where it gains (LOG.md, 2026-11-24), and where
+        torch lets one set it."""
+        uses_nccl = self.device == "cuda" and self.backend != "gloo"
+        return uses_nccl and self.use_fsdp and self.fsdp_sharding == "full"
 
     def samples_per_iter(self, world_size: int) -> int:
         """Sequences that one update sees, over all GPUs."""
@@ -323,14 +288,78 @@ class Alias(NamedTuple):
 
     types: tuple[type, ...]
     help: str
-    sets: Callable[[Any], dict[str, Any]]  # its value -> {key: value}
+    sets: Callable[[Any, dict[str, Any]], dict[str, Any]]  # its value, what is stated so far -> {key: value}
+    neutral: object = None  # its value that sets nothing in checkpoints of the time when it was a key
+    adds: bool = False  # to what its key has, so that both may be stated
+
+
+def _decay_lr(value: bool, stated: dict[str, Any]) -> dict[str, Any]:
+    if value and stated.get("lr_schedule") == "constant":
+        raise UserError(
+            "decay_lr=True contradicts the constant learning rate that lr_schedule='constant' or "
+            "decay_lr=False states before it; write lr_schedule='cosine' in its place"
+        )
+    return {} if value else {"lr_schedule": "constant"}
+
+
+def _wandb_log(value: bool, stated: dict[str, Any]) -> dict[str, Any]:
+    others = [name.strip() for name in stated.get("trackers", "").split(",") if name.strip() != "wandb"]
+    return {"trackers": ",".join(filter(None, [*others, "wandb" if value else ""]))}
+
+
+def _keep_all(value: bool, stated: dict[str, Any]) -> dict[str, Any]:
+    return {"keep_last": None if value else stated.get("keep_last") or KEYS["keep_last"].default}
 
 
 ALIASES = {
-    "intermediate_size": Alias(KEYS["d_ff"].types, "the same as d_ff", lambda value: {"d_ff": value}),
+    "intermediate_size": Alias(KEYS["d_ff"].types, "the same as d_ff", lambda value, _: {"d_ff": value}),
     "flash_attn": Alias(
         (bool,),
         "True is attention_backend='flash_attn_2'",
-        lambda value: {"attention_backend": "flash_attn_2"} if value else {},
+        lambda value, _: {"attention_backend": "flash_attn_2"} if value else {},
     ),
+    "decay_lr": Alias((bool,), "False is lr_schedule='constant'", _decay_lr, neutral=True),
+    "keep_all_checkpoints": Alias((bool,), "True is keep_last=None", _keep_all, neutral=False),
+    "wandb_log": Alias((bool,), "True adds 'wandb' to trackers", _wandb_log, neutral=False, adds=True),
 }
+
+
+class Removed(NamedTuple):
+    """A key of an earlier version."""
+
+    default: object
+    instead: str
+
+
+REMOVED_KEYS = {  # on 2026-11-25
+    "compile_scope": Removed("regional", "blocks are compiled one by one"),
+    "gradient_accumulation_fusion": Removed(None, "FSDP's matmuls add to float32 sums where that gains"),
+    "matmul_algorithms": Removed("cublas", "cuBLASLt's own choice runs"),
+    "nccl_high_priority_stream": Removed(None, "FSDP asks NCCL for it where that gains"),
+    "nccl_max_ctas": Removed(None, "NCCL chooses; NCCL_MAX_CTAS in the environment limits it"),
+    "overlap_param_gather": Removed(False, "no run was faster with it"),
+    "sm_carveout": Removed(0, "no run was faster with it"),
+    "spike_window": Removed(128, "skip_spikes looks at the last 128 accepted iterations"),
+}
+REMOVED_VALUES = {
+    ("low_precision", "fp8_blockwise"): "use 'fp8_tensorwise', which is faster and has the same loss",
+    ("profile", "memory"): "docs/tuning.md, Memory, says how torch records what is allocated",
+}
+
+
+def todays_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint or record of any version, with those that are aliases today resolved."""
+    stated = {name: value for name, value in saved.items() if name not in ALIASES}
+    for name, alias in ALIASES.items():
+        if name in saved and saved[name] != alias.neutral:
+            stated |= alias.sets(saved[name], stated)
+    return stated
+
+
+def removed_settings(saved: dict[str, Any]) -> list[str]:
+    """A line for each setting of a checkpoint that did something and is gone."""
+    return [
+        f"{name}={saved[name]!r} was removed: {removed.instead}"
+        for name, removed in REMOVED_KEYS.items()
+        if saved.get(name, removed.default) != removed.default
+    ]

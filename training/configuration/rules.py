@@ -17,8 +17,7 @@ from common.text import shorten, shown
 from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.key_line import YEAR, Key
-from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
-from training.configuration.processes import check_processes
+from training.configuration.keys import FACTORS, GUARDED, KEYS, REMOVED_VALUES, TrainConfig
 from training.configuration.recomputation import check_recomputation
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
@@ -30,6 +29,8 @@ def check(config: TrainConfig, world_size: int) -> None:
     values = config.to_dict()
     for name, known in KEYS.items():
         if known.choices and values[name] not in known.choices:
+            if instead := REMOVED_VALUES.get((name, values[name])):
+                raise UserError(f"{name}={shown(values[name])} was removed: {instead}")
             hint = did_you_mean(str(values[name]), map(str, known.choices))
             listed = ", ".join(map(repr, known.choices))
             raise UserError(f"{name}={shown(values[name])} is not one of {listed}{hint}")
@@ -54,11 +55,11 @@ def check(config: TrainConfig, world_size: int) -> None:
         )
     _check_checkpoints(config)
     check_schedule(config)
-    check_processes(config, world_size)
+    _check_sharding(config, world_size)
     _check_precision(config)
     _check_ffn_backend(config)
     check_recomputation(config)
-    _check_system(config, world_size)
+    _check_system(config)
 
 
 def _check_size(name: str, known: Key, value: object) -> None:
@@ -94,7 +95,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def tracker_names(config: TrainConfig) -> list[str]:
     """The trackers that get figures, each once. Raises UserError if one is unknown."""
-    return named_trackers(f"{config.trackers},wandb" if config.wandb_log else config.trackers)
+    return named_trackers(config.trackers)
 
 
 def named_trackers(text: str) -> list[str]:
@@ -106,17 +107,15 @@ def named_trackers(text: str) -> list[str]:
     return names
 
 
-def require_tracker(name: str, asked: str = "") -> None:
-    """Raises UserError if the package is missing. asked: the setting that names it, if that is not
-    `trackers`."""
+def require_tracker(name: str) -> None:
+    """Raises UserError if the package is missing."""
     found = importlib.util.find_spec(name)
     # a folder of this name, such as wandb/ with offline runs, is found as a package without an origin
     is_folder = found is not None and found.origin is None and found.submodule_search_locations is not None
     if found is None or is_folder:
-        instead = "set --wandb_log=False" if asked else f"leave {name} out of --trackers"
         raise UserError(
-            f"{asked or f'trackers={name!r}'} needs {name}: "
-            f"pip install -r requirements-trackers.txt, or {instead}"
+            f"trackers={name!r} needs {name}: pip install -r requirements-trackers.txt, or leave {name} out "
+            "of --trackers (--wandb_log=False does so for wandb)"
         )
 
 
@@ -152,7 +151,7 @@ def _check_checkpoints(config: TrainConfig) -> None:
 def check_schedule(config: TrainConfig) -> None:
     """Compares what is stated. A default is chosen later, when it is known where the run starts
     (training/optimization/schedule.py)."""
-    decays = config.decay_lr and config.lr_schedule != "constant" and not config.eval_only
+    decays = config.lr_schedule != "constant" and not config.eval_only
     if decays and config.min_lr > config.learning_rate:
         raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
     warmup, end = config.warmup_iters, config.lr_decay_iters
@@ -285,16 +284,32 @@ def _check_ffn_backend(config: TrainConfig) -> None:
             )
 
 
-def _check_system(config: TrainConfig, world_size: int) -> None:
-    if config.compile and config.compile_scope == "whole" and world_size > 1:
+OF_FSDP = ("fsdp_sharding", "reshard_after_forward")
+
+
+def _check_sharding(config: TrainConfig, world_size: int) -> None:
+    if config.use_zero1 and config.use_fsdp:
         raise UserError(
-            "compile_scope='whole' leaves no place between blocks for communication; "
-            "set compile_scope='regional' for several processes"
+            "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
         )
+    if config.use_fsdp and world_size == 1 and not config.dry_run:
+        raise UserError(
+            "use_fsdp=True shards over processes, but this run has one; start it with "
+            "torchrun --standalone --nproc_per_node=N, or set --use_fsdp=False"
+        )
+    for name in OF_FSDP:
+        value, default = getattr(config, name), KEYS[name].default
+        if value != default and not config.use_fsdp:
+            raise UserError(
+                f"{name}={value!r} does nothing with use_fsdp=False; set use_fsdp=True, or {name}={default!r}"
+            )
+
+
+def _check_system(config: TrainConfig) -> None:
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
     for name in tracker_names(config):
-        require_tracker(name, "wandb_log=True" if config.wandb_log and name == "wandb" else "")
+        require_tracker(name)
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
         raise UserError(f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'")

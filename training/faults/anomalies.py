@@ -16,7 +16,7 @@ import torch
 from common.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.optimization.step import StepResult
-from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE
+from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, SPIKE_WINDOW
 from training.process.world import World, gather_objects
 from training.records.run_record import RunRecord
 
@@ -109,7 +109,7 @@ class AnomalyPolicy:
         else:
             beyond = {LOSS_SPIKE: f"the loss {loss:.4f}", NORM_SPIKE: f"the gradient norm {norm:.4g}"}
             found = " and ".join(text for bit, text in beyond.items() if verdict & bit)
-            sigmas = f"{self.config.skip_spikes:g} sigmas of the last {self.config.spike_window}"
+            sigmas = f"{self.config.skip_spikes:g} sigmas of the last {SPIKE_WINDOW}"
             what = f"iteration {iteration} is a spike: {found} beyond {sigmas}"
         log.warning(f"{what}; its update was made on no rank")
         if self.record is not None:

@@ -90,7 +90,6 @@ def differences(state: TrainState) -> tuple[list[int], list[str]]:
 
 def replicated(state: TrainState) -> dict[str, torch.Tensor]:
     """The tensors that other ranks hold, too: weights and moments of the optimizer, and working weights."""
-    state.strategy.complete_weights()
     held, copies = {}, state.strategy.working_copies()
     for shard in state.strategy.shards:
         if shard.name in copies:

@@ -28,7 +28,6 @@ class Capability:
     fp8: bool  # matmuls with one scale per tensor
     fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
     block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls: not used yet, these recipes are emulated there, too
-    fp8_blocks: bool = False  # fp8 matmuls with a scale for each block of 128
     quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
@@ -42,7 +41,6 @@ class Capability:
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
 #   fast_accumulation  cuBLAS manual, CUBLASLT_MATMUL_DESC_FAST_ACCUM: has an effect on Ada and Hopper
 #   block_scaled       TransformerEngine's recipes, 10.0 or above; mxfp8 on 12.0: pytorch issue 198126
-#   fp8_blocks         torch's ScaledBlas.cpp: cuBLASLt of CUDA 12.9 or later, on 9.x alone
 #   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
@@ -51,7 +49,7 @@ TABLE = {
     (8, 6): Capability((TORCH,), (FA2,), True, False, False, False),  # A6000, RTX 30
     (8, 9): Capability((TORCH,), (FA2,), True, True, True, False),  # Ada: L40S, RTX 4090
     (9, 0): Capability(  # H100, H200
-        (CUDNN, TORCH), (FA3, FA2), True, True, True, False, fp8_blocks=True, quack=True
+        (CUDNN, TORCH), (FA3, FA2), True, True, True, False, quack=True
     ),
     (10, 0): Capability((CUDNN, TORCH), (FA2,), True, True, False, True),  # B200, GB200
     (10, 3): Capability((CUDNN, TORCH), (FA2,), True, True, False, True),  # B300, GB300
@@ -91,7 +89,7 @@ def capability(device: torch.device | str) -> Capability:
 def low_precision_support(recipe: str, here: Capability) -> str | None:
     """How a low_precision recipe runs here: 'native', by tensor cores of its kind; 'emulated', with the same
     numbers and no gain in speed; None if it cannot."""
-    if (recipe in ONE_SCALE and here.fp8) or (recipe == "fp8_blockwise" and here.fp8_blocks):
+    if recipe in ONE_SCALE and here.fp8:
         return NATIVE
     return EMULATED if here.bf16 else None
 

@@ -1,7 +1,7 @@
 """Compiles a model, and makes its backward recompute activations: block by block, before a strategy wraps it.
 
 All blocks share one compilation, so a start takes seconds, and communication fits between blocks. Compiling
-the whole model is a little faster on one GPU, but takes a minute longer to start (LOG.md).
+the whole model would be a little faster on one GPU, but takes a minute longer to start (LOG.md).
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ def start_compilers(config: TrainConfig) -> None:
 def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
     """Replaces forward methods in place; hooks on the modules stay outside of the compiled code."""
     level = config.activation_checkpointing
-    whole = config.compile and config.compile_scope == "whole"
     for i, block in enumerate(model.blocks):
         if level in REMAKING:  # inside of what is compiled
             block.remakes = level  # type: ignore[assignment]  # torch types what a ModuleList has as Module
-        if config.compile and not whole:
+        if config.compile:
             block.forward = _compiled(block.forward)
         if is_recomputed(i, level):
             block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
-    if whole:
-        model.forward = _compiled(model.forward)  # type: ignore[method-assign]  # in place; hooks stay outside
-    elif config.compile:
-        model.head.norm.add = _compiled(model.head.norm.add)  # type: ignore[method-assign]  # likewise
+    if config.compile:
+        model.head.norm.add = _compiled(model.head.norm.add)  # type: ignore[method-assign]
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:

@@ -15,7 +15,6 @@ import torch.nn as nn
 
 from common.errors import RunError, UserError
 from ops import float8
-from ops.block_float8 import compare_with_emulation
 from ops.compare_casts import compare_casts
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
 from ops.float8 import FORWARD, GRADIENT, quantize
@@ -145,11 +144,6 @@ def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> L
             check_emulation(config.low_precision, device)
         elif METHODS[name].one_scale:
             check_low_precision(device)
-        elif name == "fp8_blockwise" and (reason := compare_with_emulation(device)):
-            raise RunError(
-                f"low_precision='fp8_blockwise' cannot run on this GPU with this version of torch: {reason}; "
-                "set low_precision='fp8_tensorwise'"
-            )
     return state
 
 

@@ -90,8 +90,6 @@ def learning_rate(iteration: int, config: TrainConfig) -> float:
     warmup, end = warmup_and_decay_iters(config)
     if iteration < warmup:
         return config.learning_rate * (iteration + 1) / (warmup + 1)
-    if not config.decay_lr:
-        return config.learning_rate
     progress = min(1.0, (iteration - warmup) / max(1, end - warmup))  # 0 after warm-up, 1 at the end
     share = SCHEDULES[config.lr_schedule](progress, config)
     return config.min_lr + share * (config.learning_rate - config.min_lr)

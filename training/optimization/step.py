@@ -9,7 +9,6 @@ import torch
 
 from ops.documents import Documents
 from training.configuration.keys import TrainConfig
-from training.hardware.sm_carveout import leave_multiprocessors_free
 from training.optimization.low_precision import LowPrecisionState
 from training.optimization.optimizer import OnePassAdamW
 from training.optimization.precision import LossScale
@@ -63,7 +62,7 @@ class EagerStep:
         self.strategy, self.optimizer, self.loss_scale = strategy, optimizer, loss_scale
         self.update_guard, self.documents, self.timer = update_guard, documents, timer
         self.low_precision = low_precision or LowPrecisionState()
-        self.grad_clip, self.sm_carveout = config.grad_clip, config.sm_carveout
+        self.grad_clip = config.grad_clip
         # a tensor, which the update reads each time it runs: a capture would always use the same number
         self.learning_rate = torch.zeros((), device=loss_scale.scale.device)
         for group in optimizer.param_groups:
@@ -101,8 +100,7 @@ class EagerStep:
         self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
         self.optimizer.step()
-        # without waiting: what comes next is a forward, or calls complete_weights()
-        self.strategy.publish(copied=isinstance(self.optimizer, OnePassAdamW), wait=False)
+        self.strategy.publish(copied=isinstance(self.optimizer, OnePassAdamW))
         self.strategy.clear_gradients()
         self.loss_scale.update(overflow)
         attended = self.documents.length_per_token(x) if self.documents else self.whole_window
@@ -125,14 +123,13 @@ class EagerStep:
             loss = self.strategy.forward(x[i], y[i], scale)
             if self.timer:
                 self.timer.end_forward()
-            with leave_multiprocessors_free(self.sm_carveout if last else 0):
-                loss.backward()
+            loss.backward()
             losses.append(self.low_precision.after_micro_step(loss.detach(), last))
         means = torch.stack(losses)
         return (means if shares is None else means * shares).mean()
 
     def close(self) -> None:
-        self.strategy.complete_weights()  # communication ends before the process group does
+        pass
 
 
 def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:

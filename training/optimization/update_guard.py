@@ -19,12 +19,13 @@ from training.configuration.keys import TrainConfig
 
 LOSS, NORM, LOSS_SPIKE, NORM_SPIKE = 1, 2, 4, 8  # bits of a verdict; the first two: not finite
 
+SPIKE_WINDOW = 128  # accepted iterations
 # Least sigma, as a share of the mean: where nothing varies, rounding must not count as a spike.
 SIGMA_FLOOR = 1e-3
 
 
 class UpdateGuard:
-    """Judges iterations. Its spike window holds loss and norm of the last spike_window accepted iterations.
+    """Judges iterations. Its spike window holds loss and norm of the last SPIKE_WINDOW accepted iterations.
 
     A spike is skip_spikes standard deviations above the mean of a full spike window. Only above: while the
     loss falls, the mean lags behind it on the safe side. A refused value never enters the window, so a level
@@ -32,7 +33,7 @@ class UpdateGuard:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device):
-        self.sigmas, self.size = config.skip_spikes, config.spike_window
+        self.sigmas, self.size = config.skip_spikes, SPIKE_WINDOW
         # DDP's loss and gradients may travel in bfloat16, which rounds by up to half of its eps
         self.floor = max(SIGMA_FLOOR, torch.finfo(DTYPES[config.reduce_dtype]).eps / 2)
         self.bits = torch.tensor([[LOSS, NORM], [LOSS_SPIKE, NORM_SPIKE]], dtype=torch.float32, device=device)

@@ -145,12 +145,10 @@ def init_world(config: TrainConfig) -> World:
 def nccl_options(config: TrainConfig):
     """Of the group of all processes, which every strategy but fsdp_sharding='hybrid' communicates in. None if
     all are NCCL's own."""
-    if config.nccl_max_ctas is None and not config.nccl_goes_first:
+    if not config.nccl_goes_first:
         return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=config.nccl_goes_first)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = START_TIMEOUT  # torch warns if it differs from init_process_group's
-    if config.nccl_max_ctas is not None:
-        options.config.max_ctas = config.nccl_max_ctas
     return options
 
 

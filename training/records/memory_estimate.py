@@ -9,8 +9,7 @@ How it works
     of measured runs.
 What it assumes
     A GPU, where the Triton kernels of ops/ and a fused attention kernel run: manual attention, whose scores
-    grow with the square of block_size, needs more. Blocks are compiled one by one or not at all;
-    compile_scope='whole' was not measured.
+    grow with the square of block_size, needs more. Blocks are compiled one by one or not at all.
 What comes on top
     needed_memory() adds what a GPU must have free besides: see there.
 
@@ -29,7 +28,7 @@ from training.records.memory_sizes import BYTES, Moment, Sizes
 
 MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
 # Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
-QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "fp8_blockwise": 2, "mxfp8": 4, "nvfp4": 2}
+QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "mxfp8": 4, "nvfp4": 2}
 MIB = 2**20
 
 # cuBLAS has 32 MiB of its own on Hopper and Blackwell (8 MiB on older GPUs) for each thread that calls it:
@@ -128,7 +127,7 @@ def _sharded_moments(s: Sizes) -> list[Moment]:
         {**in_backward, **block_backward(s), whole: block},
         {"activations": 0.0, whole: summed + s.reduce * last, **part},  # the weights are freed before it
     ]
-    if config.low_precision != "none" and not config.overlap_param_gather:  # publish() gathers into buffers
+    if config.low_precision != "none":  # publish() gathers into buffers
         again = {gathered: s.compute * (s.parameters + last), whole: sums * fused, "activations": 0.0}
         moments.append(again | part)
     return moments
@@ -173,6 +172,6 @@ def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, wo
 def _gathered_beside_a_capture(s: Sizes) -> float:
     """Bytes of weights that FSDP gathers for an evaluation or to quantize them, while a capture keeps the
     memory of its own."""
-    if s.config.low_precision != "none" and not s.config.overlap_param_gather:
+    if s.config.low_precision != "none":
         return 2 * s.compute * s.parameters  # publish() gathers into buffers
     return s.compute * (s.rest + 2 * s.block if s.config.reshard_after_forward else s.parameters)

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from common.durable_file import write_bytes
 from training.batches.loader import Loader
-from training.checkpoints.train_state import TrainState
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
 from training.process.world import World
@@ -59,29 +58,16 @@ class NoProfiler:
         """There is nothing to record."""
 
 
-def make_profiler(
-    config: TrainConfig, state: TrainState, loader: Loader, clock: Clock, start: int
-) -> Profiler:
+def make_profiler(config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int) -> Profiler:
     """What the loop calls. `start` is the first iteration of this process."""
     if config.profile is None:
         return NoProfiler()
-    if config.profile == "memory":
-        # here, as it uses names of torch that another version may not have
-        from training.records import memory_snapshot
-
-        warn_if_too_short(config, start, memory_snapshot.ITERATIONS)
-        return memory_snapshot.MemorySnapshot(config, state, clock, start)
-    warn_if_too_short(config, start, ITERATIONS)
-    return TimeProfiler(config, state.world, loader, clock, start)
-
-
-def warn_if_too_short(config: TrainConfig, start: int, needed: int) -> None:
-    """No error: the run itself, which may be the end of a resumed one, is as good as without."""
-    if config.max_iters - start < needed:
+    if config.max_iters - start < ITERATIONS:  # no error: the run itself may be the end of a resumed one
         log.warning(
-            f"profile={config.profile!r} records nothing: it needs {needed} iterations, and {start} to "
-            f"max_iters={config.max_iters} are too few; state --max_iters={start + needed}"
+            f"profile={config.profile!r} records nothing: it needs {ITERATIONS} iterations, and {start} to "
+            f"max_iters={config.max_iters} are too few; state --max_iters={start + ITERATIONS}"
         )
+    return TimeProfiler(config, world, loader, clock, start)
 
 
 def windows(on_gpu: bool) -> list[Window]:

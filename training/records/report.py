@@ -131,10 +131,9 @@ def _positions(model: dict) -> str:
 def _training(config: TrainConfig, info: dict) -> Section:
     gpus = info["hardware"]["num_gpus"]
     per_gpu, everywhere = accumulation_steps(config, gpus).values()
-    decay = config.lr_schedule if config.decay_lr else "constant"
     warmup, end = warmup_and_decay_iters(config)
-    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {decay}, warm-up {warmup:,}"
-    if config.decay_lr:
+    schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {config.lr_schedule}, warm-up {warmup:,}"
+    if config.lr_schedule != "constant":
         schedule += f", decay to iteration {end:,}"
     groups = info["optimizer"]["param_groups"]
     return [
@@ -152,7 +151,6 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("torch.compile", _compilation(config)),
         ("Attention backend", info["attention"]["line"]),
         *([("Feed-forward backend", info["ffn_backend"]["line"])] if "ffn_backend" in info else []),
-        *_matmul_algorithms(config, info),
         ("CUDA Graph", _cuda_graphs(config)),
         ("Windows", _windows(config)),
         ("DataLoader", _dataloader(config)),
@@ -253,7 +251,7 @@ def _precision(config: TrainConfig, info: dict) -> str:
 
 
 def _compilation(config: TrainConfig) -> str:
-    text = f"True ({config.compile_scope})" if config.compile else "False"
+    text = str(config.compile)
     if config.activation_checkpointing != "none":
         text += f", activation checkpointing {config.activation_checkpointing}"
     return text
@@ -264,12 +262,6 @@ def _cuda_graphs(config: TrainConfig) -> str:
         return "off, the eager step runs"
     obstacle = cuda_graphs_obstacle(config)
     return f"not used, the eager step runs: {obstacle}" if obstacle else "asked for; used if its check passes"
-
-
-def _matmul_algorithms(config: TrainConfig, info: dict) -> Section:
-    not_yet = {"line": "measured at the start of a run, not in a dry run"}
-    line = info.get("matmul_algorithms", not_yet)["line"]
-    return [("Matmul algorithms", line)] if config.matmul_algorithms == "measured" else []
 
 
 def _dataloader(config: TrainConfig) -> str:

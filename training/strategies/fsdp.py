@@ -62,12 +62,7 @@ class Fsdp:
             for name, p in model.named_parameters()
         ]
         self.sums = FusedSums(model, self._units(), policy) if fuses_gradient_sums(config) else None
-        self.overlap = self.quantized and config.overlap_param_gather
-        self.outdated: set[nn.Module] = set()  # whose quantized weights the next forward writes
         self.under_way = False  # from the first micro-step until the gradients are cleared
-        if self.overlap:
-            for module in (*model.blocks, model.head):  # after FSDP's own hook, which gathers
-                module.register_forward_pre_hook(lambda module, inputs: self._quantize(module))
         if timer:
             self._measure_waits(timer)
 
@@ -107,13 +102,9 @@ class Fsdp:
         loss, squares = both.unbind()
         return loss, squares.sqrt()
 
-    def publish(self, copied: bool = False, wait: bool = True) -> None:
+    def publish(self, copied: bool = False) -> None:
         """The next forward gathers the new weights and casts them: there are no working copies to write. If
-        weights must be quantized, they are gathered here; or, with overlap_param_gather, each block quantizes
-        those that its forward gathers."""
-        if self.overlap and not wait:
-            self._mark_outdated()
-            return
+        weights must be quantized, they are gathered here."""
         if not self.quantized:
             return
         units = self._units()
@@ -124,29 +115,15 @@ class Fsdp:
             if gather is not None:
                 gather.wait()
         refresh_weights(self.module)
-        self.outdated.clear()
         if self.reshard:
             for block in units[: len(self.module.blocks)]:
                 block.reshard()
 
-    def _mark_outdated(self) -> None:
-        self.outdated.update((*self.module.blocks, self.module.head))
-
-    def _quantize(self, module: nn.Module) -> None:
-        if module in self.outdated:
-            refresh_weights(module)
-            self.outdated.remove(module)
-
-    def complete_weights(self) -> None:
-        """A forward gathers its weights itself, and quantizes them if it must."""
-
     def settle(self) -> None:
         """A gather that is recorded repeats in each replay; one from before, such as an evaluation's, would
-        not, and its memory is freed. So is a quantization in the forward."""
+        not, and its memory is freed."""
         for unit in self._units():
             unit.reshard()
-        if self.overlap:
-            self._mark_outdated()
 
     def clear_gradients(self) -> None:
         self.under_way = False

@@ -46,11 +46,8 @@ def parallelism_line(config: TrainConfig, strategy: str) -> str:
         f"{config.fsdp_sharding} sharding" * (config.fsdp_sharding != "full"),
         "reshard after forward" * config.reshard_after_forward,
         f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
-        "a block waits for its weights in its forward" * (several and config.overlap_param_gather),
         _sums(config),
-        f"NCCL on at most {config.nccl_max_ctas} multiprocessors" * (several and bool(config.nccl_max_ctas)),
         "NCCL first on the GPU" * (several and config.nccl_goes_first),
-        f"{config.sm_carveout} multiprocessors left free" * bool(config.sm_carveout),
         "use_zero1=True has no other process to share with" * (config.use_zero1 and not several),
     ]
     return ", ".join([strategy, *filter(None, extras)])

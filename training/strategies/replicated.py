@@ -261,17 +261,14 @@ class Replicated:
         return loss, torch.linalg.vector_norm(torch.cat(self.norms)).float()
 
     @torch.no_grad()
-    def publish(self, copied: bool = False, wait: bool = True) -> None:
+    def publish(self, copied: bool = False) -> None:
         """Every rank has made the same update; only the working copies must be renewed."""
         if not copied:
             self._copy_back()
         refresh_weights(self.module)
 
-    def complete_weights(self) -> None:
-        """No weight comes from another rank."""
-
     def settle(self) -> None:
-        self.complete_weights()
+        pass
 
     def _copy_back(self) -> None:
         pairs = [(s.working_copy, s.local) for s in self.shards if s.working_copy is not None]

@@ -63,14 +63,9 @@ class Strategy(Protocol):
         """The mean over the ranks of reduce_gradients()'s loss, which may be rounded to reduce_dtype, and the
         global gradient norm: device tensors, equal on all ranks."""
 
-    def publish(self, copied: bool = False, wait: bool = True) -> None:
+    def publish(self, copied: bool = False) -> None:
         """After the update, or after loading: gives every rank the new working weights. `copied` says that
-        the update has already written the working copies of this rank's shards. wait=False: a forward comes
-        next, so weights may still be on their way when this returns; each part of the model waits for its
-        own in that forward. Whoever else reads weights calls complete_weights() first."""
-
-    def complete_weights(self) -> None:
-        """Waits for the weights that publish(wait=False) has left on their way. All ranks; sends nothing."""
+        the update has already written the working copies of this rank's shards."""
 
     def settle(self) -> None:
         """Before an iteration is recorded as a CUDA graph or replayed, and as the last part of the recorded

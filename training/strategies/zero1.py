@@ -15,7 +15,7 @@ from ops.linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import Waits, World, all_gather, reduce_scatter, start_together
-from training.strategies.replicated import REST, Bucket, Replicated, padded_shape, part_of_model
+from training.strategies.replicated import Bucket, Replicated, padded_shape
 from training.strategies.strategy import Shard, norm, norms, whole_shape
 
 
@@ -26,29 +26,14 @@ class Zero1(Replicated):
     During the last backward, reduce-scatter brings each rank its rows of a gradient, in place. Each rank
     updates its rows, and the rows are all-gathered in the compute dtype. Vectors, a hundred-thousandth of a
     model, are updated by every rank.
-
-    overlap_param_gather (Megatron's name): the all-gathers are started in the order in which the forward
-    needs the weights, and each part of the model waits for its own when its next forward begins, outside of
-    its compiled code. So those of later blocks travel beside the forward of earlier ones.
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
         # name -> the working matrix with its padding, which is what is gathered
         self.padded: dict[str, torch.Tensor] = {}
-        self.gathers: dict[str, list[Waits]] = {}  # in progress, by part of the model, in that order
-        self.overlap, self.timer = config.overlap_param_gather, timer
         super().__init__(model, config, world, timer)
         self.of_name = {shard.name: shard for shard in self.shards}
-        if self.overlap:
-            self._wait_in_forward()
-
-    def _wait_in_forward(self) -> None:
-        """Before a part's forward, its weights must be there. The rest, mainly embeddings, comes first."""
-        parts = dict.fromkeys(part_of_model(shard.name) for shard in self.shards)
-        for part in parts:
-            module = self.module if part == REST else self.module.get_submodule(part)
-            module.register_forward_pre_hook(lambda module, inputs, part=part: self._complete(part))
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
         if parameter.ndim < 2:
@@ -94,47 +79,15 @@ class Zero1(Replicated):
         return loss, (squares + norm(vectors).square() if vectors else squares).sqrt()
 
     @torch.no_grad()
-    def publish(self, copied: bool = False, wait: bool = True) -> None:
-        self.complete_weights()  # of an earlier call
+    def publish(self, copied: bool = False) -> None:
         if not copied:
             self._copy_back()
-        # in the model's order, which is the forward's
-        parts: dict[str, list[torch.Tensor]] = {part_of_model(shard.name): [] for shard in self.shards}
-        for name, whole in self.padded.items():
-            parts[part_of_model(name)].append(whole)
-        for part, matrices in parts.items():
-            self.gathers[part] = []
-            # in place: each rank's rows are already where they belong
-            start_together(all_gather, [(m, m[self._span(m)]) for m in matrices], self.gathers[part])
-        if wait or not self.overlap:
-            self.complete_weights()
-
-    def complete_weights(self) -> None:
-        if not self.gathers:
-            return
-        for gathers in self.gathers.values():
-            for gather in gathers:
-                gather.wait()
-        self.gathers.clear()
-        refresh_weights(self.module)
-
-    def _complete(self, part: str) -> None:
-        """The same for one part of the model. It is no work of this rank if it has to wait."""
-        gathers = self.gathers.pop(part, None)
-        if gathers is None:
-            return
-        if self.timer:
-            self.timer.begin_wait()
+        # in place: each rank's rows are already where they belong
+        gathers: list[Waits] = []
+        start_together(all_gather, [(m, m[self._span(m)]) for m in self.padded.values()], gathers)
         for gather in gathers:
             gather.wait()
-        if self.timer:
-            self.timer.end_wait()
-        if part != REST:  # which has no weight in low precision
-            refresh_weights(self.module.get_submodule(part))
-
-    def abandon_iteration(self) -> None:
-        self.gathers.clear()
-        super().abandon_iteration()
+        refresh_weights(self.module)
 
     def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
         if not shard.is_matrix:

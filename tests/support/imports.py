@@ -1,4 +1,4 @@
-"""Reads rooms, modules and imports: for the map in docs/modules.md and the picture in SYSTEM_OVERVIEW.md."""
+"""Reads the imports of the product, and says which file may import which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # A file may import those of its own line and of the lines below it. A name that ends in /* stands for the
 # files of a folder that have no line of their own.
@@ -52,9 +52,6 @@ ORDER = (
     "plots/*",
     "common/*",
 )
-# Not in the picture: what writes the documents, what every room may import, what ops/ alone imports, and
-# files for a few rooms.
-NOT_DRAWN = ("docs/*", "common/*", "ops/quantization/*", "data/folders.py", "data/huggingface.py")
 
 
 # --- files and imports ---
@@ -112,73 +109,3 @@ def first_sentence(source: str) -> str:
     docstring = ast.get_docstring(ast.parse(source)) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return re.split(r"(?<=\.) ", paragraph)[0]
-
-
-# --- the map ---
-
-
-def module_map() -> str:
-    """The tables of docs/modules.md: a room each, in the order of imports."""
-    sources = read_sources()
-    rooms = {room: [path for path in sources if room_of(path) == room] for room in ORDER}
-    tables = {"Files at the root": [path for path in sum(rooms.values(), []) if "/" not in path]}
-    for room, paths in rooms.items():
-        folder = room.removesuffix("*")
-        if room.endswith("/*"):
-            tables[folder] = paths
-        elif "/" in room:  # a file of a folder that other rooms of this folder import
-            tables[f"{folder.rpartition('/')[0]}/"] += paths
-    lines = [" ·\n".join(f"[{title}](#{anchor(title)})" for title in tables)]
-    for title, paths in tables.items():
-        lines += ["", f"## {title}", ""]
-        if (package := f"{title}__init__.py") in paths:
-            lines += [first_sentence(sources[package]), ""]
-        lines += ["| module | what it is for |", "|---|---|"]
-        lines += [f"| `{path}` | {first_sentence(sources[path])} |" for path in paths if path != package]
-    return "\n".join(lines)
-
-
-def anchor(title: str) -> str:
-    """The fragment by which GitHub links to a heading."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-# --- the picture ---
-
-
-def picture() -> str:
-    """The rooms as a Mermaid flowchart, with one arrow for all imports from one room to another."""
-    sources = read_sources()
-    arrows: dict[str, set[str]] = {room: set() for room in ORDER if room not in NOT_DRAWN}
-    for path, others in graph(sources).items():
-        if (room := room_of(path)) in arrows:
-            arrows[room] |= {room_of(other) for other in others} & arrows.keys() - {room}
-    lines = ["```mermaid", "flowchart TD"]
-    for room, targets in _without_shortcuts(arrows).items():
-        below = " & ".join(_node(target) for target in ORDER if target in targets)
-        label = f'{_node(room)}["{room.removesuffix("*")}<br>{_job(room, sources)}"]'
-        lines.append(f"    {label} --> {below}" if below else f"    {label}")
-    return "\n".join([*lines, "```"])
-
-
-def _without_shortcuts(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Leaves out each arrow where a longer way leads to the same room."""
-    reachable: dict[str, set[str]] = {}
-    for room in reversed(ORDER):
-        if room in arrows:
-            reachable[room] = arrows[room].union(*(reachable.get(other, set()) for other in arrows[room]))
-    return {
-        room: targets - set().union(*(reachable.get(other, set()) for other in targets))
-        for room, targets in arrows.items()
-    }
-
-
-def _node(room: str) -> str:
-    return re.sub(r"\W+", "_", room.removesuffix("/*").removesuffix(".py"))
-
-
-def _job(room: str, sources: dict[str, str]) -> str:
-    """The first clause of what the room's docstring says."""
-    package = f"{room.removesuffix('*')}__init__.py" if room.endswith("/*") else room
-    sentence = first_sentence(sources[package]) if package in sources else ""
-    return re.split(r"[:;.] |[:.]$", sentence)[0]
