@@ -231,7 +231,6 @@ def check_module(module: str, arguments: list[str], script):
         load_config([parsed.config, *overrides, *profile.as_flags(profile.FIXED)], parsed.nproc)
     elif module == "tools.tune":
         parsed, overrides = tune.parse(arguments)
-        tune.check(parsed, overrides)
         load_config([parsed.config, *overrides], parsed.nproc)
     elif module == "tools.evaluate":
         assert evaluate.parse(arguments)

@@ -1,24 +1,20 @@
-"""What the tests of tools.tune's search share: a config, a machine, and a speed for each setting."""
+"""What the tests of tools.tune share: a config, a machine, and a speed for each setting."""
 
 from support.helpers import SMALL, write_config
 
-from tools.tune.space import Machine, Space
-from tools.tune.steps import Result
+from tools.tune.ladder import Result
+from tools.tune.settings import Machine, Settings
 from training.configuration.files_and_flags import load_config
 from training.hardware.capability import lookup
 from training.hardware.gpu_memory import DeviceMemory
 
 SEQUENCES = 48  # of a GPU, in an iteration: 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 divide them
-HOPPER = lookup((9, 0), "NVIDIA H200")
-GAINS = {  # the speed of an option, as a multiple of the careful one's
-    "compile": {True: 1.3},
-    "activation_checkpointing": {"selective": 1.1, "none": 1.2},
+GAINS = {  # the speed of a value, as a multiple of the careful one's
+    "activation_checkpointing": {"selective": 1.1, "attention": 1.12, "memory_bound": 1.15, "none": 1.2},
     "loss_chunks": {4: 1.005, 1: 1.02},
     "use_cuda_graphs": {True: 1.04},
-    "use_dataloader": {True: 0.9},
     "use_zero1": {True: 1.05},
     "use_fsdp": {True: 0.97},
-    "low_precision": {"fp8_tensorwise": 1.4, "fp8_delayed": 1.3},
 }
 
 
@@ -29,15 +25,17 @@ def make_config(folder):
     return load_config([str(write_config(folder / "small.py", **keys))], 2)
 
 
-def make_space(config, gib=139.8, processes=2, allowed=(), fixed=()):
-    memory = DeviceMemory(gib, "NVIDIA H200")
-    return Space(config, processes, Machine(memory, HOPPER, {"gpu_name": "H200"}, 2), allowed, fixed)
+def make_settings(config, gib=139.8, processes=2, fixed=()):
+    machine = Machine(
+        DeviceMemory(gib, "NVIDIA H200"), lookup((9, 0), "NVIDIA H200"), {"gpu_name": "H200"}, []
+    )
+    return Settings(config, processes, machine, set(fixed))
 
 
 def speed_of(setting):
     speed = 1e6 * min(setting["batch_size"], 16) ** 0.5
     for key, gains in GAINS.items():
-        speed *= gains.get(setting[key], 1.0) if key in setting else 1.0
+        speed *= gains.get(setting[key], 1.0)
     return speed
 
 

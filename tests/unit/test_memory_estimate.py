@@ -6,7 +6,7 @@ import pytest
 from support.helpers import ROOT
 
 import model_builder
-from tools.tune.dimensions import RECOMPUTATION
+from tools.tune.settings import RECOMPUTATION
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory, needed_memory, reserved_memory
 

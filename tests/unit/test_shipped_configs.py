@@ -1,4 +1,4 @@
-"""What each shipped config resolves to, key by key: a line that leaves a file must equal its key's default."""
+"""What each shipped config resolves to, key by key: what leaves a file must equal its key's default."""
 
 import json
 

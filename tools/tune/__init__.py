@@ -1,3 +1,2 @@
-"""Finds the fastest settings of a config on this machine: climbs a ladder of settings, each tried in a short
-run of train.py, and writes the best as a config. It may import bench/ and everything below it.
-"""
+"""Finds the fastest settings of a config on this machine: the options, the settings that fit, the ladder, the
+trials, and the config that is written."""

@@ -1,26 +1,29 @@
 """Finds the fastest settings of a config within the memory of this machine's GPUs.
 
     python -m tools.tune config/full_qwen3_1.8b_optimal.py --nproc=8 --budget=20m
-    python -m tools.tune config/full_qwen3_1.8b_optimal.py --allow=fp8_tensorwise,fp8_tensorwise+head
-    python -m tools.tune config/quickstart.py --dry
+    python -m tools.tune config/full_qwen3_1.8b_optimal.py --low_precision=fp8_tensorwise --dataset=random
 
-It climbs from a careful setting to the fastest one, a rung at a time (docs/tuning.md says which), and prints
-each trial as it ends. A trial is a short train.py in a fresh process. The tokens per iteration stay those
-of the config. The result is config/tuned_NAME.py. A finished trial is kept in the output folder: the same
-command goes on from there after any end. Any --key=value of train.py goes to all trials and into the result,
-and stays: what it sets is not searched. Ctrl-C stops the search, and the result is the best so far.
+It climbs from a careful setting to the fastest one (docs/tuning.md says how) and prints each trial as it
+ends. A trial is a short train.py in a fresh process. The tokens per iteration stay those of the config. The
+result is config/tuned_NAME.py. A finished trial is kept in the output folder: the same command goes on from
+there after any end. Any --key=value of train.py goes to all trials and into the result, and stays: what it
+sets is not searched. Ctrl-C stops the search, and the result is the best so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import re
 import shlex
 import signal
+import statistics
 import sys
-import time
+import textwrap
 from pathlib import Path
 
+import model_builder
 from bench.plan import check_overrides
 from bench.process import TIMEOUT_MAX_S, from_root
 from bench.random_tokens import make_random_dataset
@@ -28,146 +31,161 @@ from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command
 from common.durable_file import write_bytes
 from common.errors import UserError
-from tools.tune import tuned_config
-from tools.tune.dimensions import ALLOWABLE
-from tools.tune.dry import show_plan
-from tools.tune.report import COLUMNS, cells, explanation, head, line, table
-from tools.tune.search import GOALS, Ladder
-from tools.tune.space import Space, look_at, require_free_gpus
-from tools.tune.steps import Step
+from tools.tune.ladder import Ladder, Step
+from tools.tune.settings import Setting, Settings, look_at
 from tools.tune.trials import Trials
 from training.configuration.files_and_flags import read_settings
 from training.configuration.flags import take_flags
-from training.configuration.keys import ROOT
+from training.configuration.keys import AUTO, KEYS, ROOT
 from training.pretrained.settings import load_run_config
 from training.process.run_lock import RunLock, check_writable
 
-OWN_OPTIONS = ("dataset", "out_dir", "gpu")  # of this command; train.py has keys of these names
-NPROC_MAX = 1024
-MIN_BUDGET_S = 10.0  # the start of one process takes as long
-BUDGET_MAX_S = 30 * 24 * 3600.0
+LEFT = {  # options of an earlier version: what to type instead
+    "--allow": "state it as a key of train.py, such as --low_precision=fp8_tensorwise",
+    "--goal": "compare the memory of the trials in ladder.txt, and state --batch_size",
+    "--dry": "python train.py CONFIG --dry_run=True --gpu=H100 says what fits",
+}
+MARK = "# Found by tools.tune"  # how the file begins; another file of this name is not replaced
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
-    check(options, overrides)
-    began = time.monotonic()
     arguments = [options.config, *overrides]
     if options.dataset and options.dataset != "random":
         arguments.append(f"--dataset={options.dataset}")
     base = load_run_config(arguments, options.nproc)
-    stays = {flag.removeprefix("--").partition("=")[0] for flag in overrides}
-    space = Space(base, options.nproc, look_at(base, options.nproc, options.gpu), options.allow, stays)
-    print(head(space, options.config, options.budget_text), flush=True)
-    if options.dry:
-        show_plan(space)
-        return 0
-    result = options.write or tuned_config.path_for(Path(options.config), options.nproc)
-    tuned_config.check_path(result)
-    folder = (options.out_dir or ROOT / "out-tune" / Path(options.config).stem).resolve()
+    settings = Settings(base, options.nproc, look_at(base, options.nproc), set(keys_of(overrides)))
+    several = f"_{options.nproc}gpu" if options.nproc > 1 else ""
+    name = Path(options.config).stem
+    result = options.write or ROOT / "config" / f"tuned_{name.removeprefix('tuned_')}{several}.py"
+    if result.exists() and not result.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        raise UserError(
+            f"{result} was not written by tools.tune; rename it, or name another file with --write"
+        )
+    check_writable(result.parent)
+    folder = (options.out_dir or ROOT / "out-tune" / name).resolve()
     check_writable(folder)
     with RunLock(folder) as lock:
         lock.acquire()
-        ladder, interrupted = climb(space, arguments, folder, options)
-    text = explanation(ladder)
-    minutes = (time.monotonic() - began) / 60
-    started = [len(runs) for runs in ladder.runs.values() if runs]
-    text.append(f"{len(started)} settings, {sum(started)} runs, in {minutes:.1f} minutes.")
-    print("\n".join(["", *text]), flush=True)
+        options.tokens = None
+        if options.dataset == "random":
+            options.tokens = make_random_dataset(folder, base.model_config().vocab_size)
+        absolute = [str(Path(options.config).resolve()), *arguments[1:]]  # the trials start in the root
+        trials = Trials(settings, absolute, folder, options)
+        print(f"{settings.tokens:,} tokens per iteration; GiB are those that torch gave out", flush=True)
+        ladder = Ladder(settings, trials.measure, lambda step: print(line(step, settings), flush=True))
+        try:
+            ladder.climb()
+        except UserError:
+            if trials.interrupted:
+                raise KeyboardInterrupt from None
+            raise
     command = shlex.join(["python", "-m", "tools.tune", *argv])
-    write_bytes(folder / "ladder.md", ("\n".join([command, "", *table(ladder), "", *text]) + "\n").encode())
+    found = [line(step, settings) for step in ladder.steps]
+    write_bytes(folder / "ladder.txt", ("\n".join([command, *found, *summary(ladder)]) + "\n").encode())
     stated = read_settings(arguments).values
-    tuned_config.write(result, ladder, stated, command)
-    print(f"Written to {from_root(result)}; the trials are in {from_root(folder)}", flush=True)
-    if interrupted:
+    write_bytes(result, "\n".join([*header(ladder, command), *assignments(ladder, stated), ""]).encode())
+    print("\n".join([*summary(ladder), f"Written to {from_root(result)}"]), flush=True)
+    if trials.interrupted:
         raise KeyboardInterrupt("the result is the best so far")
     return 0
 
 
-def climb(
-    space: Space, arguments: list[str], folder: Path, options: argparse.Namespace
-) -> tuple[Ladder, bool]:
-    """(the climb, whether the user stopped it). Raises KeyboardInterrupt if there is no result yet."""
-    options.tokens = None
-    if options.dataset == "random":
-        options.tokens = make_random_dataset(folder, space.base.model_config().vocab_size)
-    absolute = [str(Path(arguments[0]).resolve()), *arguments[1:]]  # the trials start in the root
-    trials = Trials(space, absolute, folder, options)
-    trials.wait_for_orphans()
-    if space.base.device == "cuda":
-        require_free_gpus(space.processes)
-    print(line(COLUMNS), flush=True)
-
-    def report(step: Step) -> None:
-        print(line(cells(step, space)), flush=True)
-
-    ladder = Ladder(space, trials.measure, report, options.goal)
-    try:
-        ladder.climb()
-    except UserError:
-        if trials.interrupted:
-            raise KeyboardInterrupt from None
-        raise
-    return ladder, trials.interrupted
+def line(step: Step, settings: Settings) -> str:
+    """'micro-batch   16 x 2048, recomputation none ...   59,363 tokens/s   95.7 GiB   +1.2 %   kept'."""
+    result = step.result if step.result and not step.result.reason else None
+    cells = [f"{step.rung:<11}", f"{settings.name(step.setting):<60}"]
+    cells.append(f"{result.speed:>11,.0f} tokens/s" if result else f"{'':20}")
+    memory = result.memory_gib if result and result.memory_gib is not None else None
+    cells.append(f"{settings.needed(step.setting):6.1f} est." if memory is None else f"{memory:6.1f} GiB ")
+    cells.append(f"{100 * step.gain:+6.1f} %" if step.gain is not None else f"{'':8}")
+    return "  ".join([*cells, "kept" if step.kept else "    ", step.note]).rstrip()
 
 
-def check(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Raises UserError for a config that is not there, or a flag that trials set themselves."""
-    if not Path(options.config).is_file():
-        shipped = ", ".join(sorted(f"config/{path.name}" for path in (ROOT / "config").glob("*.py")))
-        raise UserError(f"there is no config {options.config!r}; shipped: {shipped}")
-    if options.gpu and not options.dry:
-        raise UserError("--gpu names a GPU that need not be here, so it belongs to a plan; add --dry")
-    check_overrides(overrides, ("dry_run",), "--dry")
+def summary(ladder: Ladder) -> list[str]:
+    results = ladder.results(ladder.best)
+    speed = statistics.median(result.speed for result in results)
+    mfus = [result.mfu_percent for result in results if result.mfu_percent is not None]
+    mfu = f", MFU {statistics.median(mfus):.2f} % ({model_builder.CALCULATION_METHOD})" if mfus else ""
+    runs = f"{len(results)} run{'s' * (len(results) > 1)}"
+    lines = [f"Best: {ladder.settings.name(ladder.best)}: {speed:,.0f} tokens/s{mfu}, {runs}"]
+    if ladder.best == ladder.settings.as_it_is:
+        lines.append("That is the config as it is.")
+    if not ladder.finished:
+        lines.append("The time was over before the last rung; the same command goes on from here.")
+    return lines
 
 
-def budget_seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90s, 20m or 2h")
-    seconds = float(found[1]) * UNITS[found[2]]
-    if not MIN_BUDGET_S <= seconds <= BUDGET_MAX_S:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not between {MIN_BUDGET_S:g}s, what a trial of a tiny model takes, and 30 days"
-        )
-    return seconds
+# --- the config that is written ---
 
 
-def names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def header(ladder: Ladder, command: str) -> list[str]:
+    settings, machine = ladder.settings, ladder.settings.machine
+    steps = settings.sequences // ladder.best["batch_size"]
+    had = settings.trial_keys(ladder.best)["gradient_accumulation_steps"]
+    where = f"{settings.processes} x {machine.facts['gpu_name'] or machine.memory.device}"
+    text = f"{where}, {machine.memory.gib:.1f} GiB for each process. Measured {datetime.date.today()}, torch "
+    text += f"{machine.facts['torch']}, {had} of {steps} micro-steps. {' '.join(summary(ladder))}"
+    return [f"{MARK}:", f"#     {command}", *(f"# {part}" for part in textwrap.wrap(text, 108))]
+
+
+def assignments(ladder: Ladder, stated: Setting) -> list[str]:
+    """The tuned keys, then what else the config and the flags state. A tuned key that was not stated and has
+    its default value is left out."""
+    best = ladder.best
+    tuned: Setting = {"batch_size": best["batch_size"], "gradient_accumulation_steps": AUTO}
+    tuned["tokens_per_iter"] = ladder.settings.tokens
+    if stated.get("eval_batch_size") is None:
+        tuned["eval_batch_size"] = ladder.settings.eval_batch
+    tuned |= {key: value for key, value in best.items() if key in stated or value != KEYS[key].default}
+    rest = {key: value for key, value in stated.items() if key not in tuned and key not in best}
+    lines = [f"{key} = {literal(value)}" for key, value in tuned.items()]
+    return [*lines, "", "# as in the config", *(f"{key} = {literal(value)}" for key, value in rest.items())]
+
+
+def literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+# --- options ---
+
+
+def keys_of(flags: list[str]) -> list[str]:
+    return [flag.removeprefix("--").partition("=")[0] for flag in flags]
+
+
+def seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,7}(?:\.\d+)?)([smh])", text.strip())
+    if not found or float(found[1]) * UNITS[found[2]] < 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time of 10s or more, such as 90s, 20m or 2h")
+    return float(found[1]) * UNITS[found[2]]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(the options, the flags of train.py). Raises UserError."""
+    for option, instead in LEFT.items():
+        if any(word.partition("=")[0] == option for word in argv):
+            raise UserError(f"{option} was removed: {instead}")
     parser = argparse.ArgumentParser(
         prog="python -m tools.tune",
         description=__doc__.splitlines()[0],
-        epilog=f"--allow takes {', '.join(ALLOWABLE)}. --key=value, any key of train.py, goes to all trials.",
+        epilog="--key=value, any key of train.py, goes to all trials, and stays.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("config", type=user_path, help="a config file of train.py")
-    add("--nproc", type=whole_number(1, NPROC_MAX), default=1, help="processes, a GPU each (1)")
-    add("--budget", default="20m", help="start no trial after this time, such as 90s, 20m or 2h (20m)")
-    add(
-        "--goal", choices=GOALS, default=GOALS[0], help="memory: the least that keeps 95 %% of the best speed"
-    )
-    add("--allow", type=names, default=(), metavar="A,B", help="what may change losses by more than rounding")
-    add("--dry", action="store_true", help="show the plan with the estimated memory, and start nothing")
-    add("--gpu", help="of --dry: the GPU that the plan is for, such as H100")
+    add("--nproc", type=whole_number(1, 1024), default=1, help="processes, a GPU each (1)")
+    add("--budget", type=seconds, default="20m", help="start no trial after this time: 90s, 20m, 2h (20m)")
     add("--iters", type=whole_number(1, 10**6), default=5, help="timed iterations of a trial (5)")
     add("--warmup", type=whole_number(1, 10**6), default=2, help="iterations before them (2)")
     add("--timeout", type=real_number(1, TIMEOUT_MAX_S), default=600, help="seconds for one trial (600)")
     add("--dataset", type=user_path, help="instead of the config's own; 'random': trials on random tokens")
     add("--out_dir", type=user_folder, help="the folder of the trials (default: out-tune/NAME)")
     add("--write", type=user_folder, help="the file of the result (default: config/tuned_NAME.py)")
-    flags, rest = take_flags(argv, OWN_OPTIONS)
+    flags, rest = take_flags(argv, ("dataset", "out_dir"))
     options, unknown = parser.parse_known_args(rest)
-    options.budget_text = options.budget
-    try:
-        options.budget = budget_seconds(options.budget)
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"argument --budget: {error}")
+    check_overrides([*flags, *unknown])
     return options, [*flags, *unknown]
 
 

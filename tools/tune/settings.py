@@ -1,0 +1,187 @@
+"""Which settings of a config fit this machine. A setting has a value for each key of TUNED.
+
+How much is recomputed, and in how many parts the loss is, follows from the micro-batch and the strategy: the
+least that fits by the estimate of memory, which is within 0.1 % of what runs need (docs/tuning.md#memory).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import model_builder
+from common.errors import UserError
+from training.configuration.batch import divisors, is_auto
+from training.configuration.keys import TrainConfig
+from training.configuration.rules import check, cuda_graphs_obstacle
+from training.hardware.capability import Capability, capability
+from training.hardware.description import describe_hardware
+from training.hardware.gpu_memory import DeviceMemory, device_memory
+from training.process.memory import GIB
+from training.records.memory_estimate import needed_memory
+from training.records.micro_batch import SMALLEST_PART, choose, settings_that_fit
+
+Setting = dict[str, Any]  # {key of TUNED: value}
+
+RECOMPUTATION = ("none", "memory_bound", "attention", "selective", "full")  # from the fastest
+PARTS = (1, 4, 8)  # of the loss; fewer are faster
+STRATEGIES: dict[str, Setting] = {
+    "DDP": {"use_zero1": False, "use_fsdp": False, "reshard_after_forward": False},
+    "ZeRO-1": {"use_zero1": True, "use_fsdp": False, "reshard_after_forward": False},
+    "FSDP": {"use_zero1": False, "use_fsdp": True, "reshard_after_forward": False},
+    "FSDP, reshard": {"use_zero1": False, "use_fsdp": True, "reshard_after_forward": True},
+}
+FEATURES: dict[str, Setting] = {
+    "CUDA Graphs": {"use_cuda_graphs": True},
+    "QuACK": {"ffn_backend": "quack"},
+}
+TUNED = (
+    *("batch_size", "activation_checkpointing", "loss_chunks"),
+    *STRATEGIES["DDP"],
+    *(key for keys in FEATURES.values() for key in keys),
+)
+# Of a trial's iteration, on each GPU, if the config's own is not smaller: enough micro-steps that the
+# optimizer's part in the time hardly depends on the micro-batch.
+TRIAL_TOKENS = 131_072
+CAREFUL_TOKENS, MOST_TOKENS = 8_192, 65_536  # of the first micro-batch; above the last none was faster
+OWN_GIB = 3.0  # of a GPU: the driver, and the context of the process that asks
+
+
+class Machine(NamedTuple):
+    """What trials run on."""
+
+    memory: DeviceMemory  # of one process
+    can: Capability
+    facts: dict[str, str | None]  # hardware and software, by which results are told apart
+    used_gib: list[float]  # of each GPU, by whoever is there
+
+
+def look_at(config: TrainConfig, processes: int) -> Machine:
+    """This machine. A GPU is looked at in a process of its own, whose context would otherwise stay in the
+    GPU's memory beside the trials. Raises UserError if there are too few GPUs, or others use them."""
+    if config.device == "cpu":
+        return _describe("cpu", processes)
+    if processes > torch.cuda.device_count():
+        raise UserError(
+            f"--nproc={processes} needs as many GPUs, but torch sees {torch.cuda.device_count()}; use fewer, "
+            "or --device=cpu. train.py --dry_run=True --gpu=H100 says what fits a GPU that is not here"
+        )
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        machine = pool.submit(_describe, "cuda", processes).result()
+    for number, used in enumerate(machine.used_gib):
+        if used > OWN_GIB:
+            raise UserError(
+                f"GPU {number} is in use: {used:.1f} GiB of its memory are taken, and trials would compete "
+                "with whoever has them; wait, stop them (nvidia-smi), or choose others (CUDA_VISIBLE_DEVICES)"
+            )
+    return machine
+
+
+def _describe(kind: str, processes: int) -> Machine:
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    found = describe_hardware(device)
+    facts = {name: found[name] for name in ("gpu_name", "driver", "cuda", "torch")}
+    gpus = [torch.cuda.mem_get_info(number) for number in range(processes)] if kind == "cuda" else []
+    used = [(total - free) / GIB for free, total in gpus]
+    return Machine(device_memory(device, processes), capability(device), facts, used)
+
+
+class Settings:
+    """The settings of one config. `fixed`: keys that the user states as flags, which stay."""
+
+    def __init__(self, base: TrainConfig, processes: int, machine: Machine, fixed: set[str]):
+        self.base, self.processes, self.machine, self.fixed = base, processes, machine, fixed
+        self.parameters = model_builder.build_model(base.model_config()).count_parameters()["total"]
+        own, found = choose(base, processes, machine.memory)  # 'auto' as numbers
+        self.runs_as_it_is = found.fits or not is_auto(base)  # else train.py would refuse it
+        self.eval_batch = own.eval_batch_size or own.micro_batch  # losses of evaluations stay comparable
+        tokens = base.tokens_per_iter if is_auto(base) else None
+        self.tokens = (
+            tokens or base.samples_per_iter(processes) * base.block_size
+        )  # of an iteration; they stay
+        self.as_it_is: Setting = {key: getattr(own, key) for key in TUNED} | {"loss_chunks": own.logit_parts}
+        self.sequences = self.tokens // (base.block_size * processes)  # of a GPU, in an iteration
+        most = max(MOST_TOKENS // base.block_size, own.micro_batch)
+        self.batches = [size for size in divisors(self.sequences) if size <= most]
+        if fixed & {"batch_size", "gradient_accumulation_steps"}:
+            self.batches = [own.micro_batch]
+        one_way = processes == 1 or fixed & STRATEGIES["DDP"].keys()
+        as_stated = {key: self.as_it_is[key] for key in STRATEGIES["DDP"]}
+        self.strategies = {"as it is": as_stated} if one_way else STRATEGIES
+        self.features = {name: keys for name, keys in FEATURES.items() if not fixed & keys.keys()}
+
+    def fit(self, setting: Setting, batch: int) -> Iterator[Setting]:
+        """This setting with another micro-batch, in each way that fits, the fastest first: with the least
+        recomputation, then the fewest parts of the loss."""
+        tokens = batch * self.base.block_size
+        for level in self._choices("activation_checkpointing", RECOMPUTATION):
+            for parts in self._choices("loss_chunks", PARTS):
+                if parts > 1 and (tokens % parts or tokens // parts < SMALLEST_PART):
+                    continue
+                made = {"batch_size": batch, "activation_checkpointing": level, "loss_chunks": parts}
+                if self.obstacle(setting | made) is None and self.fits(setting | made):
+                    yield setting | made
+
+    def _choices(self, key: str, values: tuple) -> tuple:
+        return (self.as_it_is[key],) if key in self.fixed else values
+
+    def careful(self) -> Setting:
+        """A small micro-batch with all blocks recomputed and the loss in most parts; sharded only if that is
+        needed. Raises UserError if nothing fits."""
+        most = min(CAREFUL_TOKENS // self.base.block_size, self.batches[-1] // 4)
+        small = [size for size in self.batches if size <= most]
+        for strategy in self.strategies.values():
+            for batch in reversed(small or self.batches[:1]):
+                if found := list(self.fit(self.as_it_is | strategy, batch)):
+                    return found[-1]
+        raise UserError(
+            f"no setting of this config fits {self.machine.memory.device} with "
+            f"{self.machine.memory.gib:.1f} GiB; these do, by the estimate:\n"
+            + "\n".join(settings_that_fit(self.base, self.processes, self.machine.memory))
+        )
+
+    def obstacle(self, setting: Setting) -> str | None:
+        """Why these values do not go together here; None if nothing speaks against them."""
+        config = self.config(setting)
+        try:
+            check(config, self.processes)
+        except UserError as error:
+            return str(error).splitlines()[0]
+        if config.use_cuda_graphs and (reason := cuda_graphs_obstacle(config)):
+            return reason
+        if config.ffn_backend == "quack" and not self.machine.can.quack:
+            return f"its kernels are not for {self.machine.can.name}"
+        if config.ffn_backend == "quack" and importlib.util.find_spec("quack") is None:
+            return "needs QuACK: pip install -r requirements-quack.txt"
+        return None
+
+    def needed(self, setting: Setting) -> float:
+        """GiB that a process must have free, by the estimate with its reserve."""
+        return needed_memory(self.base.model_config(), self.parameters, self.config(setting), self.processes)
+
+    def fits(self, setting: Setting) -> bool:
+        return self.needed(setting) <= self.machine.memory.gib
+
+    def config(self, setting: Setting) -> TrainConfig:
+        steps = self.sequences // setting["batch_size"]
+        return dataclasses.replace(self.base, **{**setting, "gradient_accumulation_steps": steps})
+
+    def trial_keys(self, setting: Setting) -> Setting:
+        """Of a trial: as config(), but not more micro-steps than a measurement needs."""
+        wanted = max(2, round(TRIAL_TOKENS / (setting["batch_size"] * self.base.block_size)))
+        steps = min(self.sequences // setting["batch_size"], wanted)
+        return {**setting, "gradient_accumulation_steps": steps, "tokens_per_iter": None}
+
+    def name(self, setting: Setting) -> str:
+        """'16 x 2048, recomputation none, loss in 4 parts, ZeRO-1, CUDA Graphs'."""
+        words = [f"{setting['batch_size']} x {self.base.block_size}"]
+        words.append(f"recomputation {setting['activation_checkpointing']}")
+        words.append(f"loss in {setting['loss_chunks']} part{'s' * (setting['loss_chunks'] != 1)}")
+        extras = (STRATEGIES if self.processes > 1 else {}) | FEATURES
+        return ", ".join(words + [name for name, keys in extras.items() if keys.items() <= setting.items()])
