@@ -3,8 +3,13 @@
 A moment is stored as one byte an element, and a scale in fp32 for each block: the largest magnitude in it. A
 byte is a place in a map of 256 numbers from -1 to 1 (the mean) or from 0 to 1 (the mean square), which are
 denser towards 0: seven decades, each with twice as many numbers as the one below it (Dettmers 2016, "8-bit
-approximations for parallelism in deep learning"). Each is rounded to the nearest, and both are in the
-numbers of torchao 0.18's AdamW8bit, which is the oracle of the tests.
+approximations for parallelism in deep learning"). Each is rounded to the nearest. Codes and scales are those
+of torchao 0.18's AdamW8bit, which is the oracle of the tests, and so are the numbers, but for one.
+
+The trap is an outlier: a column whose gradients are 1,000 times its neighbors'. Their mean squares round to
+code 0, their means do not, and m / (sqrt(0) + eps) is an update of thousands of learning rates. So code 0 of
+the mean square stands for the least number above 0, which bounds m / sqrt(v), also after a checkpoint that
+has such codes.
 
 A block is 256 elements of one row; the last one of a row may be shorter. Ranks hold whole rows, so the blocks
 are the same for any strategy and number of ranks. Where rows are multiples of 256, they are torchao's.
@@ -106,8 +111,11 @@ def thresholds(signed: bool) -> torch.Tensor:
 
 @functools.cache
 def maps_on(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The signed map and its thresholds, then the unsigned ones, on this device."""
-    both = [made(signed) for signed in (True, False) for made in (number_map, thresholds)]
+    """What the codes of the mean stand for, and its thresholds, then those of the mean square, on this
+    device."""
+    squares = number_map(False).clone()
+    squares[0] = squares[1]
+    both = number_map(True), thresholds(True), squares, thresholds(False)
     return tuple(tensor.to(device) for tensor in both)
 
 

@@ -96,6 +96,7 @@ def eight_bit_updates(update, rows, columns, dtype, copies, rounding, device):
     """[weight, codes and scales of both moments, copy] after updates, of which one is refused."""
     weight = random(rows * columns).view(rows, columns).to(device, dtype)
     gradient = (1e-3 * random(rows * columns + 1)[1:]).view(rows, columns).to(device, dtype)
+    gradient[:, 5] *= 1e4  # beside it, squares have code 0
     copy = None if copies is None else torch.zeros_like(weight, dtype=copies)
     moments = adamw_8bit.empty_moment(weight), adamw_8bit.empty_moment(weight)
     for step, found_inf in ((1, 0.0), (2, 0.0), (3, 1.0), (3, 0.0)):
