@@ -4,13 +4,14 @@ no number of signals costs the checkpoint."""
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.helpers import TINY, last_run, make_dataset, write_config
 
-from training.checkpoints.saver import Saver
+from training.checkpoints.saver import Save, Saver
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
 from training.faults import watchdog as watchdog_module
@@ -280,16 +281,19 @@ def test_work_is_timed_after_5_iterations_and_told_after_10_more(monkeypatch):
     assert found[:15] == [0.0] * 15 and found[15:] == [1.0] * 15, "the running one is not complete"
 
 
-@pytest.mark.parametrize("start", [0, 100])
-def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
+def make_logger(clock, start=0, record=None):
     info = {
         "flops": {"calculation_method": "", "flops_per_token": 1, "flops_per_token_causal": 1},
         "hardware": {"gpu_name": "", "precision": ""},
         "model": {"architecture": {"arch": "", "n_head": 1, "n_kv_head": 1}, "total_params": 1},
     }
     peak = Peak(None, "", reason="none")
-    config = TrainConfig(**TINY)
-    logger = Logger(config, ALONE, None, Clock(CPU), peak, info, Progress(start, 0))
+    return Logger(TrainConfig(**TINY), ALONE, record, clock, peak, info, Progress(start, 0))
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
+    logger = make_logger(Clock(CPU), start)
     found = []
     for first in range(start, start + 8):
         reading = Reading(first + 3, first, 1.0, 1.0, None, 1.0, seconds=1.0, verdicts=[])
@@ -308,11 +312,58 @@ def test_the_clock_leaves_pauses_out(monkeypatch):
         now.seconds = 105.0
     now.seconds = 107.0
     assert clock.lap() == (7.0, [(0.0, 5.0), (104.0, 104.0), (105.0, 107.0)])
-    with pytest.raises(ValueError), clock.paused(synchronize=False):
+    with pytest.raises(ValueError), clock.paused():
         now.seconds = 200.0
         raise ValueError
     now.seconds = 201.0
     assert clock.lap().seconds == 1.0
+
+
+class Queue:
+    """A device that computes what is queued while the host goes on, and a record that takes the host 10 s to
+    rewrite."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.busy_until = 0.0
+        monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+        self.run_lock = SimpleNamespace(check=lambda: None)
+        self.rewrites, self.trackers = 0, None
+
+    def add(self, seconds):
+        self.busy_until = max(self.now, self.busy_until) + seconds
+
+    def wait(self):
+        self.now = max(self.now, self.busy_until)
+
+    def save(self, at_once=False):
+        self.now += 10.0
+        self.rewrites += 1
+
+    def add_checkpoint(self, *facts, **seconds): ...
+
+    def add_iteration(self, row): ...
+
+
+def test_only_time_in_which_the_gpu_had_nothing_to_do_is_left_out_of_a_row(monkeypatch):
+    """A checkpoint is complete while the GPU has 30 s of iterations to compute."""
+    queue = Queue(monkeypatch)
+    logger = make_logger(Clock(torch.device("cuda")), record=queue)
+    saved = Save(Path("checkpoints"), Progress(8, 8), "", False)
+    for rewrites in (1, 2):
+        queue.add(30.0)
+        queue.now += 1.0
+        logger.saved(saved)
+        queue.wait()  # as the row's read does
+        lap = logger.clock.lap()
+        assert lap.seconds == 30.0
+        reading = Reading(9, 5, 1.0, 1.0, None, 1.0, lap.seconds, [], lap.intervals)
+        logger.write(reading, 0.0, 0)
+        assert queue.rewrites == rewrites, "the checkpoint is in the record at the next row"
+    queue.add(30.0)
+    with logger.clock.paused():  # whatever the host does, the GPU first computes what it has
+        queue.now += 10.0
+    assert logger.clock.lap().seconds == 30.0
 
 
 def test_a_pause_within_a_pause_is_left_out_once(monkeypatch):
@@ -323,7 +374,7 @@ def test_a_pause_within_a_pause_is_left_out_once(monkeypatch):
     now.seconds = 10.0
     with clock.paused():
         now.seconds = 12.0
-        with clock.paused(synchronize=False):
+        with clock.paused():
             now.seconds = 15.0
         now.seconds = 20.0
     now.seconds = 21.0

@@ -33,19 +33,17 @@ class Clock:
         return Lap(sum(end - begin for begin, end in intervals), intervals)
 
     @contextlib.contextmanager
-    def paused(self, synchronize: bool = True) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Wraps work that is no iteration. The device is synchronized at both ends, so that neither training
-        that is still running nor the pause's own work is counted wrongly. synchronize=False is for work that
-        only the host does. A pause within a pause changes nothing."""
-        if synchronize:
-            self._synchronize()
+        that is still running nor the pause's own work is counted wrongly: also for work of the host alone,
+        beside which a GPU may have iterations to compute. A pause within a pause changes nothing."""
+        self._synchronize()
         if self.depth == 0:
             self.intervals.append((self.began, time.perf_counter()))
         self.depth += 1
         try:
             yield
-            if synchronize:
-                self._synchronize()
+            self._synchronize()
         finally:
             self.depth -= 1
             if self.depth == 0:

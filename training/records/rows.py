@@ -77,6 +77,7 @@ class Logger:
         # of StepResult, summed since the last log row
         self.attended, self.targets = (torch.zeros((), device=world.device) for _ in range(2))
         self.saved_at = self.start  # iteration of the last JSON rewrite
+        self.lacks_checkpoint = False  # whether the JSON does, which its journal then has
         self.progress = ProgressText(config.max_iters)
         self.reasons_said = {peak.reason}  # why there is no MFU; the start-up report says this one
         self.bar: tqdm | None = None
@@ -143,10 +144,10 @@ class Logger:
         self.record.add_iteration(row)
         interval = self.config.log_save_interval
         first = reading.first == self.start  # at once: scripts expect that a record has a row
-        if first or row["iter"] // interval != self.saved_at // interval:
-            with self.clock.paused(synchronize=False):  # takes longer as the run grows; no iteration's time
+        if first or self.lacks_checkpoint or row["iter"] // interval != self.saved_at // interval:
+            with self.clock.paused():  # takes longer as the run grows; the GPU has nothing else to do here
                 self.record.save(at_once=first)
-            self.saved_at = row["iter"]
+            self.saved_at, self.lacks_checkpoint = row["iter"], False
 
     def _show(self, row: dict[str, Any]) -> None:
         progress = self.progress.text(row["iter"] + 1, time.monotonic())
@@ -235,15 +236,14 @@ class Logger:
         log.info(f"💽 Saved {save.final}{save.note}")
         if self.record is None:
             return
-        with self.clock.paused(synchronize=False):
-            self.record.add_checkpoint(
-                save.progress.iteration,
-                save.progress.val_loss,
-                save.final,
-                blocked_seconds=save.blocked_seconds,
-                write_seconds=save.seconds,
-            )
-            self.record.save()
+        self.record.add_checkpoint(
+            save.progress.iteration,
+            save.progress.val_loss,
+            save.final,
+            blocked_seconds=save.blocked_seconds,
+            write_seconds=save.seconds,
+        )
+        self.lacks_checkpoint = True  # to rewrite it now would stop the GPU, or be counted as if it had
 
     def close(self, status: str) -> None:
         """Completes the record, and ends the sampling and the bar. Rank 0 writes. Safe after a failure: no
