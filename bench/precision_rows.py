@@ -49,6 +49,7 @@ class Row:
 
 HEAD = "layers_and_head"
 E4M3: dict[str, object] = {"fp8_gradients": "e4m3"}  # the study's choice; e5m2 is usual
+IN_E5M2, IN_BF16 = "the logits' gradient in e5m2", "the logits' gradient in bf16"  # not so in the study
 STUDY = (
     Row("1", "float32", "none"),
     Row("2", "bfloat16", "none"),
@@ -58,12 +59,12 @@ STUDY = (
     Row("6", "bfloat16", "mxfp8"),
     Row("7", "float32", "nvfp4"),
     Row("8", "bfloat16", "nvfp4"),
-    Row("9", "float32", "fp8_delayed", HEAD, weight_tying=False, options=E4M3),
-    Row("10", "bfloat16", "fp8_delayed", HEAD, weight_tying=False, options=E4M3),
+    Row("9", "float32", "fp8_delayed", HEAD, weight_tying=False, note=IN_E5M2, options=E4M3),
+    Row("10", "bfloat16", "fp8_delayed", HEAD, weight_tying=False, note=IN_E5M2, options=E4M3),
     Row("11", "float32", "mxfp8", HEAD, weight_tying=False),
     Row("12", "bfloat16", "mxfp8", HEAD, weight_tying=False),
-    Row("13", "float32", "nvfp4", HEAD, weight_tying=False),
-    Row("14", "bfloat16", "nvfp4", HEAD, weight_tying=False),
+    Row("13", "float32", "nvfp4", HEAD, weight_tying=False, note=IN_BF16),
+    Row("14", "bfloat16", "nvfp4", HEAD, weight_tying=False, note=IN_BF16),
     Row("15", "float32", "fp8_delayed", HEAD, weight_tying=False, note=NORMS, options=E4M3, same_as="9"),
     Row("16", "bfloat16", "fp8_delayed", HEAD, weight_tying=False, note=NORMS, options=E4M3, same_as="10"),
     Row("17", "float32", "mxfp8", HEAD, weight_tying=False, note=NORMS, same_as="11"),

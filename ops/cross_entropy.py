@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.float8 import Float8, quantize, scale_of
+from ops.float8 import GRADIENT, Float8, quantize, scale_of
 from ops.linear import Linear
-from ops.low_precision import of_part, product
+from ops.low_precision import product
 from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
 from ops.matmul import add_weight_gradient
 
@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if low is None:
             parts = [_loss(*pair, weight, *sums) for pair in pairs]
         else:
-            parts = [_low_precision_loss(*pair, of_part(low, i), *sums) for i, pair in enumerate(pairs)]
+            parts = [_low_precision_loss(*pair, low, *sums) for pair in pairs]
         losses, dxs = zip(*parts, strict=True)
         if gradient:
             dx = torch.cat(dxs) if len(dxs) > 1 else dxs[0]
@@ -108,7 +108,8 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
     if dweight is None:
         return cross_entropy(logits, targets, gradient=False).sum(), None
     if method.one_scale:
-        losses, gradient = cross_entropy_float8(logits, targets, low.gradient_dtype)
+        # never e4m3: beside the target's -1 it would round all probabilities below 2e-6 to 0
+        losses, gradient = cross_entropy_float8(logits, targets, GRADIENT)
         d = of_float8(gradient)
     else:
         losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient

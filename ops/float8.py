@@ -25,7 +25,7 @@ amax
     backward (ops/norm.py, Delta), SwiGLU and the heads' backward also find it. SwiGLU's backward is computed
     twice, for its amax and then in fp8. An argument `amax` is a tensor of any shape whose maximum is that of
     all of x, or None if nobody knows it; then quantize() computes it. The gradient of the head's logits needs
-    none: softmax - one_hot is at most 1, so its scale is fixed, and the loss writes it in fp8 at once.
+    none: softmax - one_hot is at most 1, so its scale is fixed, and the loss writes it in e5m2 at once.
 Fast accumulation
     Ada's and Hopper's fp8 tensor cores are faster if partial sums have less precision than fp32. That is
     accurate enough for the forward pass, which sums over some thousand columns. Gradients sum over more, up

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 
 from ops.low_precision_methods import METHODS, Kept, LowPrecision, Operand
 
-BITS_OF_A_PART = 2**20  # tensor numbers between the parts of a tensor: more than a model has layers
-
 
 def unpack_kept(saved: Sequence[torch.Tensor | None]) -> list[Kept]:
     """The Kept of several Linears, out of the tensors that a backward gets back in one row."""
@@ -43,15 +41,6 @@ def linear_forward(
     """x (..., K) -> x w^T (M, N), and what the backward needs."""
     y, operand = product(x.flatten(0, -2), amax, low)
     return y, Kept(operand.columns, operand.columns_scale, low.weight.columns, low.weight.columns_scale)
-
-
-def of_part(low: LowPrecision, part: int) -> LowPrecision:
-    """For a part of the tokens of a micro-step, which has random bits of its own. Parts count from 0."""
-    method, dtype, weight, total, key, scalings = low
-    if key is not None and part:
-        key = key.clone()
-        key[3] += part * BITS_OF_A_PART
-    return LowPrecision(method, dtype, weight, total, key, scalings)
 
 
 def gradient_operand(dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:

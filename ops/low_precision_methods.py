@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from ops import emulation, float8
 from ops.delayed_float8 import delayed_quantize, delayed_requantize, delayed_scale
 from ops.matmul import add_weight_gradient
+from ops.quantization.hadamard import random_hadamard
 from ops.recipes import RECIPES
+
+HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are some hundred MiB
 
 
 class Operand(NamedTuple):
@@ -79,7 +82,8 @@ class Method(ABC):
         """dy (M, N)."""
 
     def gradient_of_logits(self, dy: torch.Tensor, low: LowPrecision) -> Operand:
-        """dy (M, V), none of whose numbers is above 1."""
+        """dy (M, V), the probabilities less 1 at the targets: most of them are far below 1e-6, and none is
+        above 1."""
         return self.gradient(dy, None, low)
 
     @abstractmethod
@@ -183,8 +187,8 @@ class EmulatedScaled(Emulated):
         return self._by_own_amax(dy, low.gradient_dtype, amax)
 
     def gradient_of_logits(self, dy, low):
-        largest = torch.ones((), device=dy.device)  # the scale that Scaled's logits have, too
-        return self._by_own_amax(dy, low.gradient_dtype, largest)
+        largest = torch.ones((), device=dy.device)  # scale and numbers that Scaled's logits have, too
+        return self._by_own_amax(dy, float8.GRADIENT, largest)
 
     def empty_weight(self, weight):
         both = _empty_bf16(weight)  # one scale: rows and columns are the same numbers
@@ -248,6 +252,13 @@ class EmulatedNvfp4(Emulated):
 
     def gradient(self, dy, amax, low):
         return Operand(*_nvfp4(dy, low.key))
+
+    def gradient_of_logits(self, dy, low):
+        """In bf16: fp4 would round every probability below 2e-6 to 0."""
+        columns = torch.empty_like(dy)
+        for written, rows in zip(columns.split(HADAMARD_ROWS), dy.split(HADAMARD_ROWS), strict=True):
+            written.copy_(random_hadamard(rows, dim=0))
+        return Operand(dy, columns)
 
     def empty_weight(self, weight):
         both = _empty_bf16(weight)  # blocks are square

@@ -189,7 +189,9 @@ class TrainConfig:
     low_precision_scope: Literal["layers", "layers_and_head"] = key("layers", "also the head?", guarded=True)
     low_precision_skip_first: int = key(0, "first blocks that stay in bfloat16", minimum=0, guarded=True)
     low_precision_skip_last: int = key(0, "last blocks that stay in bfloat16", minimum=0, guarded=True)
-    fp8_gradients: Literal["e5m2", "e4m3"] = key("e5m2", "numbers of gradients in fp8", guarded=True)
+    fp8_gradients: Literal["e5m2", "e4m3"] = key(
+        "e5m2", "numbers of gradients in fp8; those of the logits are always e5m2", guarded=True
+    )
     amax_history: int = key(1024, "micro-steps that fp8_delayed looks back", minimum=1, guarded=True)
     amax_algorithm: Literal["max", "most_recent"] = key("max", "of the magnitudes there", guarded=True)
     compile: bool = key(True, "use torch.compile")
