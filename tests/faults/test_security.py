@@ -25,6 +25,7 @@ from common.errors import UserError
 from data.pipeline.meta_file import load_tokenizer
 from training.batches.dataset import open_dataset
 from training.checkpoints.folder import MANIFEST
+from training.checkpoints.loading import load_model
 from training.checkpoints.verification import recorded_files
 from training.configuration.dataset_name import dataset_folder
 from training.configuration.keys import TrainConfig
@@ -184,6 +185,30 @@ def test_pointer_that_is_a_link_leads_nowhere(run, config, tmp_path, pointer):
     assert (checkpoints / "latest").read_text() == "step-00000004\n" and not (
         checkpoints / "latest"
     ).is_symlink()
+
+
+@pytest.mark.parametrize("linked", ["folder", "manifest.json", "state.json", "tensors"])
+@pytest.mark.security
+def test_a_checkpoint_that_leads_elsewhere_is_not_followed(run, config, tmp_path, capfd, linked):
+    """Not even to the very files: a resume takes the one before, and whoever names it is refused."""
+    checkpoints, outside = tmp_path / "out" / "checkpoints", tmp_path / "outside"
+    assert run(config, "--max_iters=4", "--eval_interval=2") == 0
+    newest = path = checkpoints / "step-00000004"
+    if linked != "folder":
+        path = min(newest.glob("tensors-*")) if linked == "tensors" else newest / linked
+    path.rename(outside)
+    path.symlink_to(outside)
+    problem = f"{path.name} is a link, which is not followed; put a copy in its place"
+    capfd.readouterr()
+    resume = config, "--max_iters=6", "--eval_interval=2", "--init_from=resume"
+    assert run(*resume, f"--resume_from={newest.name}") == 2
+    assert problem in capfd.readouterr().err
+    with pytest.raises(UserError, match="is a link"):
+        load_model(tmp_path / "out", newest.name, torch.device("cpu"))
+    assert run(*resume) == 0
+    assert problem in capfd.readouterr().out
+    assert last_run(tmp_path / "out")["startup_info"]["resumed_from"] == str(checkpoints / "step-00000002")
+    assert outside.exists() and os.path.lexists(f"{newest}.corrupt")
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/etc/hostname", "step-00000002/../../.."])

@@ -54,10 +54,19 @@ def step_number(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def file_of(folder: Path, name: str) -> Path:
+    """The path of a checkpoint's file, for whoever reads it. Raises ValueError if it leads elsewhere: if the
+    file or the folder is a link (docs/security.md)."""
+    for path in (folder, folder / name):
+        if path.is_symlink():
+            raise ValueError(f"{path.name} is a link, which is not followed; put a copy in its place")
+    return folder / name
+
+
 def read_state(folder: Path) -> SavedState:
     """Raises UnknownFormat, or ValueError if state.json is missing or not what a run writes."""
     try:
-        content = read_json(folder / STATE, MAX_BYTES)
+        content = read_json(file_of(folder, STATE), MAX_BYTES)
         return _parse(content, folder)
     except UserError:
         raise

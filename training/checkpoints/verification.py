@@ -20,7 +20,14 @@ from common.json_file import read_json
 from model_config import ModelConfig
 from ops.quantization.adamw_8bit import is_quantized, scales_shape
 from training.checkpoints.folder import MANIFEST, complete_checkpoints
-from training.checkpoints.saved_state import HALVES_FORMAT, STATE, SavedState, UnknownFormat, read_state
+from training.checkpoints.saved_state import (
+    HALVES_FORMAT,
+    STATE,
+    SavedState,
+    UnknownFormat,
+    file_of,
+    read_state,
+)
 from training.checkpoints.tensor_files import SUFFIX, read_header
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import SCALES
@@ -79,7 +86,7 @@ def _file_problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
 def recorded_files(folder: Path) -> dict[str, dict[str, Any]]:
     """{name: {sha256, bytes}} from the manifest. Raises ValueError if it is not a valid manifest."""
     try:
-        files = read_json(folder / MANIFEST, MAX_MANIFEST).get("files")
+        files = read_json(file_of(folder, MANIFEST), MAX_MANIFEST).get("files")
     except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from None
     if not isinstance(files, dict) or STATE not in files or not all(map(_is_recorded, files.items())):
@@ -97,15 +104,15 @@ def _is_recorded(item: tuple[str, Any]) -> bool:
 
 
 def _problem(folder: Path, name: str, recorded: dict[str, Any]) -> str | None:
-    path = folder / name
     try:
+        path = file_of(folder, name)
         if not path.is_file():  # a named pipe, for example, which nobody may open
             return f"{name} is missing"
         if path.stat().st_size != recorded["bytes"]:
             return f"{name} has {path.stat().st_size:,} bytes, recorded {recorded['bytes']:,}"
         matches = digest(path)["sha256"] == recorded["sha256"]
         return None if matches else f"{name} does not match its sha256"
-    except OSError as error:  # a bad sector, for example
+    except (OSError, ValueError) as error:  # a bad sector, for example
         return f"{name} cannot be read ({error})"
 
 
@@ -137,7 +144,7 @@ def _content_problems(folder: Path) -> list[str]:
 def open_tensors(folder: Path, saved: SavedState) -> TensorFiles:
     """A reader of the folder's tensors, with their rows in the order of FORMAT. Files that the manifest does
     not list are ignored. Raises ValueError or OSError."""
-    paths = [folder / name for name in recorded_files(folder) if name.endswith(SUFFIX)]
+    paths = [file_of(folder, name) for name in recorded_files(folder) if name.endswith(SUFFIX)]
     parts = [item for path in paths for item in read_header(path).items()]
     if saved.format != HALVES_FORMAT or saved.model_config.ffn_type != "swiglu":
         return TensorFiles(parts)
