@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from support.checkpoint_parts import ALONE, make_config, make_saver, make_state, save
@@ -12,6 +13,7 @@ from training.checkpoints.resume import find_resume
 from training.configuration.files_and_flags import load_config
 from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
+from training.optimization.optimizer import optimizer_warnings
 from training.optimization.schedule import (
     fix_schedule,
     learning_rate,
@@ -134,12 +136,48 @@ def test_a_warm_up_of_more_than_half_the_run_is_a_warning_with_the_fix(keys, war
         assert schedule_warnings(fixed) == []
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("min_lr", [0.0, 3e-5, 3e-4])
+def test_a_run_beyond_its_decay_is_a_warning_with_the_fix(schedule, min_lr):
+    """Where the rate has fallen by then; also of a new run whose lr_decay_iters is stated."""
+    ended = fix_schedule(TrainConfig(max_iters=40, lr_schedule=schedule, min_lr=min_lr), {})
+    assert schedule_warnings(ended) == []
+    longer = replace(ended, max_iters=60, init_from="resume", allow_changes="seed")
+    warnings = schedule_warnings(longer)
+    assert len(warnings) == (schedule != "constant" and min_lr < 3e-4)
+    assert schedule_warnings(replace(longer, eval_only=True)) == []
+    if warnings:
+        assert ("changes no weight" in warnings[0]) == (min_lr == 0)
+        assert "every iteration from 40 on" in warnings[0]
+        assert warnings[0].endswith("--lr_decay_iters=60 --allow_changes=seed,lr_decay_iters")
+        assert schedule_warnings(replace(longer, lr_decay_iters=60)) == []
+        assert schedule_warnings(replace(longer, init_from="scratch"))[0].endswith("--lr_decay_iters=60")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"beta2": 0.0}, "beta2=0 is not above beta1^2=0.81"),
+        ({"beta1": 0.99, "beta2": 0.95}, "beta2=0.95 is not above beta1^2=0.9801"),
+        ({"beta1": 0.0, "beta2": 0.0}, None),  # the sign of the gradient: no update is above the rate
+        ({"learning_rate": 10.0}, "times weight_decay=0.1 is at least 1"),
+        ({"learning_rate": 0.0, "min_lr": 0.0}, "learning_rate=0 changes no weight"),
+        ({"beta2": 0.0, "eval_only": True}, None),
+        ({}, None),
+    ],
+)
+def test_legal_values_with_which_nothing_is_learned_are_a_warning(keys, said):
+    warnings = optimizer_warnings(TrainConfig(**keys))
+    assert [said in warning for warning in warnings] == [True] if said else warnings == []
+
+
 def test_the_warning_is_at_the_start_and_in_the_record(run, tmp_path, capfd):
     keys = {**TINY, **NOT_STATED, "max_iters": 4, "dataset": make_dataset(tmp_path / "tokens")}
     config = write_config(tmp_path / "run.py", **keys, out_dir=tmp_path / "out")
-    assert run(config, "--warmup_iters=3") == 0
+    assert run(config, "--warmup_iters=3", "--beta2=0") == 0
     output, record = capfd.readouterr().out, last_run(tmp_path / "out")
-    (warning,) = record["startup_info"]["warnings"]
+    warning, of_beta2 = record["startup_info"]["warnings"]
+    assert "beta2=0 " in of_beta2 and f"warning: {of_beta2}" in output
     assert f"warning: {warning}" in output and output.index(warning) < output.index("Iter      0")
     assert record["config"]["lr_decay_iters"] == 4
     assert run(config, "--warmup_iters=3", "--dry_run=True") == 0
@@ -149,6 +187,9 @@ def test_the_warning_is_at_the_start_and_in_the_record(run, tmp_path, capfd):
     record = last_run(tmp_path / "other")
     assert record["startup_info"]["warnings"] == []
     assert record["config"]["warmup_iters"] == 0
+    resume = "--init_from=resume", "--max_iters=6", f"--out_dir={tmp_path / 'other'}"
+    assert run(config, *resume) == 0
+    assert "warning: lr_decay_iters=4 comes before max_iters=6" in capfd.readouterr().out
 
 
 def test_help_says_what_none_means():

@@ -69,17 +69,27 @@ def _stated_or_saved(name: str, stated: int | None, saved: Mapping[str, Any]) ->
 
 def schedule_warnings(config: TrainConfig) -> list[str]:
     """What is probably not meant, with the fix."""
-    warmup, _ = warmup_and_decay_iters(config)
-    if config.eval_only or not config.max_iters or 2 * warmup <= config.max_iters:
-        return []
-    fitting = replace(config, warmup_iters=None, lr_decay_iters=None)
-    flags = "--warmup_iters={} --lr_decay_iters={}".format(*warmup_and_decay_iters(fitting))
-    highest = min(1.0, config.max_iters / (warmup + 1))
-    return [
-        f"warmup_iters={warmup:,} is more than half of max_iters={config.max_iters:,}: the rate rises "
-        f"for most of the run and reaches {highest:.2g} of learning_rate, so the model may learn little. To "
-        f"train for so many iterations, add {flags}; a test of the speed needs no change"
-    ]
+    (warmup, end), last, found = warmup_and_decay_iters(config), config.max_iters, []
+    if config.eval_only:
+        return found
+    if 2 * warmup > last > 0:
+        fitting = replace(config, warmup_iters=None, lr_decay_iters=None)
+        flags = "--warmup_iters={} --lr_decay_iters={}".format(*warmup_and_decay_iters(fitting))
+        highest = min(1.0, last / (warmup + 1))
+        found.append(
+            f"warmup_iters={warmup:,} is more than half of max_iters={last:,}: the rate rises "
+            f"for most of the run and reaches {highest:.2g} of learning_rate, so the model may learn little. "
+            f"To train for so many iterations, add {flags}; a test of the speed needs no change"
+        )
+    if last > end >= warmup and learning_rate(end, config) < config.learning_rate:
+        allow = dict.fromkeys([*(config.allow_changes or "").split(","), "lr_decay_iters"])
+        allowed = f" --allow_changes={','.join(filter(None, allow))}" if config.init_from == "resume" else ""
+        what = f"at min_lr={config.min_lr:g}" if config.min_lr else "at a rate of 0, so it changes no weight"
+        found.append(
+            f"lr_decay_iters={end:,} comes before max_iters={last:,}: every iteration from {end:,} on trains "
+            f"{what}. To decay until the end of the run, add --lr_decay_iters={last}{allowed}"
+        )
+    return found
 
 
 # --- the rate ---

@@ -16,7 +16,7 @@ from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
 from training.optimization.ffn_backend import describe_ffn_backend, versions
-from training.optimization.optimizer import describe_optimizer
+from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
 from training.records.machine import machine_info
@@ -74,6 +74,7 @@ def startup_info(
         "warnings": [
             *_attention_warnings(attention),
             *schedule_warnings(config),
+            *optimizer_warnings(config),
             *micro_batch.warnings(),
         ],
     }
