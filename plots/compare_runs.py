@@ -6,6 +6,7 @@
 Without --baseline each run is compared with the first. With it, the records after it are repeats of the
 baseline, and the others are repeats of what is compared with it.
 MFUs by different FLOPs formulas never share an axis: that is refused unless --method recounts them by one.
+Losses of different tokenizers are not drawn: a token of one is not a token of the other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ TIMINGS = {"mfu": "mfu_percent", "tokens": "tokens_per_sec"}  # panel: column
 # panel: what no run has logged if there is no such panel
 ABSENT = {"loss": "a loss", "val": "an evaluation", "mfu": "an MFU", "tokens": "tokens/s"}
 SPARSE_MARK = " (2:4 sparse peak)"
+TOKENIZERS_DIFFER = (
+    "losses are not drawn: they are in nats per token, and these runs have tokens of different tokenizers; "
+    "compare bits per byte of one text, by tools.evaluate"
+)
 
 
 def run_labels(runs: list[Run]) -> list[str]:
@@ -59,8 +64,8 @@ def require_one_method(runs: list[Run]) -> None:
         )
 
 
-def peak_warnings(runs: list[Run], labels: list[str]) -> list[str]:
-    """Where equal MFUs do not mean equal speed, and where an MFU cannot be true."""
+def warnings_about(runs: list[Run], labels: list[str]) -> list[str]:
+    """Where equal MFUs do not mean equal speed, where an MFU cannot be true, and why no loss is drawn."""
     named = [(run, label) for run, label in zip(runs, labels, strict=True) if run.mfu_methods]
     sparse = [label for run, label in named if run.sparse]
     peaks = {f"{run.peak_tflops_per_gpu:,.6g}" for run, _ in named if run.peak_tflops_per_gpu}
@@ -76,6 +81,8 @@ def peak_warnings(runs: list[Run], labels: list[str]) -> list[str]:
     for run, label in named:
         if (spread := run_record.spread(run, "mfu_percent")) and spread[0] > 100:
             found.append(f"WARNING: {label}: an MFU above 100 % is an error of measurement")
+    if run_record.tokenizers_differ(runs):
+        found.append(f"warning: {TOKENIZERS_DIFFER}")
     return found
 
 
@@ -88,14 +95,17 @@ def plot(runs: list[Run], labels: list[str]) -> Figure:
     logged = {panel: [run.columns[column] for run in runs] for panel, column in columns.items()}
     logged["val"] = [run_record.evaluations(run, "val_loss")[1] for run in runs]
     names = [panel for panel in ABSENT if len(run_record.finite(np.concatenate(logged[panel])))]
+    absent = [f"None of these runs logged {what}." for panel, what in ABSENT.items() if panel not in names]
+    if run_record.tokenizers_differ(runs):
+        names = [panel for panel in names if panel in TIMINGS]
+        absent.append(f"{TOKENIZERS_DIFFER.capitalize()}.")
     fig = figure.new_figure(15, 2 + 4 * -(-len(names) // 2) + 0.2 * len(runs))  # a line each in the legend
     axes = figure.panels(fig, names)
     figure.limit_x(axes, runs)
     styles = line_styles(len(runs))
     draw_losses(axes, runs, styles)
     draw_timings(axes, runs, styles)
-    missing = [f"None of these runs logged {what}." for panel, what in ABSENT.items() if panel not in names]
-    figure.note(fig, missing)
+    figure.note(fig, absent)
     names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
     fig.legend(figure.legend_lines(styles), names, loc="outside upper left", frameon=False, fontsize=9)
     return fig
@@ -166,7 +176,7 @@ def compare(patterns: list[str], baseline: list[str], method: str | None, output
     runs = [run for side in sides for run in side]
     require_one_method(runs)
     names, labels = comparison_text.run_names(sides), run_labels(runs)
-    for warning in peak_warnings(runs, labels):
+    for warning in warnings_about(runs, labels):
         print(warning, file=sys.stderr)
     parts = [
         comparison_text.legend(runs, names, labels),

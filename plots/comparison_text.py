@@ -66,7 +66,8 @@ def describe(run: Run) -> str:
     if run.mfu_methods:
         facts.append(f"MFU by {' and '.join(run.mfu_methods)}")
     if peak := run.peak_tflops_per_gpu:
-        facts.append(f"peak {peak:,.6g}{' 2:4 sparse' if run.sparse else ''} TFLOPS/GPU")
+        kind = " 2:4 sparse" * run.sparse + " measured" * run.measured_peak
+        facts.append(f"peak {peak:,.6g}{kind} TFLOPS/GPU")
     return ", ".join(facts)
 
 

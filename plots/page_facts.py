@@ -38,7 +38,8 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
         spread = run_record.spread(run, column)
         if spread:
             value, low, high = (shorten(format(each, form), 16) for each in spread)
-            found.append((name, value, unit, f"median; p10 to p90: {low} to {high}"))
+            of_what = "of a measured peak; " if name == "MFU" and run.measured_peak else ""
+            found.append((name, value, unit, f"{of_what}median; p10 to p90: {low} to {high}"))
     if run.best_val_loss is not None:
         found.append(("Validation loss", loss(run.best_val_loss), "", "lowest; nats per token"))
     elif run.final_loss is not None:

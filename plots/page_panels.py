@@ -34,7 +34,8 @@ OTHERS = {
 def panels(runs: list[Run], names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """The charts as page.html draws them, and for each that has nothing to show a line that says so."""
     markers = [marker for index, run in enumerate(runs) for marker in happenings(index, run)]
-    charts = [*losses(runs, names), *timings(runs, names), *others(runs, names)]
+    drawn_losses = [] if run_record.tokenizers_differ(runs) else losses(runs, names)
+    charts = [*drawn_losses, *timings(runs, names), *others(runs, names)]
     drawn: list[dict[str, Any]] = []
     missing: list[str] = []
     for chart in charts:

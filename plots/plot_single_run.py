@@ -91,6 +91,7 @@ def mfu_title(run: Run) -> str:
         f"MFU by {method}" if method else "MFU",
         f" of {peak:,.5g} TF per GPU" if peak else "",
         ", 2:4 sparse" if run.sparse else "",
+        ", measured" if run.measured_peak else "",
         "\nabove 100 %: an error of measurement" if spread and spread[0] > 100 else "",
     ]
     return "".join(parts)

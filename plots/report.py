@@ -26,7 +26,7 @@ from common.durable_file import write_bytes  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line, plain  # noqa: E402
 from plots import comparison_text, page_facts, page_panels, page_waterfall  # noqa: E402
-from plots.compare_runs import peak_warnings, read_sides, require_one_method, run_labels  # noqa: E402
+from plots.compare_runs import read_sides, require_one_method, run_labels, warnings_about  # noqa: E402
 from plots.figure import output_path  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
@@ -49,7 +49,7 @@ def page(sides: list[list[Run]], profiles: list[Path]) -> str:
         ],
         tiles=page_facts.tiles(runs[0]) if is_one else [],
         verdicts=[line.strip() for line in comparison_text.verdict_lines(sides)],
-        warnings=peak_warnings(runs, labels),
+        warnings=warnings_about(runs, labels),
         tables=page_facts.tables(runs),
         panels=panels,
         missing=missing,

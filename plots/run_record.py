@@ -123,6 +123,18 @@ class Run:
         return bool(self.hardware.get("sparse_mode"))
 
     @property
+    def measured_peak(self) -> bool:
+        """Whether the peak was timed on the machine: on a CPU it may be half as much at the next start."""
+        return bool(_dict(self.hardware.get("peak")).get("measured"))
+
+    @property
+    def tokenizer(self) -> dict:
+        """What the record says of the one that made the data; {} if nothing."""
+        source = next(iter(_list(_dict(self.startup.get("data")), "sources")), {})
+        recorded = _dict(source.get("meta")).get("tokenizer")
+        return {"name": recorded} if isinstance(recorded, str) else _dict(recorded)
+
+    @property
     def peak_tflops_per_gpu(self) -> float | None:
         peaks = finite(self.columns["peak_flops"])
         return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
@@ -294,6 +306,15 @@ def spread(run: Run, name: str) -> tuple[float, float, float] | None:
         return None
     p10, p90 = np.percentile(values, [10, 90], method="nearest")  # as in training/records/percentiles.py
     return float(np.median(values)), float(p10), float(p90)
+
+
+def tokenizers_differ(runs: list[Run]) -> bool:
+    """Whether nats per token of these runs cannot be compared. By what all records that name a tokenizer say
+    of it."""
+    named = [run.tokenizer for run in runs if run.tokenizer]
+    keys = (key for key in ("sha256", "chars", "name") if all(tokenizer.get(key) for tokenizer in named))
+    key = next(keys, None)
+    return key is not None and len({str(tokenizer[key]) for tokenizer in named}) > 1
 
 
 def throttle_shares(run: Run) -> dict[str, float] | None:

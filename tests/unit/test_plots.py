@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from common.errors import UserError  # noqa: E402
 from common.text import aligned  # noqa: E402
-from plots import compare_runs, plot_single_run  # noqa: E402
+from plots import compare_runs, comparison_text, page_facts, page_panels, plot_single_run  # noqa: E402
 from plots.run_record import load_run, recounted, spread  # noqa: E402
 from training.records import percentiles  # noqa: E402
 
@@ -399,6 +399,48 @@ def test_different_peaks_are_mentioned(tmp_path, capsys):
     paths = [str(write(tmp_path, other, "h200")), str(write(tmp_path, new_record(100), "b200"))]
     assert compare_runs.main(paths) == 0
     assert "different peaks: 2,250 and 989.4 TFLOPS per GPU" in capsys.readouterr().err
+
+
+def tokenized(folder, **tokenizers):
+    """Paths of records whose data these tokenizers made; None: the log does not say."""
+    paths = []
+    for name, tokenizer in tokenizers.items():
+        record = new_record(100) | {"eval_steps": [{"iter": 50, "train_loss": 3.0, "val_loss": 3.1}]}
+        meta = {"data": {"sources": [{"meta": {"tokenizer": tokenizer}}]}} if tokenizer else {}
+        paths.append(str(write(folder, record | {"startup_info": record["startup_info"] | meta}, name)))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differ"),
+    [
+        ({"name": "llama", "sha256": "aa"}, {"name": "qwen", "sha256": "bb"}, True),
+        ({"name": "llama", "sha256": "aa"}, {"name": "a folder", "sha256": "aa"}, False),
+        ({"name": "gpt2"}, {"name": "qwen", "sha256": "bb"}, True),
+        ({"name": "char", "chars": ["a"]}, {"name": "char", "chars": ["b"]}, True),
+        ("gpt2", {"name": "gpt2"}, False),
+        (None, {"name": "gpt2"}, False),
+    ],
+)
+def test_losses_of_different_tokenizers_share_no_axis(tmp_path, capsys, one, other, differ):
+    paths = tokenized(tmp_path, one=one, other=other)
+    assert compare_runs.main(paths) == 0
+    assert ("nats per token" in capsys.readouterr().err) == differ
+    figure = compare_runs.plot([load_run(Path(path)) for path in paths], ["one", "other"])
+    titles = {axis.get_title(loc="left").split(" by ")[0] for axis in figure.axes}
+    assert titles == {"MFU", "Throughput"} | (set() if differ else {"Training loss", "Validation loss"})
+    assert ("different tokenizers" in figure.get_supxlabel()) == differ
+    drawn, _ = page_panels.panels([load_run(Path(path)) for path in paths], ["A", "B"])
+    assert any("loss" in panel["title"].lower() for panel in drawn) != differ
+
+
+def test_an_mfu_of_a_measured_peak_says_so(tmp_path):
+    record = new_record(100)
+    record["startup_info"]["hardware"]["peak"] = {"measured": True}
+    run = load_run(write(tmp_path, record))
+    assert panel_text(run, "MFU") == [f"MFU by {V3} of 2,250 TF per GPU, measured"]
+    assert "peak 2,250 measured TFLOPS/GPU" in comparison_text.describe(run)
+    assert page_facts.tiles(run)[0][3].startswith("of a measured peak; median")
 
 
 # --- bad input, and the scripts as a user starts them ---

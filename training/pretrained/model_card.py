@@ -62,8 +62,10 @@ def _origin(pretrained: dict[str, Any] | None) -> str:
 
 def _training(saved: SavedState, record: dict[str, Any]) -> dict[str, Any]:
     tokens = saved.samples_seen * saved.model_config.block_size
-    loss, mfu = saved.val_loss, _field(record, "summary", "mfu_percent")
-    mfu = mfu.get("median") if isinstance(mfu, dict) else mfu
+    loss, mfu = saved.val_loss, _field(record, "summary", "mfu_percent", "median")
+    # a peak that was measured on a CPU may be half as much at the next start
+    measured = _field(record, "startup_info", "hardware", "peak", "measured")
+    mfu = None if measured and saved.config.get("device") == "cpu" else mfu
     return {
         "data": ", ".join(Path(name).name for name in parse_dataset(saved.config["dataset"])),
         "tokens": f"{tokens:,}{', with padding' * (saved.config.get('packing') == 'truncate')}",
@@ -71,7 +73,7 @@ def _training(saved: SavedState, record: dict[str, Any]) -> dict[str, Any]:
         "processes": saved.world_size,
         "validation loss": None if loss is None else f"{loss:.4f}",
         "training loss": _loss(record, saved.iteration),
-        "MFU": f"{mfu:.2f} %" if isinstance(mfu, float) else None,
+        "MFU": f"{mfu:.2f} %{' of a measured peak' * (measured is True)}" if isinstance(mfu, float) else None,
         "hardware": _field(record, "startup_info", "hardware", "gpu_name"),
         "code": _field(record, "startup_info", "git", "commit"),
     }
