@@ -301,20 +301,12 @@ def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
 
 def optimizer_warnings(config: TrainConfig) -> list[str]:
     """Values that are allowed and probably not meant, with the fix."""
-    rate, beta1, beta2, found = config.learning_rate, config.beta1, config.beta2, []
-    if config.eval_only:
-        return found
-    if beta1 and beta2 <= beta1**2:
-        found.append(
-            f"beta2={beta2:g} is not above beta1^2={beta1**2:.4g}: the mean of squares forgets a gradient "
-            "sooner than the mean does, so an update has no bound (Reddi et al. 2018, theorem 4) and the "
-            "loss may rise; raise beta2, 0.95 is usual, or lower beta1"
-        )
-    if rate * config.weight_decay >= 1:
-        found.append(
-            f"learning_rate={rate:g} times weight_decay={config.weight_decay:g} is at least 1: at the peak "
-            "rate an update decays a weight to 0 or beyond; lower weight_decay, 0.1 is usual"
-        )
-    if not rate:
-        found.append("learning_rate=0 changes no weight; a test of the speed needs no change")
-    return found
+    rate, decay, beta1, beta2 = config.learning_rate, config.weight_decay, config.beta1, config.beta2
+    texts = {
+        f"beta2={beta2:g} is not above beta1^2={beta1**2:.4g}: updates have no bound (Reddi et al. 2018, "
+        "theorem 4), and the loss may rise; raise beta2, 0.95 is usual": beta1 > 0 and beta2 <= beta1**2,
+        f"learning_rate={rate:g} times weight_decay={decay:g} is at least 1: an update at that rate decays "
+        "weights to 0 or beyond; lower weight_decay, 0.1 is usual": rate * decay >= 1,
+        "learning_rate=0 changes no weight; a test of the speed needs no change": rate == 0,
+    }
+    return [] if config.eval_only else [text for text, holds in texts.items() if holds]

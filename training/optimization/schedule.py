@@ -69,7 +69,8 @@ def _stated_or_saved(name: str, stated: int | None, saved: Mapping[str, Any]) ->
 
 def schedule_warnings(config: TrainConfig) -> list[str]:
     """What is probably not meant, with the fix."""
-    (warmup, end), last, found = warmup_and_decay_iters(config), config.max_iters, []
+    (warmup, end), last = warmup_and_decay_iters(config), config.max_iters
+    found: list[str] = []
     if config.eval_only:
         return found
     if 2 * warmup > last > 0:
