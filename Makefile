@@ -20,8 +20,8 @@ train: $(VENV)/.installed
 	$(BIN)/python data/quickstart/prepare.py
 	rm -rf $(OUT)/checkpoints-before-*  # a run moves older checkpoints aside once; this one can be repeated
 	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
-	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
-	$(BIN)/python plots/report.py "$$(ls -t $(OUT)/run_*.json | head -n 1)"
+	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*[0-9].json | head -n 1)"
+	$(BIN)/python plots/report.py "$$(ls -t $(OUT)/run_*[0-9].json | head -n 1)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile

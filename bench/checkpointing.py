@@ -25,6 +25,7 @@ from bench.throughput import dataset_chooser
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from common.json_file import read_json
+from common.run_records import run_records
 from common.text import aligned
 from training.checkpoints.folder import find_checkpoint
 from training.configuration.flags import take_flags
@@ -104,7 +105,7 @@ def run(mode: str, asynchronous: bool, arguments, overrides: list[str], folder: 
     newest = find_checkpoint(out_dir)
     size = sum(path.stat().st_size for path in newest.iterdir())
     shutil.rmtree(newest.parent)
-    path = max(out_dir.glob("run_*.json"), default=None)
+    path = max(run_records(out_dir), default=None)
     if path is None:
         raise UserError(f"no run record in {out_dir}")
     try:

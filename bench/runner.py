@@ -11,6 +11,7 @@ from bench.plan import Entry
 from bench.process import REASON_LENGTH, from_root, python_command, run_process
 from bench.results import combine, measure
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
+from common.run_records import run_records
 from common.text import one_line
 
 PROGRAMS = {"variant": ["train.py"], "roofline": ["-m", "bench.roofline"]}  # a peer's is in its entry
@@ -65,7 +66,7 @@ def read_output(entry: Entry, run: dict, out_dir: Path, warmup: int) -> None:
     """Reads what the run measured and its facts, from its run record or from the JSON that it printed. Raises
     ValueError if there is none."""
     if entry.kind == "variant":
-        path = max(out_dir.glob("run_*.json"), default=None)
+        path = max(run_records(out_dir), default=None)
         if path is None:
             raise ValueError(f"no run record in {out_dir}")
         record = read_json(path)

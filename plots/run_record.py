@@ -21,6 +21,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.json_file import read_json
+from common.run_records import is_old_seal
 from common.text import one_line
 
 METHODS = {
@@ -178,7 +179,10 @@ def expand_globs(patterns: list[str]) -> list[Path]:
         if not matches:
             raise UserError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
         paths.update({Path(match).resolve(): Path(match) for match in matches})
-    return list(paths.values())
+    records = [path for path in paths.values() if not is_old_seal(path)]
+    if not records:
+        raise UserError(f"{patterns[0]} is a seal; the figures are in the run record that it seals")
+    return records
 
 
 def load_run(path: Path) -> Run:

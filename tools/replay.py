@@ -1,7 +1,7 @@
 """Runs a sealed run again, in a fresh process, and says whether its numbers hold.
 
-    python -m tools.replay run_20260101_120000.seal.json
-    python -m tools.replay run_20260101_120000.seal.json --out_dir=out-replay --dataset=my_folder
+    python -m tools.replay seal_20260101_120000.json
+    python -m tools.replay seal_20260101_120000.json --out_dir=out-replay --dataset=my_folder
 
 The settings are the seal's, as plain values of known keys; nothing else of a seal is used, and no code of it
 is run. Exit status 1: a number does not hold, or the run failed. docs/seal.md says what is compared.
@@ -25,6 +25,7 @@ from bench.process import TIMEOUT_MAX_S, python_command, run_process
 from common.arguments import check_output, real_number, user_folder, user_path
 from common.command import FAILED, run_command
 from common.errors import UserError
+from common.run_records import run_records
 from common.text import one_line
 from plots.run_record import load_run
 from plots.verdict import MIN_ROWS, compare
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
     record = seal["record"]
     processes = require_machine(record)
     out_dir = options.out_dir or Path("out-replay") / record["run_name"]
-    if any(out_dir.glob("run_*.json")):
+    if run_records(out_dir):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")
     check_output(out_dir, "--out_dir")
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
     if done.reason:
         print(f"The run failed: {done.reason}; see {out_dir / 'console.log'}")
         return FAILED
-    found = list(findings(options.seal, record, max(out_dir.glob("run_*.json"))))
+    found = list(findings(options.seal, record, run_records(out_dir)[-1]))
     for finding in found:
         state = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}[finding.holds]
         print(f"{finding.what:<14} {state}: {one_line(finding.text, MESSAGE)}")

@@ -10,11 +10,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.evaluation import figures
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 
-from plots import compare_runs, plot_single_run
+import sample
+from common.run_records import run_records
+from plots import compare_runs, plot_single_run, report
+from tools import export_hf, track
+from tools.seal import __main__ as seal
 from training.configuration.files_and_flags import load_config
 from training.hardware.gpu_memory import CARDS, card_memory
+from training.records.attempts import find_history
 from training.records.micro_batch import choose
 from training.records.rows import Logger
 
@@ -74,6 +80,9 @@ def trained(tmp_path_factory):
     """A tiny run with the flags that the guides give to LLaMA on two processes."""
     folder = tmp_path_factory.mktemp("published")
     dataset = make_dataset(folder / "tokens")
+    meta = json.loads((dataset / "meta.json").read_text())
+    meta["tokenizer"] = {"kind": "char", "name": "char", "chars": "\n" + "".join(map(chr, range(48, 111)))}
+    (dataset / "meta.json").write_text(json.dumps(meta | {"eot_id": None}))
     keys = {**TINY, "max_iters": 6, "block_size": 16, "eval_interval": 3}
     config = write_config(folder / "run.py", **keys, dataset=dataset, out_dir=folder / OUT)
     flags = ["--batch_size=6", "--gradient_accumulation_steps=32", "--use_zero1=True"]
@@ -242,3 +251,75 @@ def test_what_a_command_around_a_run_names_is_there(line):
     for word in shlex.split(line)[1:]:
         if "/" in word:
             assert list(ROOT.glob(word.rstrip("/"))), word
+
+
+# what tools write beside a record
+
+
+def documents_snippets() -> list[str]:
+    text = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    lines = [line for line in text.splitlines() if line.startswith("python -c ") and "run_*.json" in line]
+    return [line.replace("out-qwen3-1.8b-b200", OUT) for line in lines]
+
+
+TOOLS = {
+    "seal": lambda record: seal.main([record]),
+    "evaluate": lambda record: figures(OUT, f"--dataset={Path.cwd()}/tokens", output=Path(OUT)),
+    "track": lambda record: track.main([record, "--trackers=tensorboard"]),
+    "plot": lambda record: plot_single_run.main([record]),
+    "compare": lambda record: compare_runs.main([record, record]),
+    "report": lambda record: report.main([record]),
+    "export": lambda record: export_hf.main([OUT, f"{OUT}/exported"]),
+    "sample": lambda record: sample.main(
+        [f"--out_dir={OUT}", "--device=cpu", f"--dataset={Path.cwd()}/tokens"]
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_one_liners_still_take_the_runs_record_after_every_tool(tool, trained, folder):
+    if tool == "track":
+        pytest.importorskip("tensorboard", reason="needs tensorboard")
+    shutil.copytree(trained / "tokens", folder / "tokens")
+    give_a_peak(record := folder / OUT / names(folder, "run_*.json")[0])
+    snippets = SNIPPETS + documents_snippets()
+    before = [printed(line) for line in snippets]
+    assert len(snippets) >= 5 and all(before)
+    there = set((folder / OUT).rglob("*"))
+    TOOLS[tool](f"{OUT}/{record.name}")
+    written = set((folder / OUT).rglob("*")) - there
+    assert bool(written) == (tool != "sample")
+    assert names(folder, "run_*.json") == [record.name] and not list(folder.glob("run_*.json"))
+    assert [printed(line) for line in snippets] == before
+    assert find_history(folder / OUT, record.stem, None)["run_name"] == record.stem
+
+
+def give_a_peak(path: Path) -> None:
+    """The record as on a GPU: the one-liners print rows that have an MFU."""
+    content = json.loads(path.read_text())
+    for row in content["training_iterations"]:
+        progress = {"iter": row["iter"], "loss": row["loss"], "mfu": 0.5, "tokens_per_sec": 1.0}
+        content["training_progress"].append(progress | {"memory_allocated_gb": 1.0, "dt_ms": row["time_ms"]})
+    path.write_text(json.dumps(content))
+
+
+def test_a_seal_of_the_earlier_name_is_no_record_and_is_still_verified(folder, capsys):
+    (record,) = (folder / OUT).glob("run_*.json")
+    assert seal.main([str(record)]) == 0
+    (new,) = (folder / OUT).glob("seal_*.json")
+    old = new.rename(record.with_name(f"{record.stem}.seal.json"))
+    assert seal.main(["--verify", str(old)]) == 0
+    assert run_records(folder / OUT) == [record]
+    assert find_history(folder / OUT, None, {"id": "other", "restarts": 1}) is None
+    assert find_history(folder / OUT, record.stem, None)["run_name"] == record.stem
+    assert "cannot be read" not in capsys.readouterr().err
+    assert plot_single_run.main([f"{OUT}/run_*.json"]) == 0
+    assert plot_single_run.main([str(old)]) == 2
+    assert "is a seal; the figures are in the run record" in capsys.readouterr().err
+
+
+def test_no_seal_gets_the_name_of_a_record(folder, capsys):
+    (record,) = (folder / OUT).glob("run_*.json")
+    with pytest.raises(SystemExit):
+        seal.main([str(record), f"--output={OUT}/run_1.json"])
+    assert "only run records are named run_*.json" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.json_file import read_json
+from common.run_records import run_records
 from common.text import aligned
 from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_profiler, split_waits
 from tools.profile.parts import Classifier, groups, is_communication
@@ -21,7 +22,7 @@ NO_CLOCK = "no log row has the clock of the GPU"
 
 def find_record(out_dir: Path) -> dict[str, Any]:
     """The run record in out_dir. Raises ValueError or OSError."""
-    path = max(out_dir.glob("run_*.json"), default=None)
+    path = max(run_records(out_dir), default=None)
     if path is None:
         raise ValueError(f"no run record in {out_dir}")
     return read_json(path)

@@ -2,7 +2,7 @@
 
     python -m tools.seal out-quickstart/run_20260101_120000.json
     python -m tools.seal out-qwen3-1.8b-optimal/run_20260101_120000.json --bench=out-bench/models/table.json
-    python -m tools.seal --verify run_20260101_120000.seal.json
+    python -m tools.seal --verify seal_20260101_120000.json
 
 --verify says whether a seal is as it was made, and counts its MFU again from the record alone, by all three
 formulas, with the full score matrix and its causal half. Exit status 1: something does not agree.
@@ -25,8 +25,6 @@ from tools.seal.bench_check import bench_disagreements
 from tools.seal.contents import changed_sections, code_disagreements, make_seal, read_record, read_seal
 from tools.seal.recount import disagreements, recount
 
-ENDING = ".seal.json"
-
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
@@ -40,11 +38,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("file", metavar="FILE", type=user_folder, help="a run record; with --verify, a seal")
     add("--verify", action="store_true", help="check a seal instead of making one")
-    add("--output", type=user_folder, help=f"the seal's file (default: run_*{ENDING} beside the record)")
+    add("--output", type=user_folder, help="the seal's file (default: seal_*.json beside the record)")
     add("--bench", type=user_folder, help="table.json of a bench.throughput that ran beside this run")
     options = parser.parse_args(argv)
     if options.verify and (options.output or options.bench):
         parser.error("--verify writes nothing and adds nothing, so it takes neither --output nor --bench")
+    if options.output and options.output.match("run_*.json"):
+        parser.error(f"--output={options.output}: only run records are named run_*.json; write seal_*.json")
     return options
 
 
@@ -56,7 +56,7 @@ def seal(path: Path, out: Path | None, bench: Path | None) -> int:
     if wrong := bench_disagreements(table, record):
         raise UserError(f"--bench={bench} does not agree with {path}: {one_line(wrong[0], 300)}")
     content = make_seal(record, table)
-    out = out or path.with_name(path.stem + ENDING)
+    out = out or path.with_name(f"seal_{path.stem.removeprefix('run_')}.json")
     if out.exists():
         raise UserError(f"{out} exists; a seal is never written over: remove it, or choose another --output")
     try:

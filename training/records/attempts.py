@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.json_file import MAX_BYTES, parse_object, read_json, read_regular
+from common.run_records import run_records
 from training.process.redaction import redact
 
 RUN_NAME = re.compile(r"[\w.-]{1,200}")  # the stem of a record's path
@@ -36,7 +37,7 @@ def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> di
     restarted = launch if launch and launch["restarts"] else None
     if not run_name and not restarted:
         return None
-    for path in sorted(out_dir.glob("run_*.json"), key=_changed_at, reverse=True):
+    for path in sorted(run_records(out_dir), key=_changed_at, reverse=True):
         record = _read(path)
         if record and run_name and _is_part_of(record, run_name):
             return record
