@@ -112,8 +112,8 @@ def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
             )
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise UserError(
-                f"{which} has the id {max(prompt):,}, but the model has {vocabulary:,} ids; the tokenizer is "
-                "that of another model"
+                f"{which} has the id {max(prompt):,}, but the model has only the ids below {vocabulary:,}; "
+                "take this token out, or use the tokenizer of this model"
             )
 
 

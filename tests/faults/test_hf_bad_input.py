@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.helpers import make_dataset, run_train
-from support.hf_models import change_config, copy, hf_run, save, save_four, tensors
+from support.hf_models import change_config, copy, hf_run, logits_of, save, save_four, some_ids, tensors
 
 import sample
 from common.errors import UserError
@@ -143,7 +143,7 @@ FOLDERS = [  # (which model, what is done to it, what the message says)
     ("qwen3", truncated, "is damaged or cut off"),
     ("qwen3", pointer, "is a pointer to the weights, not the weights; run: git lfs pull"),
     ("qwen3", wrong_shape, "model.norm.weight is float32 and (33,), but config.json asks for"),
-    ("qwen3", whole_numbers, "model.norm.weight is int64 and (32,), but config.json asks for floating"),
+    ("qwen3", whole_numbers, "model.norm.weight is int64 and (32,), so the weights are quantized, or of"),
     ("qwen3", missing_tensor, "lacks model.layers.1.mlp.up_proj.weight"),
     ("qwen3", left_over, "holds model.layers.2.input_layernorm.weight, for which a model of this"),
     ("qwen3", not_finite, "blocks.1.ffn.up.weight of the weights has a value that is NaN or infinite"),
@@ -192,6 +192,9 @@ def test_ranks_that_read_different_files_are_told_so(monkeypatch):
 
 # --- config.json ---
 
+HALF = ["full_attention", "sliding_attention"]
+SLIDING = {"use_sliding_window": True, "sliding_window": 63}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 REFUSED = [  # (which model, fields of config.json, what the message names)
     (
         "qwen3",
@@ -200,8 +203,16 @@ REFUSED = [  # (which model, fields of config.json, what the message names)
     ),
     ("qwen3", {"model_type": "qwen3_moe"}, "it is a mixture of experts"),
     ("qwen3", {"model_type": "bert"}, "the families that can be read are gpt2, llama, qwen2, qwen3"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, "a sliding window in use"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window in use"),
+    ("qwen3", SLIDING | {"layer_types": None, "max_window_layers": 1}, "sliding_window=63 in use"),
+    ("qwen2", SLIDING | {"layer_types": HALF}, "sliding_window=63 in use, with 64 positions, which"),
+    ("qwen3", {"layer_types": HALF}, "sliding_window=None in use"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types=['chunked_attention'"),
+    ("qwen3", {"is_causal": False}, "is_causal=False"),
+    ("gpt2", {"is_causal": False}, "is_causal=False"),
+    ("qwen3", {"rope_scaling": YARN}, "rope_type='default' in rope_parameters and 'yarn' in rope_scaling"),
+    ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "of 'full_attention'"),
+    ("qwen2", {"rope_parameters": YARN | {"truncate": False}}, "has no field 'truncate'"),
+    ("qwen2", {"compression_config": {"bits": 4}}, "compression_config, which nanoMFU cannot read: quant"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
@@ -230,11 +241,105 @@ def test_what_the_model_cannot_compute_is_refused_by_its_name(model, fields, mes
     assert message in str(refusal.value)
 
 
-def test_a_window_that_is_not_in_use_is_read(made, tmp_path):
-    folder = change_config(
-        copy(made["qwen3"], tmp_path / "model"), use_sliding_window=False, sliding_window=16
-    )
-    assert load_run_config([str(hf_run(tmp_path)), f"--init_weights=hf:{folder}"]).qk_norm
+WITHOUT_EFFECT = [  # fields that change nothing of what transformers computes
+    ("qwen3", {"use_sliding_window": False, "sliding_window": 16}),
+    ("qwen3", SLIDING | {"layer_types": ["full_attention"] * 2}),
+    ("qwen2", SLIDING | {"layer_types": None, "max_window_layers": 2}),
+    ("qwen2", SLIDING | {"layer_types": HALF, "sliding_window": 64}),
+    ("qwen2", SLIDING | {"layer_types": None, "max_window_layers": 0, "sliding_window": 64}),
+    ("llama", SLIDING | {"layer_types": HALF}),
+    ("llama", {"pretraining_tp": 2, "hidden_act": "swish", "attention_dropout": 0.0}),
+    ("gpt2", {"activation_function": "gelu_fast", "reorder_and_upcast_attn": True}),
+    ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None}),
+    ("qwen2", {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "default"}}),
+]
+
+
+@pytest.mark.parametrize(("model", "fields"), WITHOUT_EFFECT)
+def test_a_field_without_effect_is_read_and_the_logits_are_those_of_transformers(
+    model, fields, made, tmp_path
+):
+    folder = change_config(copy(made[model], tmp_path / "model"), **fields)
+    ids = some_ids(1)
+    ours = reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))[1].eval()(ids)
+    assert (ours - logits_of(folder, ids)).abs().max() <= 1e-4
+    assert (ours - logits_of(made[model], ids)).abs().max() <= 1e-4
+
+
+def test_yarn_as_a_model_card_has_it_serves_all_of_its_positions(made, run, tmp_path):
+    folder = change_config(copy(made["qwen2"], tmp_path / "model"), rope_parameters=None, rope_theta=1e4)
+    change_config(folder, rope_scaling=YARN | {"original_max_position_embeddings": 64}, sliding_window=None)
+    ids = some_ids(1, 256)
+    ours = reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))[1].eval()
+    assert ours.config.block_size == 4 * 64  # config.json still says 64
+    assert (ours(ids) - logits_of(folder, ids)).abs().max() <= 1e-4
+    config, weights = str(hf_run(tmp_path)), f"--init_weights=hf:{folder}"
+    assert load_run_config([config, weights, "--block_size=256"]).block_size == 256
+    with pytest.raises(UserError, match="block_size=257 .* longer than the 256 positions"):
+        load_run_config([config, weights, "--block_size=257"])
+    assert run(config, weights, "--block_size=256", "--max_iters=1", f"--out_dir={tmp_path / 'out'}") == 0
+    export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
+    again = reading.load_pretrained(f"hf:{tmp_path / 'exported'}", torch.device("cpu"))[1]
+    assert again.config.block_size == 256 and again.config.rope_scaling == ours.config.rope_scaling
+
+
+# --- other forms of weights ---
+
+
+def quantized(folder, dtype, name="model.layers.0.mlp.up_proj.weight"):
+    stored = tensors(folder)
+    store(folder, stored | {name: torch.zeros(64, 32, dtype=dtype)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_quantized_weights_are_named_with_what_is_expected(dtype, made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    quantized(folder, dtype)
+    with pytest.raises(UserError) as refusal:
+        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
+    message = str(refusal.value)
+    assert "model.layers.0.mlp.up_proj.weight is " in message and "the weights are quantized" in message
+    assert "expected are the weights as save_pretrained" in message and "in fp32, bf16 or fp16" in message
+    assert "damaged" not in message and "again" not in message
+
+
+def test_the_matrices_of_gptq_are_named_and_not_called_missing(made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    stored = tensors(folder)
+    del stored["model.layers.0.mlp.up_proj.weight"]
+    store(folder, stored | {"model.layers.0.mlp.up_proj.qweight": torch.zeros(4, 64, dtype=torch.int32)})
+    with pytest.raises(UserError, match=r"up_proj.qweight is int32 and \(4, 64\), so the weights are quant"):
+        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "blocks"])
+def test_names_of_torch_compile_and_ddp_are_read_as_those_they_wrap(wrapped, made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    stored, inner = tensors(folder), "model.layers.1."
+    if wrapped == "blocks":  # each block was compiled alone
+        names = {name: name.replace(inner, f"{inner}_orig_mod.") for name in stored}
+    else:
+        names = {name: wrapped.format(name) for name in stored}
+    store(folder, {names[name]: tensor for name, tensor in stored.items()})
+    models = [reading.load_pretrained(f"hf:{f}", torch.device("cpu"))[1] for f in (folder, made["qwen3"])]
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    store(folder, stored | {"_orig_mod.model.norm.weight": torch.ones(32)})
+    with pytest.raises(UserError, match="holds model.norm.weight twice, with and without what a wrapper"):
+        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
+
+
+def test_names_that_are_missing_are_shown_with_those_that_are_there(made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    store(folder, {f"net.{name}": tensor for name, tensor in tensors(folder).items()})
+    with pytest.raises(UserError, match=r"lacks .* more tensors; it has net\.model\.embed_tokens\.weight, "):
+        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
+
+
+def test_a_folder_with_other_files_of_weights_says_which(made, tmp_path):
+    folder = copy(made["qwen3"], tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="nor model.safetensors.index.json; it has adapter_model.safeten"):
+        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
 
 
 # --- what the user states ---

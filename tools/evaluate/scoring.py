@@ -66,7 +66,13 @@ class Scorer:
         """{number of a pair: its score} of this rank's share. Every rank has long ones and short ones."""
         block_size = self.model.config.block_size
         sequences = [np.concatenate([np.asarray(part, np.int64) for part in pair]) for pair in pairs]
+        vocabulary = self.model.config.vocab_size
         for (_, continuation), ids in zip(pairs, sequences, strict=True):
+            if ids.max(initial=0) >= vocabulary:
+                raise UserError(
+                    f"a text has the id {ids.max():,}, but the model has only the ids below {vocabulary:,}; "
+                    "take this token out, or use the tokenizer of this model"
+                )
             if len(continuation) > block_size:
                 raise UserError(
                     f"a continuation of {len(continuation):,} tokens does not fit into this model's context "

@@ -184,8 +184,11 @@ def _check_lengths(folder: Path, files: dict[str, dict], config: TrainConfig, sc
 
 
 def _check_vocabulary(meta: dict, config: TrainConfig) -> None:
+    """A tokenizer may have more ids than the model, such as one for padding, if no text was encoded to them:
+    meta.json then records the largest id of every file."""
     model_vocab = config.model_config().vocab_size
-    if meta["vocab_size"] > model_vocab:
+    unknown = not meta["files"] or any("max_id" not in file for file in meta["files"].values())
+    if meta["vocab_size"] > model_vocab and unknown:
         name = (meta["tokenizer"] or {}).get("name", "its tokenizer")
         larger = "" if config.init_weights else f", or set --vocab_size={meta['vocab_size']}"
         raise UserError(

@@ -105,6 +105,10 @@ def _header(parts: list[Part], about: dict) -> bytes:
 # --- reading ---
 
 
+class UnknownDtype(ValueError):
+    """A tensor of a dtype that is not in DTYPES: another program wrote the file."""
+
+
 class Place(NamedTuple):
     """Where a part's bytes are in a file."""
 
@@ -130,6 +134,8 @@ def read_header(path: Path, whole: bool = False) -> dict[Part, Place]:
             begin, end = _numbers(entry["data_offsets"])
             shape = _numbers(entry["shape"])
             where = (0,) * len(shape) if whole else _numbers(offsets[name]["saved_offsets"])
+            if whole and isinstance(entry["dtype"], str) and entry["dtype"] not in DTYPES:
+                raise UnknownDtype(f"{name[:100]} is {entry['dtype'][:20]}")
             part = Part(name, where, shape, DTYPES[entry["dtype"]])
             fits = end - begin == part.bytes > 0 and 8 + length + end <= size
             if len(where) != len(shape) or not fits:
@@ -140,6 +146,8 @@ def read_header(path: Path, whole: bool = False) -> dict[Part, Place]:
         if any(begin < end for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
             raise ValueError("two tensors share bytes")
         return parts
+    except UnknownDtype:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path.name} is not a file of tensors: {type(error).__name__}: {error}") from None
 

@@ -18,7 +18,9 @@ from common.text import shown
 from model_config import ModelConfig
 from rope_scaling import RopeScaling, YarnScaling
 
-GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of the tanh approximation
+# names of the tanh approximation; config.json is written with the first
+GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+SILU = ("silu", "swish")
 LARGEST = 2**53  # whole numbers of JSON beyond this are not exact
 LLAMA3_IDS = 128_256
 
@@ -50,8 +52,9 @@ def read_architecture(fields: dict[str, Any], where: str) -> Architecture:
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in READERS:
         raise config.refused(f"model_type={shown(family)}", _why_not(family))
-    if fields.get("quantization_config"):
-        raise config.refused("quantization_config", "quantized weights cannot be trained; get the originals")
+    for name in ("quantization_config", "compression_config"):
+        if fields.get(name):
+            raise config.refused(name, "quantized weights cannot be trained; get the originals")
     keys, longest = READERS[family](config)
     keys["vocab_size"] = config.whole("vocab_size")
     return Architecture(family, keys, longest, fields)
@@ -104,18 +107,28 @@ class _Config:
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """(rope_theta, rope_scaling), from either spelling."""
-        parameters = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
-        if not isinstance(parameters, dict):
-            raise UserError(f"{self.where}: rope_scaling is {shown(parameters)}; it must be an object")
-        given = dict(parameters)
+        given: dict[str, Any] = {}
+        for spelling in ("rope_parameters", "rope_scaling"):
+            parameters = self.fields.get(spelling) or {}
+            if not isinstance(parameters, dict):
+                raise UserError(f"{self.where}: {spelling} is {shown(parameters)}; it must be an object")
+            stated = {"rope_type": parameters.get("type"), **parameters}
+            for name, value in stated.items():
+                if value is not None and given.setdefault(name, value) != value:
+                    both = f"{shown(given[name])} in rope_parameters and {shown(value)} in rope_scaling"
+                    raise self.refused(f"{name}={both}", "they must be equal")
         theta = self._number("rope_theta", given.pop("rope_theta", self.fields.get("rope_theta")), 10_000.0)
-        kinds = [given.pop(name) for name in ("rope_type", "type") if name in given]
-        kind = kinds[0] if kinds else "default"
+        given.pop("type", None)
+        kind = given.pop("rope_type", "default")
         if given.pop("partial_rotary_factor", self.fields.get("partial_rotary_factor")) not in (None, 1, 1.0):
             raise self.refused("partial_rotary_factor", "all of a head is rotated here")
+        if nested := [name for name, value in given.items() if isinstance(value, dict)]:
+            raise self.refused(f"rope_parameters of {shown(nested[0])}", "all layers have the same here")
         if kind == "default":
             return theta, None
-        if kind == "yarn":  # transformers' default
+        if given.get("truncate") is True:  # the bounds of YaRN's ramp are whole pairs, as without it
+            del given["truncate"]
+        if kind in ("yarn", "llama3"):  # transformers' default
             given.setdefault("original_max_position_embeddings", self.fields.get("max_position_embeddings"))
         try:
             return theta, rope_scaling.parse({"rope_type": kind, **given}).to_dict()
@@ -131,6 +144,7 @@ def _read_gpt2(config: _Config) -> tuple[dict[str, Any], int]:
     config.require("scale_attn_weights", True, True)
     config.require("scale_attn_by_inverse_layer_idx", False, False)
     config.require("add_cross_attention", False, False)
+    config.require("is_causal", True, True)
     width = config.whole("n_embd")
     keys = {
         "arch_preset": "gpt2",
@@ -155,11 +169,8 @@ def _read_gpt2(config: _Config) -> tuple[dict[str, Any], int]:
 
 def _read_decoder(config: _Config) -> tuple[dict[str, Any], int]:
     """What LLaMA, Qwen2 and Qwen3 share."""
-    config.require("hidden_act", "silu", "silu")
-    layers = config.fields.get("layer_types") or []
-    sliding = not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)
-    if sliding or config.flag("use_sliding_window") and config.fields.get("sliding_window") is not None:
-        raise config.refused("a sliding window in use", "every token sees all before it here")
+    config.require("hidden_act", "silu", *SILU)
+    config.require("is_causal", True, True)
     heads, width = config.whole("num_attention_heads"), config.whole("hidden_size")
     theta, scaling = config.rope()
     keys = {
@@ -178,7 +189,32 @@ def _read_decoder(config: _Config) -> tuple[dict[str, Any], int]:
         "ffn_type": "swiglu",
         "weight_tying": config.flag("tie_word_embeddings"),
     }
-    return keys, config.whole("max_position_embeddings", 2048)
+    return keys, _positions(config, scaling or {})
+
+
+def _positions(config: _Config, scaling: dict[str, Any]) -> int:
+    """That the model was made for. A model card that adds YaRN leaves max_position_embeddings as it was."""
+    scaled = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", 0)
+    return max(config.whole("max_position_embeddings", 2048), min(round(scaled), rope_scaling.LONGEST))
+
+
+def _require_no_window(config: _Config, layers: int, positions: int) -> None:
+    """Raises UserError if a layer of Qwen's does not see all tokens before it. A window no shorter than all
+    positions hides none."""
+    window = config.fields.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
+    if window is not None:
+        window = config.whole("sliding_window", 4096)
+    types = config.fields.get("layer_types")
+    if types is None:
+        first = config.fields.get("max_window_layers", 28)  # transformers' default, as 4096 above
+        slides = window is not None and (type(first) is not int or first < layers)
+    elif isinstance(types, list) and all(one in ("full_attention", "sliding_attention") for one in types):
+        slides = "sliding_attention" in types
+    else:
+        raise config.refused(f"layer_types={shown(types)}", "every layer must be full_attention")
+    if slides and (window is None or window < positions):
+        what = f"sliding_window={window} in use, with {positions:,} positions"
+        raise config.refused(what, "every token sees all before it here")
 
 
 def _read_llama(config: _Config) -> tuple[dict[str, Any], int]:
@@ -194,11 +230,13 @@ def _read_llama(config: _Config) -> tuple[dict[str, Any], int]:
 
 def _read_qwen2(config: _Config) -> tuple[dict[str, Any], int]:
     keys, longest = _read_decoder(config)
+    _require_no_window(config, keys["n_layer"], longest)
     return {"arch_preset": "qwen2", **keys, "bias": False, "qkv_bias": True, "qk_norm": False}, longest
 
 
 def _read_qwen3(config: _Config) -> tuple[dict[str, Any], int]:
     keys, longest = _read_decoder(config)
+    _require_no_window(config, keys["n_layer"], longest)
     config.require("attention_bias", False, False)
     if config.fields.get("head_dim") is None:
         keys["head_dim"] = 128  # transformers' default

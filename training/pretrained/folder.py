@@ -20,7 +20,7 @@ from common.text import shown
 from data.folders import is_plain_name
 from data.huggingface import first_line, hub_library
 from model_config import ModelConfig
-from training.checkpoints.tensor_files import SUFFIX, Part, Place, mapped, read_header
+from training.checkpoints.tensor_files import SUFFIX, Part, Place, UnknownDtype, mapped, read_header
 from training.pretrained.architecture import Architecture, read_architecture
 from training.pretrained.names import COMPUTED, HEAD, Piece, pieces, without_prefix
 
@@ -28,10 +28,15 @@ PREFIX = "hf:"
 REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 # what a user of the model needs; other formats of the same weights stay on the hub
 HUB_FILES = ["*.json", SINGLE, "model-*-of-*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 MAX_CONFIG, MAX_INDEX = 1 << 24, 1 << 28  # bytes
 LFS_POINTER = b"version https://git-lfs"
+# what torch.compile and wrappers for several GPUs add to names when they save their own state dict
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+READ = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EXPECTED = "expected are the weights as save_pretrained of transformers writes them, in fp32, bf16 or fp16"
 MOST_NAMED = 4  # tensors in a message
 COMPARED_ROWS = 4096  # of two matrices at a time
 
@@ -135,6 +140,16 @@ def _not_downloaded(repository: str, error: Exception) -> UserError:
 # --- the files ---
 
 
+def read_generation(folder: Path) -> dict[str, Any]:
+    """The content of generation_config.json; {} if the folder has none. Raises UserError."""
+    try:
+        return read_json(folder / GENERATION, MAX_CONFIG)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / GENERATION} cannot be read: {error}") from None
+
+
 def list_files(folder: Path) -> list[str]:
     """The names of the files that are read. Raises UserError."""
     if (folder / SINGLE).is_file():
@@ -151,7 +166,9 @@ def list_files(folder: Path) -> list[str]:
             "you trust it, make safetensors of it: "
             f'python -c "from transformers import AutoModelForCausalLM; {convert}"'
         )
-    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (SUFFIX, ".gguf"))
+    there = f"; it has {_some(others)}" if others else ""
+    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}{there}")
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -200,6 +217,8 @@ def _read_header(path: Path) -> dict[Part, Place]:
         raise UserError(f"{path} is missing; copy the whole folder, or download it again") from None
     except UserError:
         raise
+    except UnknownDtype as error:
+        raise UserError(f"{path}: {error}, so the weights are quantized; {EXPECTED}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or cut off: {error}; copy or download it again") from None
 
@@ -210,13 +229,20 @@ def _read_header(path: Path) -> dict[Part, Place]:
 def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> list[tuple[Part, Place]]:
     """The parts of our parameters, and where they are. Every name is used once and none is left over. Raises
     UserError."""
-    found, expected = list_tensors(weights.folder), pieces(model)
+    found, expected = _by_name(weights.folder), pieces(model)
     if not any(piece.name in found for piece in expected if piece.name != HEAD):
         expected = without_prefix(expected)
     names = {piece.name for piece in expected}
-    if missing := [name for name in names if name not in found]:
-        raise UserError(f"{weights.folder} lacks {_some(missing)}")
     computed = {name for name in found if COMPUTED.fullmatch(name)}
+    for name in sorted(found.keys() - computed):
+        part, place = found[name]
+        if part.dtype not in READ:
+            why = "so the weights are quantized, or of another program"
+            raise UserError(f"{place.path}: {name[:100]} is {_kind(part)}, {why}; {EXPECTED}")
+    if missing := [name for name in names if name not in found]:
+        more = found.keys() - names - computed
+        has = f"; it has {_some(more)} instead" if more else ""
+        raise UserError(f"{weights.folder} lacks {_some(missing)}{has}")
     tied_head = {HEAD} if model.weight_tying else set()
     if left := found.keys() - names - computed - tied_head:
         raise UserError(
@@ -225,15 +251,25 @@ def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> l
     return [_place(piece, found, architecture) for piece in expected]
 
 
+def _by_name(folder: Path) -> Tensors:
+    """Every tensor, without what wrappers added to its name. Raises UserError."""
+    found: Tensors = {}
+    for name, tensor in list_tensors(folder).items():
+        plain = WRAPPERS.sub("", name)
+        if plain in found:
+            wrapper = "with and without what a wrapper such as torch.compile adds to names"
+            raise UserError(f"{folder} holds {plain[:100]} twice, {wrapper}; {EXPECTED}")
+        found[plain] = tensor
+    return found
+
+
 def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Part, Place]:
     part, place = found[piece.name]
     shape = piece.stored_shape
     if piece.ours == "positions.weight":  # a shorter block_size uses the first of them
         shape = (architecture.longest, *shape[1:])
-    if part.shape != shape or not part.dtype.is_floating_point:
-        raise UserError(
-            f"{place.path}: {piece.name} is {_kind(part)}, but {CONFIG} asks for floating point and {shape}"
-        )
+    if part.shape != shape:
+        raise UserError(f"{place.path}: {piece.name} is {_kind(part)}, but {CONFIG} asks for {shape}")
     # pairs of rows are two halves here, which TensorFiles joins
     start = piece.rows.start * (len(piece.rows) if piece.rows.step == 2 else 1)
     offsets = (start, *(0 for _ in piece.shape[1:]))
@@ -243,7 +279,7 @@ def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Pa
 def check_tied(weights: Weights, model: ModelConfig) -> None:
     """Raises UserError if the embedding and the output head are one tensor in the model, and two in the
     files."""
-    found = list_tensors(weights.folder)
+    found = _by_name(weights.folder)
     if not model.weight_tying or HEAD not in found:
         return
     (name,) = (piece.name for piece in pieces(model) if piece.ours == "embed.weight")
@@ -277,4 +313,5 @@ def describe(weights: Weights, architecture: Architecture, files: dict[str, Any]
         "commit": weights.commit,
         "files": dict(sorted(files.items())),
         "config": architecture.fields,
+        "generation": read_generation(weights.folder),
     }
