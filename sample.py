@@ -22,7 +22,7 @@ import torch
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command, say
 from common.errors import UserError
-from common.json_file import read_json, read_regular
+from common.json_file import read_regular
 from common.text import plain
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.tokenizers.tokenizer import EOT_NAMES, Tokenizer, open_tokenizer
@@ -33,19 +33,20 @@ from generation.decoding import Speed, check_prompts
 from generation.precision import compute_in
 from generation.text import generate_text
 from model import Transformer
-from training.batches.fingerprint import data_differences, data_fingerprint
+from training.batches.fingerprint import tokenizer_identity
 from training.checkpoints.loading import load_model
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import SAMPLING, stream_seed
-from training.pretrained.folder import CONFIG, PREFIX
+from training.pretrained.folder import PREFIX, read_generation
+from training.pretrained.generation_settings import end_ids, first_weights
 from training.pretrained.reading import load_pretrained
-from training.pretrained.writing import GENERATION
+from training.pretrained.same_tokenizer import check_recorded, check_rows
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3  # logits divided by it stay numbers in float32
 TOP_P_MIN = 1e-6  # 0 would leave no token
-MAX_PROMPTS, MAX_CONFIG = 1 << 28, 1 << 24  # bytes of a file
+MAX_PROMPTS = 1 << 28  # bytes of a file
 
 
 class Source(NamedTuple):
@@ -72,7 +73,6 @@ def main(argv: list[str]) -> None:
     prompts = read_prompts(options)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     source = load_hf(options, device) if options.hf else load_run(options, device)
-    check_tokenizer(source)
     compute_in(source.model, options.dtype)
     ids, ends = encode(options, source, prompts)
     check_prompts(source.model, ids)
@@ -168,12 +168,11 @@ def load_run(options: argparse.Namespace, device: torch.device) -> Source:
     folder = Path(dataset_folder(TrainConfig(dataset=dataset)))
     meta = read_meta(folder)
     was, *_ = saved.data.get("sources", [saved.data])
-    if different := data_differences({"tokenizer": was["tokenizer"]}, data_fingerprint(meta, {})):
-        raise UserError(f"{folder} is not the data of this run: {different[0]}; name it with --dataset")
-    eot_id = meta["eot_id"]
+    found = tokenizer_identity(meta["tokenizer"] or {})
+    check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), "name the run's with --dataset")
     loss = "not evaluated" if saved.val_loss is None else f"validation loss {saved.val_loss:.4f}"
     about = f"checkpoint {checkpoint}, iteration {saved.iteration}, {loss}"
-    ends = set() if eot_id is None else {eot_id}
+    ends = set(end_ids(first_weights(saved.pretrained), meta["eot_id"]))
     return Source(model, load_tokenizer(folder), folder, ends, about)
 
 
@@ -182,33 +181,13 @@ def load_hf(options: argparse.Namespace, device: torch.device) -> Source:
     source = options.hf if options.hf.startswith(PREFIX) else f"{PREFIX}{options.hf}"
     weights, model = load_pretrained(source, device, cached_attention)
     tokenizer = open_tokenizer(str(weights.folder))
-    ends = ends_of(weights.folder, tokenizer)
+    rows = model.config.vocab_size
+    check_rows(tokenizer, rows, f"the model in {weights.folder}", "put the model's own there")
+    config, generation = weights.architecture().fields, read_generation(weights.folder)
+    # the ids at which transformers' generate stops; if the folder names none, those of EOT_NAMES
+    ends = set(end_ids({"config": config, "generation": generation}, None))
+    ends = ends or {one for name in EOT_NAMES if (one := tokenizer.token_id(name)) is not None}
     return Source(model, tokenizer, weights.folder, ends, f"weights {weights.folder}")
-
-
-def ends_of(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """The ids at which transformers' generate stops; if the folder names none, that of EOT_NAMES."""
-    for name in (GENERATION, CONFIG):
-        if (folder / name).is_file():
-            try:
-                named = read_json(folder / name, MAX_CONFIG).get("eos_token_id")
-            except (OSError, ValueError) as error:
-                raise UserError(f"{folder / name} cannot be read: {error}") from None
-            listed = named if isinstance(named, list) else [named]
-            if ids := {one for one in listed if type(one) is int}:
-                return ids
-    found = (tokenizer.token_id(name) for name in EOT_NAMES)
-    return {eot_id for eot_id in found if eot_id is not None}
-
-
-def check_tokenizer(source: Source) -> None:
-    """Raises UserError if the tokenizer has more ids than the model. Fewer are right: models pad theirs."""
-    ids, rows = source.tokenizer.vocab_size, source.model.config.vocab_size
-    if ids > rows:
-        raise UserError(
-            f"the tokenizer in {source.folder} has {ids:,} ids, the model {rows:,}; one of them is from "
-            "another model"
-        )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -58,8 +58,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise _naming(path, error) from None
     try:
         yield temporary
-        for file in temporary.iterdir():
-            sync(file)
+        for found in temporary.rglob("*"):
+            sync_folder(found) if found.is_dir() else sync(found)
         sync_folder(temporary)
         os.rename(temporary, path)  # it replaces an empty folder, and fails if there is anything in it
     except BaseException:

@@ -12,7 +12,6 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from common.arguments import user_folder, user_path
 from common.command import run_command
@@ -20,11 +19,12 @@ from common.durable_file import new_folder
 from common.errors import UserError
 from common.text import plain
 from training.checkpoints.loading import with_checkpoint
-from training.checkpoints.saved_state import SavedState, read_state
+from training.checkpoints.saved_state import read_state
 from training.checkpoints.verification import open_tensors
 from training.configuration.dtypes import DTYPES
+from training.pretrained.generation_settings import first_weights
 from training.pretrained.model_card import write_card
-from training.pretrained.tokenizer_files import TokenizerFiles, find_tokenizer
+from training.pretrained.tokenizer_files import find_tokenizer
 from training.pretrained.writing import model_bytes, write_model
 from training.process.memory import GB
 
@@ -43,22 +43,15 @@ def export(checkpoint: Path, options: argparse.Namespace) -> None:
     if name not in DTYPES:
         raise UserError(f"{checkpoint} does not say in which dtype the run computed; state one with --dtype")
     check_room(options.folder, model_bytes(saved.model_config, DTYPES[name]) + SPARE_BYTES)
-    tokenizer = find_tokenizer(saved, options.dataset)
-    config = origin(saved, tokenizer)
+    tokenizer = find_tokenizer(saved, checkpoint, options.dataset)
+    began_with = first_weights(saved.pretrained)
     with new_folder(options.folder) as folder:
-        write_model(folder, open_tensors(checkpoint, saved), saved.model_config, DTYPES[name], config)
+        reader = open_tensors(checkpoint, saved)
+        write_model(folder, reader, saved.model_config, DTYPES[name], began_with, tokenizer.eot_id)
         tokenizer.write(folder)
         write_card(folder, options.out_dir, checkpoint.name, saved, name)
     print(f"{checkpoint}, iteration {saved.iteration:,}, is now {options.folder}, in {name}")
     print(f"tokenizer: {plain(tokenizer.description)}")
-
-
-def origin(saved: SavedState, tokenizer: TokenizerFiles) -> dict[str, Any]:
-    """What config.json takes from the weights that the run began with, or from the data."""
-    fields = dict((saved.pretrained or {}).get("config", {}))
-    if fields.get("eos_token_id") is None:
-        fields["eos_token_id"] = tokenizer.eot_id
-    return fields
 
 
 def check_folder(folder: Path) -> None:

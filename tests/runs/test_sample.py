@@ -211,7 +211,8 @@ def test_text_ends_at_the_end_of_text_of_the_dataset_unless_told_otherwise(ready
 def test_a_dataset_with_another_tokenizer_than_the_run_is_refused(tokenizer, ready, tmp_path):
     tokens = other_tokens(ready, tmp_path / "tokens", tokenizer=tokenizer)
     found = (
-        f"tokens is not the data of this run: tokenizer {tokenizer['name']} .* instead of char .*--dataset"
+        f"tokens has the tokenizer {tokenizer['name']} .*, and .*step-00000004 has char .*: the same ids "
+        "would be other text; name the run's with --dataset"
     )
     with pytest.raises(UserError, match=found):
         sample.main([f"--out_dir={ready}", f"--dataset={tokens}", "--prompt=A", "--device=cpu"])

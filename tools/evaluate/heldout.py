@@ -27,20 +27,18 @@ from tqdm import tqdm
 from common.errors import UserError
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import KNOWN, is_read
-from data.pipeline.meta_file import load_tokenizer
 from data.pipeline.verified import damaged_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
 from tools.evaluate.scoring import Pair, Scorer, windows
-from tools.evaluate.subject import Subject, tokenizer_hash
+from tools.evaluate.subject import Subject
 from training.batches.dataset import open_dataset
 from training.batches.document_starts import find_documents
-from training.batches.fingerprint import tokenizer_identity
 from training.batches.token_files import TokenFiles
 from training.configuration.keys import TrainConfig
+from training.pretrained.same_tokenizer import check_dataset
 from training.process.world import World, gather_objects
 
-COMPARED_TOKENS = 10_000  # of a dataset whose tokenizer may be the model's in another form
 LARGEST_NATS = 700.0  # of a token; e to this power is still a number
 BATCHES_SORTED = 64  # of each rank: as many windows are held in memory to be sorted by length
 
@@ -151,7 +149,8 @@ def open_validation(
     splits, meta = open_dataset(config, scan=False)
     tokens = splits["val"]
     folder = tokens.paths[0].parent
-    check_same_tokenizer(name, meta, tokens, subject.tokenizer)
+    fix = "evaluate the text that it was made of: --text=FILE"
+    check_dataset(subject.tokenizer, "the model", folder, fix)
     files = {path.name: meta["files"].get(path.name, {}) for path in tokens.paths}
     if world.local_rank == 0 and (damaged := damaged_files(folder, meta["dtype"], files)):
         raise UserError(f"{folder / min(damaged)} is not the file that meta.json describes; copy it again")
@@ -161,25 +160,6 @@ def open_validation(
         assert documents is not None
         ends = np.concatenate(list(documents.ends()))
     return tokens, ends, meta["eot_id"]
-
-
-def check_same_tokenizer(name: str, meta: dict[str, Any], tokens: TokenFiles, ours: Tokenizer) -> None:
-    """Raises UserError if the tokens are of another tokenizer. One tokenizer may be stored in two forms, of
-    other hashes, so the ids of a text are compared, too."""
-    recorded = tokenizer_identity(meta["tokenizer"] or {})["sha256"]
-    if recorded in (None, tokenizer_hash(ours)):
-        return
-    theirs = load_tokenizer(tokens.paths[0].parent)
-    text = theirs.decode(tokens.read(0, min(tokens.total, COMPARED_TOKENS)).tolist())
-    try:
-        if ours.encode(text) == theirs.encode(text):
-            return
-    except (EncodeError, UserError):  # a character that ours does not have
-        pass
-    raise UserError(
-        f"--dataset={name} was made with another tokenizer ({theirs.meta['name']!r}) than the model's "
-        f"({ours.meta['name']!r}); evaluate the text that it was made of: --text=FILE"
-    )
 
 
 def dataset_documents(

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.meta_file import load_tokenizer
-from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.tokenizer import Tokenizer, hash_tokenizer, open_tokenizer
+from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from generation.cache import cached_attention
 from generation.precision import compute_in
 from model import Transformer
-from training.batches.fingerprint import tokenizer_identity
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_model
 from training.checkpoints.saved_state import SavedState
@@ -29,6 +27,7 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.pretrained.folder import PREFIX, Weights
 from training.pretrained.reading import load_pretrained
+from training.pretrained.same_tokenizer import check_recorded, check_rows, identity, tokenizer_hash
 from training.process.world import World, gather_objects
 
 MAX_CONFIG = 1 << 24  # bytes of a tokenizer_config.json
@@ -70,7 +69,8 @@ def load_checkpoint_subject(
     else:
         dataset, *_ = parse_dataset(saved.config["dataset"])  # a mixture has one tokenizer
         tokenizer = load_tokenizer(dataset_folder(TrainConfig(dataset=dataset)))
-    check_tokenizer(tokenizer, model, str(folder), data["tokenizer"].get("sha256"))
+    fix = "name the model's own with --tokenizer"
+    check_recorded(data["tokenizer"], str(folder), identity(tokenizer), "this evaluation", fix)
     computes = dtype or str(saved.config.get("dtype", "float32"))
     eot_id = data.get("eot_id")
     prefix_id = eot_id if type(eot_id) is int and 0 <= eot_id < model.config.vocab_size else None
@@ -90,7 +90,8 @@ def load_weights_subject(source: str, tokenizer_name: str | None, dtype: str | N
     source = source if source.startswith(PREFIX) else f"{PREFIX}{source}"
     weights, model = load_pretrained(source, world.device, cached_attention)
     tokenizer = open_tokenizer(tokenizer_name or str(weights.folder))
-    check_tokenizer(tokenizer, model, str(weights.folder))
+    fix = "name the model's own with --tokenizer"
+    check_rows(tokenizer, model.config.vocab_size, f"the model of {weights.folder}", fix)
     fields = weights.architecture().fields
     stored = fields.get("dtype") or fields.get("torch_dtype")
     computes = dtype or (stored if stored in DTYPES else "float32")
@@ -125,31 +126,6 @@ def _subject(
         },
     }
     return Subject(model, tokenizer, *special, facts)
-
-
-def check_tokenizer(
-    tokenizer: Tokenizer, model: Transformer, where: str, recorded: str | None = None
-) -> None:
-    """Raises UserError if the tokenizer is not the one that the model was trained with, as far as that can
-    be known."""
-    name, vocab_size = tokenizer.meta["name"], model.config.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"the tokenizer {name!r} has {tokenizer.vocab_size:,} ids, the model of {where} {vocab_size:,}; "
-            "name the model's own with --tokenizer"
-        )
-    if recorded is not None and recorded != (found := tokenizer_hash(tokenizer)):
-        raise UserError(
-            f"the tokenizer {name!r} (sha256 {found[:12]}...) is not the one that {where} was trained with "
-            f"({recorded[:12]}...); name that one with --tokenizer"
-        )
-
-
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """As a checkpoint records it."""
-    if isinstance(tokenizer, CharTokenizer):
-        return tokenizer_identity(tokenizer.meta)["sha256"]
-    return hash_tokenizer(tokenizer)  # type: ignore[arg-type]  # every other kind
 
 
 def _low_precision(saved: SavedState) -> str:

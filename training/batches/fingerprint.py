@@ -77,11 +77,10 @@ def data_differences(saved: dict, now: dict) -> list[str]:
 
 
 def _dataset_differences(saved: dict, now: dict) -> list[str]:
-    differences = []
     was, is_now = (each.get("tokenizer") or tokenizer_identity({}) for each in (saved, now))
-    key = "sha256" if was["sha256"] and is_now["sha256"] else "name"  # a name is only a folder name
-    if _differ(was[key], is_now[key]):
-        differences.append(f"tokenizer {_show(is_now)} instead of {_show(was)}")
+    differences = []
+    if tokenizers_differ(was, is_now):
+        differences.append(f"tokenizer {show_tokenizer(is_now)} instead of {show_tokenizer(was)}")
     for name in (*FACTS, "weight"):
         if _differ(saved.get(name), now.get(name)):
             differences.append(f"{name} {now[name]} instead of {saved[name]}")
@@ -93,11 +92,17 @@ def _dataset_differences(saved: dict, now: dict) -> list[str]:
     return differences + [f"another packing .packed-{name}" for name in changed]
 
 
-def _differ(was, is_now) -> bool:
+def _differ(was: object, is_now: object) -> bool:
     return None not in (was, is_now) and was != is_now
 
 
-def _show(tokenizer: dict) -> str:
+def tokenizers_differ(was: dict, is_now: dict) -> bool:
+    """Whether two tokenizers, each a name and a sha256, are known to differ. A name is only a folder name."""
+    key = "sha256" if was["sha256"] and is_now["sha256"] else "name"
+    return _differ(was[key], is_now[key])
+
+
+def show_tokenizer(tokenizer: dict) -> str:
     return f"{tokenizer['name']} ({(tokenizer['sha256'] or 'no hash recorded')[:16]})"
 
 

@@ -172,7 +172,8 @@ def _model_config(saved: dict[str, Any]) -> ModelConfig:
 
 
 def _pretrained(value: object) -> dict[str, Any] | None:
-    """As training/pretrained/folder.py describes weights; `config` is a config.json, still to be checked."""
+    """As training/pretrained/folder.py describes weights; `config` is a config.json, still to be checked, and
+    `generation` a generation_config.json, which older checkpoints lack."""
     if value is None:
         return None
     found = _object("pretrained", value)
@@ -181,6 +182,7 @@ def _pretrained(value: object) -> dict[str, Any] | None:
     for file, facts in _object("pretrained.files", found.get("files")).items():
         _check(f"pretrained.files.{file}", _object(file, facts).get("sha256"), str)
     _object("pretrained.config", found.get("config"))
+    _object("pretrained.generation", found.get("generation", {}))
     return found
 
 

@@ -4,6 +4,7 @@ that it holds from the mapped files, tensor by tensor, so nothing is in memory t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import model_builder
 from common.errors import UserError
+from data.tokenizers.tokenizer import open_tokenizer
 from model import Attend, Transformer, manual_attention
 from model_config import ModelConfig
 from training.checkpoints.folder import step_folders
@@ -24,6 +26,7 @@ from training.checkpoints.tensor_files import is_finite
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import TrainState
 from training.checkpoints.verification import digest
+from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
 from training.pretrained.architecture import Architecture
 from training.pretrained.folder import (
@@ -36,6 +39,8 @@ from training.pretrained.folder import (
     match,
 )
 from training.pretrained.names import in_pairs, pieces
+from training.pretrained.same_tokenizer import check_dataset, is_tokenizer_of
+from training.pretrained.tokenizer_files import VOCABULARIES
 from training.process.world import World, gather_objects
 
 log = logging.getLogger("nanomfu")
@@ -52,6 +57,25 @@ def check_weights(config: TrainConfig) -> None:
     fetch(weights)
     match(weights, weights.architecture(), config.model_config())
     check_tied(weights, config.model_config())
+    check_same_tokenizer(weights, config)
+
+
+def check_same_tokenizer(weights: Weights, config: TrainConfig) -> None:
+    """Raises UserError if there is a tokenizer beside the weights, and the tokens are of another one."""
+    first, *_ = parse_dataset(config.dataset)  # a mixture has one tokenizer
+    folder = dataset_folder(dataclasses.replace(config, dataset=first))
+    here = any((weights.folder / name).is_file() for name in VOCABULARIES)
+    if not here or not (folder / "meta.json").exists():  # without it, the dataset is refused later
+        return
+    try:
+        tokenizer = open_tokenizer(str(weights.folder))
+        if is_tokenizer_of(tokenizer, folder):
+            return
+    except UserError as error:
+        log.warning(f"Whether {folder} and {weights.source} have one tokenizer is not known: {error}")
+        return
+    fix = f"prepare the dataset with --tokenizer={weights.folder}"
+    check_dataset(tokenizer, weights.source, folder, fix)
 
 
 def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -> dict[str, Any] | None:

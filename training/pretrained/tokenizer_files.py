@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.pipeline.meta_file import load_tokenizer, names_tokenizer, read_meta
 from data.tokenizers.to_file import write_tokenizer
-from data.tokenizers.tokenizer import Tokenizer, hash_tokenizer, open_tokenizer
+from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from training.batches.fingerprint import tokenizer_identity
 from training.checkpoints.saved_state import SavedState
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
 from training.pretrained.folder import recall
+from training.pretrained.same_tokenizer import check_recorded, is_tokenizer_of, tokenizer_hash
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
+# a model may have several chat templates: the others are in a folder of their own
 COPIED = (
     *VOCABULARIES,
     "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
 )
 
 
@@ -32,29 +36,46 @@ COPIED = (
 class TokenizerFiles:
     description: str
     eot_id: int | None  # of the token that ends a document of the dataset
-    copied: tuple[Path, ...] = ()
+    source: Path = Path()
+    copied: tuple[Path, ...] = ()  # below it
     made: Any = None  # a Tokenizer whose files are made
 
     def write(self, folder: Path) -> None:
         for path in self.copied:
-            shutil.copyfile(path, folder / path.name)
+            target = folder / path.relative_to(self.source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
         if self.made is not None:
             write_tokenizer(folder, self.made, self.eot_id)
 
 
-def find_tokenizer(saved: SavedState, dataset: str | None) -> TokenizerFiles:
-    """`dataset`: where the run's dataset is, if it has moved. Without any tokenizer, nothing is written."""
-    eot_id = saved.data.get("sources", [saved.data])[0].get("eot_id")
-    folder = _dataset_folder(dataset or saved.config["dataset"])
-    recorded, tokenizer = _of_dataset(folder)
+def find_tokenizer(saved: SavedState, checkpoint: Path, dataset: str | None) -> TokenizerFiles:
+    """`dataset`: where the run's dataset is, if it has moved. Without any tokenizer, nothing is written.
+    Raises UserError if the dataset has another tokenizer than the run was trained with."""
+    data = saved.data.get("sources", [saved.data])[0]
+    trained, eot_id = data.get("tokenizer") or tokenizer_identity({}), data.get("eot_id")
     began = saved.pretrained
     weights = recall(began["source"], began["commit"]) if began else None
-    if weights is not None and (files := _files(weights.folder)):
-        if recorded is None or recorded == _hash(weights.folder):
-            return TokenizerFiles(f"copied from {weights.source}", eot_id, files)
-    if tokenizer is not None:
-        return TokenizerFiles(f"that of the dataset {folder}", eot_id, made=tokenizer)
-    return TokenizerFiles(f"none was found: {folder} names none; copy its files there", eot_id)
+    theirs, files = _open(weights.folder) if weights else (None, ())
+    copied = None
+    if weights and theirs:
+        copied = TokenizerFiles(f"copied from {weights.source}", eot_id, weights.folder, files)
+        if trained["sha256"] == tokenizer_hash(theirs):
+            return copied
+    folder = _dataset_folder(dataset or saved.config["dataset"])
+    if dataset is None and not (folder / "meta.json").exists():
+        if copied and trained["sha256"] is None:  # nothing more can be known
+            return copied
+        return TokenizerFiles(f"none was found: {folder} is gone; name the dataset with --dataset", eot_id)
+    recorded = read_meta(folder)["tokenizer"]
+    found, fix = tokenizer_identity(recorded or {}), "name the run's dataset with --dataset"
+    check_recorded(trained, str(checkpoint), found, str(folder), fix)
+    if not names_tokenizer(recorded):
+        return copied or TokenizerFiles(f"none was found: {folder} names none; copy its files there", eot_id)
+    ours = load_tokenizer(folder)
+    if copied and theirs and theirs.vocab_size == ours.vocab_size and is_tokenizer_of(theirs, folder):
+        return copied
+    return TokenizerFiles(f"that of the dataset {folder}", eot_id, made=ours)
 
 
 def _dataset_folder(dataset: str) -> Path:
@@ -62,22 +83,12 @@ def _dataset_folder(dataset: str) -> Path:
     return dataset_folder(TrainConfig(dataset=first))
 
 
-def _of_dataset(folder: Path) -> tuple[str | None, Tokenizer | None]:
-    """(the hash that meta.json records, the tokenizer); None for what is not there."""
+def _open(folder: Path) -> tuple[Tokenizer | None, tuple[Path, ...]]:
+    """The tokenizer in a folder of weights, and its files; None if there is none that can be read."""
+    files = tuple(path for name in COPIED for path in sorted(folder.glob(name)) if path.is_file())
     try:
-        recorded = (read_meta(folder)["tokenizer"] or {}).get("sha256")
-        return recorded, load_tokenizer(folder)
-    except (UserError, OSError):
-        return None, None
-
-
-def _files(folder: Path) -> tuple[Path, ...]:
-    found = tuple(folder / name for name in COPIED if (folder / name).is_file())
-    return found if any(path.name in VOCABULARIES for path in found) else ()
-
-
-def _hash(folder: Path) -> str | None:
-    try:
-        return hash_tokenizer(open_tokenizer(str(folder)))
+        return open_tokenizer(str(folder)) if any(
+            path.name in VOCABULARIES for path in files
+        ) else None, files
     except UserError:
-        return None
+        return None, ()

@@ -17,18 +17,26 @@ from model_config import ModelConfig
 from training.checkpoints.tensor_files import Part, is_finite, write_tensors
 from training.checkpoints.tensor_reader import TensorFiles
 from training.pretrained.architecture import write_architecture
-from training.pretrained.folder import CONFIG, INDEX, SINGLE
+from training.pretrained.folder import CONFIG, GENERATION, INDEX, SINGLE
+from training.pretrained.generation_settings import exported_generation
 from training.pretrained.names import Piece, pieces
 
 SHARD_BYTES = 5 * 10**9  # of a file, at most; as transformers 4 writes them
-GENERATION = "generation_config.json"
 
 
 def write_model(
-    folder: Path, reader: TensorFiles, model: ModelConfig, dtype: torch.dtype, origin: dict[str, Any]
+    folder: Path,
+    reader: TensorFiles,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    began_with: dict[str, Any],
+    eot_id: int | None = None,
 ) -> None:
-    """Weights, config.json and generation_config.json, into an empty folder. `origin`: the config.json of the
-    weights that the run began with, or what of it is known. Raises UserError."""
+    """Weights, config.json and generation_config.json, into an empty folder. `began_with`: what
+    first_weights() gives; `eot_id`: of the token that ends a document. Raises UserError."""
+    origin = dict(began_with.get("config", {}))
+    if origin.get("eos_token_id") is None:
+        origin["eos_token_id"] = eot_id
     config = write_architecture(model, str(dtype).removeprefix("torch."), origin)
     shards = divide(pieces(model), dtype)
     names = [SINGLE]
@@ -39,9 +47,7 @@ def write_model(
         parts = [_part(piece, dtype) for piece in shard]
         write_tensors(folder / name, parts, _tensors(reader, shard, dtype), {})
     _write_json(folder / CONFIG, config)
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    generation = {"_from_model_config": True, **{name: ids[name] for name in ids if ids[name] is not None}}
-    _write_json(folder / GENERATION, generation)
+    _write_json(folder / GENERATION, exported_generation(began_with, config, eot_id))
 
 
 def divide(found: list[Piece], dtype: torch.dtype) -> list[list[Piece]]:
