@@ -166,13 +166,12 @@ def load_run(options: argparse.Namespace, device: torch.device) -> Source:
     checkpoint, saved, model = load_model(Path(options.out_dir), options.checkpoint, device, cached_attention)
     dataset, *_ = parse_dataset(options.dataset or saved.config["dataset"])  # a mixture has one tokenizer
     folder = Path(dataset_folder(TrainConfig(dataset=dataset)))
-    meta = read_meta(folder)
     was, *_ = saved.data.get("sources", [saved.data])
-    found = tokenizer_identity(meta["tokenizer"] or {})
+    found = tokenizer_identity(read_meta(folder)["tokenizer"] or {})
     check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), "name the run's with --dataset")
     loss = "not evaluated" if saved.val_loss is None else f"validation loss {saved.val_loss:.4f}"
     about = f"checkpoint {checkpoint}, iteration {saved.iteration}, {loss}"
-    ends = set(end_ids(first_weights(saved.pretrained), meta["eot_id"]))
+    ends = set(end_ids(first_weights(saved.pretrained), was.get("eot_id")))
     return Source(model, load_tokenizer(folder), folder, ends, about)
 
 

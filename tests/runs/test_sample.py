@@ -1,5 +1,6 @@
 """sample.py as a user runs it: on the checkpoint of a tiny run."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -189,15 +190,24 @@ def other_tokens(ready, folder, **keys):
     return folder
 
 
-def test_text_ends_at_the_end_of_text_of_the_dataset_unless_told_otherwise(ready, tmp_path, capsys):
+def test_text_ends_at_the_end_of_text_of_the_dataset_unless_told_otherwise(
+    ready, tmp_path, capsys, monkeypatch
+):
     def greedy(*flags) -> str:
         shown = text(capsys, ready, "--temperature=0", *flags)
         return shown.partition("--- sample 1 ---\nAB")[2].rstrip("\n")
 
-    whole = greedy()
-    tokens = other_tokens(ready, tmp_path / "tokens", eot_id=ord(whole[10]) - 48)
-    assert greedy(f"--dataset={tokens}") == whole.partition(whole[10])[0]
-    assert greedy(f"--dataset={tokens}", "--ignore_eot") == whole
+    def load_model(*arguments):
+        folder, saved, model = load(*arguments)
+        return folder, dataclasses.replace(saved, data=saved.data | {"eot_id": ord(whole[10]) - 48}), model
+
+    whole, load = greedy(), sample.load_model
+    # the dataset that the model was trained on: another end-of-text id of a dataset named later has no say
+    tokens = other_tokens(ready, tmp_path / "tokens", eot_id=ord(whole[5]) - 48)
+    assert greedy(f"--dataset={tokens}") == whole
+    monkeypatch.setattr(sample, "load_model", load_model)
+    assert greedy() == whole.partition(whole[10])[0]
+    assert greedy("--ignore_eot") == whole
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,9 @@ def find_tokenizer(saved: SavedState, checkpoint: Path, dataset: str | None) -> 
     Raises UserError if the dataset has another tokenizer than the run was trained with."""
     data = saved.data.get("sources", [saved.data])[0]
     trained, eot_id = data.get("tokenizer") or tokenizer_identity({}), data.get("eot_id")
-    began = saved.pretrained
+    began, copied = saved.pretrained, None
     weights = recall(began["source"], began["commit"]) if began else None
     theirs, files = _open(weights.folder) if weights else (None, ())
-    copied = None
     if weights and theirs:
         copied = TokenizerFiles(f"copied from {weights.source}", eot_id, weights.folder, files)
         if trained["sha256"] == tokenizer_hash(theirs):
@@ -87,8 +86,6 @@ def _open(folder: Path) -> tuple[Tokenizer | None, tuple[Path, ...]]:
     """The tokenizer in a folder of weights, and its files; None if there is none that can be read."""
     files = tuple(path for name in COPIED for path in sorted(folder.glob(name)) if path.is_file())
     try:
-        return open_tokenizer(str(folder)) if any(
-            path.name in VOCABULARIES for path in files
-        ) else None, files
+        return open_tokenizer(str(folder)), files
     except UserError:
         return None, ()
