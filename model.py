@@ -27,7 +27,7 @@ from ops.heads import Rotary, keeps_copies, project_heads, split_heads
 from ops.linear import Linear
 from ops.norm import Delta, Norm, add_norm, no_delta, normalize
 from ops.quack import fused_feed_forward
-from ops.remade import Remake, again, linear_of_norm, linear_of_swiglu
+from ops.remade import Remake, again, linear_of_again, linear_of_norm, linear_of_swiglu
 from ops.swiglu import pairs, swiglu_feed_forward
 from rope_scaling import RopeScaling
 
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             return self._project(attended(qkv))
         how = {"keep_rng": self.training and self.dropout > 0, "flex": mask is not None}
         if remake.attention and self.out.low_precision is None:  # then out's input is made again, too
-            return again(lambda qkv: self.out(attended(qkv)), qkv, **how), None
+            return linear_of_again(self.out, attended, qkv, **how), None
         return self._project(again(attended, qkv, keep_products=not remake.attention, **how))
 
     def _attend(self, q, k, v, mask: Mask) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ops.linear import Linear
+from ops.linear import Linear, LinearFunction
 from ops.matmul import add_weight_gradient
 from ops.norm import Norm, normalize
 from ops.swiglu import swiglu, swiglu_backward_and_product
@@ -74,6 +74,28 @@ def again(
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=keep_rng, **context)
 
 
+def linear_of_again(
+    layer: Linear,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    keep_rng: bool,
+    flex: bool,
+) -> torch.Tensor:
+    """layer(function(x)), of which the backward makes function(x) again, and not the product."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        y = function(x)
+        # compiled code leaves out what nothing reads; autograd's own Linear keeps its input, then computes
+        if torch.compiler.is_compiling() or layer.weight_grad is None:
+            return layer(y)
+        weight, _, bias = _operands(layer, y)
+        # checkpoint() stops once the last tensor to be kept is there, here before the product
+        result = _Product.apply(_Gradients.apply(y, weight, layer.weight_grad), y.detach(), weight.detach())
+        return result if bias is None else result + bias
+
+    return again(product, x, keep_rng=keep_rng, flex=flex)
+
+
 # --- Linears ---
 
 
@@ -122,6 +144,28 @@ class _NormLinear(torch.autograd.Function):
         dweight = _weight_gradient(dy, x, ctx.weight_grad)
         dbias = _bias_gradient(dy) if ctx.has_bias else None
         return dx, None, None, None, None, None, dweight, dbias, None
+
+
+class _Gradients(LinearFunction):
+    """LinearFunction's backward, without the product: what stands for it has its shape and no memory."""
+
+    @staticmethod
+    def forward(ctx, x, weight, total):
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return x.new_empty(()).expand(*x.shape[:-1], len(weight))
+
+
+class _Product(torch.autograd.Function):
+    """x (..., K), weight (N, K) -> (..., N), whose gradient goes to what stands for it."""
+
+    @staticmethod
+    def forward(ctx, stand_in, x, weight):
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None
 
 
 class _SwiGLULinear(torch.autograd.Function):

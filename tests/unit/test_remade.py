@@ -1,14 +1,18 @@
 """The levels memory_bound and attention of activation_checkpointing: they change no bit of a gradient,
 compute no more matmuls than they say, and keep as much as the estimate says."""
 
+import functools
 import os
 import sys
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from support import fake_heads, warm_python
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from common.errors import UserError
 from model import manual_attention
@@ -19,6 +23,7 @@ from ops.norm import no_delta
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.hardware.attention_kernels import _sdpa_default
+from training.optimization import compile as compile_module
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.low_precision import use_low_precision
 from training.records.activation_memory import kept_by_a_block
@@ -92,17 +97,73 @@ def test_the_masks_of_dropout_are_drawn_again(attend):
         assert_same(micro_steps(make(configure("qwen3", level, dropout=0.2), attend)), expected)
 
 
-def test_only_attention_computes_matmuls_twice_and_the_record_counts_them():
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [("qwen3", False), ("qwen3", True), ("gpt2 with biases", False)]
+)
+def test_the_record_counts_the_matmuls_that_each_level_computes_again(monkeypatch, kind, compiled, fused):
+    """In eager code, torch counts what runs; a compiled block's matmuls are those of its graphs."""
+    in_graphs = counted_graphs(monkeypatch)
+
     def flops(level):
-        model, ids = make(configure("qwen3", level), manual_attention), torch.zeros(B, T, dtype=torch.long)
+        model = make(configure(kind, level, compile=compiled), manual_attention, fused)
+        ids = torch.zeros(B, T, dtype=torch.long)
+        if compiled:  # the head is not; all levels compute the same there
+            return in_graphs(lambda: model(ids, ids).backward())
         with FlopCounterMode(display=False) as counter:
             model(ids, ids).backward()
         return counter.get_total_flops()
 
-    assert flops("memory_bound") == flops("none")
-    config = configure("qwen3", "attention")
-    counted = recomputed_flops(count_flops(config.model_config(), T), config)
-    assert flops("attention") - flops("none") == B * T * counted > 0
+    without = flops("none")
+    for level in (*LEVELS, "selective", "full"):
+        config = configure(kind, level)
+        counted = recomputed_flops(count_flops(config.model_config(), T), config)
+        assert flops(level) - without == B * T * counted, level
+        assert (counted > 0) == (level != "memory_bound")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2 with biases"])
+def test_attention_that_is_made_again_keeps_no_input_of_the_layer_after_it(kind):
+    """Also where its weight's gradient is summed in fp32, and nothing is compiled."""
+    kept = {}
+    for level in ("none", "attention"):
+        model, seen = make(configure(kind, level), manual_attention, fused=True), []
+        ids = torch.zeros(B, T, dtype=torch.long)
+        with saved_tensors_hooks(lambda t, seen=seen: seen.append(t.shape) or t, lambda t: t):
+            model(ids, ids)
+        width = model.config.attention_width
+        kept[level] = sum(shape == (B, T, width) for shape in seen)
+    assert kept["attention"] <= kept["none"] - 2  # of two blocks
+
+
+def counted_graphs(monkeypatch):
+    """count(run): FLOPs of the compiled graphs that run() executes. A partition as inductor makes it."""
+    executed = []
+
+    def count(graph, inputs):
+        flops = sum(map(_flops_of, graph.graph.nodes))
+        return make_boxed_func(lambda *values: executed.append(flops) or graph(*values))
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=partition)
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
+    monkeypatch.setattr(compile_module, "_compiled", compiled)
+    torch._dynamo.reset()
+
+    def of(run) -> int:
+        executed.clear()
+        run()
+        return sum(executed)
+
+    return of
+
+
+def _flops_of(node) -> int:
+    operation = getattr(node.target, "overloadpacket", None)
+    if operation not in flop_registry:
+        return 0
+    values = torch.fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
+    return flop_registry[operation](*values[0], **values[1], out_val=node.meta["val"])
 
 
 # --- memory ---

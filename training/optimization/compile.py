@@ -51,7 +51,10 @@ def _compiled(forward):
 
 
 def _recomputed(forward, keep_rng: bool):
+    # to its end, as recomputed_flops counts: an early stop omits the last matmul, in some forms of a block
     def run(*inputs):
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep_rng)
+        return checkpoint(
+            forward, *inputs, use_reentrant=False, preserve_rng_state=keep_rng, early_stop=False
+        )
 
     return run
