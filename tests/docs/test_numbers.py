@@ -32,7 +32,7 @@ def test_the_page_on_plans_has_what_the_law_and_both_counts_of_flops_give():
     assert len(rows) == 4
     for path, published, *cells in rows:
         model = full(path.split("/")[1]).model_config()
-        shape, tokens = shape_of(path, model), 1e9 * float(published.removesuffix(" B"))
+        shape, tokens = shape_of(model), 1e9 * float(published.removesuffix(" B"))
         counts = v2.count_flops(model, S)
         printed = 1 + counts["attention_to_ffn_ratio"]  # with the score term as v2 prints it; no logits
         stated = 3 * model.n_layer * counts["ffn_flops_per_layer"] * printed * tokens / S

@@ -1,17 +1,20 @@
 """tools.plan: the published plans come out to three digits, and a budget buys the model of least loss."""
 
+import json
 import re
+import runpy
+import shlex
+import sys
 
 import pytest
+from support.documents import TEXTS, fences
 from support.helpers import ROOT
 
 from common.errors import UserError
 from mfu_versions import model_builder_v2 as v2
-from mfu_versions import model_builder_v3 as v3
-from model import Transformer
 from tools.plan import __main__ as plan_command
-from tools.plan.law import HOFFMANN
-from tools.plan.search import best_plan, iso_flop, overtrained, plan, plan_flops
+from tools.plan.law import HOFFMANN, Law
+from tools.plan.search import plan, plan_flops, plans_of
 from tools.plan.shapes import FAMILIES, shape_for, shape_of, shapes_of
 from training.configuration.files_and_flags import load_config
 
@@ -24,10 +27,11 @@ PUBLISHED = {
     "full_qwen3_1.8b_optimal.py": (81.727e9, "2.340", "1.382", "8.4", "131.7", "2.294"),
 }
 SMALL = ("qwen3", 4096, 128)  # a family with the vocabulary of quickstart: quick to build
+SMALL_FLAGS = ["--arch=qwen3", "--vocab_size=4096", "--block_size=128"]
 
 
 def shipped(name):
-    return shape_of(name, load_config([str(ROOT / "config" / name)]).model_config())
+    return shape_of(load_config([str(ROOT / "config" / name)]).model_config())
 
 
 def printed_flops_per_token(model):
@@ -60,32 +64,23 @@ def test_no_count_without_embeddings_gives_the_published_losses(name):
         assert f"{HOFFMANN.loss(shape.parameters - without, tokens):.3f}" != loss
 
 
-def test_a_plan_outside_of_the_fitted_runs_says_so():
-    assert HOFFMANN.beyond(1e9, 20e9) == []
-    assert "above" in HOFFMANN.beyond(70e9, 400e9)[0]
-    assert [line.split(",")[0] for line in HOFFMANN.beyond(1e6, 1e6)] == [
-        "extrapolated: 1e+06 parameters",
-        "extrapolated: 1e+06 tokens",
-    ]
-
-
 # --- shapes ---
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_the_rule_of_a_family_gives_its_shipped_shape(arch):
     given = shipped(FAMILIES[arch].shipped)
-    found = shape_for(arch, given.parameters)
-    assert found.model == given.model
-    assert (found.parameters, found.flops_per_token) == (given.parameters, given.flops_per_token)
+    assert shape_for(arch, given.parameters) == given
+    for shape in shapes_of(arch):
+        exact = FAMILIES[arch].d_ff_per_width * shape.model.n_embd
+        assert shape.model.d_ff % 128 == 0 and exact <= shape.model.d_ff < exact + 128
 
 
 @pytest.mark.parametrize("size", [2e6, 11e6, 90e6])
 def test_a_shape_has_about_the_wanted_size_and_the_counted_parameters(size):
     shape = shape_for(SMALL[0], size, *SMALL[1:])
     assert shape.parameters == pytest.approx(size, rel=0.08)
-    built: Transformer = v3.build_model(shape.model)
-    assert built.count_parameters()["total"] == shape.parameters
+    assert shape == shape_of(shape.model)
 
 
 @pytest.mark.parametrize(("size", "says"), [(1e3, "smaller --vocab_size"), (1e15, "family has shapes")])
@@ -98,103 +93,151 @@ def test_a_size_beyond_the_family_is_an_error(size, says):
 
 
 def test_every_other_shape_at_these_flops_has_a_higher_loss():
-    best = best_plan(HOFFMANN, SMALL[0], 1e18, *SMALL[1:])
-    plans = iso_flop(HOFFMANN, shapes_of(*SMALL), 1e18)
-    assert len(plans) > 20
-    assert all(each.loss > best.loss for each in plans if each.shape != best.shape)
-    assert all(each.flops == pytest.approx(1e18) for each in plans)
+    shapes = shapes_of(*SMALL)
+    best = plans_of(HOFFMANN, shapes, 1e18)[0]
+    assert shapes[0] != best.shape != shapes[-1]
+    others = [shape for shape in shapes if shape != best.shape]
+    for shape in others:
+        tokens = 1e18 / shape.flops_per_token
+        assert HOFFMANN.loss(shape.parameters, tokens) > best.loss
+    assert best.loss == HOFFMANN.loss(best.shape.parameters, best.tokens)
 
 
 def test_an_over_trained_model_is_smaller_and_gives_up_loss():
-    best = best_plan(HOFFMANN, SMALL[0], 1e20, *SMALL[1:])
-    chain = [best, *overtrained(HOFFMANN, SMALL[0], best)]
+    chain = plans_of(HOFFMANN, shapes_of(*SMALL), 1e20)
     assert len(chain) == 5
     for larger, smaller in zip(chain, chain[1:], strict=False):
         assert smaller.shape.parameters < larger.shape.parameters and smaller.tokens > larger.tokens
         assert smaller.loss > larger.loss
-        assert smaller.flops == pytest.approx(best.flops)
+        assert smaller.flops == pytest.approx(1e20)
 
 
 def test_1_36e21_flops_of_v3_buy_the_shipped_qwen3_as_the_compute_optimal_one():
-    best = best_plan(HOFFMANN, "qwen3", BUDGET)
+    best = plans_of(HOFFMANN, shapes_of("qwen3"), BUDGET)[0]
     assert (best.shape.parameters, f"{best.tokens / 1e9:.1f}") == (1_830_395_904, "131.7")
-
-
-@pytest.mark.parametrize(("flops", "says"), [(1e9, "too few"), (1e29, "too many")])
-def test_a_budget_whose_best_model_is_outside_of_the_family_is_an_error(flops, says):
-    with pytest.raises(UserError, match=says):
-        best_plan(HOFFMANN, SMALL[0], flops, *SMALL[1:])
 
 
 # --- the command ---
 
 
-SMALL_FLAGS = ["--arch=qwen3", "--vocab_size=4096", "--block_size=128"]
+def printed(capsys, *flags):
+    plan_command.main(list(flags))
+    return capsys.readouterr().out
 
 
 def test_the_command_prints_the_plan_of_a_config(capsys):
     config = ROOT / "config" / "full_llama3_1.5b_optimal.py"
-    plan_command.main([f"--config={config}", "--tokens=101.909e9", "--gpus=8xH200", "--mfu=0.6157"])
-    printed = capsys.readouterr().out
-    assert "predicted loss: 2.335\n" in printed
-    assert "8.7614e+20 by v3 (8,597,274,624 per token)" in printed
-    assert "time: 49.9 hours, 400 GPU-hours" in printed
-    assert "fitted to MassiveText" in printed
+    text = printed(capsys, f"--config={config}", "--tokens=101.909e9", "--gpus=8xH200", "--mfu=0.6157")
+    assert "predicted loss: 2.335\n" in text
+    assert "8.7614e+20 training FLOPs by v3" in text and "FLOPs/token: 8,597,274,624" in text
+    # 8.7614e20 / (8 x 989.4e12 x 0.6157) seconds
+    assert "time: 49.94 hours, 399.5 GPU-hours" in text
+    assert "fitted to MassiveText" in text and "extrapolated" not in text
 
 
-def test_a_predicted_loss_above_that_of_a_random_guess_is_called_out(capsys):
-    plan_command.main([f"--config={ROOT / 'config' / 'quickstart.py'}", "--tokens=614400"])
-    assert "above that of a random guess, ln(4096) = 8.318" in capsys.readouterr().out
+def test_hours_of_a_machine_are_the_flops_of_its_gpus_at_this_mfu(capsys):
+    text = printed(capsys, "--gpus=8xH200", "--hours=72", "--mfu=0.61", *SMALL_FLAGS)
+    assert f"budget: {72 * 3600 * 8 * 989.4e12 * 0.61:.5g} training FLOPs" in text
+    assert "time: 72 hours, 576 GPU-hours" in text
 
 
-def test_the_command_draws_the_curve_of_a_budget(capsys, tmp_path):
-    plan_command.main(["--flops=1e18", *SMALL_FLAGS, f"--output={tmp_path / 'curve.png'}"])
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    assert "Over-trained qwen3" in printed and "extrapolated" in printed
+def test_a_config_without_a_family_has_its_loss_and_no_table(capsys):
+    text = printed(capsys, f"--config={ROOT / 'config' / 'qwen2.5_1.5b.py'}", "--flops=1e20")
+    assert "predicted loss: 2." in text and "Compute-optimal" not in text
 
 
-def test_a_written_config_has_the_shape_and_the_tokens_and_starts(run, capsys, tmp_path):
-    path = tmp_path / "planned_10m.py"
-    flags = [*SMALL_FLAGS, "--size=1e7", "--tokens=2e8", f"--write={path}", "--dataset=quickstart"]
-    plan_command.main(flags)
-    config = load_config([str(path)])
+def test_a_plan_beyond_the_law_and_beyond_the_family_says_so(capsys):
+    text = printed(capsys, f"--config={ROOT / 'config' / 'quickstart.py'}", "--tokens=614400")
+    assert "above that of a random guess, ln(4096) = 8.318" in text
+    assert "extrapolated: 3.2e+06 parameters; the law was fitted to 7e+07 to 1.6e+10" in text
+    assert "extrapolated: 6.14e+05 tokens" in text
+    for flops, amount in (("--flops=1e9", "1.44e+06"), ("--flops=1e29", "7.74e+10")):
+        text = printed(capsys, flops, *SMALL_FLAGS)
+        assert "beyond the sizes of its family" in text and f"extrapolated: {amount} parameters" in text
+    assert "beyond the sizes" not in printed(capsys, "--flops=1e18", *SMALL_FLAGS)
+
+
+def test_the_table_says_how_large_each_model_is_beside_the_optimal_one(capsys):
+    text = printed(capsys, "--flops=1e20", *SMALL_FLAGS)
+    sizes = [shape.parameters for shape in (p.shape for p in plans_of(HOFFMANN, shapes_of(*SMALL), 1e20))]
+    assert re.findall(r"(\d+) %", text) == [f"{100 * size / sizes[0]:.0f}" for size in sizes]
+
+
+def test_the_printed_command_trains_the_planned_model_on_the_planned_tokens(
+    run, capsys, tmp_path, monkeypatch
+):
+    text = printed(capsys, *SMALL_FLAGS, "--size=1e7", "--tokens=20e9")
+    assert "--tokens_per_iter=32768 " in text  # 256 sequences at most
+    text = printed(capsys, *SMALL_FLAGS, "--size=1e7", "--tokens=2e7")
+    program, script, *flags = shlex.split(text.splitlines()[-1])
+    assert (program, script) == ("python", "train.py")
+    monkeypatch.chdir(ROOT)
+    flags += ["--dataset=quickstart", f"--out_dir={tmp_path / 'out'}"]
+    config = load_config(flags)
     assert config.model_config() == shape_for(SMALL[0], 1e7, *SMALL[1:]).model
-    assert config.max_iters * config.tokens_per_iter == pytest.approx(2e8, rel=0.01)
+    assert config.max_iters * config.tokens_per_iter == pytest.approx(2e7, rel=0.01)
+    assert config.tokens_per_iter == 64 * 128
     assert config.lr_decay_iters == config.max_iters >= 2000
-    capsys.readouterr()
-    assert run(path, "--dry_run=True", "--gpu=H200") == 0
+    assert config.warmup_iters < config.max_iters / 5
+    assert run(*flags, "--dry_run=True", "--gpu=H200") == 0
     assert re.search("Fits: +yes", capsys.readouterr().out)
-    with pytest.raises(UserError, match="not overwritten"):
-        plan_command.main(flags)
+
+
+def test_own_constants_make_the_prediction(capsys):
+    text = printed(capsys, "--law=1,300,500,0.3,0.32", *SMALL_FLAGS, "--size=1e7", "--tokens=2e8")
+    shape = shape_for(SMALL[0], 1e7, *SMALL[1:])
+    loss = 1 + 300 / shape.parameters**0.3 + 500 / 2e8**0.32
+    assert f"predicted loss: {loss:.3f}\n" in text and "MassiveText" not in text
+
+
+def test_the_script_on_the_page_finds_the_law_behind_nine_runs(capsys, tmp_path, monkeypatch):
+    law = Law(1.2, 300.0, 500.0, 0.305, 0.327)
+    (script,) = [code for language, code in fences(TEXTS["docs/plan.md"]) if language == "python"]
+    (tmp_path / "fit.py").write_text(script)
+    paths = []
+    for n in (10**8, 4 * 10**8, 16 * 10**8):
+        for iteration in (10_000, 40_000, 200_000):
+            last = {"iter": iteration, "val_loss": law.loss(n, 500_000.0 * iteration)}
+            startup = {"model": {"total_params": n}, "tokens_per_iter": 500_000}
+            paths.append(tmp_path / f"run_{len(paths)}.json")
+            paths[-1].write_text(json.dumps({"startup_info": startup, "eval_steps": [{"iter": 1}, last]}))
+    monkeypatch.setattr(sys, "argv", ["fit.py", *map(str, paths)])
+    runpy.run_path(str(tmp_path / "fit.py"))
+    found = plan_command.own_law(capsys.readouterr().out.strip().removeprefix("--law="))
+    assert found.alpha == pytest.approx(0.305, abs=0.011) and found.beta == pytest.approx(0.327, abs=0.011)
+    assert found.loss(1e9, 2e10) == pytest.approx(law.loss(1e9, 2e10), abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "nothing to plan"),
-        (["--flops=0"], "--flops=0 is not above 0"),
-        (["--flops=nan"], "--flops=nan is not above 0"),
-        (["--flops=1e40"], "at most 1e\\+30"),
-        (["--gpus=8xH200", "--hours=-1", "--mfu=0.5"], "--hours=-1 is not above 0"),
-        (["--gpus=0xH200", "--hours=1", "--mfu=0.5"], "has 0 GPUs"),
+        ([], "state how long to train"),
+        (["--flops=0"], "0 is not between"),
+        (["--flops=nan"], "nan is not between"),
+        (["--flops=1e40"], "1e\\+40 is not between"),
+        (["--gpus=0xH200", "--hours=1", "--mfu=0.5"], "write it as 8xH200"),
         (["--gpus=H200", "--hours=1", "--mfu=0.5"], "write it as 8xH200"),
         (["--gpus=8xH900", "--hours=1", "--mfu=0.5"], "'H900' is not one of B200"),
         (["--gpus=2xT4", "--hours=1", "--mfu=0.5"], "no bf16 peak is known for the Tesla T4"),
-        (["--gpus=8xH200", "--hours=1", "--mfu=61"], "write 61 % as 0.61"),
-        (["--gpus=8xH200", "--hours=1", "--mfu=0"], "not a fraction above 0"),
-        (["--gpus=8xH200", "--hours=1"], "needs an MFU: state it"),
-        (["--hours=1", "--mfu=0.5"], "state the GPUs, too"),
+        (["--gpus=8xH200", "--hours=1", "--mfu=61"], "61 is not between 0.001 and 1"),
+        (["--gpus=8xH200", "--hours=1"], "both or neither of --gpus and --mfu"),
         (["--hours=1"], "of which machine"),
-        (["--flops=1e21", "--gpus=8xH200", "--hours=1", "--mfu=0.5"], "--flops and --hours both"),
+        (["--flops=1e21", "--hours=1"], "not allowed with argument --flops"),
         (["--tokens=1e9"], "of which model"),
-        (["--size=1e9"], "state how long"),
-        (["--size=1e9", "--tokens=1e9"], "need one family"),
-        (["--flops=1e21", "--output=x.jpg"], "must end in .png"),
-        (["--flops=1e21", "--arch=qwen3", "--write=x.txt"], "must end in .py"),
+        (["--size=1e9", "--tokens=1e9"], "needs one family"),
+        (
+            ["--config=config/quickstart.py", "--vocab_size=9", "--flops=1e18"],
+            "leave out --arch, --vocab_size",
+        ),
+        (["--config=config/cpt_qwen3_1.7b_4096.py", "--flops=1e18"], "begins with trained weights"),
+        (["--law=1,2,3", "--flops=1e18"], "is not E,A,B,alpha,beta"),
+        (["--law=1,2,3,0.3,9", "--flops=1e18"], "is not E,A,B,alpha,beta"),
+        (["--fit", "run.json"], "script that fits the law"),
+        (["--flops=1e18", "--write=config/x.py"], "the command that a plan"),
     ],
 )
-def test_flags_beyond_sense_are_one_clear_line(flags, says):
-    with pytest.raises(UserError, match=says) as raised:
+def test_flags_beyond_sense_are_one_clear_message(capsys, monkeypatch, flags, says):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((UserError, SystemExit)) as raised:
         plan_command.main(flags)
-    assert "\n" not in str(raised.value)
+    assert re.search(says, str(raised.value) + capsys.readouterr().err)

@@ -1,10 +1,9 @@
 """Says what a budget buys: the compute-optimal model and tokens, the predicted loss, the hours.
 
     python -m tools.plan --flops=1.36e21
-    python -m tools.plan --gpus=8xH200 --hours=72 --mfu=0.61 --arch=qwen3 --output=plan.png
+    python -m tools.plan --gpus=8xH200 --hours=72 --mfu=0.61 --arch=qwen3
     python -m tools.plan --config=config/full_llama3_1.5b_optimal.py --tokens=101.909e9
-    python -m tools.plan --arch=llama3 --size=1e9 --tokens=20e9 --write=config/NAME.py
-    python -m tools.plan --fit out-small-*/run_*.json
+    python -m tools.plan --arch=llama3 --size=1e9 --tokens=20e9
 
 docs/plan.md has the formulas and their sources, and says where the law was not fitted.
 """
@@ -12,95 +11,56 @@ docs/plan.md has the formulas and their sources, and says where the law was not 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from argparse import ArgumentTypeError
-from typing import NamedTuple
 
-from common.arguments import user_folder, user_path, whole_number
+from common.arguments import real_number, user_folder, whole_number
 from common.command import run_command
 from common.errors import UserError
-from common.text import one_line, shown
+from common.text import shown
 from model_config import MOST
-from plots.figure import output_path
-from plots.run_record import expand_globs
-from tools.plan import config_file, figure, report
-from tools.plan.fit import Fit, fit
-from tools.plan.law import HOFFMANN, Law, check_amount
-from tools.plan.machine import Machine, make_machine
-from tools.plan.points import read_points
-from tools.plan.search import Plan, best_plan, iso_flop, overtrained, plan, plan_flops
+from tools.plan import report
+from tools.plan.law import HOFFMANN, Law
+from tools.plan.search import plan, plan_flops, plans_of
 from tools.plan.shapes import BLOCK_SIZE, FAMILIES, Shape, shape_for, shape_of, shapes_of
 from training.configuration.files_and_flags import load_config
+from training.hardware.gpu_memory import find_card
+from training.hardware.peaks import table_peak
 
-MOST_HOURS = 1e9
-
-
-class Found(NamedTuple):
-    given: Plan | None  # of the model that the user named
-    best: list[Plan]  # the compute-optimal plan of each family
-    why_no_best: str = ""
+AMOUNT = real_number(1e-6, 1e30)  # far above any budget, far below an overflow
+TITLE = "Compute-optimal models, and smaller ones for more tokens at the same FLOPs"
+REMOVED = {  # flag: what to type instead
+    "--fit": "docs/plan.md has a script that fits the law; state its constants with --law",
+    "--records": "state the MFU that the last lines of these runs say, as in --mfu=0.61",
+    "--write": "take the command that a plan of one family ends with",
+    "--output": "the table has the losses of several sizes at these FLOPs",
+}
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
-    check(options)
-    machine = make_machine(options.gpus, options.mfu, expand_globs(options.records))
-    points = read_points(expand_globs(options.fit)) if options.fit else []
-    fitted = fit(points) if points else None
-    if fitted:
-        print("\n".join(report.fit_lines(fitted, points)))
-    if options.flops or options.hours or options.tokens:
-        make_plan(options, machine, fitted)
-
-
-def make_plan(options: argparse.Namespace, machine: Machine | None, fitted: Fit | None) -> None:
-    law = fitted.law if fitted else HOFFMANN
-    flops = budget(options, machine)
-    shape = named_shape(options)
-    found = find(options, law, flops, shape)
-    given, best = found.given, found.best
-    flops = given.flops if given else best[0].flops
-    lines = report.law_lines(law) + report.budget_lines(flops, machine)
-    if given:
-        lines += ["", *report.model_lines(given, fitted)]
-    if best:
-        lines += report.best_lines(best)
-    for each in best:
-        lines += report.interval_lines(each, fitted)
-    for each in best:
-        lines += report.overtrained_lines(each, overtrained(law, each.shape.name, each))
-    if found.why_no_best:
-        lines += ["", f"no compute-optimal shape to compare with: {found.why_no_best}"]
-    lines += report.caveat_lines(law, [given] if given else best)
-    print("\n".join(lines))
-    if options.output:
-        draw(options, law, found, flops)
-    if options.write:
-        config_file.write(options.write, given or best[0], options.dataset)
-        print(f"wrote {options.write}")
-
-
-def draw(options: argparse.Namespace, law: Law, found: Found, flops: float) -> None:
-    if not found.best:
-        raise UserError(f"--output: there is no curve to draw: {found.why_no_best}")
-    curves = {}
-    for each in found.best:
-        model = each.shape.model
-        shapes = shapes_of(each.shape.name, model.vocab_size, model.block_size)
-        curves[each.shape.name] = iso_flop(law, shapes, flops)
-    figure.draw(output_path(options.output), law, curves, flops, found.given)
-
-
-def budget(options: argparse.Namespace, machine: Machine | None) -> float | None:
-    """FLOPs; None where the user states tokens. Raises UserError."""
-    if options.hours is None:
-        return options.flops
-    if machine is None:
-        raise UserError(
-            f"--hours={options.hours:g} of which machine? state --gpus, as in --gpus=8xH200, with --mfu or "
-            "--records; or --records alone, for the machine of these runs"
-        )
-    return check_amount("the budget in FLOPs", options.hours * machine.flops_per_hour)
+    law, shape = options.law, named_shape(options)
+    gpus, flops_per_hour, machine = read_machine(options)
+    flops = options.hours * flops_per_hour if options.hours else options.flops
+    print(f"law: {law} ({law.source}; N: all parameters, D: tokens, L: nats per token)")
+    plans = []
+    if shape:
+        plans = [plan_flops(law, shape, flops) if flops else plan(law, shape, options.tokens)]
+        flops = plans[0].flops
+        print(*report.model_lines(plans[0]), sep="\n")
+    print(f"budget: {flops:.5g} training FLOPs by v3 (every matmul, the full score matrix)")
+    if gpus:
+        hours = flops / flops_per_hour
+        print(f"machine: {machine}\ntime: {hours:,.4g} hours, {gpus * hours:,.4g} GPU-hours")
+    arches, model = ([shape.model.arch], shape.model) if shape else (options.arch, options)
+    every = [shapes_of(arch, model.vocab_size, model.block_size) for arch in arches if arch in FAMILIES]
+    families = [plans_of(law, shapes, flops) for shapes in every]
+    if families:
+        print("", TITLE, report.table(families), sep="\n")
+    plans = plans or [family[0] for family in families]
+    print("", *report.notes(law, plans, families), sep="\n")
+    if len(plans) == 1 and not options.config:
+        print("", "To train this model:", report.command(plans[0]), sep="\n")
 
 
 def named_shape(options: argparse.Namespace) -> Shape | None:
@@ -111,128 +71,79 @@ def named_shape(options: argparse.Namespace) -> Shape | None:
         return None
     config = load_config([str(options.config)])
     if config.init_weights:
-        raise UserError(
-            f"{options.config} begins with trained weights ({one_line(config.init_weights)}); the law is of "
-            "models trained from scratch"
-        )
-    try:
-        model = config.model_config()
-    except ValueError as error:
-        raise UserError(f"{options.config}: {error}") from None
-    return shape_of(model.arch, model)
+        raise UserError(f"{options.config} begins with trained weights; the law is of training from scratch")
+    return shape_of(config.model_config())
 
 
-def find(options: argparse.Namespace, law: Law, flops: float | None, shape: Shape | None) -> Found:
-    if shape is None:
-        assert flops is not None
-        families = [
-            best_plan(law, arch, flops, options.vocab_size, options.block_size) for arch in options.arch
-        ]
-        return Found(None, families)
-    given = plan_flops(law, shape, flops) if flops else plan(law, shape, options.tokens)
-    check_amount("FLOPs of this plan", given.flops)
-    if shape.name not in FAMILIES:
-        return Found(given, [], f"{shape.name} has no family of shapes; these have: {', '.join(FAMILIES)}")
-    try:
-        return Found(
-            given,
-            [best_plan(law, shape.name, given.flops, shape.model.vocab_size, shape.model.block_size)],
-        )
-    except UserError as error:
-        return Found(given, [], str(error))
+def read_machine(options: argparse.Namespace) -> tuple[int, float, str]:
+    """(GPUs, FLOPs that they compute in an hour, a text) of --gpus and --mfu. Raises UserError."""
+    if options.gpus is None:
+        return 0, 0.0, ""
+    found = re.fullmatch(r"([1-9]\d{0,5})[x*](\S.*)", options.gpus)
+    if not found:
+        raise UserError(f"--gpus={shown(options.gpus)} is not a number and a GPU; write it as 8xH200")
+    gpus, card = int(found[1]), find_card(found[2]).device
+    peak = table_peak(card, "bfloat16").flops
+    if peak is None:
+        raise UserError(f"--gpus={shown(options.gpus)}: no bf16 peak is known for the {card}")
+    text = f"{gpus} x {card}, peak {peak / 1e12:,.5g} TFLOPS each, MFU {100 * options.mfu:.4g} %"
+    return gpus, 3600 * gpus * peak * options.mfu, text
 
 
 # --- flags ---
 
 
-def check(options: argparse.Namespace) -> None:
-    """What the flags say together. Raises UserError."""
-    for name in ("flops", "tokens", "size", "hours"):
-        if (value := getattr(options, name)) is not None:
-            check_amount(f"--{name}", value)
-    if options.hours is not None and options.hours > MOST_HOURS:
-        raise UserError(f"--hours={options.hours:g} is more than {MOST_HOURS:g}")
-    stated = [f"--{name}" for name in ("flops", "hours", "tokens") if getattr(options, name) is not None]
-    model = [f"--{name}" for name in ("config", "size") if getattr(options, name) is not None]
-    if len(stated) > 1:
-        raise UserError(f"{' and '.join(stated)} both state how long to train; leave one of them out")
-    if len(model) > 1:
-        raise UserError("--config and --size both state the model; leave one of them out")
-    if not stated and (model or options.write or options.output):
-        raise UserError("state how long to train: --tokens, --flops, or --hours and --gpus")
-    if not stated and not options.fit:
-        raise UserError(
-            "nothing to plan: state --flops=1e21, or --gpus=8xH200 --hours=72, or --config and --tokens"
-        )
-    if options.tokens is not None and not model:
-        raise UserError("--tokens of which model? state --config=FILE or --size=PARAMETERS")
-    if options.config is not None:
-        check_config_flags(options)
-    if len(options.arch) != 1 and (options.size is not None or options.write):
-        raise UserError(f"--size and --write need one family: --arch={' or '.join(FAMILIES)}")
-    if options.output:
-        output_path(options.output)
-    if options.write:
-        config_file.check_path(options.write)
-    if options.write and options.vocab_size and not options.dataset:
-        raise UserError("--write with --vocab_size needs the --dataset that has this vocabulary")
-
-
-def check_config_flags(options: argparse.Namespace) -> None:
-    """--config states the whole model. Raises UserError."""
-    if options.write:
-        raise UserError("--write writes a planned shape: state --size instead of --config, or neither")
-    for name in ("arch", "vocab_size", "block_size"):
-        if getattr(options, f"stated_{name}"):
-            raise UserError(f"--config has its own {name}; leave --{name} out")
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises UserError for flags that do not go together."""
+    for flag in REMOVED:
+        if any(word.split("=")[0] == flag for word in argv):
+            raise UserError(f"{flag} is gone: {REMOVED[flag]}")
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan", description="Says what a budget buys.", allow_abbrev=False
     )
-    parser.add_argument("--flops", type=number, help="the budget: training FLOPs, by v3")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--flops", type=AMOUNT, help="the budget: training FLOPs, by v3")
+    length.add_argument("--hours", type=AMOUNT, help="the budget: hours of --gpus")
+    length.add_argument("--tokens", type=AMOUNT, help="tokens on which the model trains")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--config", type=user_folder, help="a config file: the model")
+    model.add_argument("--size", type=AMOUNT, help="parameters of a model of the family --arch")
     parser.add_argument("--gpus", help="the machine, as in 8xH200")
-    parser.add_argument("--hours", type=number, help="the budget: hours of this machine")
-    parser.add_argument("--mfu", type=number, help="the share of the peak that is reached, as in 0.61")
-    parser.add_argument(
-        "--records", nargs="+", default=[], metavar="RUN.json", help="runs that measured the MFU"
-    )
-    parser.add_argument("--config", type=user_folder, help="a config file: the model")
-    parser.add_argument("--size", type=number, help="parameters of a model of the family --arch")
-    parser.add_argument("--tokens", type=number, help="tokens on which the model trains")
-    parser.add_argument("--arch", type=families, help=f"families: {','.join(FAMILIES)} (default: all)")
-    parser.add_argument(
-        "--vocab_size", type=whole_number(1, MOST["vocab_size"]), help="default: that of the family"
-    )
-    parser.add_argument(
-        "--block_size", type=whole_number(1, MOST["block_size"]), help=f"tokens of a sequence ({BLOCK_SIZE})"
-    )
-    parser.add_argument("--fit", nargs="+", metavar="RUN.json", help="fit the law to these runs, and use it")
-    parser.add_argument("--write", type=user_folder, help="write the model as a config file, config/NAME.py")
-    parser.add_argument("--dataset", type=user_path, help="of the config file (default: that of the family)")
-    parser.add_argument("--output", type=user_path, help="draw the iso-FLOP curve, a .png")
+    parser.add_argument("--mfu", type=real_number(0.001, 1), help="the share of its peak, as in 0.61")
+    parser.add_argument("--arch", choices=FAMILIES, help="the family of shapes (default: all)")
+    parser.add_argument("--vocab_size", type=whole_number(1, MOST["vocab_size"]), help="(the family's)")
+    parser.add_argument("--block_size", type=whole_number(1, MOST["block_size"]), help=f"({BLOCK_SIZE})")
+    parser.add_argument("--law", type=own_law, default=HOFFMANN, help="other constants: E,A,B,alpha,beta")
     options = parser.parse_args(argv)
-    for name in ("arch", "vocab_size", "block_size"):
-        setattr(options, f"stated_{name}", getattr(options, name) is not None)
-    options.arch = options.arch or list(FAMILIES)
+    no_model = not (options.config or options.size)
+    stated = options.arch or options.vocab_size or options.block_size
+    no_length = not (options.flops or options.hours or options.tokens)
+    wrong = {
+        "state how long to train: --flops=1e21, or --hours with --gpus, or --tokens of a model": no_length,
+        "--tokens of which model? state --config or --size": options.tokens and no_model,
+        "--hours of which machine? state --gpus, as in --gpus=8xH200": options.hours and not options.gpus,
+        "state both or neither of --gpus and --mfu, as in --gpus=8xH200 --mfu=0.61": bool(options.gpus)
+        != bool(options.mfu),
+        f"--size needs one family: --arch={' or '.join(FAMILIES)}": options.size and not options.arch,
+        "--config states the model: leave out --arch, --vocab_size and --block_size": options.config
+        and stated,
+    }
+    for message, is_so in wrong.items():
+        if is_so:
+            raise UserError(message)
+    options.arch = [options.arch] if options.arch else list(FAMILIES)
     options.block_size = options.block_size or BLOCK_SIZE
     return options
 
 
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{shown(text)} is not a number") from None
-
-
-def families(text: str) -> list[str]:
-    found = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    unknown = [name for name in found if name not in FAMILIES]
-    if unknown:
-        raise ArgumentTypeError(f"{shown(unknown[0])} is not one of {', '.join(FAMILIES)}")
-    return found
+def own_law(text: str) -> Law:
+    constants = [real_number(0, 1e30)(each) for each in text.split(",")]
+    if len(constants) != 5 or max(constants[3:]) > 3:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not E,A,B,alpha,beta, as in 1.69,406.4,410.7,0.34,0.28"
+        )
+    E, A, B, alpha, beta = constants
+    return Law(E, A, B, alpha, beta, "--law")
 
 
 if __name__ == "__main__":

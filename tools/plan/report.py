@@ -1,140 +1,86 @@
-"""What a plan says on the console."""
+"""What a plan says: the table of models, the notes, the command that trains a model."""
 
 from __future__ import annotations
 
 import math
 
 from common.text import aligned
-from tools.plan.fit import INTERVAL, Fit
+from model_config import config_key
+from plots.figure import tokens_text as short
 from tools.plan.law import Law
-from tools.plan.machine import Machine
-from tools.plan.points import Point
 from tools.plan.search import Plan
+from tools.plan.shapes import FAMILIES, WIDTHS
 
-TEXT_COLUMNS = ("arch", "shape", "run", "constant")
-SHAPE = "shape: layers-heads-width-ff, KV heads"
-
-
-def law_lines(law: Law) -> list[str]:
-    return [f"law: {law} ({law.source}; N: all parameters, D: tokens, L: nats per token)"]
-
-
-def budget_lines(flops: float, machine: Machine | None) -> list[str]:
-    lines = [f"budget: {flops:.4g} training FLOPs by v3 (every matmul, the full score matrix)"]
-    if machine:
-        hours = machine.hours(flops)
-        lines.append(f"machine: {machine}")
-        lines.append(f"time: {amount(hours)} hours, {amount(hours * machine.gpus)} GPU-hours")
-    return lines
+SHAPE = "layers-heads-width-ff, KV heads"
+ITERATIONS = 2000  # at least, where a batch of SEQUENCES allows it
+SHAPE_FIELDS = ("n_layer", "n_head", "n_kv_head", "n_embd", "d_ff", "vocab_size", "block_size")
+SEQUENCES = (8, 256)  # of an iteration: least and most
 
 
-def best_lines(plans: list[Plan]) -> list[str]:
-    head = ["arch", "shape", "parameters", "FLOPs/token", "tokens", "tokens/parameter", "loss"]
-    rows = [
-        [
-            plan.shape.name,
-            str(plan.shape),
-            billions(plan.shape.parameters),
-            f"{plan.shape.flops_per_token:.4g}",
-            billions(plan.tokens),
-            f"{plan.tokens_per_parameter:.1f}",
-            f"{plan.loss:.3f}",
-        ]
-        for plan in plans
-    ]
-    return ["", f"Compute-optimal ({SHAPE})", *aligned(head, rows, TEXT_COLUMNS)]
-
-
-def overtrained_lines(best: Plan, plans: list[Plan]) -> list[str]:
-    if not plans:
-        return []
-    head = ["shape", "parameters", "of optimal", "tokens", "loss", "loss given up", "FLOPs/token of optimal"]
-    rows = [
-        [
-            str(plan.shape),
-            billions(plan.shape.parameters),
-            f"{100 * plan.shape.parameters / best.shape.parameters:.0f} %",
-            billions(plan.tokens),
-            f"{plan.loss:.3f}",
-            f"{plan.loss - best.loss:.4f}",
-            f"{100 * plan.shape.flops_per_token / best.shape.flops_per_token:.0f} %",
-        ]
-        for plan in plans
-    ]
-    title = f"Over-trained {best.shape.name}: smaller models for more tokens at the same FLOPs"
-    return ["", title, *aligned(head, rows, TEXT_COLUMNS)]
-
-
-def model_lines(plan: Plan, fitted: Fit | None) -> list[str]:
+def model_lines(plan: Plan) -> list[str]:
     shape = plan.shape
-    lines = [
-        f"model: {shape.name}, {SHAPE.removeprefix('shape: ')}: {shape}",
-        f"parameters: {shape.parameters:,}",
-        f"tokens: {plan.tokens:,.0f}, {plan.tokens_per_parameter:.1f} per parameter",
-        f"FLOPs: {plan.flops:.6g} by v3 ({shape.flops_per_token:,} per token); 6ND would be "
-        f"{6 * shape.parameters * plan.tokens:.4g}",
+    return [
+        f"model: {shape.model.arch}, {SHAPE}: {shape}; {shape.parameters:,} parameters",
+        f"tokens: {plan.tokens:,.0f}, {plan.tokens / shape.parameters:.1f} per parameter",
+        f"FLOPs/token: {shape.flops_per_token:,}",
         f"predicted loss: {plan.loss:.3f}",
     ]
-    return lines + interval_lines(plan, fitted)
 
 
-def interval_lines(plan: Plan, fitted: Fit | None) -> list[str]:
-    if fitted is None:
-        return []
-    low, high = fitted.loss_interval(plan.shape.parameters, plan.tokens)
-    return [f"90 % interval of the predicted loss ({plan.shape.name}): {low:.3f} to {high:.3f}"]
-
-
-def fit_lines(fitted: Fit, points: list[Point]) -> list[str]:
-    head = ["run", "parameters", "tokens", "loss", "fitted", "difference"]
+def table(families: list[list[Plan]]) -> str:
+    """Of each family: the compute-optimal plan first."""
+    head = ["arch", SHAPE, "parameters", "of optimal", "FLOPs/token", "tokens", "tokens/parameter", "loss"]
     rows = [
         [
-            point.name,
-            f"{point.parameters:,}",
-            f"{point.tokens:,.0f}",
-            f"{point.loss:.4f}",
-            f"{(found := fitted.law.loss(point.parameters, point.tokens)):.4f}",
-            f"{found - point.loss:+.4f}",
+            plan.shape.model.arch,
+            str(plan.shape),
+            short(plan.shape.parameters),
+            f"{100 * plan.shape.parameters / plans[0].shape.parameters:.0f} %",
+            f"{plan.shape.flops_per_token:.4g}",
+            short(plan.tokens),
+            f"{plan.tokens / plan.shape.parameters:.1f}",
+            f"{plan.loss:.3f}",
         ]
-        for point in points
+        for plans in families
+        for plan in plans
     ]
-    lines = [f"Fit to {len(points)} runs", *aligned(head, rows, TEXT_COLUMNS), ""]
-    table = []
-    for name in ("E", "A", "B", "alpha", "beta"):
-        fixed = fitted.constants == 3 and name in ("alpha", "beta")
-        interval = "fixed" if fixed else "{:.4g} to {:.4g}".format(*fitted.interval(name))
-        table.append([name, f"{getattr(fitted.law, name):.4g}", interval])
-    between = f"{INTERVAL[1] - INTERVAL[0]} % interval"
-    lines += aligned(["constant", "value", between], table, TEXT_COLUMNS)
-    lines.append(f"interval: of the fits to {len(fitted.resampled)} resamples of the runs, with replacement")
-    if fitted.constants == 3:
-        lines.append(
-            "fixed: alpha and beta are those of Hoffmann et al.; to fit them, too, takes 7 runs or more, of "
-            "3 sizes and 3 numbers of tokens"
-        )
-    return [*lines, *(f"warning: {point.warning}" for point in points if point.warning), ""]
+    return "\n".join(aligned(head, rows, ("arch", SHAPE)))
 
 
-def caveat_lines(law: Law, plans: list[Plan]) -> list[str]:
-    beyond = [line for plan in plans for line in law.beyond(plan.shape.parameters, plan.tokens)]
+def notes(law: Law, plans: list[Plan], families: list[list[Plan]]) -> list[str]:
+    """Where the law does not hold or was not fitted, and where the best shape is not in its family."""
+    found = [law.caveat]
+    for best, *_ in families:
+        if best.shape.model.n_embd in (WIDTHS[0], WIDTHS[-1]):
+            found.append(
+                f"the best {best.shape.model.arch} model of these FLOPs is beyond the sizes of its family"
+            )
     for plan in plans:
+        found += law.beyond(plan.shape.parameters, plan.tokens)
         vocab_size = plan.shape.model.vocab_size
-        guess = math.log(vocab_size)
-        if plan.loss > guess:
-            beyond.append(
+        if plan.loss > (guess := math.log(vocab_size)):
+            found.append(
                 f"a loss of {plan.loss:.3f} is above that of a random guess, ln({vocab_size}) = "
                 f"{guess:.3f}: the law does not hold for this plan"
             )
-    return ["", *(f"note: {line}" for line in dict.fromkeys([*law.caveats, *beyond]))]
+    return [f"note: {line}" for line in dict.fromkeys(found) if line]
 
 
-def billions(value: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if value >= size:
-            return f"{value / size:.4g} {letter}"
-    return f"{value:.4g}"
-
-
-def amount(value: float) -> str:
-    """Hours: three digits, or all that are before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+def command(plan: Plan) -> str:
+    """What trains a model of a family, with the rates of its shipped configuration."""
+    model = plan.shape.model
+    sequences = 2 ** int(math.log2(max(plan.tokens / ITERATIONS / model.block_size, 1)))
+    tokens_per_iter = min(max(sequences, SEQUENCES[0]), SEQUENCES[1]) * model.block_size
+    iterations = math.ceil(plan.tokens / tokens_per_iter)
+    out_dir = f"out-{model.arch}-{short(plan.shape.parameters).replace(' ', '').lower()}"
+    keys = {
+        "out_dir": out_dir,
+        **{config_key(field): getattr(model, field) for field in SHAPE_FIELDS},
+        "tokens_per_iter": tokens_per_iter,
+        "max_iters": iterations,
+        "lr_decay_iters": iterations,
+        "warmup_iters": min(2000, iterations // 10),
+        "eval_interval": max(iterations // 25, 1),
+    }
+    flags = " ".join(f"--{key}={value}" for key, value in keys.items())
+    return f"python train.py config/{FAMILIES[model.arch].shipped} {flags}"

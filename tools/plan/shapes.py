@@ -1,49 +1,38 @@
-"""Families of model shapes: a shape for a wanted size, its parameters, its FLOPs by v3.
+"""Families of model shapes: a shape for each width or for a wanted size, its parameters, its FLOPs by v3.
 
-The rule of a family has one number for the depth and one for the feed-forward width; they are those of its
-shipped configuration (config/full_*.py):
-
-    width        a multiple of 128 up to 2,048, then of 256
-    heads        64 columns each below a width of 2,048, 128 columns from there on
-    KV heads     as many as heads, or half of them
-    d_ff         a multiple of the width, rounded up to a multiple of 128
-    layers       in proportion to the width
-
-So a family has one shape for each width. A wanted size takes the width whose shape comes nearest, and then as
-many layers as it needs.
+The depth and the feed-forward width of a family are in proportion to the width, as those of its shipped
+configuration (config/full_*.py). Widths are multiples of 128 up to 2,048, then of 256; d_ff is rounded up to
+a multiple of 128; heads have 64 columns below a width of 2,048, and 128 from there on.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from model_config import MOST, ModelConfig, model_config
 
 WIDTHS = (*range(128, 2048, 128), *range(2048, 8192 + 1, 256))
-WIDE = 2048  # from this width on, heads have 128 columns
 BLOCK_SIZE = 2048  # tokens; of every shipped configuration
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     shipped: str  # the configuration whose proportions it has
-    dataset: str
     layers_per_1024: Fraction  # layers for each 1,024 columns of width
     d_ff_per_width: Fraction
     heads_per_kv_head: int
 
 
 FAMILIES = {
-    "qwen3": Family("full_qwen3_1.8b_optimal.py", "slimpajama_6b_qwen3", Fraction(12), Fraction(3), 2),
-    "llama3": Family("full_llama3_1.5b_optimal.py", "slimpajama_6b_llama3", Fraction(9), Fraction(7, 2), 2),
-    "llama": Family("full_llama_1.36b.py", "slimpajama_6b_llama", Fraction(8), Fraction(8, 3), 1),
-    "gpt2": Family("full_gpt2_1.36b.py", "slimpajama_6b_gpt2", Fraction(8), Fraction(4), 1),
+    "qwen3": Family("full_qwen3_1.8b_optimal.py", Fraction(12), Fraction(3), 2),
+    "llama3": Family("full_llama3_1.5b_optimal.py", Fraction(9), Fraction(7, 2), 2),
+    "llama": Family("full_llama_1.36b.py", Fraction(8), Fraction(8, 3), 1),
+    "gpt2": Family("full_gpt2_1.36b.py", Fraction(8), Fraction(4), 1),
 }
 
 
@@ -51,26 +40,29 @@ FAMILIES = {
 class Shape:
     """A model, as far as a plan needs it."""
 
-    name: str
     model: ModelConfig
     parameters: int  # all of them, embeddings included
-    flops_per_token: int  # training, by v3, with the full score matrix
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training, by v3, with the full score matrix."""
+        return v3.count_flops(self.model, self.model.block_size)["flops_per_token"]
 
     def __str__(self) -> str:
         m = self.model
         return f"{m.n_layer}-{m.n_head}-{m.n_embd}-{m.d_ff}, {m.n_kv_head}"
 
 
-def shape_of(name: str, model: ModelConfig) -> Shape:
-    parameters = v3.build_model(model).count_parameters()["total"]
-    return Shape(name, model, parameters, v3.count_flops(model, model.block_size)["flops_per_token"])
+def shape_of(model: ModelConfig) -> Shape:
+    return Shape(model, v3.build_model(model).count_parameters()["total"])
 
 
 @functools.cache
 def shapes_of(arch: str, vocab_size: int | None = None, block_size: int = BLOCK_SIZE) -> tuple[Shape, ...]:
     """The shape of each width, the smallest first."""
+    layers = FAMILIES[arch].layers_per_1024
     return tuple(
-        _shape(arch, width, _layers(FAMILIES[arch], width), vocab_size, block_size) for width in WIDTHS
+        _shape(arch, width, max(round(layers * width / 1024), 1), vocab_size, block_size) for width in WIDTHS
     )
 
 
@@ -90,34 +82,27 @@ def shape_for(arch: str, size: float, vocab_size: int | None = None, block_size:
     return _shape(arch, width, n_layer, vocab_size, block_size)
 
 
-def nearest(shapes: Iterable[Shape], size: float) -> Shape:
+def nearest(shapes: tuple[Shape, ...], size: float) -> Shape:
     return min(shapes, key=lambda shape: abs(math.log(shape.parameters / size)))
-
-
-def _layers(family: Family, width: int) -> int:
-    return max(round(family.layers_per_1024 * width / 1024), 1)
 
 
 @functools.cache
 def _parameters(arch: str, width: int, vocab_size: int | None, block_size: int) -> tuple[int, int]:
     """(parameters without layers, parameters of a layer): all layers are alike."""
     one, two = (
-        v3.build_model(_model(arch, width, n_layer, vocab_size, block_size)).count_parameters()["total"]
-        for n_layer in (1, 2)
+        shape_of(_model(arch, width, n_layer, vocab_size, block_size)).parameters for n_layer in (1, 2)
     )
     return 2 * one - two, two - one
 
 
-@functools.cache
 def _shape(arch: str, width: int, n_layer: int, vocab_size: int | None, block_size: int) -> Shape:
-    model = _model(arch, width, n_layer, vocab_size, block_size)
     base, layer = _parameters(arch, width, vocab_size, block_size)
-    return Shape(arch, model, base + n_layer * layer, v3.count_flops(model, block_size)["flops_per_token"])
+    return Shape(_model(arch, width, n_layer, vocab_size, block_size), base + n_layer * layer)
 
 
 def _model(arch: str, width: int, n_layer: int, vocab_size: int | None, block_size: int) -> ModelConfig:
     family = FAMILIES[arch]
-    n_head = width // (128 if width >= WIDE else 64)
+    n_head = width // (64 if width < 2048 else 128)
     return model_config(
         arch,
         n_layer=n_layer,
