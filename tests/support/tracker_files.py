@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.trackers.wandb_files import history
+from tools.track.trackers import wandb_history
 
 OF_WANDB_ITSELF = ("_step", "_runtime", "_timestamp")
 TESTS = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ def of_wandb(out_dir: Path) -> dict[str, list]:
     assert len({path.name for path in files}) == 1, "one run, whatever the number of attempts"
     found: dict[str, list] = {}
     for path in files:
-        for step, row in history(path):
+        for step, row in wandb_history(path):
             for name in row.keys() - set(OF_WANDB_ITSELF):
                 found.setdefault(name, []).append((step, json.loads(row[name])))
     return found

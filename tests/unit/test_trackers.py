@@ -2,10 +2,9 @@
 run: hold it up or end it."""
 
 import json
-import logging
+import os
+import subprocess
 import sys
-import threading
-import time
 import types
 from importlib.machinery import ModuleSpec
 
@@ -14,43 +13,45 @@ from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common.command import FAILED, USER_ERROR, run_command
 from common.errors import UserError
-from tools import track
+from tools.track import __main__ as track
+from tools.track.figures import MFU, figures_of
+from tools.track.trackers import NOTHING, TRACKERS, Run, WandbTracker, wandb_history
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
+from training.records import follower
+from training.records.follower import makes_other_rows
 from training.records.run_record import RunRecord
-from training.trackers import sender as sender_module
-from training.trackers.figures import CONSTANT, REPEATED, figures_of
-from training.trackers.identity import makes_other_rows, tracked_run
-from training.trackers.sender import Trackers
-from training.trackers.tracker import NOTHING
-from training.trackers.wandb_files import last_step, records
-from training.trackers.wandb_tracker import WandbTracker
 
 ROW = {"loss": 2.5, "mfu": None, "memory": None, "tokens_per_sec": 1.0, "time_ms": 5.0}
 
 
 class FakeTracker:
-    """Keeps what it is given. `fail` is called with the name of each method, and may raise or hang."""
+    """Keeps what it is given. `fail` names the method that raises."""
 
-    def __init__(self, last=NOTHING, fail=lambda method: None):
-        self.last, self.fail = last, fail
+    def __init__(self, last=NOTHING, fail="", loses=0):
+        self.last, self.fail, self.loses = last, fail, loses
         self.steps, self.summary, self.run = [], None, None
 
     def __call__(self):
         return self
 
+    def called(self, method):
+        if method == self.fail:
+            raise ConnectionError("no route to host")
+
     def open(self, run):
-        self.fail("open")
+        self.called("open")
         self.run = run
         return self.last
 
     def send(self, step, figures, texts):
-        self.fail("send")
+        self.called("send")
         self.steps.append((step, figures, texts))
 
     def close(self, completed, summary):
-        self.fail("close")
+        self.called("close")
         self.summary = {"completed": completed, **summary}
+        return self.steps[-1][0] - self.loses if self.steps else self.last
 
 
 @pytest.fixture
@@ -58,33 +59,35 @@ def fake(monkeypatch):
     """fake(name, ...): a FakeTracker in the place of the tracker that has this name."""
 
     def fake(name="wandb", **settings):
-        monkeypatch.setitem(sender_module.TRACKERS, name, tracker := FakeTracker(**settings))
+        monkeypatch.setitem(sys.modules, name, package(name))
+        monkeypatch.setitem(TRACKERS, name, tracker := FakeTracker(**settings))
         return tracker
 
     return fake
 
 
-@pytest.fixture
-def warnings(caplog):
-    return lambda: [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+def package(name="wandb"):
+    module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    return module
 
 
 @pytest.fixture
 def record(tmp_path):
-    """record(names, history, start): the record of an attempt that trackers get, too."""
+    """record(history, start): the record of an attempt."""
 
-    def record(*names, history=None, start=0):
+    def record(history=None, start=0):
         attempts = len(history["attempts"]) if history else 0
         path = tmp_path / f"run_20260101_00000{attempts}.json"
-        content = RunRecord(path, {"seed": 1}, {}, False, history, start)
-        content.trackers = Trackers(names or ["wandb"], content.content, path)
-        return content
+        return RunRecord(path, {"seed": 1}, {}, False, history, start)
 
     return record
 
 
-def close(content, status="completed", timeout=10.0):
-    content.trackers.close(status, {"final_loss": 2.5}, timeout)
+def send(content, tracker="wandb", *arguments, status="completed"):
+    path = content.path
+    path.write_text(json.dumps({**content.content, "status": status, "summary": {"final_loss": 2.5}}))
+    return run_command(track.main, [str(path), f"--trackers={tracker}", *arguments])
 
 
 def losses(tracker) -> list[int]:
@@ -101,7 +104,7 @@ def test_all_that_belongs_to_an_iteration_is_sent_at_once(fake, record):
     for rank in (0, 1):
         content.add_event(2, "straggler", rank=rank, own_ms=7.0)
     content.add_iteration({"iter": 2, **ROW, "lr": 0.1})
-    close(content)
+    assert send(content) == 0
     (_, first, _), (step, figures, texts) = tracker.steps
     assert first["train/loss"] == 2.5 and step == 2 and "events/straggler" not in first
     assert figures.items() >= {"eval/val_loss": 3.5, "eval/web/val_loss": 2.0}.items()
@@ -117,131 +120,134 @@ def test_checkpoint_that_was_complete_later_is_sent_later_and_says_its_iteration
         content.add_iteration({"iter": iteration, **ROW})
     content.add_checkpoint(2, 3.5, "out/step-00000002", write_seconds=1.5)
     assert content.content["checkpoints"][0]["noted_at_iter"] == 3
-    close(content)
+    assert send(content) == 0
     assert losses(tracker) == [0, 1, 2, 3]
     step, figures, texts = tracker.steps[-1]
     assert step == 3 and texts["checkpoint/path"] == "out/step-00000002"
     assert (figures["checkpoint/iter"], figures["checkpoint/write_seconds"]) == (2, 1.5)
 
 
-@pytest.fixture
-def measured_row(run, tmp_path):
-    """The last row of a run on a CPU whose peak is stated, so that it has an MFU, and its startup_info."""
+def test_the_numbers_of_a_row_are_figures_under_their_names(run, tmp_path):
     keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
     config = write_config(tmp_path / "run.py", **keys, peak_tflops=1.0, gradient_log_interval=1)
     assert run(config) == 0
-    content = last_run(tmp_path / "out")
-    return content["training_iterations"][-1], content["startup_info"]
-
-
-def leaves(value, name=""):
-    if not isinstance(value, dict):
-        return {name: value}
-    return {path: leaf for key, item in value.items() for path, leaf in leaves(item, f"{name}/{key}").items()}
-
-
-def test_every_number_of_a_row_is_a_figure_or_constant_or_repeated(measured_row):
-    row, info = measured_row
-    sent = figures_of("training_iterations", {**row, "memory": {"allocated_gb": 13.5}}).numbers
+    row = last_run(tmp_path / "out")["training_iterations"][-1]
+    sent, texts = figures_of("training_iterations", {**row, "memory": {"allocated_gb": 13.5}})
     names = "train/loss train/learning_rate gradients/global_norm gradients/grad_std mfu/mfu_percent "
     names += "mfu/mfu_causal_percent mfu/achieved_tflops memory/allocated_gb speed/time_ms tokens"
-    assert set(names.split()) <= sent.keys()
-    assert sent["tokens"] == 4 * info["tokens_per_iter"], "those of the 4 iterations"
-    numbers = {name: value for name, value in leaves(row).items() if isinstance(value, (int, float))}
-    left_out = {f"/mfu/{name}" for name in (*CONSTANT, *REPEATED, "flops_per_token_causal")}
-    left_out |= {"/iter", "/attempt", "/gpu_samples"}
-    ends = {name.rpartition("/")[2] for name in sent} | {"loss", "lr", "tokens_seen"}
-    assert {name for name in numbers.keys() - left_out if name.rpartition("/")[2] not in ends} == set()
-    known = [value for value in leaves(info).values() if isinstance(value, (int, float))]
-    for name in CONSTANT:
-        value = row["mfu"].get(name)
-        assert value is None or value in known or value / 1e12 in known, f"{name} is in the configuration"
-    assert not {name.rpartition("/")[2] for name in sent} & set(CONSTANT)
+    assert set(names.split()) <= sent.keys() and not texts
+    assert set(row["mfu"]) & set(MFU) == {n.removeprefix("mfu/") for n in sent if n.startswith("mfu/")}
+    assert sent["train/loss"] == row["loss"] and sent["tokens"] == row["tokens_seen"]
 
 
-def test_masked_documents_make_the_causal_count_a_figure():
-    mfu = {"flops_per_token_causal": 5, "document_length_per_token": 7.5}
-    assert figures_of("training_iterations", {"iter": 0, "mfu": mfu}).numbers == {
-        "mfu/flops_per_token_causal": 5,
-        "mfu/document_length_per_token": 7.5,
-    }
+def test_row_says_its_attempt_from_the_second_on():
+    assert "run/attempt" not in figures_of("training_iterations", {"iter": 1, "attempt": 1, **ROW})[0]
+    assert figures_of("training_iterations", {"iter": 1, "attempt": 2})[0] == {"run/attempt": 2}
 
 
 # --- a tracker that fails ---
 
 
-def raising(method):
-    def fail(called):
-        if called == method:
-            raise ConnectionError("no route to host")
-
-    return fail
-
-
 @pytest.mark.parametrize("method", ["open", "send", "close"])
-def test_tracker_that_raises_warns_once_and_the_others_get_everything(method, fake, record, warnings):
-    fake("wandb", fail=raising(method))
-    other = fake("tensorboard")
-    content = record("wandb", "tensorboard")
+def test_tracker_that_raises_is_named_and_the_others_get_everything(method, fake, record, capsys):
+    fake("wandb", fail=method)
+    other, content = fake("tensorboard"), record()
     for iteration in range(20):
         content.add_iteration({"iter": iteration, **ROW})
-    close(content)
-    (warning,) = warnings()
-    assert "the tracker wandb gets nothing more of this run: ConnectionError: no route to host" in warning
-    assert f"python -m tools.track {content.path} --trackers=wandb" in warning
+    assert send(content, "wandb,tensorboard") == FAILED
+    said = capsys.readouterr()
+    assert "error: wandb gets nothing more: ConnectionError: no route to host" in said.err
     assert losses(other) == list(range(20)) and other.summary
+    assert "tensorboard: sent 20 iterations" in said.out and "wandb: sent" not in said.out
 
 
-@pytest.mark.parametrize("method", ["open", "send", "close"])
-def test_tracker_that_hangs_holds_up_neither_the_loop_nor_the_end(method, fake, record, warnings):
-    free = threading.Event()
-    fake("wandb", fail=lambda called: called == method and free.wait(60))
-    other = fake("tensorboard")
-    content = record("wandb", "tensorboard")
-    began = time.monotonic()
-    for iteration in range(20):
+def test_what_the_tracker_does_not_have_was_not_sent(fake, record, capsys):
+    tracker, content = fake(loses=1), record()
+    for iteration in range(3):
         content.add_iteration({"iter": iteration, **ROW})
-    close(content, timeout=0.3)
-    assert time.monotonic() - began < 30, "and the tracker hangs for 60"
-    free.set()
-    (warning,) = warnings()
-    assert "the tracker wandb gets nothing more" in warning and "within 0.3 s at the end" in warning
-    assert losses(other) == list(range(20)) and other.summary
+    assert send(content) == FAILED and losses(tracker) == [0, 1, 2]
+    assert "it took figures up to iteration 2, but has 1" in capsys.readouterr().err
 
 
-def test_tracker_that_does_not_keep_up_gets_no_more(fake, record, warnings, monkeypatch):
-    monkeypatch.setattr(sender_module, "QUEUE_MAX", 5)
-    free = threading.Event()
-    tracker, content = fake(fail=lambda called: called == "send" and free.wait(60)), record()
-    for iteration in range(20):
-        content.add_iteration({"iter": iteration, **ROW})
-    (warning,) = warnings()
-    assert "it has not taken the last 5 rows" in warning
-    free.set()
-    close(content)
-    content.trackers.senders[0].thread.join(10)
-    assert losses(tracker) == list(range(len(losses(tracker)))), "without a gap, so that the rest can follow"
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_an_unwritable_folder_of_trackio_is_a_failure(record, tmp_path):
+    pytest.importorskip("trackio")
+    content = record()
+    content.add_iteration({"iter": 0, **ROW})
+    content.path.write_text(json.dumps({**content.content, "status": "completed"}))
+    (tmp_path / "locked").mkdir(mode=0o500)
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "locked/trackio")}
+    command = [sys.executable, "-m", "tools.track", str(content.path), "--trackers=trackio"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == FAILED and "sent 1" not in done.stdout
 
 
-def test_run_whose_tracker_fails_is_completed(run, fake, tmp_path, capfd, monkeypatch):
+def test_run_whose_tracker_hangs_is_completed_and_says_so(run, tmp_path, capfd, monkeypatch):
+    """Whatever the follower does: the loop does not know it, and the end waits for it for a limited time."""
     monkeypatch.setitem(sys.modules, "wandb", package())
-    fake(fail=raising("open"))
+    monkeypatch.setattr(follower, "WAIT_S", 0.2)
+    popen, started = subprocess.Popen, []
+
+    def hangs(command, **settings):
+        if "tools.track" not in command:
+            return popen(command, **settings)
+        started.append(command)
+        return popen(["sleep", "30"], **settings)
+
+    monkeypatch.setattr(follower.subprocess, "Popen", hangs)
     keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "run.py", **keys), "--wandb_log=True") == 0
     content = last_run(tmp_path / "out")
     assert content["status"] == "completed" and len(content["training_iterations"]) == 4
-    assert capfd.readouterr().out.count("the tracker wandb gets nothing more") == 1
+    assert "Trackers: still sending" in capfd.readouterr().out
+    (command,) = started
+    assert "--trackers=wandb" in command and f"--follow={os.getpid()}" in command
 
 
-def test_folder_in_which_no_id_can_be_written_ends_no_run(fake, record, warnings, tmp_path):
+def test_run_whose_tracker_fails_says_how_to_send_the_rest(run, tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", package())
+    popen = subprocess.Popen
+
+    def fails(command, **settings):
+        return popen(["false"] if "tools.track" in command else command, **settings)
+
+    monkeypatch.setattr(follower.subprocess, "Popen", fails)
+    keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
+    assert run(write_config(tmp_path / "run.py", **keys), "--trackers=wandb") == 0
+    said = capfd.readouterr().out
+    assert "a tracker lacks figures of this run" in said and "python -m tools.track" in said
+
+
+# --- a live run, and several attempts ---
+
+
+def test_a_live_run_is_followed_to_its_end(fake, record, monkeypatch):
+    """The newest iteration waits until it is complete: an evaluation may still belong to it."""
     tracker, content = fake(), record()
-    (tmp_path / "trackers_run_20260101_000000.json").mkdir()
     content.add_iteration({"iter": 0, **ROW})
-    close(content)
-    assert losses(tracker) == [0] and "cannot be written" in warnings()[0]
+    content.add_iteration({"iter": 1, **ROW})
+    seen, looks = [], iter([{"iter": 2, **ROW}, {"iter": 3, **ROW}, None])
+
+    def sleep(seconds):
+        seen.append(losses(tracker))
+        row = next(looks)
+        if row:
+            content.add_iteration(row)
+        status = "running" if row else "completed"
+        content.path.write_text(json.dumps({**content.content, "status": status}))
+
+    monkeypatch.setattr(track.time, "sleep", sleep)
+    assert send(content, "wandb", f"--follow={os.getpid()}", status="running") == 0
+    assert seen == [[0], [0, 1], [0, 1, 2]] and losses(tracker) == [0, 1, 2, 3]
 
 
-# --- several attempts ---
+def test_what_a_killed_run_had_is_sent_when_its_process_is_gone(fake, record):
+    tracker, content = fake(), record()
+    content.add_iteration({"iter": 0, **ROW})
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert send(content, "wandb", f"--follow={gone.pid}", status="running") == 0
+    assert losses(tracker) == [0] and not tracker.summary["completed"]
 
 
 def killed_at(content, iteration: int, checkpoint: int, noted: int) -> dict:
@@ -255,12 +261,12 @@ def killed_at(content, iteration: int, checkpoint: int, noted: int) -> dict:
 
 @pytest.mark.parametrize("last", range(NOTHING, 10))
 def test_whatever_a_tracker_had_before_the_kill_it_has_every_figure_once(last, fake, record):
-    history = killed_at(record("tensorboard"), 9, checkpoint=4, noted=6)
+    history = killed_at(record(), 9, checkpoint=4, noted=6)
     had = [step for step in range(10) if step <= last]
     had_checkpoint = last >= 6
     tracker, content = fake(last=last), record(history=history, start=4)
     killed_at(content, 12, checkpoint=8, noted=11)
-    close(content)
+    assert send(content) == 0
     assert had + losses(tracker) == list(range(13))
     saved = [figures["checkpoint/iter"] for _, figures, _ in tracker.steps if "checkpoint/iter" in figures]
     assert [4] * had_checkpoint + saved == [4, 8]
@@ -268,40 +274,42 @@ def test_whatever_a_tracker_had_before_the_kill_it_has_every_figure_once(last, f
     assert steps == sorted(set(steps)), "the steps of Weights & Biases can only rise"
 
 
-def test_row_says_its_attempt_from_the_second_on():
-    assert "run/attempt" not in figures_of("training_iterations", {"iter": 1, "attempt": 1, **ROW}).numbers
-    assert figures_of("training_iterations", {"iter": 1, "attempt": 2}).numbers == {"run/attempt": 2}
+@pytest.mark.parametrize("stopped", range(2, 7))
+def test_a_clean_stop_and_a_resume_lose_no_row(stopped, fake, record):
+    """The stop saves a checkpoint of the next iteration, which the resume begins with."""
+    first = record()
+    history = killed_at(first, stopped, checkpoint=stopped + 1, noted=stopped)
+    had = fake()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert send(first, "wandb", f"--follow={gone.pid}", status="interrupted") == 0
+    assert losses(had) == list(range(stopped + 1))
+    tracker, content = fake(last=had.steps[-1][0]), record(history=history, start=stopped + 1)
+    killed_at(content, stopped + 3, checkpoint=stopped + 2, noted=stopped + 2)
+    assert send(content) == 0
+    assert losses(had) + losses(tracker) == list(range(stopped + 4))
+    saved = [figures["checkpoint/iter"] for _, figures, _ in tracker.steps if "checkpoint/iter" in figures]
+    assert saved == [stopped + 1, stopped + 2]
 
 
-def test_attempts_have_one_id_and_other_settings_after_lost_iterations_a_new_one(tmp_path):
-    content = {"config": {"seed": 1}, "startup_info": {}, "attempts": [{"run_name": "run_1"}]}
-    first, again = (tracked_run(content, tmp_path) for _ in range(2))
-    assert first.id == again.id and first.unique_name == f"run_1-{first.id}"
-    assert tracked_run(content, tmp_path, begins=True).id != first.id
+def test_attempts_have_one_id_and_other_settings_after_lost_iterations_a_new_one(fake, record):
+    content = record()
+    content.add_iteration({"iter": 0, **ROW})
+    runs = []
+    for arguments in ([], [], ["--new_run"], ["--project=other"]):
+        tracker = fake()
+        assert send(content, "wandb", *arguments) == 0
+        runs.append(tracker.run)
+    assert runs[0].id == runs[1].id != runs[2].id == runs[3].id
+    assert runs[0].unique_name == f"run_20260101_000000-{runs[0].id}"
+    assert [one.project for one in runs] == ["nanomfu", "nanomfu", "nanomfu", "other"]
     history = {"config": {"seed": 1, "log_interval": 1}, "training_iterations": [{"iter": 7}]}
     assert not makes_other_rows(history, {"seed": 1, "log_interval": 9}, start=5)
     assert not makes_other_rows(history, {"seed": 2}, start=8), "no iteration is made again"
     assert makes_other_rows(history, {"seed": 2}, start=5) and not makes_other_rows(None, {}, 0)
 
 
-def test_finished_record_is_sent_with_all_its_attempts(fake, record, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", package())
-    fake("tensorboard")
-    history = killed_at(record("tensorboard"), 9, checkpoint=4, noted=6)
-    content = record("tensorboard", history=history, start=4)
-    killed_at(content, 12, checkpoint=8, noted=11)
-    path = tmp_path / "run_20260101_000009.json"
-    path.write_text(json.dumps({**content.content, "status": "completed", "summary": {"final_iter": 12}}))
-    tracker = fake()
-    assert run_command(track.main, [str(path), "--trackers=wandb", "--project=other"]) == 0
-    assert losses(tracker) == list(range(13)) and tracker.run.project == "other"
-    assert tracker.summary == {"completed": True, "final_iter": 12}
-    assert "wandb: sent 13 iterations of run_20260101_000000-" in capsys.readouterr().out
-    later = fake(last=12)
-    assert run_command(track.main, [str(path), "--trackers=wandb"]) == 0
-    assert later.steps == [] and later.run.id == tracker.run.id, "it has them"
-    fake(fail=raising("send"))
-    assert run_command(track.main, [str(path), "--trackers=wandb"]) == FAILED
+# --- settings ---
 
 
 @pytest.mark.parametrize(
@@ -322,21 +330,15 @@ def test_bad_arguments_of_track_are_one_line(arguments, message, tmp_path, monke
     assert message in error and error.count("\n") == 1
 
 
-# --- settings ---
-
-
-def package(name="wandb"):
-    module = types.ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    return module
-
-
-def test_unknown_tracker_and_a_missing_package_are_errors_at_the_start(monkeypatch, tmp_path):
+def test_unknown_tracker_and_a_missing_package_are_errors_at_the_start(monkeypatch):
     with pytest.raises(UserError, match="'tensorbord' is none of .* did you mean 'tensorboard'"):
         check(TrainConfig(device="cpu", trackers="tensorbord"), 1)
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match="trackers='trackio' needs trackio: .*leave trackio out of"):
         check(TrainConfig(device="cpu", trackers=" trackio,"), 1)
+    monkeypatch.setitem(sys.modules, "trackio", package("trackio"))
+    with pytest.raises(UserError, match="set save_log_to_json=True, or leave trackers out"):
+        check(TrainConfig(device="cpu", trackers="trackio", save_log_to_json=False), 1)
 
 
 def test_folder_of_offline_runs_is_not_taken_for_the_package(monkeypatch, tmp_path):
@@ -379,9 +381,8 @@ def fake_wandb(monkeypatch, run, mode="online", logged_in=True):
 def test_run_at_weights_and_biases_is_continued_where_the_server_is(monkeypatch, tmp_path):
     run, tracker = FakeRun(), WandbTracker()
     asked = fake_wandb(monkeypatch, run)
-    content = {"config": {"seed": 1}, "startup_info": {}, "attempts": [{"run_name": "run_1"}]}
-    assert tracker.open(identity := tracked_run(content, tmp_path)) == 4
-    assert (asked["id"], asked["resume"], asked["dir"]) == (identity.id, "allow", str(tmp_path))
+    assert tracker.open(Run("ab12", "run_1", "nanomfu", tmp_path, {})) == 4
+    assert (asked["id"], asked["resume"], asked["dir"]) == ("ab12", "allow", str(tmp_path))
     assert asked["settings"]["x_disable_meta"] and not asked["settings"]["save_code"]
     tracker.send(7, {"train/loss": 2.5}, {"checkpoint/path": "out"})
     tracker.close(False, {"time_ms": {"median": 3.0}})
@@ -392,15 +393,14 @@ def test_run_at_weights_and_biases_is_continued_where_the_server_is(monkeypatch,
 
 def test_weights_and_biases_without_a_key_is_no_prompt_but_an_error(monkeypatch, tmp_path):
     fake_wandb(monkeypatch, FakeRun(), logged_in=False)
-    content = {"config": {}, "startup_info": {}, "attempts": [{"run_name": "run_1"}]}
     with pytest.raises(RuntimeError, match="run `wandb login`, or set WANDB_MODE=offline"):
-        WandbTracker().open(tracked_run(content, tmp_path))
+        WandbTracker().open(Run("ab12", "run_1", "nanomfu", tmp_path, {}))
 
 
-def test_offline_file_that_was_cut_off_is_read_up_to_there(tmp_path):
-    whole = b":W&B\0\0\0" + b"crc_\3\0\1abc" + b"crc_\2\0\2de" + b"crc_\1\0\4f"
-    assert list(records(whole)) == [b"abc", b"def"] == list(records(whole + b"crc_\5\0\1ab"))
-    assert list(records(whole[:-1])) == [b"abc"]
-    assert list(records(b"")) == [] and last_step(tmp_path, "id") == NOTHING
+def test_a_file_of_something_else_is_no_offline_run(tmp_path):
+    pytest.importorskip("wandb")
+    (tmp_path / "run").write_bytes(b"something else")
     with pytest.raises(ValueError, match="no file of Weights & Biases"):
-        list(records(b"something else"))
+        list(wandb_history(tmp_path / "run"))
+    (tmp_path / "run").write_bytes(b"")
+    assert list(wandb_history(tmp_path / "run")) == []

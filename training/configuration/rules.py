@@ -310,6 +310,11 @@ def _check_system(config: TrainConfig) -> None:
         raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
     for name in tracker_names(config):
         require_tracker(name)
+        if not config.save_log_to_json:
+            raise UserError(
+                f"trackers={config.trackers!r} are sent what the run record has, but save_log_to_json=False; "
+                "set save_log_to_json=True, or leave trackers out"
+            )
     peak = config.peak_tflops
     if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
         raise UserError(f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'")

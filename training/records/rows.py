@@ -48,8 +48,7 @@ class Reading(NamedTuple):
 
 
 class Logger:
-    """Writes log rows to the console and the record, which passes them to the trackers. All ranks call it;
-    rank 0 writes."""
+    """Writes log rows to the console and the record. All ranks call it; rank 0 writes."""
 
     def __init__(
         self,
@@ -262,8 +261,8 @@ class Logger:
         self.record.finish(status, self.summary)  # before all other output, which may fail or block
         self._draw(lambda bar: bar.close())
         self.monitor.close()
-        if self.record.trackers:
-            self.record.trackers.close(status, self.summary)
+        if self.record.follower:
+            self.record.follower.wait()
 
     def _draw(self, action: Callable[[tqdm], object]) -> None:
         """Changes the bar, if there is one. It ends where the terminal takes no more: training goes on."""

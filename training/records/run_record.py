@@ -31,8 +31,7 @@ from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, gather_objects
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
-from training.trackers.identity import makes_other_rows
-from training.trackers.sender import Trackers
+from training.records.follower import Follower, makes_other_rows
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 
@@ -109,7 +108,7 @@ class RunRecord:
                     missing_ok=True
                 )
         self.journal = Journal(journal_path(path)) if enabled else None
-        self.trackers: Trackers | None = None  # they get every entry of this attempt, too
+        self.follower: Follower | None = None  # sends this record to trackers
         self.newest = start  # the highest iteration of an entry
         self.save_not_before = 0.0
         self.warned = False
@@ -157,8 +156,6 @@ class RunRecord:
         if self.journal and not self.run_lock.is_lost():
             with self._surviving(self.journal.path):
                 self.journal.append(section, entry)
-        if self.trackers:  # after the record, from which a resume sends what they lack
-            self.trackers.add(section, entry)
 
     def finish(self, status: str, summary: dict) -> None:
         end = {"status": status, "end_time": _now()}
@@ -222,8 +219,8 @@ def open_record(
     history = None if config.eval_only else find_history(path.parent, resumed_run, info["launch"])
     record = RunRecord(path, keys, info, config.save_log_to_json, history, start, run_lock)
     if names := tracker_names(config):
-        begins = makes_other_rows(history, keys, start)
-        record.trackers = Trackers(names, record.content, path, begins)
+        record.save(at_once=True)
+        record.follower = Follower(names, path, makes_other_rows(history, keys, start))
     return record
 
 
