@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.text import one_line
 from data.pipeline.mds import is_shard
 from data.pipeline.mds_samples import read_texts
-from data.pipeline.parquet import NoColumn, read_values
+from data.pipeline.parquet import NoColumn, NoText, is_disk_error, read_values
 
 # A file with one of these is one document, read as it stands: also the tags of .html, the markup of .md.
 PROSE_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html")
@@ -81,11 +81,6 @@ class ZstdFile(io.RawIOBase):
         buffer[:count] = self.output[:count]
         self.output = self.output[count:]
         return count
-
-
-def is_disk_error(error: Exception) -> bool:
-    """Whether the system failed to read, which may work later; otherwise the content of the file is wrong."""
-    return isinstance(error, OSError) and error.errno is not None
 
 
 def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
@@ -160,17 +155,15 @@ def read_rows(
     number = 0
     try:
         for number, text in read_values(path, LINE_BYTES, progress, text_key, span):
-            bad = BadRecord(f"{path}, row {number} has no text, or none of at most {LINE_BYTES >> 20} MiB")
-            yield number, bad if text is None else text
+            yield number, BadRecord(f"{path}, row {number} {text}") if isinstance(text, NoText) else text
     except NoColumn as missing:  # in all rows: more than a bad record
         raise UserError(str(MissingColumn(path, text_key, missing.columns, missing.with_text))) from None
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # pyarrow raises many kinds
+    except Exception as error:  # of a file without a readable footer; pyarrow raises many kinds
         if is_disk_error(error):
             raise
-        reason = f"{path} is damaged after row {number}: {type(error).__name__}: {error}"
-        yield number + 1, BadRecord(reason)
+        yield number + 1, BadRecord(f"{path} is damaged: {type(error).__name__}: {error}")
 
 
 def read_mds(

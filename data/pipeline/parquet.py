@@ -1,20 +1,20 @@
-"""Reads the rows of a .parquet file, with memory that does not grow with the size of the file.
+"""Reads the text of the rows of a .parquet file, with memory for one page and a few rows.
 
-By default, pyarrow holds the whole column of a row group, which is gigabytes in some files; here it reads one
-page after another. The trap: a page can have any size that its writer chose, and only the page's own header
-says which. So all headers are read first; they are in Thrift's compact encoding.
+pyarrow holds the whole column of a row group by default, which is gigabytes in some files; without pre_buffer
+and with a buffer it reads one page after another. The trap: damage in one row group says nothing of the
+others, so each is read by itself, and only the rows that cannot be read are lost.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.errors import UserError
 
-PAGE_BYTES = 128 << 20  # largest page, decompressed; writers make pages of about 1 MiB
-BATCH_BYTES = 32 << 20  # pages that one batch of rows may hold in memory
+BATCH_BYTES = 32 << 20  # of the rows that are decoded at once, by the average size of a row
+MOST_ROWS = 64  # of these
 READ_BYTES = 1 << 20
-UNCOMPRESSED_SIZE, COMPRESSED_SIZE = 2, 3  # numbers of these fields in a page header
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
 class NoColumn(Exception):
@@ -24,127 +24,90 @@ class NoColumn(Exception):
         self.columns, self.with_text = columns, with_text
 
 
+class NoText(Exception):
+    """Why a row has no text: what follows its place in a message."""
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether the system failed to read, which may work later; otherwise the content of the file is wrong."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
 def read_values(
     path: Path,
     max_bytes: int,
     progress: Callable[[int], None],
     column_name: str,
     span: tuple[int, int] | None = None,
-) -> Iterator[tuple[int, str | None]]:
-    """(number, text) of every row; None if the row has none, or more than max_bytes, or it is not UTF-8.
-    span: bytes of the file, whose even share of the row groups is read; None: all."""
+) -> Iterator[tuple[int, str | NoText]]:
+    """(number, text) of every row, of a column of strings or of UTF-8 bytes. span: bytes of the file, whose
+    even share of the row groups is read; None: all."""
     try:
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path} needs the pyarrow library: pip install pyarrow") from None
+    options: dict[str, Any] = {"buffer_size": READ_BYTES, "pre_buffer": False}
     size = path.stat().st_size
-    with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
+    with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
+        column = _find_column(path, file, column_name)
         total = max(1, file.metadata.num_rows)
         count, (first, last) = file.metadata.num_row_groups, span or (0, size)
         groups = [group for group in range(count) if first <= size * group // count < last]
         done = sum(file.metadata.row_group(group).num_rows for group in range(groups[0] if groups else 0))
-        page = largest_page(path, file.metadata, column_name, groups)
-        options = {"batch_size": max(1, min(64, BATCH_BYTES // max(1, page))), "row_groups": groups}
-        for batch in file.iter_batches(**options, columns=[column_name], use_threads=False):
-            column = batch.column(0)
-            column = column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
-            for number, value in enumerate(column, start=done + 1):
-                yield number, _text(value, max_bytes)
-            progress(size * (done + len(column)) // total - size * done // total)
-            done += len(column)
-
-
-def _text(value: Any, max_bytes: int) -> str | None:
-    if not value.is_valid or not hasattr(value, "as_buffer") or value.as_buffer().size > max_bytes:
-        return None
-    try:
-        text = value.as_py()
-    except UnicodeDecodeError:
-        return None
-    return text if isinstance(text, str) else None
-
-
-def largest_page(path: Path, metadata: Any, column_name: str, groups: Iterable[int]) -> int:
-    """Bytes of the text column's largest page in these row groups, decompressed. UserError if that is above
-    PAGE_BYTES."""
-    largest = 0
-    with open(path, "rb") as file:
         for group in groups:
-            columns = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
-            chunk = next((column for column in columns if column.path_in_schema == column_name), None)
-            if chunk is None:
-                texts = [column for column in columns if column.physical_type == "BYTE_ARRAY"]
-                texts.sort(key=lambda column: -column.total_uncompressed_size)
-                raise NoColumn(
-                    [column.path_in_schema for column in columns], [column.path_in_schema for column in texts]
-                )
-            position = chunk.data_page_offset
-            if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-                position = min(position, chunk.dictionary_page_offset)
-            end = position + chunk.total_compressed_size
-            while position < end:
-                file.seek(position)
-                header = _read_struct(file)
-                largest = max(largest, header[UNCOMPRESSED_SIZE])
-                position = file.tell() + header[COMPRESSED_SIZE]
-    if largest > PAGE_BYTES:
-        raise UserError(
-            f"{path} has a page of {largest >> 20} MiB, and at most {PAGE_BYTES >> 20} MiB are read at once; "
-            f"write it again without documents of that size, and with pages of 1 MiB (pyarrow's default)"
-        )
-    return largest
+            for values in _read_group(file, group, column, column_name):
+                for number, value in enumerate(values, start=done + 1):
+                    yield number, value if isinstance(value, NoText) else _text(value, max_bytes)
+                progress(size * (done + len(values)) // total - size * done // total)
+                done += len(values)
 
 
-# --- Thrift's compact encoding ---
+def _find_column(path: Path, file: Any, name: str) -> int:
+    """The number of the column among those that hold values. Raises NoColumn, and UserError for its type."""
+    schema, metadata = file.schema_arrow, file.metadata
+    types = {field.name: str(getattr(field.type, "value_type", field.type)) for field in schema}
+    leaves = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+    texts = [each for each in types if each in leaves and types[each] in TEXT_TYPES]
+    if name in texts:
+        return leaves[name]
+    if metadata.num_row_groups:
+        group = metadata.row_group(0)
+        texts.sort(key=lambda each: -group.column(leaves[each]).total_uncompressed_size)
+    if name in types:
+        kind, fix = schema.field(name).type, f"; use --text_key={texts[0]}" if texts else ""
+        raise UserError(f"the column {name!r:.100} of {path} holds {kind!s:.200}, not text{fix}")
+    raise NoColumn(list(types), texts)
 
 
-def _read_struct(file: BinaryIO) -> dict[int, Any]:
-    """{number: value} of a struct's fields; the value is None if it is not an integer. As in JSON, the file
-    decides the type of a value."""
-    values, number = {}, 0
-    while head := _byte(file):
-        number = number + (head >> 4) if head >> 4 else _integer(file)
-        values[number] = _read_value(file, head & 15)
-    return values
+def _read_group(file: Any, group: int, column: int, name: str) -> Iterator[list[Any]]:
+    """The values of a row group, some at a time; a NoText for each row that damage makes unreadable."""
+    rows = file.metadata.row_group(group).num_rows
+    row_bytes = file.metadata.row_group(group).column(column).total_uncompressed_size // max(1, rows)
+    done = 0
+    # A batch with damage in it is lost as a whole, so its rows are then read one by one.
+    for batch_size in (max(1, min(MOST_ROWS, BATCH_BYTES // max(1, row_bytes))), 1):
+        try:
+            seen = 0
+            for batch in file.iter_batches(batch_size, [group], [name], use_threads=False):
+                values = batch.column(0)
+                values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
+                if seen >= done:
+                    yield list(values)
+                    done += len(values)
+                seen += len(values)
+            return
+        except Exception as error:  # pyarrow raises many kinds
+            if isinstance(error, MemoryError) or is_disk_error(error):
+                raise
+            damage = f"cannot be read, as this part of the file is damaged: {type(error).__name__}: {error}"
+    for _ in range(done, rows):
+        yield [NoText(damage)]
 
 
-def _read_value(file: BinaryIO, kind: int) -> int | None:
-    if kind in (1, 2):  # true, false: no bytes follow
-        return None
-    if kind == 3:
-        return _byte(file)
-    if kind in (4, 5, 6):
-        return _integer(file)
-    if kind in (7, 8):
-        file.seek(8 if kind == 7 else _varint(file), 1)
-    elif kind == 12:
-        _read_struct(file)
-    elif kind in (9, 10):
-        head = _byte(file)
-        for _ in range(head >> 4 if head >> 4 < 15 else _varint(file)):
-            _byte(file) if head & 15 in (1, 2) else _read_value(file, head & 15)
-    else:
-        raise ValueError(f"a page header holds the type {kind}")
-    return None
-
-
-def _byte(file: BinaryIO) -> int:
-    byte = file.read(1)
-    if not byte:
-        raise ValueError("a page header is cut off")
-    return byte[0]
-
-
-def _varint(file: BinaryIO) -> int:
-    value = shift = 0
-    while True:
-        byte = _byte(file)
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value
-
-
-def _integer(file: BinaryIO) -> int:
-    value = _varint(file)
-    return (value >> 1) ^ -(value & 1)
+def _text(value: Any, max_bytes: int) -> str | NoText:
+    if value.is_valid and value.as_buffer().size <= max_bytes:
+        try:
+            return str(value.as_buffer(), "utf-8")
+        except UnicodeDecodeError:
+            pass
+    return NoText(f"has no text, or none of at most {max_bytes >> 20} MiB")

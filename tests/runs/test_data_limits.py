@@ -15,7 +15,6 @@ from support.preparation import shared, small_bpe, write_jsonl
 from common.errors import UserError
 from data.pipeline import units
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.parquet import largest_page
 from data.pipeline.preparation import plan_units
 from data.pipeline.units import Settings, Unit
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -206,19 +205,64 @@ def test_a_disk_that_is_much_too_small_is_refused_before_work_starts(tmp_path, b
 # --- records ---
 
 
-def test_a_parquet_page_that_would_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
+def write_parquet(path: Path, column: list | object, name="text", **options) -> Path:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
+    parquet.write_table(pyarrow.table({name: column}), path, **options)
+    return path
+
+
+def test_a_legal_parquet_file_without_rows_has_no_documents(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    path = write_parquet(tmp_path / "a.parquet", pyarrow.array([], pyarrow.string()))
+    assert list(read_records(path)) == []
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_string", "large_binary"])
+def test_a_parquet_column_of_bytes_is_read_as_utf8(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = pyarrow.array(["naïve", None, "日本"]).cast(getattr(pyarrow, kind)())
+    for values in (texts, texts.dictionary_encode()):
+        records = [record for _, record in read_records(write_parquet(tmp_path / "a.parquet", values))]
+        assert records[0::2] == [["naïve"], ["日本"]] and isinstance(records[1], BadRecord)
+
+
+def test_a_column_of_another_type_is_named_and_only_columns_that_can_be_read_are_advised(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
     path = tmp_path / "a.parquet"
-    rows = ["short"] * 300 + [f"{i}" * 1000 for i in range(300)]
-    for options in ({}, {"use_dictionary": False, "data_page_version": "2.0"}, {"compression": "zstd"}):
-        parquet.write_table(pyarrow.table({"meta": rows, "text": rows}), path, row_group_size=450, **options)
-        largest = largest_page(path, parquet.read_metadata(path), "text", [0, 1])
-        assert 250_000 < largest < 1_000_000  # all of the text column is about 800 kB
-    monkeypatch.setattr("data.pipeline.parquet.PAGE_BYTES", largest - 1)
-    with pytest.raises(UserError, match="has a page of .* write it again"):
+    nested = pyarrow.array([["a", "b"], ["c"]])
+    write_parquet(path, nested)
+    with pytest.raises(UserError, match=r"the column 'text' of .* holds list<.*string>, not text$"):
         list(read_records(path))
+    table = {"text": nested, "more": pyarrow.array([{"text": "a"}, {"text": "b"}]), "body": ["x", "y"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    with pytest.raises(UserError, match="not text; use --text_key=body"):
+        list(read_records(path))
+    assert [record for _, record in read_records(path, text_key="body")] == [["x"], ["y"]]
+    with pytest.raises(UserError, match="no column 'more.text' .* it has: text, more, body; use"):
+        list(read_records(path, text_key="more.text"))
+
+
+def test_damage_in_a_parquet_file_takes_no_good_rows_with_it(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {i} " + "x" * i for i in range(600)]
+    options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
+    path = write_parquet(
+        tmp_path / "a.parquet", rows, row_group_size=200, data_page_size=2000, write_batch_size=10, **options
+    )
+    group = parquet.read_metadata(path).row_group(1).column(0)
+    content, middle = bytearray(path.read_bytes()), group.data_page_offset + group.total_compressed_size // 2
+    content[middle : middle + 100] = bytes(100)
+    path.write_bytes(content)
+    records = list(read_records(path))
+    assert [number for number, _ in records] == list(range(1, 601))
+    bad = [number for number, record in records if isinstance(record, BadRecord)]
+    # one for each row that is lost: the rest of the row group, from the page with the damage on
+    assert bad == list(range(bad[0], 401)) and 201 < bad[0] < 400
+    assert all(record == [rows[number - 1]] for number, record in records if number not in bad)
+    message = str(dict(records)[bad[0]])
+    assert message.startswith(f"{path}, row {bad[0]} cannot be read, as this part of the file is damaged")
 
 
 def test_one_bad_row_of_a_parquet_file_is_one_bad_record(tmp_path, monkeypatch):
