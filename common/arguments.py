@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -55,6 +56,14 @@ def user_path(text: str) -> str:
 
 def user_folder(text: str) -> Path:
     return Path(user_path(text))
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """What a glob matches, sorted. A folder at its beginning that exists is meant as it is written, also if
+    its name has brackets."""
+    folder = next(place for place in Path(pattern).parents if place.is_dir())
+    below = str(Path(pattern).relative_to(folder))
+    return sorted(folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
 
 
 def check_output(folder: str | Path, option: str = "--output") -> None:

@@ -10,7 +10,6 @@ and a run that was stopped and resumed may have changed its hardware. Medians us
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from common.arguments import matching_files
 from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import is_old_seal
@@ -175,10 +175,10 @@ def expand_globs(patterns: list[str]) -> list[Path]:
     paths = {}
     for pattern in patterns:
         pattern = os.path.expanduser(pattern)
-        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        matches = [Path(pattern)] if Path(pattern).exists() else matching_files(pattern)
         if not matches:
             raise UserError(f"nothing matches {pattern}; run records are OUT_DIR/run_YYYYMMDD_HHMMSS.json")
-        paths.update({Path(match).resolve(): Path(match) for match in matches})
+        paths.update({match.resolve(): match for match in matches})
     records = [path for path in paths.values() if not is_old_seal(path)]
     if not records:
         raise UserError(f"{patterns[0]} is a seal; the figures are in the run record that it seals")

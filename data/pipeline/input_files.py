@@ -5,7 +5,6 @@ or of source code also holds images, programs and what an editor has left there.
 """
 
 import codecs
-import glob
 import hashlib
 import os
 from collections import Counter
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from common.arguments import matching_files
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
@@ -80,9 +80,10 @@ def find_input(patterns: list[str], copies: bool = False) -> InputFiles:
         if path.is_dir():
             found.files += sorted(_files_of_folder(path, found))
             continue
-        named = [path] if path.is_file() else [Path(name) for name in glob.glob(pattern, recursive=True)]
+        named = [path] if path.is_file() else matching_files(pattern)
         if not named:
-            raise UserError(f"--input {pattern}: there is no such file or folder")
+            hint = "; in its pattern, [[] stands for a bracket of a name" if "[" in pattern else ""
+            raise UserError(f"--input {pattern}: there is no such file or folder{hint}")
         for file in named:
             if not is_read(file):
                 raise UserError(

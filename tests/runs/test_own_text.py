@@ -330,6 +330,19 @@ def test_program_files_named_train_and_test_are_no_splits(tmp_path):
     assert unit.split is None and len(unit.files) == 3
 
 
+# --- names with brackets ---
+
+
+def test_a_pattern_below_a_folder_with_brackets_in_its_name_finds_its_files(tmp_path):
+    folder = tmp_path / "[D_DATA] (1)"
+    folder.mkdir()
+    path = write_jsonl(folder / "part[1].jsonl", ["a"])
+    for pattern in (folder, folder / "*.jsonl", folder / "part[[]1].jsonl", path, tmp_path / "*" / "*.jsonl"):
+        assert find_input([str(pattern)]).files == [path]
+    with pytest.raises(UserError, match=r"\[\[\] stands for a bracket of a name"):
+        find_input([str(folder / "*t[1].jsonl")])
+
+
 # --- other columns ---
 
 

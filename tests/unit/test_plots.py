@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from common.errors import UserError  # noqa: E402
 from common.text import aligned  # noqa: E402
 from plots import compare_runs, comparison_text, page_facts, page_panels, plot_single_run  # noqa: E402
-from plots.run_record import load_run, recounted, spread  # noqa: E402
+from plots.run_record import expand_globs, load_run, recounted, spread  # noqa: E402
 from training.records import percentiles  # noqa: E402
 
 PLOTS = Path(__file__).resolve().parents[2] / "plots"
@@ -453,6 +453,13 @@ def test_a_file_that_is_no_run_record_is_named(script, text, tmp_path, capsys):
     assert script.main([str(path)]) == 2
     message = capsys.readouterr().err
     assert str(path) in message and len(message.splitlines()) == 1
+
+
+def test_a_quoted_glob_finds_records_in_a_folder_with_brackets_in_its_name(tmp_path):
+    path = tmp_path / "out [1]" / "run_a.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    assert expand_globs([str(tmp_path / "out [1]" / "run_*.json")]) == [path]
 
 
 def test_a_glob_that_matches_nothing_is_an_error(tmp_path, capsys):
