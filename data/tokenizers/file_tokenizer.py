@@ -4,6 +4,7 @@ Added tokens that the file marks "special": true are encoded as ordinary text. T
 vocabulary like any other and keep their ids: the runs of spaces of GPT-NeoX, but also <think> of Qwen3.
 """
 
+import multiprocessing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,25 @@ import numpy as np
 
 from common.errors import UserError
 from data.tokenizers import merges, model_file
+from data.tokenizers.added_tokens import add_tokens_beside
 from data.tokenizers.fast_encoder import FastEncoder, Unsuitable
 
 
 def tokenizer_json(path: str | Path) -> str:
-    """The content of a tokenizer.json; if the path is a tokenizer.model or a vocab.json, made from that."""
+    """The content of a tokenizer.json, with the added tokens of the files beside it; if the path is a
+    tokenizer.model or a vocab.json, made from that. Raises UserError."""
     path = Path(path)
-    if path.suffix == ".model":
-        return model_file.convert(path)
     if path.name == "vocab.json":
         return merges.convert(path)
-    content = model_file.read_file(path).decode("utf-8-sig")  # read_text would change the line ends
-    return model_file.restore_prefix(content)
+    if path.suffix == ".model":
+        content = model_file.convert(path)
+    else:
+        content = model_file.read_file(path).decode("utf-8-sig")  # read_text would change the line ends
+        content = model_file.restore_prefix(content)
+    try:
+        return add_tokens_beside(content, path.parent)
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{path} and the files beside it cannot be read as one tokenizer: {error}") from None
 
 
 class FileTokenizer:
@@ -44,6 +52,11 @@ class FileTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+        dropout = getattr(self.tokenizer.model, "dropout", None)
+        if dropout:
+            self.tokenizer.model.dropout = None
+            if multiprocessing.parent_process() is None:  # workers need not repeat it
+                print(f"BPE dropout ({dropout:g}) of {path} is off: the same text always gets the same ids")
         self.tokenizer.encode_special_tokens = True  # in spite of its name: encode them as ordinary text
         self.tokenizer.no_truncation()  # a length limit in the file would drop the rest of each document
         self.tokenizer.no_padding()

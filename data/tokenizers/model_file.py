@@ -1,10 +1,11 @@
-"""Makes a tokenizer.json of a tokenizer.model: LLaMA 2's SentencePiece file or LLaMA 3's tiktoken file.
+"""Makes a tokenizer.json of a tokenizer.model: a SentencePiece file of BPE, or LLaMA 3's tiktoken file.
 
 Both are byte-pair encoders whose files list pieces and their ranks, but no merges. A piece can be merged from
 every pair of pieces that together have its text. The merge gets the rank of its result, which is the order
 that both encoders use. Neither sentencepiece nor protobuf is needed. The idea is that of
 convert_slow_tokenizer.py in Hugging Face transformers; test_data_scale.py compares the ids with reference
-encoders.
+encoders. The trap: a SentencePiece file also says how the text is changed first. A setting that a
+tokenizer.json cannot express with the same ids for every text is refused by its name.
 """
 
 import base64
@@ -17,9 +18,10 @@ from typing import Any
 
 from common.errors import UserError
 from common.json_file import read_regular
+from data.tokenizers.added_tokens import MOST_BYTES, added_token
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's piece types
-MOST_BYTES = 1 << 28  # of a tokenizer's file; those of the largest vocabularies have a tenth of it
+UNIGRAM, BPE = 1, 2  # two of its model types
 LONGEST_PIECE = 10_000  # characters; finding its merges takes time by the square of them
 SPACE = "\u2581"
 DUMMY_PREFIX: dict[str, Any] = {  # SentencePiece's name for the space that it puts before every text
@@ -62,7 +64,10 @@ def convert(path: Path) -> str:
         return json.dumps(_from_sentencepiece(content), ensure_ascii=False)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is not a tokenizer.model of LLaMA 2 or LLaMA 3 ({reason})") from None
+        raise UserError(
+            f"{path} is no tokenizer.model whose ids are certain ({reason}); a tokenizer.json beside it, as "
+            "transformers saves one, is read instead, with the ids that it gives"
+        ) from None
 
 
 # --- SentencePiece, LLaMA 2 ---
@@ -99,33 +104,65 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         position += size
 
 
+def _check_settings(specs: dict[int, dict[int, Any]], spaces: bool, types: dict[str, int]) -> None:
+    """Raises ValueError for a setting that a tokenizer.json cannot express. specs: the fields of the file;
+    spaces: whether any are added or removed."""
+    trainer, normalizer, denormalizer = (specs.get(number, {}) for number in (2, 3, 5))
+    symbols = [piece for piece, kind in types.items() if kind == USER_DEFINED]
+    refused = {
+        "model_type is not BPE": trainer.get(3, UNIGRAM) != BPE,
+        f"normalization_rule_name={normalizer.get(1, b'').decode()} has a character map": normalizer.get(2),
+        "the denormalizer has a character map": denormalizer.get(2),
+        "treat_whitespace_as_suffix=true": trainer.get(24),
+        "escape_whitespaces=false": not normalizer.get(5, True),
+        "byte_fallback=false beside pieces for bytes": BYTE in types.values() and not trainer.get(35),
+        "it has unused pieces": UNUSED in types.values(),
+        "user_defined_symbols beside add_dummy_prefix or remove_extra_whitespaces": symbols and spaces,
+        "user_defined_symbols with a space": any(" " in piece for piece in symbols),
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"of its SentencePiece settings, this one is not supported: {setting}")
+
+
 def _from_sentencepiece(content: bytes) -> dict:
     pieces = []  # (piece, score, type), in the order of ids
+    specs: dict[int, dict[int, Any]] = {}
     for number, value in _fields(content):
         if number == 1:
             piece = dict(_fields(value))
             score = struct.unpack("<f", piece.get(2, bytes(4)))[0]
             pieces.append((piece[1].decode(), score, piece.get(3, NORMAL)))
-        elif number == 2 and dict(_fields(value)).get(3) != 2:
-            raise ValueError("its SentencePiece model is not BPE")
-    if not any(kind == UNKNOWN for *_, kind in pieces):
+        elif number in (2, 3, 5):
+            specs[number] = dict(_fields(value))
+    # true where the file does not say it, as in sentencepiece_model.proto
+    dummy_prefix, strip_spaces = (bool(specs.get(3, {}).get(number, True)) for number in (3, 4))
+    types = {piece: kind for piece, _, kind in pieces}
+    _check_settings(specs, dummy_prefix or strip_spaces, types)
+    if UNKNOWN not in types.values():
         raise ValueError("it holds no piece for unknown text")
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     ranked = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
+    merges = all_merges(ranked, vocab)
+    made = {left + right for left, right in merges}
+    # LLaMA 2's runs of spaces have one score, too, but merge to the same pieces in any order
+    ranks = {(ranked[piece], piece if len(set(piece)) > 1 else piece[0]) for piece in made}
+    if len({rank for rank, _ in ranks}) < len(ranks):
+        raise ValueError("several of its pieces have one score, so the order of the merges is not certain")
     added = [
-        added_token(i, piece)
+        added_token(i, piece, special=kind != USER_DEFINED) | {"normalized": kind == USER_DEFINED}
         for i, (piece, _, kind) in enumerate(pieces)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
     return {
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": DUMMY_PREFIX,
+        "normalizer": _normalizer(dummy_prefix, strip_spaces),
         "decoder": {
             "type": "Sequence",
-            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
         },
         "model": {
             "type": "BPE",
@@ -133,14 +170,25 @@ def _from_sentencepiece(content: bytes) -> dict:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocab,
-            "merges": all_merges(ranked, vocab),
+            "merges": merges,
         },
     }
 
 
-def added_token(number: int, content: str, special: bool = True) -> dict:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": content, "special": special, **flags}
+def _normalizer(dummy_prefix: bool, strip_spaces: bool) -> dict[str, Any]:
+    """What SentencePiece does with spaces: DUMMY_PREFIX is add_dummy_prefix without remove_extra_whitespaces.
+    That setting removes spaces at both ends, and at the end also characters like SPACE of the text itself."""
+    prefix, replace = DUMMY_PREFIX["normalizers"]
+    before = [_replace(r"\A +", ""), _replace(" {2,}", " ")] if strip_spaces else []
+    after = [_replace(rf"{SPACE}+\z", "")] if strip_spaces else []
+    return {
+        "type": "Sequence",
+        "normalizers": [*before, *([prefix] if dummy_prefix else []), replace, *after],
+    }
+
+
+def _replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
 def restore_prefix(content: str) -> str:

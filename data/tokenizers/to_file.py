@@ -7,10 +7,11 @@ from typing import Any
 
 from common.durable_file import write_bytes
 from common.errors import UserError
+from data.tokenizers.added_tokens import added_token
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.families import PROBE
 from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
-from data.tokenizers.model_file import added_token, all_merges, byte_letters
+from data.tokenizers.model_file import all_merges, byte_letters
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from data.tokenizers.tokenizer import SubwordTokenizer
 

@@ -51,9 +51,10 @@ SubwordTokenizer = TiktokenTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str) -> SubwordTokenizer:
-    """name: a tokenizer.json or .model or vocab.json, a folder that holds one, or a name of tiktoken's."""
-    path = Path(name).expanduser()
-    if not name:
+    """name: a tokenizer.json or .model or vocab.json, a folder that holds one (also hf:FOLDER), or a name of
+    tiktoken's."""
+    path = Path(name.removeprefix(HUB_PREFIX)).expanduser()
+    if not name.removeprefix(HUB_PREFIX):
         raise UserError("--tokenizer is empty; name a tokenizer, such as gpt2, or a tokenizer.json")
     for file in (path / "tokenizer.json", path / "tokenizer.model", path / "vocab.json", path):
         if file.is_file():
@@ -68,9 +69,9 @@ def open_tokenizer(name: str) -> SubwordTokenizer:
 
 def open_or_download_tokenizer(name: str) -> SubwordTokenizer:
     """As open_tokenizer, or from the hub where the name is hf:OWNER/NAME."""
-    if not name.startswith(HUB_PREFIX):
-        return open_tokenizer(name)
     repository = name.removeprefix(HUB_PREFIX)
+    if repository == name or Path(repository).expanduser().exists():
+        return open_tokenizer(name)
     tokenizer = open_tokenizer(_download(repository))
     tokenizer.meta["name"] = repository  # its folder in the hub's cache is named by a hash
     return tokenizer
@@ -84,8 +85,8 @@ def _download(repository: str) -> str:
     except Exception as error:
         page = f"https://huggingface.co/{repository}"
         raise UserError(
-            f"the tokenizer of {repository} could not be downloaded {first_line(error)}. If it asks for a "
-            f"licence, accept that at {page} and run: hf auth login"
+            f"there is no folder {repository}, and the tokenizer of {repository} could not be downloaded "
+            f"{first_line(error)}. If it asks for a licence, accept that at {page} and run: hf auth login"
         ) from error
 
 

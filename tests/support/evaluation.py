@@ -11,8 +11,8 @@ import torch
 from support.hf_models import VOCAB, change_config, save
 
 from data.pipeline.meta_file import describe, keep_tokenizer
+from data.tokenizers.added_tokens import added_token
 from data.tokenizers.char_tokenizer import CharTokenizer
-from data.tokenizers.model_file import added_token
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import open_tokenizer
 from tools.evaluate import __main__ as evaluate

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from support.preparation import shared, small_bpe
+from support.sentencepiece_files import write_model
 
 from common.errors import UserError
 from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.file_tokenizer import tokenizer_json
 from data.tokenizers.merges import QWEN_PATTERN
 from data.tokenizers.model_file import byte_letters
-from data.tokenizers.tokenizer import find_eot, open_tokenizer
+from data.tokenizers.tokenizer import find_eot, open_or_download_tokenizer, open_tokenizer
 
 TEXTS = [
     "hello world",
@@ -158,6 +160,113 @@ def test_a_folder_whose_ids_are_not_certain_is_refused_with_the_commands_that_he
     message = str(caught.value)
     assert reason in message and "pip install transformers" in message
     assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')" in message
+
+
+# --- tokens in the files beside a tokenizer ---
+
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+BESIDE = {
+    "added_tokens": {"added_tokens.json": {"<|im_start|>": 257, "<|im_end|>": 258}},
+    "names": {
+        "tokenizer_config.json": FAST
+        | {"eos_token": "<|im_end|>", "pad_token": "[PAD]", "additional_special_tokens": ["<x>"]}
+    },
+    "map": {
+        "tokenizer_config.json": FAST,
+        "special_tokens_map.json": {"pad_token": {"content": "[PAD]", **PLAIN}, "bos_token": "a"},
+    },
+    "decoder": {
+        "tokenizer_config.json": FAST
+        | {
+            "pad_token": "[PAD]",
+            "added_tokens_decoder": {
+                "256": {"content": "<|endoftext|>", "special": True, **PLAIN},
+                "258": {"content": "<x>", "special": False, **PLAIN},
+                "257": {"content": "<|im_end|>", "special": True, **PLAIN},
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_added_tokens_of_the_other_files_are_counted_as_transformers_counts_them(tmp_path, case):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
+    small_bpe(tmp_path)
+    for name, content in ({"tokenizer_config.json": FAST} | BESIDE[case]).items():
+        write_json(tmp_path / name, content)
+    ours, theirs = open_tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.vocab_size == len(theirs) > 257
+    for token in ("<|im_start|>", "<|im_end|>", "[PAD]", "<x>"):
+        assert ours.token_id(token) == theirs.get_vocab().get(token)
+    text = "a b<x><|im_end|>[PAD] <|im_start|>"
+    options = {"split_special_tokens": True, "add_special_tokens": False, "truncation": False}
+    assert ours.encode(text) == theirs.encode(text, **options)
+    kept = json.loads(tokenizer_json(tmp_path / "tokenizer.json"))  # that of a dataset has them all
+    assert [token["id"] for token in kept["added_tokens"]][-1] == ours.vocab_size - 1
+
+
+def test_a_tokenizer_model_has_the_added_tokens_of_its_folder_too(tmp_path):
+    write_model(tmp_path)
+    write_json(tmp_path / "added_tokens.json", {"<pad>": 1000})
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.token_id("<pad>")) == (1001, 1000)
+
+
+def test_a_tokenizer_with_all_tokens_in_its_own_file_is_read_byte_for_byte(tmp_path):
+    path = small_bpe(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", FAST | {"eos_token": "<|endoftext|>"})
+    write_json(tmp_path / "added_tokens.json", {"<|endoftext|>": 256})
+    assert tokenizer_json(path) == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("added_tokens.json", {"<x>": 300}, "'<x>' should have 300, and would get 257"),
+        ("added_tokens.json", {"a": 3}, "'a' should have 3, and would get "),
+        (
+            "tokenizer_config.json",
+            {"add_prefix_space": True},
+            "add_prefix_space=True, and the step ByteLevel",
+        ),
+        ("tokenizer_config.json", ["a"], "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "cannot be read as one tokenizer"),
+    ],
+)
+def test_files_that_contradict_the_tokenizer_are_refused(tmp_path, name, content, reason):
+    small_bpe(tmp_path)
+    write_json(tmp_path / name, content)
+    with pytest.raises(UserError) as caught:
+        open_tokenizer(str(tmp_path))
+    assert reason in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_dropout_is_off_so_the_same_text_always_gets_the_same_ids(tmp_path, capsys):
+    folder = small_folder(tmp_path / "small")
+    content = json.loads(tokenizer_json(folder / "vocab.json"))
+    plain = open_tokenizer(str(folder)).encode("abab" * 20)
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "drop").mkdir()
+    write_json(tmp_path / "drop" / "tokenizer.json", content)
+    tokenizer = open_tokenizer(str(tmp_path / "drop"))
+    assert capsys.readouterr().out.count("BPE dropout (0.5)") == 1
+    assert all(tokenizer.encode("abab" * 20) == plain for _ in range(5))
+    assert tokenizer.use_fast_encoder(verify=False) and tokenizer.encode("abab" * 20) == plain
+
+
+def test_hf_before_a_folder_names_the_folder(tmp_path, monkeypatch):
+    folder = small_folder(tmp_path / "small")
+    for name in (f"hf:{folder}", f"hf:{folder}/vocab.json"):
+        assert open_tokenizer(name).vocab_size == open_or_download_tokenizer(name).vocab_size == 258
+    with pytest.raises(UserError, match="--tokenizer is empty"):
+        open_or_download_tokenizer("hf:")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        UserError, match="there is no folder .*none, and the tokenizer of .* not be downloaded"
+    ):
+        open_or_download_tokenizer(f"hf:{tmp_path}/none")
 
 
 def as_transformers_5_saves(source: Path, folder: Path) -> Path:
