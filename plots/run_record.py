@@ -129,13 +129,6 @@ class Run:
         return bool(_dict(self.hardware.get("peak")).get("measured"))
 
     @property
-    def tokenizer(self) -> dict:
-        """What the record says of the one that made the data; {} if nothing."""
-        source = next(iter(_list(_dict(self.startup.get("data")), "sources")), {})
-        recorded = _dict(source.get("meta")).get("tokenizer")
-        return {"name": recorded} if isinstance(recorded, str) else _dict(recorded)
-
-    @property
     def peak_tflops_per_gpu(self) -> float | None:
         peaks = finite(self.columns["peak_flops"])
         return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
@@ -154,8 +147,11 @@ class Run:
 
     @property
     def best_val_loss(self) -> float | None:
-        summary = _dict(self.record.get("summary"))
-        seen = [*evaluations(self, "val_loss")[1], _number(summary.get("best_val_loss"))]
+        """Since the validation losses are of what they are of now (training/evaluation.py, `measure`)."""
+        summary, events = _dict(self.record.get("summary")), _list(self.record, "events")
+        changes = [_number(e.get("attempt"), 1) for e in events if e.get("kind") == "other_measure"]
+        losses = evaluations(self, "val_loss", since_attempt=max(changes, default=0))[1]
+        seen = [*losses, _number(summary.get("best_val_loss"))]
         return min((loss for loss in seen if loss < NO_VAL_LOSS), default=None)
 
     @property
@@ -289,9 +285,9 @@ def finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def evaluations(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
+def evaluations(run: Run, name: str, since_attempt: float = 0) -> tuple[np.ndarray, np.ndarray]:
     """Iterations and losses of the evaluations; name is train_loss or val_loss."""
-    steps = _list(run.record, "eval_steps")
+    steps = [s for s in _list(run.record, "eval_steps") if _number(s.get("attempt"), 1) >= since_attempt]
     points = np.array([(_number(step.get("iter")), _number(step.get(name))) for step in steps]).reshape(-1, 2)
     points = points[np.isfinite(points).all(axis=1)]
     return points[:, 0], points[:, 1]
@@ -313,12 +309,15 @@ def spread(run: Run, name: str) -> tuple[float, float, float] | None:
 
 
 def tokenizers_differ(runs: list[Run]) -> bool:
-    """Whether nats per token of these runs cannot be compared. By what all records that name a tokenizer say
-    of it."""
-    named = [run.tokenizer for run in runs if run.tokenizer]
-    keys = (key for key in ("sha256", "chars", "name") if all(tokenizer.get(key) for tokenizer in named))
-    key = next(keys, None)
-    return key is not None and len({str(tokenizer[key]) for tokenizer in named}) > 1
+    """Whether nats per token of these runs cannot be compared. By what all records that name the tokenizer of
+    their data say of it."""
+    sources = [source for run in runs for source in _list(_dict(run.startup.get("data")), "sources")[:1]]
+    recorded = [found for source in sources if (found := _dict(source.get("meta")).get("tokenizer"))]
+    named = [_dict(found) or {"name": found} for found in recorded]
+    for key in ("sha256", "chars", "name"):
+        if all(tokenizer.get(key) for tokenizer in named):
+            return len({str(tokenizer[key]) for tokenizer in named}) > 1
+    return False
 
 
 def throttle_shares(run: Run) -> dict[str, float] | None:

@@ -14,7 +14,7 @@ from training.checkpoints.plan import plan_saves
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress
 from training.configuration.rules import checkpoint_interval
-from training.evaluation import evaluate
+from training.evaluation import evaluate, measure
 from training.faults.anomalies import AnomalyPolicy, Diverged
 from training.faults.replica_check import ReplicaCheck
 from training.faults.watchdog import Watchdog
@@ -47,11 +47,30 @@ class EvaluateAndSave:
         self.logger, self.anomalies, self.replica_check = logger, anomalies, replica_check
         self.start, self.watchdog = progress.iteration, watchdog
         self.evaluated_before = progress.val_loss is not None  # False if a stop came first
+        self.measured = self._measured(progress)
         self.last_checkpoint: Path | None = None  # the last complete one
         self.every_iterations, self.every_seconds = checkpoint_interval(config)
         self.saved_at, self.saved_time = self.start, time.monotonic()  # when the last save began
         if plan_saves(config, self.start).most != 0:
             saver.prepare()
+
+    def _measured(self, progress: Progress) -> tuple[str | None, int]:
+        """What validation losses are the mean of, and since which iteration. A best loss of another measure
+        would refuse every new one, or none, so that the best begins anew."""
+        before, since = progress.measure, progress.measured_since
+        now = measure(self.windows, self.config, self.saver.facts["data"]) or before
+        if before in (None, now) or progress.best_val_loss is None:
+            return now, since
+        what = (
+            f"validation losses are of other tokens or windows than before iteration {self.start:,}: their "
+            f"best, {progress.best_val_loss:.4f}, stays in the record, and the best begins anew"
+        )
+        log.warning(what)
+        self.logger.best_val_loss = None
+        if self.logger.record is not None:
+            best = progress.best_val_loss
+            self.logger.record.add_event(self.start, "other_measure", best_val_loss=best, message=what)
+        return now, self.start
 
     def before_update(self, iteration: int, learning_rate: float) -> None:
         """Evaluates and saves before the update of `iteration`, if that is due. Raises RunError if the last
@@ -121,7 +140,8 @@ class EvaluateAndSave:
         self.anomalies.read_now()
         self.logger.check_out_dir()
         self.replica_check.compare(iteration)
-        progress = Progress(iteration, self.loader.position, self.logger.best_val_loss, val_loss)
+        losses = self.logger.best_val_loss, val_loss
+        progress = Progress(iteration, self.loader.position, *losses, *self.measured)
         with self.logger.clock.paused(), self.watchdog.during("checkpoint"):
             began = time.monotonic()
             self._conclude(wait=None)

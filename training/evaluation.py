@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -76,3 +78,19 @@ def eval_batches(windows: Windows, config: TrainConfig, weight: Fraction | int =
     batches = max(1, min(round(config.eval_iters * weight), windows.count // B))
     order = np.arange(batches * B) % windows.count
     return permute(order, windows.count, stream_seed(config.seed, EVALUATION)).reshape(-1, sequences)
+
+
+def measure(windows: dict[str, Split], config: TrainConfig, data: dict[str, Any]) -> str | None:
+    """Identifies what a validation loss is the mean of: the tokens (`data` is their fingerprint), which
+    windows of them, and how these are cut and masked. Losses of another measure cannot be compared. None if
+    the run does not evaluate."""
+    if "val" not in windows:
+        return None
+    measured: list[Any] = [config.block_size, config.packing, config.doc_masking]
+    sources = windows["val"].by_source.values()
+    for (weight, source), facts in zip(sources, data.get("sources", [data]), strict=True):
+        chosen = np.sort(eval_batches(source, config, weight), axis=None)  # however they are divided
+        files = [file["sha256"] or file["probe"] for _, file in sorted(facts["splits"]["val"].items())]
+        documents = facts["eot_id"], facts.get("packings", {}).get(f"val-{config.block_size}")
+        measured.append([str(weight), hashlib.sha256(chosen.tobytes()).hexdigest(), files, documents])
+    return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()

@@ -5,6 +5,7 @@ rank 0 changes the folder.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -54,17 +55,16 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
 
 
 def by_loss(folders: list[Path]) -> list[Path]:
-    """The checkpoints with a validation loss, the best first. The loss is read from each checkpoint, because
-    a kill may have left the pointer out of date."""
-    losses = {folder: loss for folder in folders if (loss := _val_loss(folder)) is not None}
-    return sorted(losses, key=lambda folder: losses[folder])
-
-
-def _val_loss(folder: Path) -> float | None:
-    try:
-        return read_state(folder).val_loss
-    except ValueError:  # damaged: loading it will report that
-        return None
+    """Of these checkpoints, the oldest first, those whose validation loss is of the same measure as that of
+    the newest, the best first. It is read from each, because a kill may have left the pointer out of date."""
+    losses, since = {}, 0
+    for folder in folders:
+        with contextlib.suppress(ValueError):  # damaged: loading it will report that
+            saved = read_state(folder)
+            if saved.val_loss is not None:
+                losses[folder], since = saved.val_loss, saved.measured_since
+    same = [folder for folder in losses if (step_number(folder) or 0) > since or not since]
+    return sorted(same, key=lambda folder: losses[folder])
 
 
 def check_root(out_dir: Path) -> None:

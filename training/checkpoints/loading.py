@@ -59,7 +59,8 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
     tensors = {**state.tensors(), **optional}
     _load(folder, reader, tensors, no_dist=state.world.size == 1)
     state.after_load(tensors)
-    return Progress(saved.iteration, saved.samples_seen, saved.best_val_loss, saved.val_loss)
+    losses = saved.best_val_loss, saved.val_loss, saved.measure, saved.measured_since
+    return Progress(saved.iteration, saved.samples_seen, *losses)
 
 
 def load_model(

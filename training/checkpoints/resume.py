@@ -110,6 +110,7 @@ class Resume:
     config: TrainConfig  # with the schedule's lengths as numbers
     checkpoint: Path | None = None
     changed: dict[str, list] = field(default_factory=dict)  # setting -> [in the checkpoint, now]
+    is_other_run: bool = False  # whether allow_changes accepted one of GUARDED
     renamed: list[dict[str, str]] = field(default_factory=list)  # damaged ones: checkpoint, problem, renamed
     run: str | None = None  # name of the record of the run that saved the checkpoint
     start: int = 0  # the first iteration
@@ -127,13 +128,13 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
         config = _with_moments(checkpoint, saved.config.get("adam_dtype", "float32"), config)
         config = end_after_epochs(config, epoch, per_iteration, saved.iteration, saved.samples_seen)
         config = fix_schedule(config, saved.config)
-        if not config.eval_only:
-            refuse_changes(checkpoint, saved, config, world.size, data)
+        is_other_run = not config.eval_only and refuse_changes(checkpoint, saved, config, world.size, data)
         if world.is_main:
             for line in removed_settings(saved.config):
                 log.warning(f"{checkpoint.name} was made with a setting that is gone: {line}")
         changed = changed_settings(saved, config)
-        resume = Resume(config, checkpoint, changed, renamed, saved.run, saved.iteration, saved.pretrained)
+        facts = saved.run, saved.iteration, saved.pretrained
+        resume = Resume(config, checkpoint, changed, is_other_run, renamed, *facts)
     if problem := gather_objects(
         _aside_problem(resume.config, resume.start) if world.is_main else None, world
     )[0]:
@@ -161,7 +162,10 @@ def load_resume(
         if resume.checkpoint is None:
             return resume, Progress(0, 0)
         try:
-            return resume, load_checkpoint(resume.checkpoint, state, config.model_config())
+            progress = load_checkpoint(resume.checkpoint, state, config.model_config())
+            if resume.is_other_run and state.update_guard:
+                state.update_guard.forget()  # losses and norms may be others now, and no spikes
+            return resume, progress
         except UserError:
             if not _is_deleted(resume.checkpoint, config, state.world):
                 raise
@@ -261,8 +265,9 @@ def changed_settings(saved: SavedState, config: TrainConfig) -> dict[str, list]:
     }
 
 
-def refuse_changes(folder: Path, saved: SavedState, config: TrainConfig, processes: int, data: dict) -> None:
-    """Raises UserError that names every guarded field that changed, and the flag that accepts the changes."""
+def refuse_changes(folder: Path, saved: SavedState, config: TrainConfig, processes: int, data: dict) -> bool:
+    """Raises UserError that names every guarded field that changed, and the flag that accepts the changes.
+    Returns whether there are any, all accepted."""
     changed = changed_settings(saved, config)
     found = {name: changed[name] for name in GUARDED if name in changed}
     found.pop("dataset", None)  # the folder may have another name if its content is the same
@@ -287,6 +292,7 @@ def refuse_changes(folder: Path, saved: SavedState, config: TrainConfig, process
         )
     for name, (old, new) in found.items():
         log.warning("allow_changes: %s was %s in the checkpoint, is %s now", name, old, new)
+    return bool(found)
 
 
 def _factors(*numbers: int) -> dict[str, int]:

@@ -45,6 +45,8 @@ class SavedState:
     model_config: ModelConfig
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
+    measure: str | None = None  # of its validation losses; None of earlier versions
+    measured_since: int = 0  # the iteration from which on losses were of this measure
     pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
 
 
@@ -92,6 +94,8 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     _check_fingerprint(data)
     run: Any = content.get("run")
     _check("run", run, str)
+    measure: Any = content.get("measure")
+    _check("measure", measure, str, type(None))
     return SavedState(
         format=version,
         iteration=iteration,
@@ -103,6 +107,8 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
         model_config=_model_config(_settings(content, "model_config")),
         data=data,
         run=run,
+        measure=measure,
+        measured_since=_whole({"measured_since": 0, **content}, "measured_since", 0),
         pretrained=_pretrained(content.get("pretrained")),
     )
 

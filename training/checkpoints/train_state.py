@@ -41,6 +41,9 @@ class Progress:
     samples_seen: int  # sequences, over all GPUs
     best_val_loss: float | None = None
     val_loss: float | None = None
+    # what these losses are the mean of (training/evaluation.py), and since which iteration
+    measure: str | None = None
+    measured_since: int = 0
 
 
 class TrainState:

@@ -69,6 +69,10 @@ class UpdateGuard:
         self.window.index_copy_(1, place, torch.where(accepted, values[:, None], oldest))
         self.accepted.add_(accepted)
 
+    def forget(self) -> None:
+        """Empties the spike window: what it holds cannot be compared with what comes."""
+        self.accepted.zero_()
+
     def state(self) -> dict[str, torch.Tensor]:
         """What iterations change. A spike window of another size has another name: a resume begins with an
         empty one."""
