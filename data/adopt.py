@@ -20,6 +20,7 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
+from data.pipeline.command import token_name
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, keep_tokenizer, read_meta
@@ -28,6 +29,7 @@ from data.pipeline.token_files import (
     DTYPES,
     SPLITS,
     check_is_tokens,
+    looks_wider,
     smallest_dtype,
     stored_dtype,
     token_file_names,
@@ -140,11 +142,13 @@ def holds(path: Path, dtype: np.dtype, token_id: int) -> bool:
     return False
 
 
-def looks_wider(path: Path) -> bool:
-    """Whether every second number of 16 bits is 0, as in a file of 32-bit ids that all are small."""
+def check_width(path: Path, dtype: np.dtype) -> None:
     with open_regular(path) as file:
-        numbers = np.fromfile(file, "<u2", 1 << 16)
-    return len(numbers) > 1 and not numbers[1::2].any()
+        if looks_wider(np.fromfile(file, dtype, 1 << 16)):
+            raise UserError(
+                f"every second number in {path} is 0 or very small if ids are {dtype.name}, so they have "
+                "more bits: pass --dtype=uint32; ids of 64 bits must be written again as uint32"
+            )
 
 
 def _check_tokenizer_file(folder: Path, tokenizer: SubwordTokenizer) -> None:
@@ -159,15 +163,14 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
     name = dtype_name or smallest_dtype(tokenizer.vocab_size)
     dtype = stored_dtype(name)
     paths = find_token_files(folder, dtype)
-    if dtype_name is None and name == "uint16" and looks_wider(paths[0]):
-        raise UserError(
-            f"every second number in {paths[0]} is 0: pass --dtype=uint32 if its ids have 4 bytes"
-        )
+    check_width(paths[0], dtype)
+    eot_id = find_eot(tokenizer, eot)  # what can be wrong is said before the files are read
+    if not (folder / "meta.json").exists():
+        _check_tokenizer_file(folder, tokenizer)
     with only_preparation(folder):
         entries = {path: entry(path, name, {}) for path in paths}  # before they are read: see entry()
         files = describe_files(paths, dtype, tokenizer)
         add_lengths(folder, files)
-        eot_id = find_eot(tokenizer, eot)
         listed = any("lengths" in file for file in files.values())
         marked = not listed and any(holds(path, dtype, eot_id) for path in paths)
         meta = describe(tokenizer.vocab_size, {}, eot_id if marked else None, SOURCE, files)
@@ -184,7 +187,6 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
                 )
             meta = old
         else:
-            _check_tokenizer_file(folder, tokenizer)
             meta["tokenizer"] = keep_tokenizer(folder, tokenizer)
             write_json(folder / "meta.json", meta)
         for path, known in entries.items():
@@ -210,7 +212,9 @@ def main() -> None:
         help="that made the ids: gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or "
         "hf:OWNER/NAME",
     )
-    parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
+    parser.add_argument(
+        "--eot", type=token_name, metavar="TOKEN", help="end-of-text token (default: found by its name)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of an id (default: by the tokenizer's vocabulary)")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)

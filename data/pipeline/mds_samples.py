@@ -7,7 +7,9 @@ import numpy as np
 
 from common.errors import UserError
 from data.pipeline.mds import read_samples
+from data.pipeline.token_files import looks_wider
 
+CHECKED_SAMPLES = 64  # of a shard, to see whether its ids have the type that is said
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 # of an ndarray whose type is in its first byte; others are floats, which are no ids
 DTYPE_CODES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32"}
@@ -86,7 +88,9 @@ def read_tokens(
     """(number, ids, lengths of the documents in them) of each sample. tokens, lengths: the columns; without
     lengths, a document ends after each id `split_at`, and where the sample ends. reject is told of samples
     whose numbers cannot be these."""
-    for number, columns in enumerate(read_samples(path, [tokens, *([lengths] if lengths else [])])):
+    samples = list(read_samples(path, [tokens, *([lengths] if lengths else [])]))
+    _check_width(path, [column for column, *_ in samples], bytes_dtype)
+    for number, columns in enumerate(samples):
         place = f"{path}, sample {number}"
         try:
             ids, *rest = (decode_numbers(*column, bytes_dtype) for column in columns)
@@ -95,6 +99,20 @@ def read_tokens(
             reject(f"{place}: {error}")
             continue
         yield number, ids, documents
+
+
+def _check_width(path: Path, columns: list[tuple[str, memoryview]], bytes_dtype: str) -> None:
+    """Raises UserError if the encoding 'bytes' holds ids of a wider type, which would be other ids."""
+    if columns and columns[0][0] == "bytes":
+        content = b"".join(value for _, value in columns[:CHECKED_SAMPLES])
+        itemsize = np.dtype(bytes_dtype).itemsize
+        if looks_wider(
+            _numbers(memoryview(content)[: len(content) // itemsize * itemsize], bytes_dtype, None)
+        ):
+            raise UserError(
+                f"every second id in {path} is 0 or very small if ids are {bytes_dtype}, so they have more "
+                "bits: pass another --bytes_dtype (int64 is the default)"
+            )
 
 
 def checked_lengths(lengths: np.ndarray, ids: np.ndarray) -> np.ndarray:

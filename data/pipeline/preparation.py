@@ -116,8 +116,8 @@ def begun_by(folder: Path, resume: bool) -> str:
 
 def with_threshold(settings: Settings, units: list[Unit], store: Disk | Hub = ON_DISK) -> Settings:
     """The settings, and the hash below which a document is for validation. It is not looked for in files that
-    say their split, hold token ids, or are not on this disk yet."""
-    fixed = settings.split_by == "place" or settings.tokens or any(unit.split for unit in units)
+    say their split, or are not on this disk yet."""
+    fixed = settings.split_by == "place" or any(unit.split for unit in units)
     if fixed or isinstance(store, Hub):
         return settings
     return replace(settings, val_below=threshold(units, settings))

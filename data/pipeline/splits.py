@@ -7,6 +7,8 @@ validation text that was trained on makes the validation loss too low, and no er
 
 import math
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from common.errors import UserError
 from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, is_one_document
 from data.pipeline.input_files import say_files
 from data.pipeline.token_files import SPLITS
-from data.pipeline.units import Settings, Unit, hash_document, read_unit
+from data.pipeline.units import Settings, Unit, hash_document, read_unit, token_unit
 
 # What a name begins with or ends in, apart from numbers; if it says two splits, the first of these counts.
 WORDS = {
@@ -86,23 +88,21 @@ def _older_split(name: str) -> str | None:
 
 
 def threshold(units: list[Unit], settings: Settings) -> int:
-    """A document is for validation if its hash is below this: val_fraction of all hashes. If that would leave
-    a split without any document, the one with the nearest hash gets into it. Reads documents until it has
-    seen one of each split. Raises UserError if all have one text."""
+    """A document, or a sample of token ids, is for validation if its hash is below this: val_fraction of all
+    hashes. If that would leave a split without any document, the one with the nearest hash gets into it.
+    Reads documents until it has seen one of each split. Raises UserError if all hold the same."""
     usual = math.ceil(settings.val_fraction * 2**64)
     least, most, count = 2**64, -1, 0
-    for path, _, _, document in (record for unit in units for record in read_unit(unit, settings.text_key)):
-        if isinstance(document, BadRecord) or document == [""]:
-            continue
-        hashed = hash_document(path, document)
+    for hashed in chain.from_iterable(_hashes(unit, settings) for unit in units):
         least, most, count = min(least, hashed), max(most, hashed), count + 1
         if least < usual <= most:
             return usual
-    if count < 2:
+    # an only document is cut in two, but not a sample, which has several
+    if count == 0 or count == 1 and not settings.tokens:
         return usual
     if least == most:
         raise UserError(
-            f"the input holds one text twice or more ({count:,} documents) and no other, so none can be for "
+            f"the input holds one text only ({count:,} documents or samples), so none can be for "
             "validation. Add other text or leave the copies out of --input; --no-resume deletes what is there"
         )
     split, which = ("validation", "smallest") if least >= usual else ("training", "largest")
@@ -111,6 +111,16 @@ def threshold(units: list[Unit], settings: Settings) -> int:
         f"whose text has the {which} hash is taken"
     )
     return least + 1 if least >= usual else most
+
+
+def _hashes(unit: Unit, settings: Settings) -> Iterator[int]:
+    if settings.tokens:
+        for origin, *_ in token_unit(unit, settings, lambda reason: None, lambda size: None):
+            yield origin.hashed
+        return
+    for path, _, _, document in read_unit(unit, settings.text_key):
+        if not isinstance(document, BadRecord) and document != [""]:
+            yield hash_document(path, document)
 
 
 # --- what was decided ---

@@ -19,6 +19,7 @@ from data.pipeline.document_lengths import LengthsWriter, lengths_name, split_le
 SPLITS = ("train", "val")
 DTYPES = ("uint16", "uint32")
 UINT16_IDS = 65536  # the largest vocabulary whose ids, 0 to 65535, fit in two bytes
+UPPER_HALF = 16  # above the upper 16 bits of any id: vocabularies have less than 2**20 ids
 MOST_TOKENS = 1 << 60  # of a file
 MOST_SHARDS = 1000  # of one split of one unit: their names have three digits, and are read in sorted order
 # The first bytes of other kinds of files. Read as token ids, such a file would pass for text.
@@ -66,6 +67,15 @@ def check_is_tokens(path: Path) -> None:
             raise UserError(
                 f"{path} is {kind}, not flat token ids; data/text/prepare.py makes them from text"
             )
+
+
+def looks_wider(numbers: np.ndarray) -> bool:
+    """Whether numbers (N,) that were read as one type are ids of a wider type, which raw ids do not say: then
+    every second number is 0, or as small as the upper half of an id is."""
+    low, high = numbers[::2], numbers[1::2]
+    if len(high) < 2:
+        return False
+    return not high.any() or (len(high) >= 32 and int(high.max()) < UPPER_HALF <= int(low.max()))
 
 
 def is_count(value: object, most: int = MOST_TOKENS) -> bool:

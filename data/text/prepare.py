@@ -29,6 +29,7 @@ from data.pipeline.command import (  # noqa: E402
     make_settings,
     parse,
     split_rule,
+    token_name,
 )
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
 from data.pipeline.input_files import find_input  # noqa: E402
@@ -71,14 +72,21 @@ def parse_arguments() -> Namespace:
         metavar="IDS",
         help="train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB",
     )
-    add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
+    add(
+        "--eot", type=token_name, metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})"
+    )
     add(
         "--text_key",
         default=TEXT_KEY,
         metavar="NAME",
         help=f"what holds the text in .jsonl and .parquet (default: {TEXT_KEY})",
     )
-    return parse(parser)
+    args = parse(parser)
+    if args.train_tokenizer and args.bos not in (None, args.eot or EOT):
+        parser.error(
+            f"--bos={args.bos}: the only special token of a trained tokenizer is {args.eot or EOT} (--eot)"
+        )
+    return args
 
 
 def main() -> None:

@@ -153,6 +153,11 @@ WRONG = {
     ),
     "gone": (lambda path: path.unlink(), "a dataset needs train.bin and val.bin"),
     "4 bytes": (lambda path: write_ids(path, range(1000), "<u4"), "pass --dtype=uint32"),
+    "4 bytes of a large vocabulary": (
+        lambda path: write_ids(path, np.arange(60_000, 140_000, 100), "<u4"),
+        "pass --dtype=uint32",
+    ),
+    "8 bytes": (lambda path: write_ids(path, range(1000), "<i8"), "ids of 64 bits must be written again"),
     "a copy of val": (
         lambda path: path.write_bytes(path.with_name("val.bin").read_bytes()),
         "val.bin holds the same as train.bin",
@@ -165,6 +170,21 @@ def test_what_cannot_be_token_ids_is_refused(monkeypatch, folder, kind):
     change, message = WRONG[kind]
     change(folder / "train.bin")
     assert message in refusal(monkeypatch, folder)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_type_that_is_named_is_compared_with_the_ids_too(monkeypatch, folder, dtype):
+    wider = {"uint16": "<u4", "uint32": "<i8"}[dtype]
+    for split in ("train", "val"):
+        write_ids(folder / f"{split}.bin", np.fromfile(folder / f"{split}.bin", "<u2"), wider)
+    assert f"if ids are {dtype}, so they have more bits" in refusal(monkeypatch, folder, f"--dtype={dtype}")
+
+
+def test_a_wrong_eot_is_said_before_the_files_are_read(monkeypatch, folder):
+    monkeypatch.setattr(adopt, "describe_files", lambda *arguments: pytest.fail("the files were read"))
+    assert "the tokenizer has no token <nothing>" in refusal(monkeypatch, folder, "--eot=<nothing>")
+    (folder / "tokenizer.json").write_text("{}")
+    assert "is not the tokenizer that --tokenizer names" in refusal(monkeypatch, folder)
 
 
 def test_ids_of_four_bytes_are_adopted_if_they_are_named(monkeypatch, folder):

@@ -18,6 +18,7 @@ from data.pipeline.document_lengths import split_lengths
 from data.pipeline.mds import find_shards
 from data.pipeline.mds_samples import checked_lengths, decode_numbers, read_tokens, wrong_numbers
 from data.pipeline.meta_file import read_meta
+from data.pipeline.token_files import looks_wider
 from data.pipeline.verified import MEMORY
 
 SHARDS = ROOT / "tests" / "support" / "mds"
@@ -71,6 +72,39 @@ def test_ids_and_document_lengths_are_those_that_were_written(name):
 
 def test_a_column_of_bytes_holds_ids_of_the_stated_type():
     assert [ids for ids, _ in read(SHARDS / "bytes", "tokens", None)] == [ids for ids, _ in SAMPLES]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32"])
+def test_a_narrower_type_than_that_of_the_ids_is_refused_before_anything_is_written(prepare, tmp_path, dtype):
+    with pytest.raises(UserError, match=f"if ids are {dtype}, so they have more bits: .* --bytes_dtype"):
+        prepare(SHARDS / "bytes", "--tokens", "tokens", "--bytes_dtype", dtype)
+    assert not list((tmp_path / "dataset").glob("*.bin*"))
+
+
+@pytest.mark.parametrize("wide", ["<u4", "<i8"])
+def test_raw_ids_of_a_wider_type_are_recognized_and_others_are_not(wide):
+    rng = np.random.default_rng(0)
+    for vocabulary in (5, 250, 50_257, 151_936):
+        ids = rng.integers(0, vocabulary, 1000)
+        narrow = "<u2" if vocabulary < 65_536 else "<u4"
+        assert not looks_wider(ids.astype(narrow))
+        assert looks_wider(np.frombuffer(ids.astype(wide).tobytes(), "<u2"))
+    assert looks_wider(np.array([5, 0, 0, 0, 6, 0, 0, 0]))
+
+
+def test_few_samples_leave_no_split_empty(prepare):
+    folder = prepare(SHARDS / "ndarray_zstd", *IDS, "--val_fraction", "0.000001")
+    tokens = {name: file["tokens"] for name, file in read_meta(folder)["files"].items()}
+    assert tokens == {"train.bin": T * (len(SAMPLES) - 1), "val.bin": T}
+
+
+def test_one_sample_cannot_be_split_which_is_said_before_it_is_written(prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "data.pipeline.units.read_tokens", lambda *arguments: [(0, np.arange(T), np.array([T]))]
+    )
+    monkeypatch.setattr(preparation, "run_units", lambda *arguments: pytest.fail("it was written"))
+    with pytest.raises(UserError, match="one text only .1 documents or samples.*none can be for validation"):
+        prepare(SHARDS / "ndarray_shape", *IDS)
 
 
 def test_without_lengths_documents_end_after_each_end_of_text_and_with_the_sample():

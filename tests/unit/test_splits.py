@@ -194,7 +194,7 @@ def test_a_document_has_one_split_in_every_kind_of_file(tmp_path, make):
 
 def test_one_text_alone_cannot_be_split(tmp_path, make):
     write(tmp_path / "in" / "a.jsonl", ["the same"] * 5)
-    with pytest.raises(UserError, match=r"one text twice or more \(5 documents\)"):
+    with pytest.raises(UserError, match=r"one text only \(5 documents"):
         make(tmp_path / "in")
 
 
