@@ -6,6 +6,7 @@ pad_token. The trap: without them vocab_size is too small, and their text gets o
 """
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def added_token(number: int, content: str, special: bool = True) -> dict:
 def read_beside(path: Path) -> dict:
     """The content of a JSON file; {} if there is none. Raises ValueError."""
     try:
-        return read_json(path, MOST_BYTES) if path.is_file() else {}
+        return read_json(path, MOST_BYTES) if os.path.lexists(path) else {}
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON ({error})") from None
 

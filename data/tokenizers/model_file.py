@@ -65,8 +65,8 @@ def convert(path: Path) -> str:
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} is no tokenizer.model whose ids are certain ({reason}); a tokenizer.json beside it, as "
-            "transformers saves one, is read instead, with the ids that it gives"
+            f"{path} is not a tokenizer.model whose ids are certain ({reason}); a tokenizer.json beside it, "
+            "as transformers saves one, is read instead, with the ids that it gives"
         ) from None
 
 

@@ -356,6 +356,15 @@ def test_hostile_tokenizer_file_is_one_message(tmp_path, name, kind):
         open_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", sorted(HOSTILE.keys() - {"empty object"}))
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"])
+def test_hostile_file_beside_a_tokenizer_is_one_message(tmp_path, name, kind):
+    small_bpe(tmp_path)
+    HOSTILE[kind](tmp_path / name)
+    with pytest.raises(UserError, match="and the files beside it cannot be read"):
+        open_tokenizer(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "content",
     [

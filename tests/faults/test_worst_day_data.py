@@ -234,7 +234,7 @@ def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypat
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("the same text " * 100)
     flags = ["--tokenizer", bpe, "--val_fraction=0.1"]
-    with pytest.raises(UserError, match="holds one text twice.*--input.*--no-resume"):
+    with pytest.raises(UserError, match="holds one text only.*--input.*--no-resume"):
         prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", tmp_path / "b.txt", *flags)
     assert not (folder / "meta.json").exists()
     prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", *flags, "--no-resume")
