@@ -20,7 +20,6 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
-from data.pipeline.command import token_name
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, keep_tokenizer, read_meta
@@ -212,9 +211,7 @@ def main() -> None:
         help="that made the ids: gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or "
         "hf:OWNER/NAME",
     )
-    parser.add_argument(
-        "--eot", type=token_name, metavar="TOKEN", help="end-of-text token (default: found by its name)"
-    )
+    parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
     parser.add_argument("--dtype", choices=DTYPES, help="of an id (default: by the tokenizer's vocabulary)")
     args = parser.parse_args()
     folder = dataset_folder(args.dataset)

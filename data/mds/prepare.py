@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
-from data.pipeline.command import make_dataset, make_parser, make_settings, parse, split_rule, token_name  # noqa: E402
+from data.pipeline.command import make_dataset, make_parser, make_settings, parse, split_rule  # noqa: E402
 from data.pipeline.mds import find_shards  # noqa: E402
 from data.pipeline.mds_samples import INTEGERS, wrong_numbers, wrong_text  # noqa: E402
 from data.pipeline.units import Settings  # noqa: E402
@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--bytes_dtype", choices=INTEGERS, default="int64", help="of ids in a column 'bytes' (default: int64)"
     )
-    add("--eot", type=token_name, metavar="TOKEN", help="end-of-text token (default: found by its name)")
+    add("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
     args = parse(parser)
     if args.lengths and not args.tokens:
         parser.error("--lengths are those of the documents in a column of ids; add --tokens COLUMN")

@@ -66,7 +66,7 @@ def make_parser(description: str | None, output: Path, val_fraction: float) -> a
         help="whether names such as train, val or test of .jsonl and .parquet and their folders decide what "
         "they are for (default: names)",
     )
-    add("--bos", type=token_name, metavar="TOKEN", help="token to begin each document with (default: none)")
+    add("--bos", metavar="TOKEN", help="token to begin each document with (default: none)")
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is already complete")
     add("--part", type=whole_number(0, PARTS_MAX), default=0, help="this machine's number, from 0")
     add(
@@ -90,13 +90,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             "--no-resume would delete the work of other parts; empty the folder before starting them"
         )
     return args
-
-
-def token_name(text: str) -> str:
-    """The name of a token, for argparse."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; name a token of the tokenizer")
-    return text
 
 
 def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -> Settings:

@@ -115,8 +115,8 @@ def threshold(units: list[Unit], settings: Settings) -> int:
 
 def _hashes(unit: Unit, settings: Settings) -> Iterator[int]:
     if settings.tokens:
-        for origin, *_ in token_unit(unit, settings, lambda reason: None, lambda size: None):
-            yield origin.hashed
+        samples = token_unit(unit, settings, lambda reason: None, lambda size: None)
+        yield from (origin.hashed for origin, *_ in samples)
         return
     for path, _, _, document in read_unit(unit, settings.text_key):
         if not isinstance(document, BadRecord) and document != [""]:

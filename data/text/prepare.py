@@ -29,7 +29,6 @@ from data.pipeline.command import (  # noqa: E402
     make_settings,
     parse,
     split_rule,
-    token_name,
 )
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
 from data.pipeline.input_files import find_input  # noqa: E402
@@ -72,9 +71,7 @@ def parse_arguments() -> Namespace:
         metavar="IDS",
         help="train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB",
     )
-    add(
-        "--eot", type=token_name, metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})"
-    )
+    add("--eot", metavar="TOKEN", help=f"end-of-text token (default: {', '.join(EOT_NAMES)})")
     add(
         "--text_key",
         default=TEXT_KEY,

@@ -53,8 +53,9 @@ SubwordTokenizer = TiktokenTokenizer | FileTokenizer
 def open_tokenizer(name: str) -> SubwordTokenizer:
     """name: a tokenizer.json or .model or vocab.json, a folder that holds one (also hf:FOLDER), or a name of
     tiktoken's."""
-    path = Path(name.removeprefix(HUB_PREFIX)).expanduser()
-    if not name.removeprefix(HUB_PREFIX):
+    local = str(name).removeprefix(HUB_PREFIX)
+    path = Path(local).expanduser()
+    if not local:
         raise UserError("--tokenizer is empty; name a tokenizer, such as gpt2, or a tokenizer.json")
     for file in (path / "tokenizer.json", path / "tokenizer.model", path / "vocab.json", path):
         if file.is_file():
@@ -133,7 +134,7 @@ def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:
 def find_eot(tokenizer: Tokenizer, wanted: str | None) -> int:
     """The id of the token with this name, or of the first of EOT_NAMES that the tokenizer has. UserError if
     ordinary text could be encoded to this token, because a document would then end in its middle."""
-    names = EOT_NAMES if wanted is None else (wanted,)
+    names = (wanted,) if wanted else EOT_NAMES
     found = {name: eot_id for name in names if (eot_id := tokenizer.token_id(name)) is not None}
     if not found:
         raise UserError(

@@ -346,14 +346,13 @@ def test_a_pattern_below_a_folder_with_brackets_in_its_name_finds_its_files(tmp_
 # --- what is wrong with an option is said before the work ---
 
 
-@pytest.mark.parametrize("flags", [["--bos=<s>"], ["--eot="], ["--bos=", "--eot=x"], ["--bos=a", "--eot=b"]])
+@pytest.mark.parametrize("flags", [["--bos=<s>"], ["--bos="], ["--bos=a", "--eot=b"]])
 def test_a_token_that_a_trained_tokenizer_will_not_have_is_refused_before_it_is_trained(
     corpus, tmp_path, prepare, capsys, flags
 ):
     with pytest.raises(SystemExit):
         prepare(*train(corpus, tmp_path / "out", 300), *flags)
-    message = capsys.readouterr().err
-    assert "the only special token of a trained tokenizer is" in message or "name a token" in message
+    assert "the only special token of a trained tokenizer is" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
