@@ -74,6 +74,7 @@ from training.optimization.update_guard import UpdateGuard
 from training.pretrained.reading import begin_with_weights, check_weights
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
+from training.process.memory import GIB
 from training.process.redaction import redact
 from training.process.run_lock import RunLock, check_writable
 from training.process.world import World, check_device, check_launch, init_world, launch_info
@@ -195,7 +196,9 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     replica_check = ReplicaCheck(state, config, clock, record, start)
     stragglers = Stragglers(timer, world, watchdog, record)
     profiler = make_profiler(config, world, loader, clock, start)
-    saver = Saver(config, state, {"run": path.stem, "data": data, "pretrained": pretrained}, start)
+    host_memory = GIB * sum(info["estimated_memory_gb"].values()) if config.device == "cpu" else 0.0
+    facts = {"run": path.stem, "data": data, "pretrained": pretrained}
+    saver = Saver(config, state, facts, start, host_memory)
     evaluate_and_save = EvaluateAndSave(
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )

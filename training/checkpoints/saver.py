@@ -46,6 +46,8 @@ log = logging.getLogger("nanomfu")
 
 WRITER_THREADS = 4  # files that a rank writes in parallel
 FILE_BYTES = 256 << 20  # a rank writes one file, and one more for each of these 256 MiB
+# bytes of host memory that each rank must have left: for Python, data workers, and files being written
+HEADROOM = 0.5 * GB
 ROOM = 1.2  # free bytes needed on the disk for each byte of a checkpoint
 WRITE_TIMEOUT_S = 3600.0  # how long to wait for the other ranks to write their parts
 POLL_S = 0.002, 0.25  # pause between two checks of the folder: the first, the longest
@@ -79,8 +81,16 @@ class Save:
 class Saver:
     """Saves one run's checkpoints, one at a time. All ranks make the same calls, from the main thread."""
 
-    def __init__(self, config: TrainConfig, state: TrainState, facts: dict[str, Any], start: int):
-        """`facts`: the run's name and its data's fingerprint; `start`: this process's first iteration."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        state: TrainState,
+        facts: dict[str, Any],
+        start: int,
+        host_memory: float = 0.0,
+    ):
+        """`facts`: the run's name and its data's fingerprint; `start`: this process's first iteration;
+        `host_memory`: bytes that the training takes of it in this process, from the first iteration on."""
         self.config, self.state, self.world, self.start = config, state, state.world, start
         self.root = Path(config.out_dir) / "checkpoints"
         self.facts = {
@@ -91,6 +101,7 @@ class Saver:
             **facts,
         }
         self.retention = Retention(config.keep_last)
+        self.host_memory = host_memory
         self.count = 0
         self.parts: list[Part] | None = None  # what this rank writes; None before prepare()
         self.staging: Staging | None = None
@@ -112,20 +123,23 @@ class Saver:
                 check_room(self.root, self.bytes)
             except OSError as error:
                 raise UserError(f"no checkpoint could be saved: {error}") from None
-        if self.config.async_checkpoint and self._has_memory(self.parts):
+        if self.config.async_checkpoint and self._have_memory(self.parts):
             self.staging = Staging(self.parts, self.world.device)
         return self.parts
 
-    def _has_memory(self, parts: list[Part]) -> bool:
-        need = sum(part.bytes for part in parts) * self.world.local_size
-        free = free_host_bytes()
-        if need > free:
+    def _have_memory(self, parts: list[Part]) -> bool:
+        """Whether each machine has room for the copies of all its ranks. All ranks, before any takes some."""
+        copy, machine = sum(part.bytes for part in parts), self.world.local_size
+        training = HEADROOM + max(0.0, self.host_memory - copy)  # what is copied is there already
+        mine = machine * copy, machine * training, free_host_bytes()
+        short = [one for one in gather_objects(mine, self.world) if one[0] + one[1] > one[2]]
+        if short:
             log.warning(
-                "async_checkpoint=True needs %.1f GB of host memory, of which %.1f are free: training will "
-                "wait while checkpoints are written",
-                *(need / GB, free / GB),
+                "async_checkpoint=True needs %.1f GB of host memory besides %.1f GB for the training, and "
+                "%.1f GB are free: training will wait while checkpoints are written",
+                *(size / GB for size in short[0]),
             )
-        return need <= free
+        return not short
 
     def begin(self, progress: Progress, note: str = "", waited: float = 0.0) -> None:
         """Starts a checkpoint of the run as it is now. finished() must have returned the previous save;

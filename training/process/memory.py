@@ -1,17 +1,31 @@
-"""Tells how much memory this machine has, and has left. Defines GIB and GB. Figures in the run record whose
-names end in _gb are GiB, as torch and nvidia-smi count."""
+"""Tells how much main memory this process may use, and how much of it is left. Defines GIB and GB. Figures in
+the run record whose names end in _gb are GiB, as torch and nvidia-smi count.
+
+A container or a job of Slurm may have less than the machine: the kernel's cgroups limit it, and kill a process
+that goes beyond. Source: cgroups(7), cgroup_namespaces(7), and cgroup-v1/memory and cgroup-v2 in the kernel's
+documentation.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 GIB = 2**30
 GB = 10**9
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+PROCESS, MEMORY = Path("/proc/self"), Path("/proc/meminfo")
+# For each version of cgroups: the files with a limit, the file with what is used, and the line of memory.stat
+# with the file cache in it, which the kernel drops first.
+CGROUP_FILES = {
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+MOUNT = r"\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)"  # its root and its place, see proc(5)
 
 
 def resident_bytes() -> float:
@@ -25,20 +39,77 @@ def resident_bytes() -> float:
 
 
 def host_bytes() -> int:
-    """Memory that this machine has in all, or that its container may use."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    try:
-        limits.append(int(CONTAINER_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or no limit: 'max'
-        pass
-    return min(limits)
+    """Memory that this process may use at most: the machine's, or what a container or job has of it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit for limit, _ in _cgroup_limits())])
 
 
 def free_host_bytes() -> float:
-    """Memory that this machine has left without swapping; infinity if it cannot be found out."""
+    """Memory that this process can still take without swapping and without being killed; infinity if it
+    cannot be found out. Other processes of the machine, container or job take from the same."""
+    left = [1024.0 * found for found in _numbers(MEMORY, "MemAvailable:")]
+    left += [float(limit - used) for limit, used in _cgroup_limits()]
+    return max(0.0, min(left, default=math.inf))
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """(limit, bytes used) of each cgroup that this process is in. Those above its own limit it, too."""
+    for version, folder in _cgroups():
+        names, usage, cache = CGROUP_FILES[version]
+        stated = [number for name in names for number in _numbers(folder / name) if number > 0]
+        used = sum(_numbers(folder / usage)) - sum(_numbers(folder / "memory.stat", cache))
+        if stated:
+            yield min(stated), max(used, 0)
+
+
+def _cgroups() -> Iterator[tuple[str, Path]]:
+    """(version, folder) of this process's cgroups with memory, from its own to the highest that can be
+    seen."""
+    own = {}
+    for line in _lines(PROCESS / "cgroup"):  # such as 4:cpu,memory:/job_1/step_0, or 0::/job_1/step_0
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers or "memory" in controllers.split(","):
+            own["cgroup" if controllers else "cgroup2"] = path
+    for mount in filter(None, (re.fullmatch(MOUNT, line) for line in _lines(PROCESS / "mountinfo"))):
+        root, place, version, options = mount.groups()
+        if version not in own or (version == "cgroup" and "memory" not in options.split(",")):
+            continue
+        top = Path(_unescaped(place))
+        folder = _folder(top, _unescaped(root).rstrip("/"), own[version])
+        while folder and folder.is_relative_to(top):
+            yield version, folder
+            folder = folder.parent
+
+
+def _folder(top: Path, root: str, path: str) -> Path | None:
+    """The folder of the cgroup `path` below `top`, where the cgroup `root` is mounted; None if it is not
+    there. In a cgroup namespace both are relative to the namespace's own cgroup, so one that is above or
+    beside it begins with '..'."""
+    if path.startswith(f"{root}/") or path == root:
+        below = path[len(root) :].strip("/")
+        return top if ".." in below.split("/") else top / below
+    if ".." not in root:
+        return None
+    # The names between root and the namespace's cgroup are not told: the folder is the one that lists us.
+    listings = top.glob("*/" * root.count("..") + f"{path.strip('/')}/cgroup.procs".lstrip("/"))
+    return next((listing.parent for listing in listings if os.getpid() in _numbers(listing)), top)
+
+
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+
+
+def _numbers(path: Path, name: str = "") -> list[int]:
+    """The whole numbers that begin the lines of a file; with `name`, those that follow this word. 'max', a
+    file that is missing, and one that is something else have none."""
+    begin = rf"{re.escape(name)}\s+" if name else ""
+    found = (re.match(rf"{begin}(\d{{1,20}})\b", line) for line in _lines(path))
+    return [int(number[1]) for number in found if number]
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        return os.fsdecode(path.read_bytes()).splitlines()
     except OSError:
-        return math.inf
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024.0 * kib[0] if kib else math.inf
+        return []
