@@ -208,7 +208,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--num_samples", type=whole_number(1), default=1, help="texts for each prompt (default: 1)"
     )
     parser.add_argument(
-        "--batch_size", type=whole_number(1), default=8, help="texts made at a time (default: 8)"
+        "--batch_size", type=whole_number(1, 1024), default=8, help="texts made at a time (default: 8)"
     )
     parser.add_argument(
         "--max_new_tokens", type=whole_number(1), default=200, help="of each text (default: 200)"

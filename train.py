@@ -55,7 +55,7 @@ from training.faults.replica_check import ReplicaCheck
 from training.faults.stragglers import Stragglers, make_work_timer
 from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.attention_kernels import AttentionChoice, choose_attention
-from training.hardware.capability import capability, require_low_precision
+from training.hardware.capability import capability, emulation_warnings, require_low_precision
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
@@ -185,6 +185,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     machine = describe_hardware(world.device)
     info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
     info |= describe_low_precision(model, config)
+    info["warnings"] += emulation_warnings(config.low_precision, capability(world.device))
     info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
     record = open_record(config, world, lock, path, info, resume.run, start)
     clock = Clock(world.device)

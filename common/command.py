@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from common.errors import UserError
+from common.errors import NO_MEMORY, UserError, is_out_of_memory, os_error_text
 from common.text import MESSAGE_CHARACTERS, plain, shorten
 
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 128 + signal.SIGINT
@@ -61,8 +61,13 @@ def outcome(main: Callable[..., int | None], *arguments: object) -> tuple[int, s
     except BrokenPipeError:  # the reader of our output has seen enough: ... | head
         status, message = OUTPUT_NOT_READ, ""
     except OSError as error:  # a full disk, a missing permission: about the machine, and the user's to mend
-        where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        status, message = USER_ERROR, f"error: {where}"
+        status, message = USER_ERROR, f"error: {os_error_text(error)}"
+    except RecursionError:
+        status, message = USER_ERROR, "error: a file is nested too deep to be read"
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        status, message = USER_ERROR, f"error: {NO_MEMORY}; see its limit with `ulimit -v` ({error})"
     flush(sys.stdout)
     return status, message
 

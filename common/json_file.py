@@ -49,7 +49,10 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise ValueError(f"it has {size:,} bytes, more than {max_bytes:,}")
-        return file.read(max_bytes)
+        content = file.read()  # file.read(max_bytes) would take so much memory for the smallest file
+    if len(content) > max_bytes:
+        raise ValueError(f"it grows, and has more than {max_bytes:,} bytes now")
+    return content
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -13,6 +13,7 @@ import re
 import sys
 
 from common.command import run_command
+from common.errors import UserError
 from docs.batches import batches
 from docs.reference import reference
 from docs.sealed import sealed_runs
@@ -43,7 +44,11 @@ def pages() -> dict[str, str]:
 def _with_part(path: str, name: str, text: str) -> str:
     """The document with this text between the markers of that name."""
     page = (ROOT / path).read_text(encoding="utf-8")
-    return re.sub(PART.format(name), lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.S)
+    page, count = re.subn(PART.format(name), lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.S)
+    if count != 1:
+        marker = f"<!-- generated: {name} -->"
+        raise UserError(f"{path} has the marker {marker} {count} times, not once; put it back")
+    return page
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from tools.profile import __main__ as profile
 from tools.tune import __main__ as tune
 from training.configuration.files_and_flags import load_config
 from training.configuration.rules import TRACKERS
+from training.records.dry_run import dry_run
 
 SCRIPTS = (
     "*.py",
@@ -210,6 +211,16 @@ def check_pip(arguments: list[str]):
             assert asked and set((asked[1] or "dev").split(",")) <= set(extras) - {"dependencies"}, package
         elif "==" in package:
             assert re.search(rf"^{re.escape(package)}(\s|$)", pins, re.M), package
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
+def test_the_commands_of_the_readme_for_several_gpus_fit_each_that_they_may_meet(gpu):
+    text = TEXTS["README.md"].replace("\\\n", " ")
+    commands = re.findall(r"^torchrun .*nproc_per_node=(\d+) train\.py (.*)$", text, re.M)
+    assert commands
+    for processes, arguments in commands:
+        config = load_config([*shlex.split(arguments), "--dry_run=True", f"--gpu={gpu}"], int(processes))
+        assert any(re.match(r"Fits: +yes", line) for line in dry_run(config, int(processes))), gpu
 
 
 def check_python(arguments: list[str], world_size: int, script):

@@ -10,6 +10,7 @@ import resource
 import shutil
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -266,7 +267,9 @@ def test_rewriting_the_json_takes_one_percent_of_the_time_however_often_it_is_as
         replace(path, text)
 
     monkeypatch.setattr(record_module, "_replace", slowly)
-    monkeypatch.setattr(record_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        record_module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda s: None)
+    )
     content.save_not_before = 0.0
     while clock.now < 250:
         content.save()
@@ -325,14 +328,39 @@ def test_full_disk_under_the_record_is_one_warning_and_is_tried_again(attempt, m
     for iteration in range(5):
         content.add_iteration(row(iteration))
         content.save(at_once=True)
-    assert len(caplog.records) == 1 and "training goes on" in caplog.text
+    assert len(caplog.records) == 1 and "it is tried again" in caplog.text
     monkeypatch.setattr(record_module, "_replace", replace)
     content.save(at_once=True)
     assert iterations(read(content.path)["training_iterations"]) == list(range(5))
 
 
+@pytest.mark.parametrize("failures", [1, 100])
+def test_a_record_that_cannot_be_renamed_is_tried_again_and_then_a_failure(
+    failures, run, tmp_path, monkeypatch, capfd
+):
+    """From its last rewrite on. The journal keeps what the JSON lacks, and a resume has all of it."""
+    keys = {**TINY, "max_iters": 6, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
+    config = write_config(tmp_path / "run.py", **keys, log_save_interval=1000)
+    replace, left = os.replace, []
+
+    def fails(source, target):
+        if Path(target).name.startswith("run_") and json.loads(Path(source).read_text())["end_time"]:
+            left.append(target)
+            if len(left) <= failures:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(record_module.os, "replace", fails)
+    assert run(config) == (failures > 1)
+    (path,) = (tmp_path / "out").glob("run_*.json")
+    found = find_history(tmp_path / "out", path.stem, None)
+    assert iterations(found["training_iterations"]) == list(range(6))
+    said = capfd.readouterr()
+    assert "it is tried again" in said.out and ("could not be completed" in said.err) == (failures > 1)
+
+
 @pytest.mark.slow
-def test_disk_that_is_full_all_along_ends_with_status_0_and_a_warning(tmp_path):
+def test_disk_that_is_full_all_along_is_a_failure_once_the_training_is_over(tmp_path):
     """A limit on the size of files stands in for the disk: the log and the record soon do not fit."""
     dataset = make_dataset(tmp_path / "tokens")
     keys = {**TINY, "max_iters": 12, "always_save_checkpoint": False}
@@ -346,7 +374,8 @@ def test_disk_that_is_full_all_along_ends_with_status_0_and_a_warning(tmp_path):
         timeout=120,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "📍 Iter     11" in done.stdout and "Traceback" not in done.stderr
+    assert "could not be completed; the rows that it lacks are in" in done.stderr
     assert done.stderr.count("File too large") == 1, "of the log, which says so on stderr, once"
     assert 2 <= done.stdout.count("could not write") <= 3, "of the record: when it begins, and at the end"

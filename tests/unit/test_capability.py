@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from support.helpers import ROOT
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from common.errors import UserError
 from training.configuration.keys import KEYS
@@ -16,6 +16,7 @@ from training.hardware.capability import (
     TABLE,
     TORCH,
     capability,
+    emulation_warnings,
     lookup,
     low_precision_support,
     multiplies_in_bf16,
@@ -149,3 +150,30 @@ def test_nothing_else_asks_for_the_capability():
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     asks = re.compile(r"get_device_capability|\.(major|minor)\b")
     assert [path.name for path in files if asks.search(path.read_text())] == ["capability.py"]
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_a_recipe_that_is_only_emulated_warns_and_names_a_faster_one(recipe):
+    for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((10, 0), "B200")):
+        warnings = emulation_warnings(recipe, lookup(compute, name))
+        emulated = recipe in ("mxfp8", "nvfp4") or (recipe != "none" and name == "A100")
+        assert len(warnings) == emulated
+        faster = "none" if name == "A100" else "fp8_tensorwise"
+        assert all(f"emulated on {name}" in w and f"take {faster!r}" in w for w in warnings)
+
+
+def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
+    keys = {**TINY, "dtype": "bfloat16", "n_embd": 64, "d_ff": 128, "low_precision": "mxfp8"}
+    config = write_config(
+        tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "t"), out_dir=tmp_path / "o"
+    )
+    assert run(config, "--dry_run=True", "--device=cuda", "--gpu=B200") == 0
+    said = capfd.readouterr().out
+    assert "mxfp8 matmuls in layers (emulated: slower than bf16)" in said
+    assert "emulated on NVIDIA B200: slower than bf16" in said
+    assert run(config, "--dry_run=True", "--device=cuda", "--gpu=B200", "--low_precision=fp8_tensorwise") == 0
+    said = capfd.readouterr().out
+    assert "fp8_tensorwise matmuls in layers (native)" in said and "emulated" not in said
+    assert run(config, "--max_iters=1") == 0
+    assert "emulated on the CPU: slower than bf16" in capfd.readouterr().out
+    assert any("emulated" in text for text in last_run(tmp_path / "o")["startup_info"]["warnings"])

@@ -94,6 +94,18 @@ def low_precision_support(recipe: str, here: Capability) -> str | None:
     return EMULATED if here.bf16 else None
 
 
+def emulation_warnings(recipe: str, here: Capability) -> list[str]:
+    """What somebody should know who chose a recipe for its speed."""
+    if recipe == "none" or low_precision_support(recipe, here) != EMULATED:
+        return []
+    elsewhere = f"it needs {FP8_NEEDS}" if recipe in ONE_SCALE else "so far on every GPU, also Blackwell"
+    faster = "none" if recipe in ONE_SCALE or not here.fp8 else "fp8_tensorwise"
+    return [
+        f"low_precision={recipe!r} is emulated on {here.name}: slower than bf16 ({elsewhere}); for speed "
+        f"take {faster!r}"
+    ]
+
+
 def multiplies_in_bf16(recipe: str, device: str) -> bool:
     """Whether operands of a low_precision recipe are bf16 on this machine's device of this type. If there is
     no GPU here, the answer is Hopper's. On a CPU, numbers with one scale are multiplied as fp8."""

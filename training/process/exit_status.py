@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from common.command import FAILED, INTERRUPTED, USER_ERROR
-from common.errors import RunError, UserError
+from common.errors import NO_MEMORY, RunError, UserError, is_out_of_memory
 from common.text import MESSAGE_CHARACTERS, plain, shorten
 from training.process.console import write_to_log_file
 from training.process.redaction import redact
@@ -93,9 +93,9 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
         # torch raises it from a signal handler, so anywhere in the loop
         return FAILED, f"error: {error}; {WORKER_HINT}"
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         hint = "lower --batch_size, --block_size or --gradient_accumulation_steps"
-        return FAILED, f"error: out of memory of the machine; {hint}\n{error}"
+        return FAILED, f"error: {NO_MEMORY}; {hint}\n{error}"
     if compiler := _missing_compiler(error):
         hint = "install g++ and the headers of Python (apt install g++ python3-dev), or set --compile=False"
         return USER_ERROR, f"error: torch.compile has no compiler that works; {hint}\n{compiler}"

@@ -1,9 +1,9 @@
 """Tells how much main memory this process may use, and how much of it is left. Defines GIB and GB. Figures in
 the run record whose names end in _gb are GiB, as torch and nvidia-smi count.
 
-A container or a job of Slurm may have less than the machine: the kernel's cgroups limit it, and kill a process
-that goes beyond. Source: cgroups(7), cgroup_namespaces(7), and cgroup-v1/memory and cgroup-v2 in the kernel's
-documentation.
+A container or a job of Slurm may have less than the machine: the kernel's cgroups limit it, and kill a
+process that goes beyond. Source: cgroups(7), cgroup_namespaces(7), and cgroup-v1/memory and cgroup-v2 in
+the kernel's documentation.
 """
 
 from __future__ import annotations

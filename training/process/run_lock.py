@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.durable_file import create
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, os_error_text
 
 NAME = "run.lock"
 WAIT_SECONDS = 3.0  # for a process that was just killed: its lock is freed last, after gigabytes of memory
@@ -130,7 +130,9 @@ def check_writable(folder: Path) -> None:
 
 
 def _not_writable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"out_dir={str(folder)!r} cannot be written: {error}; choose another --out_dir")
+    return UserError(
+        f"out_dir={str(folder)!r} cannot be written: {os_error_text(error)}; choose another --out_dir"
+    )
 
 
 def _now() -> str:

@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import NATIVE, low_precision_support
+from training.hardware.capability import NATIVE, emulation_warnings, low_precision_support
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_memory import (
     Card,
@@ -48,10 +48,13 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
         machine |= {"gpu_name": f"{card.device} (dry run)", "gpu_memory_gb": card.gib}
     flops, peak = count_flops(config), _peak(config, card if config.gpu else None)
     info = startup_info(config, flops, peak, machine, {"line": line}, world_size, micro_batch)
+    if config.gpu and config.low_precision != "none":
+        native = low_precision_support(config.low_precision, card_capability(card)) == NATIVE
+        info["low_precision"] = {"executed": "native" if native else "emulated: slower than bf16"}
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
-    problems = _unsupported(config, card) if config.gpu else []
+    problems = _problems(config, card) if config.gpu else []
     return [*lines, *(f"\nwarning: {text}" for text in [*info["warnings"], *problems])]
 
 
@@ -101,9 +104,10 @@ def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: 
     ]
 
 
-def _unsupported(config: TrainConfig, card: Card) -> list[str]:
-    """Why the run would be refused on this GPU, apart from its memory."""
-    here, problems = card_capability(card), []
+def _problems(config: TrainConfig, card: Card) -> list[str]:
+    """Why the run would be refused on this GPU, or slow, apart from its memory."""
+    here = card_capability(card)
+    problems = emulation_warnings(config.low_precision, here)
     if config.dtype == "bfloat16" and not here.bf16:
         problems.append(f"{card.device} has no bfloat16; use --dtype=float16")
     if config.low_precision != "none" and low_precision_support(config.low_precision, here) is None:

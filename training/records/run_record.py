@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.durable_file import create, sync_folder
+from common.errors import RunError
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import tracker_names
 from training.process.console import start_logging
@@ -34,6 +35,7 @@ from training.records.attempts import SECTIONS, carry_over, find_history, journa
 from training.records.follower import Follower, makes_other_rows
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
+FINAL_PAUSES_S = 0.0, 0.5  # before each attempt to complete it
 
 log = logging.getLogger("nanomfu")
 
@@ -161,8 +163,16 @@ class RunRecord:
         end = {"status": status, "end_time": _now()}
         self.content.update(**end, summary=summary)
         self.this_attempt.update(end)
-        self.warned = False
-        self.save(at_once=True)
+        for pause in FINAL_PAUSES_S:
+            time.sleep(pause)
+            self.warned = False
+            self.save(at_once=True)
+            if not self.warned:
+                return
+        raise RunError(
+            f"the run record {self.path} could not be completed; the rows that it lacks are in "
+            f"{journal_path(self.path).name} beside it, and a resume puts them into its own record"
+        )
 
     def save(self, at_once: bool = False) -> None:
         """Rewrites the JSON, unless that was done shortly before."""
@@ -188,9 +198,7 @@ class RunRecord:
         except OSError as error:
             if not self.warned:
                 self.warned = True
-                over = self.content["end_time"] is not None
-                then = "what it lacks is lost" if over else "training goes on, and it is tried again"
-                log.warning("could not write %s: %s; %s", what, error, then)
+                log.warning("could not write %s: %s; it is tried again", what, error)
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> dict[str, int]:

@@ -1,0 +1,116 @@
+"""What a command says of errors that are about the machine, or about a file that somebody else has written:
+one line, never a traceback."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+
+from common.command import USER_ERROR, run_command
+from common.errors import os_error_text
+from common.json_file import read_json
+from docs import generate
+from plots import plot_single_run, report
+from tools.track import __main__ as track
+
+
+def fails(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "out of memory of the machine"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "out of memory",
+        ),
+        (RecursionError("maximum recursion depth exceeded"), "a file is nested too deep to be read"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(error, said, capsys):
+    assert run_command(fails(error)) == USER_ERROR
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+
+
+def test_a_fault_of_the_program_is_no_message_of_the_machine():
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(fails(RuntimeError("a bug")))
+
+
+def test_a_small_file_is_read_in_little_memory(tmp_path):
+    """A reader that allows 1 GiB must not ask for it."""
+    path = tmp_path / "small.json"
+    path.write_text("{}")
+    program = (
+        f"import pathlib; from common.json_file import read_json; read_json(pathlib.Path({str(path)!r}))"
+    )
+    limit = 300 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ValueError, match="more than 1"):
+        read_json(path, 1)
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory):
+    """A record that is nested 900 deep: json reads it, and what walks through it does not."""
+    path = tmp_path_factory.mktemp("nested") / "run_20260101_000000.json"
+    deep = json.loads("[" * 900 + "]" * 900)
+    content = {"run_name": path.stem, "config": {"seed": deep}, "startup_info": {"model": deep}}
+    path.write_text(json.dumps({**content, "training_iterations": [{"iter": 0, "loss": 1.0, "mfu": deep}]}))
+    return path
+
+
+@pytest.mark.parametrize("main", [plot_single_run.main, report.main, track.main], ids=lambda f: f.__module__)
+def test_a_record_that_is_nested_deep_is_read_or_refused_in_one_line(main, nested, capsys):
+    arguments = [str(nested)] + ["--trackers=tensorboard"] * (main is track.main)
+    status, message = run_command(main, arguments), capsys.readouterr().err
+    assert status == 0 or (message.count("\n") == 1 and "nested" in message), message
+
+
+def test_a_resume_leaves_out_a_history_that_is_nested_deep(run, tmp_path, capfd):
+    keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
+    config = write_config(tmp_path / "run.py", **keys)
+    assert run(config, "--max_iters=2") == 0
+    (path,) = (tmp_path / "out").glob("run_*.json")
+    content = json.loads(path.read_text())
+    content["config"]["seed"] = json.loads("[" * 900 + "]" * 900)
+    path.write_text(json.dumps(content))
+    assert run(config, "--init_from=resume") == 0
+    assert "the rows of earlier attempts are left out" in capfd.readouterr().out
+    assert last_run(tmp_path / "out")["status"] == "completed"
+
+
+def test_a_link_that_leads_nowhere_is_named_as_one(run, tmp_path, capfd):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "link"}
+    assert run(write_config(tmp_path / "run.py", **keys)) == USER_ERROR
+    assert f"is a link to {tmp_path / 'gone'}, which is not there" in capfd.readouterr().err
+    try:
+        (tmp_path / "link").mkdir(exist_ok=True)
+    except OSError as error:
+        assert os_error_text(error).endswith(f"is a link to {tmp_path / 'gone'}, which is not there")
+
+
+def test_a_document_that_has_lost_its_marker_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    (tmp_path / "TRAINING_GUIDE.md").write_text("# no marker\n")
+    monkeypatch.setattr(generate, "batches", lambda: "a table")
+    assert run_command(generate.main) == USER_ERROR
+    assert "TRAINING_GUIDE.md has the marker <!-- generated: batches --> 0 times" in capsys.readouterr().err
+    assert (tmp_path / "TRAINING_GUIDE.md").read_text() == "# no marker\n"
