@@ -123,7 +123,7 @@ def draw_losses(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, A
             x, y = run.columns["iter"], run.columns["loss"]
             if panel == "val":
                 x, y = run_record.evaluations(run, "val_loss")
-            x = (x + 1) * run.tokens_per_iter if by_tokens and run.tokens_per_iter else x
+            x = x * run.tokens_per_iter if by_tokens and run.tokens_per_iter else x
             lines.append((x, y))
             if panel == "val":
                 figure.draw(axes[panel], x, y, marker="o", markersize=6, markerfacecolor="none", **style)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.text import aligned, one_line, shorten
 from plots import run_record, verdict
 from plots.run_record import Run
-from plots.verdict import Verdict
+from plots.verdict import RUN_NOISE, Verdict
 
 WIDTH = 100
 CELL, VALUE = 22, 40  # characters of a cell of the table, and of a value that differs
@@ -28,6 +28,12 @@ MORE_ROWS = (
     "Train for longer or lower log_interval, or repeat both runs and compare all records: "
     "compare_runs.py B1.json B2.json B3.json --baseline A1.json A2.json A3.json"
 )
+
+ASSUMED = (
+    "Noise assumed: each side has one run, which cannot show by how much equal runs differ. "
+    f"{100 * RUN_NOISE:g} % (standard deviation) was measured on quiet GPUs; repeat both where it is more."
+)
+MOST_KEYS = 12  # of those that some record lacks: one of older code may lack many
 
 Sides = list[list[Run]]
 
@@ -128,16 +134,17 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 def verdict_lines(sides: Sides) -> list[str]:
     """Each side against the first, with what may explain a difference. Lines are not wrapped; those about
     another line begin with spaces."""
-    (first, *names), lines, few = letters(len(sides)), [], False
+    (first, *names), lines, advice = letters(len(sides)), [], set()
     baseline = [speeds(run) for run in sides[0]]
     for name, side in zip(names, sides[1:], strict=True):
         try:
             found = verdict.compare([speeds(run) for run in side], baseline)
         except UserError as error:
             lines.append(f"{name} against {first}: {error}")
-            few = True
+            advice.add(MORE_ROWS)
             continue
         lines.append(shorten(found.text(name, first), WIDTH))
+        advice |= {ASSUMED} if found.noise_is_assumed else set()
         each = per_gpu(found, side, sides[0])
         if each is not None:
             lines.append(
@@ -150,7 +157,7 @@ def verdict_lines(sides: Sides) -> list[str]:
             lines.append(shorten(text, WIDTH))
         change = each if each is not None else found.change if found.is_difference else None
         lines += clock_note(change, name, side, first, sides[0])
-    return lines + ([MORE_ROWS] if few else [])
+    return lines + sorted(advice)
 
 
 def per_gpu(found: Verdict, side: list[Run], other: list[Run]) -> float | None:
@@ -194,10 +201,10 @@ def clock(side: list[Run]) -> float | None:
 
 
 def differences(sides: Sides) -> list[str]:
-    """Settings, software, machine, clocks: of each the facts that are not the same in all runs; the kind with
-    the fewest of them first."""
+    """Settings, software, machine, clocks: of each the facts that are not the same in all runs, and those
+    that a record lacks; the kind with the fewest lines first."""
     runs = [run for side in sides for run in side]
-    if len(runs) < 2 or not any(run.config for run in runs):
+    if len(runs) < 2:
         return []
     kinds = {
         # the names of the runs show their folders
@@ -206,8 +213,14 @@ def differences(sides: Sides) -> list[str]:
         "Machine": [flat({name: run.startup.get(name) for name in ("hardware", "machine")}) for run in runs],
         "Clocks and power": [gpu_facts(run) for run in runs],
     }
-    found = {kind: list(lines_of(facts, sides)) for kind, facts in kinds.items()}
-    lines = [] if found["Settings"] else ["The settings of these runs are the same, but for out_dir."]
+    found = {kind: [*lines_of(facts, sides), *lacking(facts, sides)] for kind, facts in kinds.items()}
+    lines = []
+    if not any(kinds["Settings"]):
+        lines = ["None of these records has settings."]
+    elif not found["Settings"]:
+        lines = ["The settings of these runs are the same, but for out_dir."]
+    elif not any(lines_of(kinds["Settings"], sides)) and are_shared(kinds["Settings"]):
+        lines = ["The settings that more than one of these records has are the same, but for out_dir."]
     for kind in sorted(found, key=lambda kind: len(found[kind])):
         if found[kind]:
             lines += ["", f"{kind}: what differs"]
@@ -216,17 +229,37 @@ def differences(sides: Sides) -> list[str]:
     return lines[1:] if lines and not lines[0] else lines
 
 
+def are_shared(facts: list[dict[str, Any]]) -> bool:
+    """Whether any name is in more than one of the records."""
+    names = [name for fact in facts for name in fact]
+    return len(set(names)) < len(names)
+
+
 def lines_of(facts: list[dict[str, Any]], sides: Sides) -> Iterator[str]:
-    """'batch_size: 16 (A), 22 (B, C)' for each name whose value differs; '-' where a record does not have
-    it."""
+    """'batch_size: 16 (A), 22 (B, C)' for each name whose value differs between the records that have it."""
     for name in dict.fromkeys(name for fact in facts for name in fact):
-        values = [shown_value(fact[name]) if name in fact else "-" for fact in facts]
-        if len({value for value, fact in zip(values, facts, strict=True) if name in fact}) > 1:
-            owners = {value: who_has(value, values, sides) for value in dict.fromkeys(values)}
-            yield f"{one_line(name, VALUE)}: " + ", ".join(f"{v} ({who})" for v, who in owners.items())
+        values = [str(fact[name]) if name in fact else None for fact in facts]
+        differing = dict.fromkeys(value for value in values if value is not None)
+        if len(differing) > 1:
+            texts = [f"{shown_value(value)} ({who_has(value, values, sides)})" for value in differing]
+            yield f"{one_line(name, VALUE)}: " + ", ".join(texts)
 
 
-def who_has(value: str, values: list[str], sides: Sides) -> str:
+def lacking(facts: list[dict[str, Any]], sides: Sides) -> Iterator[str]:
+    """'not recorded in B: seed, d_ff', of names that other records have."""
+    every = dict.fromkeys(name for fact in facts for name in fact)
+    missing = [tuple(name for name in every if name not in fact) for fact in facts]
+    for names in dict.fromkeys(filter(None, missing)):
+        shown = (
+            "everything"
+            if len(names) == len(every)
+            else ", ".join(one_line(name, VALUE) for name in names[:MOST_KEYS])
+        )
+        more = f" and {len(names) - MOST_KEYS} more" if "," in shown and len(names) > MOST_KEYS else ""
+        yield f"not recorded in {who_has(names, missing, sides)}: {shown}{more}"
+
+
+def who_has(value: Any, values: Sequence[Any], sides: Sides) -> str:
     """The sides of which each run has the value, and the single runs of other sides."""
     names, first, found = run_names(sides), 0, []
     for letter, side in zip(letters(len(sides)), sides, strict=True):
@@ -237,8 +270,8 @@ def who_has(value: str, values: list[str], sides: Sides) -> str:
     return ", ".join(found)
 
 
-def shown_value(value: Any) -> str:
-    return textwrap.shorten(one_line(str(value)), VALUE, placeholder="...") or "''"
+def shown_value(value: str) -> str:
+    return one_line(value, VALUE) or "''"
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:

@@ -74,13 +74,14 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
-    """A second axis below that of the iterations: after iteration i, i + 1 of them have been made."""
+    """A second axis below that of the iterations. A loss of iteration i, of training or of an evaluation, is
+    that of weights which have seen the tokens of i iterations: both are measured before its update."""
 
     def tokens(iteration: Any) -> Any:
-        return (np.asarray(iteration) + 1) * tokens_per_iter
+        return np.asarray(iteration) * tokens_per_iter
 
     def iteration(tokens: Any) -> Any:
-        return np.asarray(tokens) / tokens_per_iter - 1
+        return np.asarray(tokens) / tokens_per_iter
 
     second = axis.secondary_xaxis(-0.2, functions=(tokens, iteration))
     second.set_xlabel("tokens")

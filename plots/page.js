@@ -63,7 +63,7 @@
       const tip = number === pointed ? element(area, "div", "tip") : null;
       if (tip) {
         let head = `${panel.x_name} ${count(snapped)}`;
-        if (panel.tokens_per_iter) head += `, ${count((snapped + 1) * panel.tokens_per_iter)} tokens`;
+        if (panel.tokens_per_iter) head += `, ${count(snapped * panel.tokens_per_iter)} tokens`;
         element(tip, "b", "", head);
       }
       for (const line of shownLines(panel)) {

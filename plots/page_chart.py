@@ -75,7 +75,7 @@ def draw(chart: Chart, limits: tuple[float, float], runs: int) -> dict[str, Any]
         "wide": chart.wide,
         "notes": [note for note in (*chart.notes, beside, fewer) if note],
         "x_name": x_name,
-        "x_ticks": _token_ticks(limits, 1.0, 0.0) if chart.over_tokens else _iteration_ticks(limits),
+        "x_ticks": _token_ticks(limits, 1.0) if chart.over_tokens else _iteration_ticks(limits),
         "token_ticks": _token_ticks(limits, chart.tokens_per_iter),
         "y_ticks": [(_percent(tick, scale), text) for tick, text in _numbers(nice_ticks(*scale))],
         "lines": [{"line": line, "d": path(line, limits, scale), "classes": classes(line)} for line in shown],
@@ -176,13 +176,11 @@ def _iteration_ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     return [(_percent(tick, limits), f"{tick:,.0f}") for tick in ticks]
 
 
-def _token_ticks(
-    limits: tuple[float, float], tokens_per_iter: float | None, first: float = 1.0
-) -> list[tuple[float, str]]:
-    """On an axis of iterations: after iteration i, i + 1 of them have been made."""
+def _token_ticks(limits: tuple[float, float], tokens_per_iter: float | None) -> list[tuple[float, str]]:
+    """On an axis of iterations."""
     if not tokens_per_iter:
         return []
-    low, high = ((limit + first) * tokens_per_iter for limit in limits)
+    low, high = (limit * tokens_per_iter for limit in limits)
     return [(_percent(tick, (low, high)), figure.tokens_text(tick)) for tick in nice_ticks(low, high)]
 
 

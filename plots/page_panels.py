@@ -60,7 +60,7 @@ def x_limits(runs: list[Run], over_tokens: bool) -> tuple[float, float]:
         evaluated = [run_record.evaluations(run, f"{name}_loss")[0] for name in ("train", "val")]
         iters = [run.columns["iter"], *evaluated]
         values = run_record.finite(np.concatenate(iters))
-        found.append((values + 1) * (run.tokens_per_iter or 1) if over_tokens else values)
+        found.append(values * (run.tokens_per_iter or 1) if over_tokens else values)
     points = np.concatenate(found)
     low, high = (float(points.min()), float(points.max())) if len(points) else (0.0, 1.0)
     pad = max(0.02 * (high - low), 0.5, 1e-9 * abs(high))  # an iteration may be any number in a bad record
@@ -110,7 +110,7 @@ def losses(runs: list[Run], names: list[str]) -> Iterator[Chart]:
         yield chart
     if not tokens_per_iter and all(sizes):
         for chart in charts:
-            lines = [replace(line, x=(line.x + 1) * (sizes[line.run] or 1)) for line in chart.lines]
+            lines = [replace(line, x=line.x * (sizes[line.run] or 1)) for line in chart.lines]
             typical = [figure.after_the_beginning(line.x, line.y) for line in lines]
             title = f"{chart.title} over tokens"
             yield Chart(title, chart.unit, ".4f", lines, typical, chart.subtitle, over_tokens=True)

@@ -1,13 +1,12 @@
 """Decides whether the tokens/s of two sides, each one run or several equal ones, really differ.
 
 A row with a stall, which is much slower than the rest, counts as a slightly slow one: what is compared is
-the usual speed, as in the medians of the record. Then two things vary. Within a run, neighboring rows are
-not independent: clock and temperature change slowly. So rows are joined to blocks until longer blocks show no
-more noise (batch means: Flyvbjerg and Petersen, J. Chem. Phys. 91, 461, 1989). And equal runs differ as
-wholes, by more than their rows suggest. RUN_NOISE says by how much, from a measurement; the runs of a side
-correct it, the more of them there are (as Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004, does for variances of
-few samples). The 95 % interval of the ratio is Welch's t interval, with Satterthwaite's degrees of freedom
-(Biometrics Bulletin 2, 110, 1946).
+the usual speed, as in the medians of the record. Equal runs differ as wholes, by more than their rows
+suggest. So the unit is the run: the noise of runs is pooled over both sides, and the 95 % interval of the
+ratio is Student's with the degrees of freedom that this leaves (runs - 2). Where each side has one run there
+are none: then RUN_NOISE is assumed, and the verdict says so. The rows give a least noise: neighboring rows
+are not independent, as clock and temperature change slowly, so rows are joined to blocks until longer blocks
+show no more noise (batch means: Flyvbjerg and Petersen, J. Chem. Phys. 91, 461, 1989).
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import numpy as np
 
 from common.errors import UserError
 
-# Standard deviation of the tokens/s of equal runs on one machine, as a share, and how many runs it is worth.
+# Standard deviation of the tokens/s of equal runs on one machine, as a share, and its degrees of freedom.
 # Repeated measurements on single H200s, hours apart, lie within 0.2 to 0.8 % of each other (LOG.md,
 # 2026-11-21): 0.7 % between the extremes of five values is a standard deviation of 0.3 %. Ten equal runs in a
-# row had 0.15 %, and none of their 45 pairs was called a difference (LOG.md, 2026-11-22).
-RUN_NOISE, RUN_NOISE_RUNS = 0.003, 5
+# row had 0.15 % (LOG.md, 2026-11-22).
+RUN_NOISE, RUN_NOISE_FREEDOM = 0.003, 8
 OUTLIER = 3.0  # standard deviations from the median from which a row counts as one at this distance
 MIN_BLOCKS = 4  # fewer say too little about their own spread
 MIN_ROWS = 4 * MIN_BLOCKS  # of a run that is alone, so that blocks of four rows are among those tried
@@ -37,15 +36,6 @@ T_975 |= {25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980}
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The logarithm of one side's tokens/s: a difference of two is a ratio."""
-
-    log_speed: float
-    variance: float  # of log_speed
-    freedom: int  # degrees of freedom of the variance
-
-
-@dataclass(frozen=True)
 class Verdict:
     """How much faster one side is than another, as shares: 0.01 is 1 % faster. The interval has 95 %."""
 
@@ -53,6 +43,7 @@ class Verdict:
     low: float
     high: float
     with_stalls: float  # the change of all tokens over all seconds, so with each stall in full
+    noise_is_assumed: bool  # each side has one run, which cannot show by how much equal runs differ
 
     @property
     def is_difference(self) -> bool:
@@ -61,48 +52,54 @@ class Verdict:
     def text(self, name: str, other: str) -> str:
         """'B is 1.3 % faster than A, 95 % interval 0.9 to 1.7 %', of side `name` against `other`."""
         change, low, high = (100 * value for value in (self.change, self.low, self.high))
+        assumed = ", noise assumed" * self.noise_is_assumed
         if not self.is_difference:
             return (
                 f"{name} is not distinguishable from {other}: {change:+.1f} %, "
-                f"95 % interval {low:+.1f} to {high:+.1f} %"
+                f"95 % interval {low:+.1f} to {high:+.1f} %{assumed}"
             )
         word = "faster" if change > 0 else "slower"
         near, far = sorted((abs(low), abs(high)))
         digits = 1 if near >= 0.05 else 2
         return (
             f"{name} is {abs(change):.{digits}f} % {word} than {other}, "
-            f"95 % interval {near:.{digits}f} to {far:.{digits}f} %"
+            f"95 % interval {near:.{digits}f} to {far:.{digits}f} %{assumed}"
         )
 
 
 def compare(side: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Verdict:
     """How much faster `side` is than `other`. Each is a list of runs, and a run is the tokens/s of its rows.
     Raises UserError if there are too few rows."""
-    a, b = estimate(other), estimate(side)
-    difference, variance = b.log_speed - a.log_speed, a.variance + b.variance
-    freedom = variance**2 / (a.variance**2 / a.freedom + b.variance**2 / b.freedom)
+    sides = [[usual(rows) for rows in enough_rows(runs)] for runs in (other, side)]
+    means = [np.array([rows.mean() for rows in logs]) for logs in sides]
+    freedom, assumed = sum(map(len, means)) - 2, False
+    squares = sum(float(((each - each.mean()) ** 2).sum()) for each in means)
+    if not freedom:
+        freedom, assumed = RUN_NOISE_FREEDOM, True
+        squares = freedom * (RUN_NOISE**2 + np.mean([within_run(logs) for (logs,) in sides]))
+    # not less than what the rows of these runs make likely: few runs may lie near each other by chance
+    least = sum(mean_within(logs) / len(logs) for logs in sides)
+    variance = max(squares / freedom * sum(1 / len(each) for each in means), least)
+    difference = float(means[1].mean() - means[0].mean())
     margin = t_975(freedom) * math.sqrt(variance)
     # a record from anybody may hold numbers whose ratio is no float
     change, low, high = (math.expm1(min(difference + sign * margin, 700)) for sign in (0, -1, 1))
     stalls = np.mean([total(rows) for rows in side]) - np.mean([total(rows) for rows in other])
-    return Verdict(change, low, high, math.expm1(min(stalls, 700)))
+    return Verdict(change, low, high, math.expm1(min(stalls, 700)), assumed)
 
 
-def estimate(runs: Sequence[np.ndarray]) -> Estimate:
-    """Of one side. Raises UserError."""
+def enough_rows(runs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """The runs of a side. Raises UserError if one has too few rows."""
     fewest, least = min(map(len, runs)), MIN_ROWS if len(runs) == 1 else 1
     if fewest < least:
         raise UserError(f"too few rows: {fewest}, at least {least}")
-    logs = [usual(rows) for rows in runs]
-    means = np.array([rows.mean() for rows in logs])
-    blocks = [within_run(rows) for rows in logs if len(rows) >= MIN_ROWS]
-    expected = RUN_NOISE**2 + (float(np.mean(blocks)) if blocks else 0.0)
-    known, own = RUN_NOISE_RUNS - 1, len(runs) - 1  # degrees of freedom
-    squares = float(((means - means.mean()) ** 2).sum())
-    variance = (known * expected + squares) / (known + own)
-    if own:  # runs that vary more than RUN_NOISE says: this machine is a noisier one
-        variance = max(variance, squares / own)
-    return Estimate(float(means.mean()), variance / len(runs), known + own)
+    return runs
+
+
+def mean_within(logs: Sequence[np.ndarray]) -> float:
+    """The mean of within_run() over the runs of a side that have enough rows for it."""
+    found = [within_run(rows) for rows in logs if len(rows) >= MIN_ROWS]
+    return float(np.mean(found)) if found else 0.0
 
 
 def total(rows: np.ndarray) -> float:

@@ -76,7 +76,7 @@ def test_the_loss_has_an_axis_of_tokens(tmp_path):
     axis = panels(plot_single_run.plot(run))["Loss"]
     second = token_axis(axis)
     assert second.get_xlabel() == "tokens"
-    assert second.get_xlim() == pytest.approx([(x + 1) * TOKENS_PER_ITER for x in axis.get_xlim()])
+    assert second.get_xlim() == pytest.approx([x * TOKENS_PER_ITER for x in axis.get_xlim()])
 
 
 @pytest.mark.parametrize("sizes", [(1000, 1000), (1000, 2000)])
@@ -95,6 +95,14 @@ def test_losses_of_several_runs_are_drawn_over_tokens_on_a_logarithmic_axis(tmp_
     smooth = [line for line in compared["Training loss"].lines if line.get_alpha() == 0.85]
     assert len(raw) == len(smooth) == 2
     assert compared["Throughput"].get_xlabel() == "iteration"
+
+
+def test_a_loss_is_drawn_at_the_tokens_that_its_weights_have_seen(tmp_path):
+    """Both losses of iteration i are measured before its update, so after the tokens of i iterations."""
+    runs = [run_of(tmp_path, name=name, tokens_per_iter=1000) for name in "ab"]
+    compared = panels(compare_runs.plot(runs, ["a", "b"]))
+    assert compared["Validation loss"].lines[0].get_xdata()[:2].tolist() == [250_000, 500_000]
+    assert compared["Training loss"].lines[0].get_xdata()[:2].tolist() == [0, 10_000]
 
 
 def test_losses_of_logs_that_do_not_say_their_tokens_are_drawn_over_iterations(tmp_path):
@@ -172,16 +180,36 @@ def test_compare_runs_lists_the_settings_that_differ(tmp_path, capsys):
     output = compared(tmp_path, capsys, first, second)
     listed = output.partition("Settings: what differs\n")[2].splitlines()
     assert listed[:2] == ["  learning_rate: 0.0003 (A), 0.001 (B)", "  d_ff: None (A), 64 (B)"]
-    assert listed[2].startswith("wrote")
+    assert listed[2] == "  not recorded in B: new_key" and listed[3].startswith("wrote")
 
 
 def test_runs_with_the_same_settings_are_said_to_be_so(tmp_path, capsys):
     output = compared(tmp_path, capsys, {"seed": 1, "out_dir": "a"}, {"seed": 1, "out_dir": "b"})
-    assert "The settings of these runs are the same" in output
+    assert "The settings of these runs are the same, but for out_dir." in output
     assert "setting" not in compared(tmp_path, capsys, {"seed": 1})
+
+
+def test_settings_that_a_record_lacks_are_not_the_same(tmp_path, capsys):
+    several = {"seed": 1, "dtype": "bfloat16", "d_ff": 64}
+    output = compared(tmp_path, capsys, several, {"seed": 1}, several, {"seed": 1})
+    assert "settings of these runs are the same" not in output
+    assert "The settings that more than one of these records has are the same" in output
+    assert "  not recorded in B, D: dtype, d_ff\n" in output
+    output = compared(tmp_path, capsys, several, {})
+    assert "  not recorded in B: everything\n" in output and "are the same" not in output
+    assert "None of these records has settings." in compared(tmp_path, capsys, {}, {})
+    older = {**several, **{f"key_{number}": 1 for number in range(20)}}
+    assert ", key_11 and 8 more\n" in compared(tmp_path, capsys, several, older).replace("\n      ", " ")
+
+
+def test_long_values_that_differ_only_at_their_end_differ(tmp_path, capsys):
+    output = compared(tmp_path, capsys, {"dataset": "/data/" * 20 + "1"}, {"dataset": "/data/" * 20 + "2"})
+    (line,) = (line for line in output.splitlines() if line.startswith("  dataset: "))
+    assert "1 (A), " in line and "are the same" not in output
 
 
 def test_settings_of_a_record_from_anybody_are_short_lines(tmp_path, capsys):
     output = compared(tmp_path, capsys, {"dataset": "a\x1b[2J\nb" * 50}, {"dataset": "c"}, {})
     (line,) = (line for line in output.splitlines() if line.startswith("  dataset: "))
-    assert "\x1b" not in output and len(line.split(" (A)")[0]) <= 55 and line.endswith("c (B), - (C)")
+    assert "\x1b" not in output and len(line.split(" (A)")[0]) <= 55 and line.endswith("c (B)")
+    assert "  not recorded in C: everything" in output

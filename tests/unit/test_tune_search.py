@@ -75,10 +75,17 @@ def test_what_is_only_within_noise_is_left_out(config):
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_kept", "runs"), [(1.02, True, 1), (1.009, True, 3), (1.004, False, 3), (1.002, False, 1)]
+    ("gain", "noise", "is_kept", "runs"),
+    [
+        (1.02, 4e-4, True, 1),
+        (1.009, 4e-4, True, 3),
+        (1.004, 4e-4, True, 3),
+        (1.004, 2e-3, False, 3),
+        (1.002, 4e-4, False, 1),
+    ],
 )
-def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, is_kept, runs):
-    wave = (0.0004, -0.0004, 0.0)
+def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, noise, is_kept, runs):
+    wave = (0.0, noise, -noise)
     measured = Measured(
         speed=lambda setting: 1e6 * (gain if setting["use_cuda_graphs"] else 1.0),
         noise=lambda run: wave[run % len(wave)],
