@@ -17,21 +17,21 @@ from training.process.memory import GB
 pytestmark = pytest.mark.saving
 
 PARTS = [Part(f"part {number}", (0,), (1000,), torch.float32) for number in range(3)]
-# 9.5 M parameters: 114 MB to copy for a checkpoint, 152 MB to train
-MODEL = {"n_embd": 768, "d_ff": 1024, "n_head": 4, "block_size": 32, "batch_size": 1, "max_iters": 2}
+# 17 M parameters: 200 MB to copy for a checkpoint, 270 MB to train, and Python takes about 150 MB
+MODEL = {"n_layer": 4, "n_embd": 768, "d_ff": 1024, "n_head": 4, "block_size": 32, "batch_size": 1, "max_iters": 2}
 
 
 def test_in_a_container_too_small_for_a_copy_the_run_saves_synchronously_and_survives(tmp_path):
     make_dataset(tmp_path / "data")
     paths = {"dataset": tmp_path / "data", "out_dir": tmp_path / "out"}
     config = write_config(tmp_path / "run.py", **{**TINY, **MODEL, **paths, "use_dataloader": False})
-    with memory_limit(tmp_path, 300_000_000) as limited:
+    with memory_limit(tmp_path, 620_000_000) as limited:
         done = warm_python.run(
             [*limited, "train.py", str(config)], cwd=ROOT, capture_output=True, text=True, timeout=120
         )
     assert done.returncode == 0, done.stderr[-2000:]
     log = next(Path(tmp_path / "out").glob("run_*.log")).read_text()
-    assert "async_checkpoint=True needs 0.1 GB of host memory besides" in log
+    assert "async_checkpoint=True needs 0.2 GB of host memory besides" in log
     assert "training will wait while checkpoints are written" in log
     assert last_run(tmp_path / "out")["checkpoints"][-1]["iter"] == 2
 
