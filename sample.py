@@ -26,7 +26,7 @@ from common.json_file import read_regular
 from common.text import plain
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.tokenizers.tokenizer import EOT_NAMES, Tokenizer, open_tokenizer
-from generation.cache import cached_attention
+from generation.cache import cache_bytes, cached_attention
 from generation.chat import apply_template
 from generation.choice import Choice
 from generation.decoding import Speed, check_prompts
@@ -43,6 +43,7 @@ from training.pretrained.folder import PREFIX, read_generation
 from training.pretrained.generation_settings import end_ids, first_weights
 from training.pretrained.reading import load_pretrained
 from training.pretrained.same_tokenizer import check_recorded, check_rows
+from training.process.memory import GIB, free_host_bytes
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3  # logits divided by it stay numbers in float32
 TOP_P_MIN = 1e-6  # 0 would leave no token
@@ -76,6 +77,7 @@ def main(argv: list[str]) -> None:
     compute_in(source.model, options.dtype)
     ids, ends = encode(options, source, prompts)
     check_prompts(source.model, ids)
+    check_memory(options, source.model, ids)
     print(source.about, flush=True)
     say_room(options, source.model.config.block_size, ids)
     texts, speed = list_texts(options, source.tokenizer, ids), Speed()
@@ -131,6 +133,19 @@ def list_texts(options: argparse.Namespace, tokenizer: Tokenizer, prompts: list[
         for sample in range(1, options.num_samples + 1):
             seed = stream_seed(options.seed, SAMPLING, next(numbers))
             yield Text(f"--- {begins}sample {sample} ---", tokenizer.decode(ids), ids, seed)
+
+
+def check_memory(options: argparse.Namespace, model: Transformer, prompts: list[list[int]]) -> None:
+    """Raises UserError if main memory has no room for a batch: the kernel would end this process without a
+    word."""
+    texts = min(options.batch_size, options.num_samples * len(prompts))
+    slots = min(model.config.block_size, max(map(len, prompts)) + options.max_new_tokens)
+    need, free = cache_bytes(model, texts, slots), free_host_bytes()
+    if model.embed.weight.device.type == "cpu" and need > free:
+        raise UserError(
+            f"the keys and values of {texts:,} texts of {slots:,} tokens need {need / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} are free; lower --batch_size or --max_new_tokens"
+        )
 
 
 def say_room(options: argparse.Namespace, context: int, prompts: list[list[int]]) -> None:

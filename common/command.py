@@ -62,8 +62,6 @@ def outcome(main: Callable[..., int | None], *arguments: object) -> tuple[int, s
         status, message = OUTPUT_NOT_READ, ""
     except OSError as error:  # a full disk, a missing permission: about the machine, and the user's to mend
         status, message = USER_ERROR, f"error: {os_error_text(error)}"
-    except RecursionError:
-        status, message = USER_ERROR, "error: a file is nested too deep to be read"
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_BYTES = 1 << 30  # far above any record or listing that we write; a reader may ask for less
+MAX_DEPTH = 64  # levels; a record of ours has 6. What walks through a file may call itself for each
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
@@ -28,9 +29,15 @@ def parse_object(content: bytes, unique: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique if unique else None)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
+    level: list[dict | list] = [value]
+    for _ in range(MAX_DEPTH):
+        inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in inside if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     return value
 
 

@@ -1,5 +1,5 @@
 # GPT-2 architecture at LLaMA 1.36B's width and depth: 1,267,322,112 parameters.
-# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200.
+# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200, by the estimate of memory.
 # Measured 2026-11-23, one H200, torch 2.11, 16 x 2048 tokens, 4 accumulation steps: MFU 61.80 % (v3),
 # 71,148 tokens/s, 65.6 GiB peak (docs/benchmarks.md).
 out_dir = "out-gpt2-1.36b"

@@ -1,5 +1,5 @@
 # LLaMA 3 architecture: 1,544,628,224 parameters; 101.909 B tokens for 1.36e21 FLOPs as published.
-# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200.
+# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200, by the estimate of memory.
 # Measured 2026-11-23, one H200, torch 2.11, 16 x 2048 tokens, 4 accumulation steps: MFU 61.93 % (v3),
 # 71,267 tokens/s, 73.8 GiB peak (docs/benchmarks.md).
 out_dir = "out-llama3-1.5b-optimal"

@@ -1,5 +1,5 @@
 # LLaMA 3 architecture, deeper: 2,224,154,624 parameters; 61.545 B tokens for 1.36e21 FLOPs as published.
-# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200.
+# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200, by the estimate of memory.
 # Measured 2026-11-23, one H200, torch 2.11, 12 x 2048 tokens, 4 accumulation steps: MFU 61.70 % (v3),
 # 45,976 tokens/s, 93.0 GiB peak (docs/benchmarks.md).
 out_dir = "out-llama3-2.2b-chinchilla"

@@ -1,5 +1,5 @@
 # Qwen3 architecture: 1,830,395,904 parameters; 81.727 B tokens for 1.36e21 FLOPs as published.
-# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200.
+# GPU: one or more with 48 GB or more, such as RTX A6000, H100, H200 and B200, by the estimate of memory.
 # Measured 2026-11-23, one H200, torch 2.11, 16 x 2048 tokens, 4 accumulation steps: MFU 62.20 % (v3),
 # 59,619 tokens/s, 93.2 GiB peak (docs/benchmarks.md);
 # with --low_precision=fp8_tensorwise 80.02 % of the bf16 peak, 76,692 tokens/s.

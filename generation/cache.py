@@ -29,6 +29,13 @@ class LayerCache(NamedTuple):
     visible: torch.Tensor | None = None  # (B, 1, 1, S) bool: the slots that it sees
 
 
+def cache_bytes(model: Transformer, sequences: int, slots: int) -> int:
+    """What a KeyValueCache of this size takes."""
+    config = model.config
+    numbers = 2 * config.n_layer * sequences * config.n_kv_head * slots * config.head_dim
+    return numbers * model.compute_dtype.itemsize
+
+
 class KeyValueCache:
     """Every layer's keys and values, allocated once: 2 n_layer B K S D numbers in the dtype in which the
     model computes. For Qwen3 1.8B (24 layers, 8 heads of 128) in bf16: 96 KiB a slot, 192 MiB for 2,048."""

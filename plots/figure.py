@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UserError, os_error_text
 from common.text import plain
 from plots.run_record import Run, evaluations, finite
 
@@ -223,7 +223,7 @@ def save(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"{path} cannot be written: {os_error_text(error)}") from None
     print(f"wrote {plain(str(path))}")
 
 

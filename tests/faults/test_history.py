@@ -17,6 +17,7 @@ import pytest
 from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
+from common.errors import RunError
 from training.process.console import start_logging
 from training.records import run_record as record_module
 from training.records.attempts import find_history, journal_path
@@ -359,6 +360,28 @@ def test_a_record_that_cannot_be_renamed_is_tried_again_and_then_a_failure(
     assert "it is tried again" in said.out and ("could not be completed" in said.err) == (failures > 1)
 
 
+def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(attempt, monkeypatch):
+    content = attempt(0)
+
+    class Full:
+        def write(self, line):
+            return len(line) // 2  # what still fits
+
+    def fails(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    content.add_iteration(row(2))
+    content.journal.file.close()
+    content.journal.file = Full()
+    monkeypatch.setattr(record_module, "_replace", fails)
+    monkeypatch.setattr(record_module, "FINAL_PAUSES_S", (0.0,))
+    content.add_iteration(row(3))
+    with pytest.raises(
+        RunError, match="2 rows and events are lost, as run_.*jsonl could not be written either"
+    ):
+        content.finish("completed", {})
+
+
 @pytest.mark.slow
 def test_disk_that_is_full_all_along_is_a_failure_once_the_training_is_over(tmp_path):
     """A limit on the size of files stands in for the disk: the log and the record soon do not fit."""
@@ -376,6 +399,6 @@ def test_disk_that_is_full_all_along_is_a_failure_once_the_training_is_over(tmp_
     )
     assert done.returncode == 1, done.stderr
     assert "📍 Iter     11" in done.stdout and "Traceback" not in done.stderr
-    assert "could not be completed; the rows that it lacks are in" in done.stderr
+    assert "rows and events are lost, as" in done.stderr
     assert done.stderr.count("File too large") == 1, "of the log, which says so on stderr, once"
     assert 2 <= done.stdout.count("could not write") <= 3, "of the record: when it begins, and at the end"

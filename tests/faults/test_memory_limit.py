@@ -18,7 +18,15 @@ pytestmark = pytest.mark.saving
 
 PARTS = [Part(f"part {number}", (0,), (1000,), torch.float32) for number in range(3)]
 # 17 M parameters: 200 MB to copy for a checkpoint, 270 MB to train, and Python takes about 150 MB
-MODEL = {"n_layer": 4, "n_embd": 768, "d_ff": 1024, "n_head": 4, "block_size": 32, "batch_size": 1, "max_iters": 2}
+MODEL = {
+    "n_layer": 4,
+    "n_embd": 768,
+    "d_ff": 1024,
+    "n_head": 4,
+    "block_size": 32,
+    "batch_size": 1,
+    "max_iters": 2,
+}
 
 
 def test_in_a_container_too_small_for_a_copy_the_run_saves_synchronously_and_survives(tmp_path):

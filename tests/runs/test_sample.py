@@ -67,13 +67,27 @@ def test_the_best_checkpoint_can_be_chosen(ready, capsys):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--top_k=-1", "--temperature=nan", "--num_samples=0", "--top_p=0", "--device=tpu"]
+    "flag",
+    ["--top_k=-1", "--temperature=nan", "--num_samples=0", "--top_p=0", "--device=tpu", "--batch_size=1025"],
 )
 def test_bad_options_are_named_without_a_traceback(capsys, flag):
     with pytest.raises(SystemExit) as stop:
         text(capsys, "out", flag)
     assert stop.value.code == 2
     assert flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_batch_that_memory_has_no_room_for_is_refused_before_the_work(ready, capsys, monkeypatch):
+    """The model has 2 layers and 2 heads of 8 for keys: 256 bytes for each token in float32."""
+    monkeypatch.setattr(sample, "free_host_bytes", lambda: 256 * 12 * 5)
+    assert (
+        text(capsys, ready, "--max_new_tokens=10", "--batch_size=5", "--num_samples=5").count("sample") == 5
+    )
+    for flags in (["--batch_size=6", "--num_samples=6"], ["--batch_size=5", "--num_samples=5"]):
+        with pytest.raises(
+            UserError, match="texts of 1[2-3] tokens need .* lower --batch_size or --max_new_tokens"
+        ):
+            text(capsys, ready, f"--max_new_tokens={10 + (flags[0][-1] == '5')}", *flags)
 
 
 def test_no_checkpoint_is_one_line_and_status_1(tmp_path):

@@ -10,10 +10,11 @@ import pytest
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from common.command import USER_ERROR, run_command
-from common.errors import os_error_text
-from common.json_file import read_json
+from common.errors import UserError, os_error_text
+from common.json_file import parse_object, read_json
 from docs import generate
 from plots import plot_single_run, report
+from plots.figure import save
 from tools.track import __main__ as track
 
 
@@ -32,7 +33,6 @@ def fails(error):
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
             "out of memory",
         ),
-        (RecursionError("maximum recursion depth exceeded"), "a file is nested too deep to be read"),
     ],
 )
 def test_what_the_machine_lacks_is_one_line(error, said, capsys):
@@ -83,6 +83,29 @@ def test_a_record_that_is_nested_deep_is_read_or_refused_in_one_line(main, neste
     assert status == 0 or (message.count("\n") == 1 and "nested" in message), message
 
 
+def test_json_is_nested_64_levels_at_most_whatever_stands_beside():
+    def nested(depth: int) -> bytes:
+        inside = "[" * (depth - 2) + "]" * (depth - 2)
+        return f'{{"x": [[], 1, {{}}, {inside}], "y": 1}}'.encode()
+
+    assert parse_object(nested(64))["y"] == 1
+    for depth in (65, 900, 100_000):
+        with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+            parse_object(nested(depth))
+
+
+def test_a_dataset_whose_meta_is_nested_deep_is_named(run, tmp_path, capfd):
+    tokens = make_dataset(tmp_path / "tokens")
+    meta = json.loads((tokens / "meta.json").read_text())
+    meta["tokenizer"]["deep"] = json.loads("[" * 900 + "]" * 900)
+    (tokens / "meta.json").write_text(json.dumps(meta))
+    assert (
+        run(write_config(tmp_path / "run.py", **TINY, dataset=tokens, out_dir=tmp_path / "o")) == USER_ERROR
+    )
+    said = capfd.readouterr().err
+    assert "meta.json" in said and "nested deeper than 64 levels" in said and "Traceback" not in said
+
+
 def test_a_resume_leaves_out_a_history_that_is_nested_deep(run, tmp_path, capfd):
     keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
     config = write_config(tmp_path / "run.py", **keys)
@@ -105,6 +128,12 @@ def test_a_link_that_leads_nowhere_is_named_as_one(run, tmp_path, capfd):
         (tmp_path / "link").mkdir(exist_ok=True)
     except OSError as error:
         assert os_error_text(error).endswith(f"is a link to {tmp_path / 'gone'}, which is not there")
+
+
+def test_a_figure_below_a_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"link: is a link to .*gone, which is not there"):
+        save(None, tmp_path / "link" / "figure.png")
 
 
 def test_a_document_that_has_lost_its_marker_is_an_error(tmp_path, monkeypatch, capsys):

@@ -230,6 +230,18 @@ def test_one_rank_that_cannot_keeps_all_from_it(dataset, monkeypatch):
     assert step.choice["reason"] == "rank 1: no room"
 
 
+def test_no_rank_takes_memory_for_its_snapshots_before_all_have_looked(dataset, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        graphs_module, "gather_objects", lambda value, world: asked.append(value) or [value, "no room"]
+    )
+    monkeypatch.setattr(graphs_module, "Snapshot", lambda state: pytest.fail("taken too early"))
+    parts, fake = build(dataset), Fake()
+    step = graphed(parts, fake)
+    train(parts, step, range(12))
+    assert asked and step.choice["reason"] == "rank 1: no room"
+
+
 def test_a_snapshot_that_does_not_fit_is_not_begun(dataset, monkeypatch):
     monkeypatch.setattr(graphs_module, "free_host_bytes", lambda: 2**10)
     parts, fake = build(dataset), Fake()

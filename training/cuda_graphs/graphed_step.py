@@ -148,7 +148,9 @@ class GraphedStep:
         the last."""
         if not self.references:
             with self.paused():
-                self.snapshot = self._on_all_ranks(self._take_snapshot)
+                # ranks share the host's memory: none takes any before all have looked
+                if self._on_all_ranks(self._has_memory):
+                    self.snapshot = self._on_all_ranks(lambda: Snapshot(self.state))
         if self.snapshot is None:
             return self.step(*batch, with_gradient_sum)
         first = not self.replays
@@ -166,14 +168,15 @@ class GraphedStep:
         # a reference made by the other capture has no gradient sum; the new capture's result has one
         return last if last and not first else result
 
-    def _take_snapshot(self) -> Snapshot:
+    def _has_memory(self) -> bool:
+        """True. Raises Obstacle if there is no room for the snapshots."""
         self.graphs.check()
         need, free = host_bytes(self.state), free_host_bytes()
         if need > free:
             raise Obstacle(
                 f"its check needs {need / GIB:.1f} GiB of host memory, of which {free / GIB:.1f} are free"
             )
-        return Snapshot(self.state)
+        return True
 
     def _capture_and_check(self, snapshot: Snapshot, with_gradient_sum: bool) -> StepResult | None:
         """Captures, computes the references again, compares. Returns the last result if they agree."""

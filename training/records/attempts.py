@@ -19,7 +19,6 @@ from common.run_records import run_records
 from training.process.redaction import redact
 
 RUN_NAME = re.compile(r"[\w.-]{1,200}")  # the stem of a record's path
-MAX_DEPTH = 20  # levels; a record of ours has 6
 SECTIONS = ("training_iterations", "training_progress", "eval_steps", "checkpoints", "events")
 # sections in which iteration n comes before update n, and so belongs to a checkpoint of n
 BEFORE_THE_UPDATE = ("eval_steps", "checkpoints")
@@ -86,18 +85,15 @@ def read_record(path: Path) -> dict:
     return record
 
 
-def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """The same content as JSON that every reader takes: NaN and infinity, which JSON lacks, are null. Raises
-    ValueError if it is nested deeper than any record of ours."""
+def plain(value: Any) -> Any:
+    """The same content as JSON that every reader takes: NaN and infinity, which JSON lacks, are null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, (dict, list, tuple)):
         return value
-    if not depth:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
-        return {key: plain(item, depth - 1) for key, item in value.items()}
-    return [plain(item, depth - 1) for item in value]
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value]
 
 
 def _check(record: dict) -> None:

@@ -258,11 +258,13 @@ class Logger:
             **summarize(self.record.own_rows),
             "gpu_monitor": self.monitor.cost(),
         }
-        self.record.finish(status, self.summary)  # before all other output, which may fail or block
-        self._draw(lambda bar: bar.close())
-        self.monitor.close()
-        if self.record.follower:
-            self.record.follower.wait()
+        try:
+            self.record.finish(status, self.summary)  # before all other output, which may fail or block
+        finally:
+            self._draw(lambda bar: bar.close())
+            self.monitor.close()
+            if self.record.follower:
+                self.record.follower.wait()
 
     def _draw(self, action: Callable[[tqdm], object]) -> None:
         """Changes the bar, if there is one. It ends where the terminal takes no more: training goes on."""

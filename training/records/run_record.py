@@ -169,10 +169,11 @@ class RunRecord:
             self.save(at_once=True)
             if not self.warned:
                 return
-        raise RunError(
-            f"the run record {self.path} could not be completed; the rows that it lacks are in "
-            f"{journal_path(self.path).name} beside it, and a resume puts them into its own record"
-        )
+        name = journal_path(self.path).name
+        lacks = f"the rows that it lacks are in {name} beside it, and a resume puts them into its own record"
+        if self.journal and self.journal.lost:
+            lacks = f"{self.journal.lost:,} rows and events are lost, as {name} could not be written either"
+        raise RunError(f"the run record {self.path} could not be completed; {lacks}")
 
     def save(self, at_once: bool = False) -> None:
         """Rewrites the JSON, unless that was done shortly before."""
@@ -240,15 +241,18 @@ class Journal:
         self.path = path
         self.file: RawIOBase | None = None
         self.lines = 0  # of the whole run
+        self.lost = 0  # of those that neither this file nor the JSON has
 
     def append(self, section: str, entry: dict) -> None:
-        line = json.dumps({"line": self.lines, "section": section, "entry": entry}, allow_nan=False)
-        self.lines += 1  # counted even if writing fails
+        content = {"line": self.lines, "section": section, "entry": entry}
+        line = b"\n" + json.dumps(content, allow_nan=False).encode()
+        self.lines, self.lost = self.lines + 1, self.lost + 1  # until it is written
         if self.file is None:
             self.file = create(self.path).detach()  # without a buffer: each line is written at once
-        self.file.write(b"\n" + line.encode())
+        self.lost -= self.file.write(line) == len(line)  # a full disk may take a part of it
 
     def clear(self, remove: bool) -> None:
+        self.lost = 0
         if self.file is None:
             return
         if remove:
