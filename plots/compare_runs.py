@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +27,20 @@ from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line  # noqa: E402
 from plots import comparison_text, figure, run_record  # noqa: E402
+from plots.figure import Panel  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TIMINGS = {"mfu": "mfu_percent", "tokens": "tokens_per_sec"}  # panel: column
-# panel: what no run has logged if there is no such panel
-ABSENT = {"loss": "a loss", "val": "an evaluation", "mfu": "an MFU", "tokens": "tokens/s"}
+# more panels of the page: column: title, unit, format of the axis, its name in a line
+FURTHER: dict[str, tuple[str, str, str | None, str]] = {
+    "lr": ("Learning rate", "learning rate", "{x:.2e}", "a learning rate"),
+    "grad_norm": ("Gradient norm before clipping", "global L2 norm", None, "a gradient norm"),
+    "sm_clock_mhz": ("SM clock", "MHz, median over the row", "{x:,.0f}", "an SM clock"),
+    "max_allocated_gb": ("Peak GPU memory", "GiB", None, "GPU memory"),
+}
 SPARSE_MARK = " (2:4 sparse peak)"
 TOKENIZERS_DIFFER = (
     "losses are not drawn: they are in nats per token, and these runs have tokens of different tokenizers; "
@@ -91,66 +98,82 @@ def warnings_about(runs: list[Run], labels: list[str]) -> list[str]:
 
 def plot(runs: list[Run], labels: list[str]) -> Figure:
     """What no run has logged has no panel, but a line under the others, which a legend there would cover."""
-    columns = {"loss": "loss", **TIMINGS}
-    logged = {panel: [run.columns[column] for run in runs] for panel, column in columns.items()}
-    logged["val"] = [run_record.evaluations(run, "val_loss")[1] for run in runs]
-    names = [panel for panel in ABSENT if len(run_record.finite(np.concatenate(logged[panel])))]
-    absent = [f"None of these runs logged {what}." for panel, what in ABSENT.items() if panel not in names]
-    if run_record.tokenizers_differ(runs):
-        names = [panel for panel in names if panel in TIMINGS]
-        absent.append(f"{TOKENIZERS_DIFFER.capitalize()}.")
-    fig = figure.new_figure(15, 2 + 4 * -(-len(names) // 2) + 0.2 * len(runs))  # a line each in the legend
-    axes = figure.panels(fig, names)
-    figure.limit_x(axes, runs)
-    styles = line_styles(len(runs))
-    draw_losses(axes, runs, styles)
-    draw_timings(axes, runs, styles)
-    figure.note(fig, absent)
+    drawn, styles = panels(runs, labels), line_styles(len(runs))
+    rows = -(-sum(not panel.absent for panel in drawn) // 2)
+    fig = figure.new_figure(15, 2 + 4 * rows + 0.2 * len(runs))  # a line each in the legend
+    figure.draw_panels(fig, drawn, runs)
     names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
     fig.legend(figure.legend_lines(styles), names, loc="outside upper left", frameon=False, fontsize=9)
     return fig
 
 
-def draw_losses(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, Any]]) -> None:
+def panels(runs: list[Run], labels: list[str], further: bool = False) -> list[Panel]:
+    """Of the PNG; with `further` also the others of the page."""
+    method = next((run.mfu_methods[0] for run in runs if run.mfu_methods), None)
+    mfu = f"MFU by {method}" if method else "MFU"
+    losses = {"Training loss": "a loss", "Validation loss": "an evaluation"}
+    if run_record.tokenizers_differ(runs):
+        found = [Panel("Loss", lambda axis: None, f"{TOKENIZERS_DIFFER.capitalize()}.")]
+    else:
+        found = [panel_of(title, draw_losses, runs, labels, what) for title, what in losses.items()]
+    columns: dict[str, tuple[str, str, str | None, str]] = {
+        "mfu_percent": (mfu, "MFU (%)", None, "an MFU"),
+        "tokens_per_sec": ("Throughput", "tokens/s, all GPUs", "{x:,.0f}", "tokens/s"),
+    }
+    for column, (title, unit, form, what) in (columns | FURTHER if further else columns).items():
+        draw = partial(draw_column, text=(title, unit, form))
+        found.append(panel_of(column, draw, runs, labels, what, title))
+    return found
+
+
+def panel_of(
+    column: str, draw: Callable[..., None], runs: list[Run], labels: list[str], what: str, title: str = ""
+) -> Panel:
+    is_logged = any(len(run_record.finite(points(run, column)[1])) for run in runs)
+    absent = "" if is_logged else f"None of these runs logged {what}."
+    return Panel(title or column, partial(draw, column=column, runs=runs, labels=labels), absent)
+
+
+def points(run: Run, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """(iterations, values). Values that depend on the step time are without the steps with an evaluation."""
+    if column == "Validation loss":
+        return run_record.evaluations(run, "val_loss")
+    values = run.columns.get(column, run.columns["loss"])
+    shown = ~run.with_evaluation if column in ("mfu_percent", "tokens_per_sec") else slice(None)
+    return run.columns["iter"][shown], values[shown]
+
+
+def draw_losses(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> None:
     """Over tokens, on which a loss depends; over iterations only if a log does not say how many tokens."""
     by_tokens = all(run.tokens_per_iter for run in runs)
-    for panel, title in (("loss", "Training loss"), ("val", "Validation loss")):
-        if panel not in axes:
-            continue
-        figure.label_axis(axes[panel], title, "cross-entropy, nats per token")
-        lines = []
-        for run, style in zip(runs, styles, strict=True):
-            x, y = run.columns["iter"], run.columns["loss"]
-            if panel == "val":
-                x, y = run_record.evaluations(run, "val_loss")
-            x = x * run.tokens_per_iter if by_tokens and run.tokens_per_iter else x
-            lines.append((x, y))
-            if panel == "val":
-                figure.draw(axes[panel], x, y, marker="o", markersize=6, markerfacecolor="none", **style)
-            else:
-                figure.draw_smoothed(axes[panel], x, y, **style)
-        drawn = [y for _, y in lines]
-        figure.make_logarithmic(axes[panel], drawn)
-        figure.limit_y(axes[panel], drawn, [figure.after_the_beginning(*line) for line in lines])
-        if by_tokens:
-            figure.show_tokens(axes[panel])
+    figure.label_axis(axis, column, "cross-entropy, nats per token")
+    lines = []
+    for run, label, style in zip(runs, labels, line_styles(len(runs)), strict=True):
+        x, y = points(run, column)
+        x = x * run.tokens_per_iter if by_tokens and run.tokens_per_iter else x
+        lines.append((x, y))
+        if column == "Validation loss":
+            mark: dict[str, Any] = {"marker": "o", "markersize": 6, "markerfacecolor": "none"}
+            figure.draw(axis, x, y, label=label, **mark, **style)
+        else:
+            figure.draw_smoothed(axis, x, y, label, **style)
+    drawn = [y for _, y in lines]
+    figure.make_logarithmic(axis, drawn)
+    figure.limit_y(axis, drawn, [figure.after_the_beginning(*line) for line in lines])
+    if by_tokens:
+        figure.show_tokens(axis)
 
 
-def draw_timings(axes: dict[str, Axes], runs: list[Run], styles: list[dict[str, Any]]) -> None:
-    method = next((run.mfu_methods[0] for run in runs if run.mfu_methods), None)
-    text = {
-        "mfu": (f"MFU by {method}" if method else "MFU", "MFU (%)", None),
-        "tokens": ("Throughput", "tokens/s, all GPUs", "{x:,.0f}"),
-    }
-    for panel, name in TIMINGS.items():
-        if panel not in axes:
-            continue
-        figure.label_axis(axes[panel], *text[panel])
-        for run, style in zip(runs, styles, strict=True):
-            shown = ~run.with_evaluation
-            figure.draw(axes[panel], run.columns["iter"][shown], run.columns[name][shown], **style)
-        drawn = [run.columns[name][~run.with_evaluation] for run in runs]
-        figure.limit_y(axes[panel], drawn, typical=[run.columns[name][run.timed] for run in runs])
+def draw_column(
+    axis: Axes, column: str, runs: list[Run], labels: list[str], text: tuple[str, str, str | None]
+) -> None:
+    figure.label_axis(axis, *text)
+    lines = [points(run, column) for run in runs]
+    for line, label, style in zip(lines, labels, line_styles(len(runs)), strict=True):
+        figure.draw(axis, *line, label=label, **style)
+    is_timing = column in ("mfu_percent", "tokens_per_sec")
+    typical = [run.columns[column][run.timed] if is_timing else run.columns[column] for run in runs]
+    figure.limit_y(axis, [y for _, y in lines], typical)
 
 
 def line_styles(number: int) -> list[dict[str, Any]]:

@@ -1,12 +1,16 @@
-"""Drawing for both plot scripts: figures, axes and their limits, the PNG file."""
+"""Drawing for the PNGs and the page: panels, figures, axes and their limits, files.
+
+A panel is drawn by one function, into its place in a PNG or into an SVG of its own."""
 
 from __future__ import annotations
 
 import functools
+import io
 import os
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +22,81 @@ if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absenc
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+
+
+SVG_INCHES = (7.2, 3.7)
+MOST_POINTS, LEAST_POINTS = 4_000, 200  # of all runs, and of a run, whose values the page can tell
+DIGITS = 7  # of these values, significant ones
+
+
+class Panel(NamedTuple):
+    title: str
+    draw: Callable[[Axes], None]
+    absent: str = ""  # why nothing would be in it: it is not drawn then, and this is said under the others
+
+
+# --- figures and files ---
+
+
+def draw_panels(figure: Figure, panels: list[Panel], runs: list[Run], first_wide: bool = False) -> None:
+    """Two panels in a row; one that is alone in its row takes all of it. What is absent is a line below."""
+    shown = {panel.title: panel for panel in panels if not panel.absent}
+    names = list(shown)
+    rows = [names[:1]] if first_wide else []
+    rest = names[len(rows) :]
+    rows += [rest[i : i + 2] for i in range(0, len(rest), 2)]
+    layout: list[Any] = [row * 2 if len(row) == 1 else row for row in rows]
+    axes = figure.subplot_mosaic(layout) if names else {}
+    for name, axis in axes.items():
+        limit_x(axis, runs)
+        shown[name].draw(axis)
+    lines = [part for panel in panels for part in textwrap.wrap(panel.absent, 150)]
+    figure.supxlabel(literal("\n".join(lines)), fontsize=9, color="dimgray")
+
+
+def svg(panel: Panel, runs: list[Run]) -> tuple[str, dict[str, Any]]:
+    """The panel as SVG, which names no other file, and what a script needs to tell its values: the place of
+    its axes in percent of the image (left, top, width, height), the limits of x, and the lines."""
+    from matplotlib import rc_context
+
+    figure = new_figure(*SVG_INCHES)
+    axis = figure.subplots()
+    limit_x(axis, runs)
+    panel.draw(axis)
+    text, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "nanoMFU"}):
+        figure.savefig(text, format="svg", metadata=nothing)
+    place = axis.get_position()
+    most = max(MOST_POINTS // len(runs), LEAST_POINTS)
+    drawn = [line for each in figure.axes for line in each.lines if line.get_transform() is each.transData]
+    return text.getvalue(), {
+        "title": panel.title,
+        "area": [round(100 * at, 3) for at in (place.x0, 1 - place.y1, place.width, place.height)],
+        "x": axis.get_xlim(),
+        "x_name": axis.get_xlabel(),
+        "lines": [values(line, panel.title, most) for line in drawn if np.size(line.get_xdata())],
+    }
+
+
+def values(line: Line2D, title: str, most: int) -> dict[str, Any]:
+    """Of at most about `most` points: the lowest and the highest of each piece of the line, so that no spike
+    is lost."""
+    from matplotlib.colors import to_hex
+
+    x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
+    order = np.argsort(x, kind="stable")  # in which the script searches
+    if len(order) > most:
+        pieces = np.array_split(y[order], most // 2)
+        starts = np.cumsum([0, *map(len, pieces[:-1])])
+        ends = [(piece.argmin(), piece.argmax()) for piece in pieces]
+        order = order[np.unique([0, *(np.array(ends) + starts[:, None]).ravel(), len(order) - 1])]
+    label = str(line.get_label())
+    points = {name: [float(f"{v:.{DIGITS}g}") for v in each[order]] for name, each in (("x", x), ("y", y))}
+    return {
+        "label": title if label.startswith("_child") else label.lstrip("_"),
+        "color": to_hex(line.get_color()),
+        **points,
+    }
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -51,18 +130,16 @@ def draw(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> bool:
     return bool(exists.any())
 
 
-def draw_smoothed(axis: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
-    """The running mean of the points, in front of a faint line through all of them."""
+def draw_smoothed(axis: Axes, x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
+    """The running mean of the points, in front of a faint line through all of them, which no legend names."""
     exists = np.isfinite(x) & np.isfinite(y)
     x, y = x[exists], y[exists]
     window = len(y) // 50
     if window < 2:
-        draw(axis, x, y, **style)
+        draw(axis, x, y, label=label, **style)
         return
-    label = style.pop("label", None)
-    draw(axis, x, y, **{**style, "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"})
-    named = {"label": f"{label}, mean of {window}"} if label else {}
-    draw(axis, x, running_mean(y, window), **{**style, **named})
+    draw(axis, x, y, **{**style, "label": f"_{label}", "alpha": 0.25, "linewidth": 0.8, "linestyle": "-"})
+    draw(axis, x, running_mean(y, window), label=f"{label}, mean of {window}", **style)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -122,14 +199,13 @@ def after_the_beginning(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return y[x >= 0.1 * x.max()] if len(x) else y
 
 
-def limit_x(axes: dict[Any, Axes], runs: list[Run]) -> None:
+def limit_x(axis: Axes, runs: list[Run]) -> None:
     """Shows the same iterations on every panel; if there is only one, with some room beside it."""
     logged = [run.columns["iter"] for run in runs] + [evaluations(run, "val_loss")[0] for run in runs]
     iters = finite(np.concatenate(logged))
     if len(iters):
         pad = max(0.02 * (iters.max() - iters.min()), 0.5)
-        for axis in axes.values():
-            axis.set_xlim(iters.min() - pad, iters.max() + pad)
+        axis.set_xlim(iters.min() - pad, iters.max() + pad)
 
 
 def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> None:
@@ -176,21 +252,6 @@ def legend(axis: Axes) -> None:
     if axis.get_legend_handles_labels()[0]:
         tight: dict[str, Any] = {"borderpad": 0.1, "columnspacing": 1.2, "handlelength": 1.6, "fontsize": 8.5}
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, **tight)
-
-
-def panels(figure: Figure, names: list[str], first_wide: bool = False) -> dict[str, Axes]:
-    """Axes of these names, two in a row; one that is alone in its row takes all of it."""
-    rows = [names[:1]] if first_wide else []
-    rest = names[len(rows) :]
-    rows += [rest[i : i + 2] for i in range(0, len(rest), 2)]
-    layout: list[Any] = [row * 2 if len(row) == 1 else row for row in rows]
-    return figure.subplot_mosaic(layout) if names else {}
-
-
-def note(figure: Figure, lines: list[str]) -> None:
-    """Writes under the panels what was not logged, and why: there is no empty panel."""
-    text = "\n".join(part for line in lines for part in textwrap.wrap(line, 150))
-    figure.supxlabel(literal(text), fontsize=9, color="dimgray")
 
 
 def legend_lines(styles: list[dict[str, Any]]) -> list[Line2D]:

@@ -1,10 +1,9 @@
-// Shows the values under the pointer in the charts of plots/report.py, and hides runs. The charts themselves
-// need no script. What a record says reaches the page only as textContent.
+// Tells the values under the pointer in the charts of plots/report.py, which are images with an area above their
+// axes. The page needs no script to be read. What a record says reaches the page only as textContent.
 "use strict";
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const areas = [...document.querySelectorAll(".panel .area")];
-  const hidden = new Set();
+  const areas = [...document.querySelectorAll(".area")];
 
   function element(parent, tag, classes, text) {
     const made = document.createElement(tag);
@@ -24,75 +23,45 @@
     return low > 0 && value - x[low - 1] <= x[low] - value ? low - 1 : low;
   }
 
-  // a value by the Python format of its chart, such as ",.1f"
-  function written(value, format) {
-    const digits = Number(format.match(/\.(\d)/)[1]);
-    if (format.endsWith("e")) return value.toExponential(digits);
-    if (format.endsWith("g")) return value.toLocaleString("en-US", { maximumSignificantDigits: digits });
-    return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  }
-
-  const count = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 0 });
-
-  function shownLines(panel) {
-    return panel.lines.filter((line) => !hidden.has(line.run));
-  }
-
-  function place(panel, line, at) {
-    const left = 100 * (line.x[at] - panel.x[0]) / (panel.x[1] - panel.x[0]);
-    const top = 100 * (panel.y[1] - line.y[at]) / (panel.y[1] - panel.y[0]);
-    return [left, Math.min(Math.max(top, 0), 100)];
-  }
+  const written = (value, digits) => value.toLocaleString("en-US", { maximumSignificantDigits: digits });
 
   function clear() {
-    for (const made of document.querySelectorAll(".cross, .dot, .tip")) made.remove();
+    for (const made of document.querySelectorAll(".cross, .tip")) made.remove();
   }
 
-  // Marks x in every chart with the same axis, and writes the values of the chart that is pointed at.
-  function show(pointed, x) {
+  // Marks the row nearest to x in every chart with the same axis, and tells the values of chart `number`.
+  function show(number, x) {
     clear();
-    const panelPointed = figures.panels[pointed];
-    const all = shownLines(panelPointed).flatMap((line) => line.x[nearest(line.x, x)]);
+    const chart = figures[number];
+    const all = chart.lines.map((line) => line.x[nearest(line.x, x)]);
     if (!all.length) return;
-    const snapped = all.reduce((best, each) => Math.abs(each - x) < Math.abs(best - x) ? each : best);
-    areas.forEach((area, number) => {
-      const panel = figures.panels[number];
-      if (panel.x_name !== panelPointed.x_name) return;
-      const left = 100 * (snapped - panel.x[0]) / (panel.x[1] - panel.x[0]);
-      element(area, "div", "cross").style.left = left + "%";
-      const tip = number === pointed ? element(area, "div", "tip") : null;
-      if (tip) {
-        let head = `${panel.x_name} ${count(snapped)}`;
-        if (panel.tokens_per_iter) head += `, ${count(snapped * panel.tokens_per_iter)} tokens`;
-        element(tip, "b", "", head);
-      }
-      for (const line of shownLines(panel)) {
-        const at = nearest(line.x, snapped);
-        if (Math.abs(line.x[at] - snapped) > 0.01 * (panel.x[1] - panel.x[0])) continue;
-        const dot = element(area, "i", `dot c${line.color}`);
-        [dot.style.left, dot.style.top] = place(panel, line, at).map((share) => share + "%");
-        if (!tip) continue;
-        const row = element(tip, "div", "");
-        element(row, "i", `swatch c${line.color} ${line.style}`);
-        element(row, "span", "", line.label);
-        element(row, "span", "", written(line.y[at], panel.number));
-      }
-      if (tip) putBeside(tip, area.clientWidth * left / 100, area.clientWidth);
+    const row = all.reduce((best, each) => Math.abs(each - x) < Math.abs(best - x) ? each : best);
+    areas.forEach((area, other) => {
+      const [low, high] = figures[other].x;
+      if (figures[other].x_name !== chart.x_name || row < low || row > high) return;
+      element(area, "div", "cross").style.left = 100 * (row - low) / (high - low) + "%";
     });
-  }
-
-  // to the right of x, to the left where that is too narrow, and always inside the chart
-  function putBeside(tip, x, width) {
-    const right = x + 10, fits = right + tip.offsetWidth <= width;
-    tip.style.left = Math.max(fits ? right : x - 10 - tip.offsetWidth, 0) + "px";
+    const tip = element(areas[number], "div", "tip");
+    const tokens = chart.tokens_per_iter ? `, ${written(row * chart.tokens_per_iter, 15)} tokens` : "";
+    element(tip, "b", "", `${chart.x_name} ${written(row, 15)}${tokens}`);
+    for (const line of chart.lines) {
+      const at = nearest(line.x, row);
+      if (Math.abs(line.x[at] - row) > 0.01 * (chart.x[1] - chart.x[0])) continue;
+      const told = element(tip, "div", "");
+      element(told, "i", "swatch").style.borderColor = line.color;
+      element(told, "span", "", line.label);
+      element(told, "span", "", written(line.y[at], 6));
+    }
+    const left = (row - chart.x[0]) / (chart.x[1] - chart.x[0]);
+    tip.style[left < 0.5 ? "left" : "right"] = 100 * (left < 0.5 ? left : 1 - left) + 2 + "%";
   }
 
   areas.forEach((area, number) => {
-    const panel = figures.panels[number];
+    const chart = figures[number];
     let at;
     const point = (event) => {
       const box = area.getBoundingClientRect();
-      at = panel.x[0] + (event.clientX - box.left) / box.width * (panel.x[1] - panel.x[0]);
+      at = chart.x[0] + (event.clientX - box.left) / box.width * (chart.x[1] - chart.x[0]);
       show(number, at);
     };
     area.addEventListener("pointermove", point);
@@ -101,25 +70,13 @@
     area.addEventListener("blur", clear);
     area.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!step) return;
+      const x = [...new Set(chart.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
+      if (!step || !x.length) return;
       event.preventDefault();
-      const x = [...new Set(shownLines(panel).flatMap((line) => line.x))].sort((a, b) => a - b);
-      if (!x.length) return;
       const place = at === undefined ? x.length - 1 : nearest(x, at) + step;
       at = x[Math.min(Math.max(place, 0), x.length - 1)];
       show(number, at);
     });
   });
-
-  for (const button of document.querySelectorAll(".switch")) {
-    button.addEventListener("click", () => {
-      const run = Number(button.dataset.run);
-      const isHidden = !hidden.delete(run);
-      if (isHidden) hidden.add(run);
-      button.setAttribute("aria-pressed", String(!isHidden));
-      for (const drawn of document.querySelectorAll(`.area .r${run}`)) drawn.style.display = isHidden ? "none" : "";
-      clear();
-    });
-  }
   document.documentElement.classList.add("has_script");
 })();

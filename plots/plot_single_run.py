@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from plots import figure, run_record  # noqa: E402
+from plots.figure import Panel  # noqa: E402
 from plots.run_record import Run  # noqa: E402
 
 if TYPE_CHECKING:
@@ -26,47 +28,45 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+MOST_MARKS = 100  # anomalies, and checkpoints, that are marked
+
+
 def plot(run: Run) -> Figure:
     """The figure of one run. What was not logged has no panel, but a line under the others that says why."""
-    missing = {name: text for name, text in absent(run).items() if text}
-    names = [name for name in DRAW if name not in missing]
-    fig = figure.new_figure(14, 4 + 3.7 * -(-len(names) // 2))
-    axes = figure.panels(fig, names, first_wide="loss" in names)
+    drawn = panels(run)
+    fig = figure.new_figure(14, 4 + 3.7 * -(-sum(not panel.absent for panel in drawn) // 2))
     title = f"{run.name}\n{run.model} · {run.machine} · {run.precision} · {run.status}"
     fig.suptitle(figure.literal(title), fontsize=13)
-    figure.limit_x(axes, [run])
-    for name, axis in axes.items():
-        DRAW[name](axis, run)
-    figure.note(fig, list(missing.values()))
+    figure.draw_panels(fig, drawn, [run], first_wide=not drawn[0].absent)
     return fig
 
 
-def absent(run: Run) -> dict[str, str]:
-    """{panel: why it would be empty, or an empty text}."""
-    logged = {name: bool(len(run_record.finite(values))) for name, values in run.columns.items()}
+def panels(run: Run) -> list[Panel]:
+    def missing(text: str, *names: str, timed: bool = False) -> str:
+        """The text if none of these columns has a value."""
+        rows = ~run.with_evaluation if timed else slice(None)
+        return "" if any(len(run_record.finite(run.columns[name][rows])) for name in names) else text
+
     evaluated = any(len(run_record.evaluations(run, name)[0]) for name in ("train_loss", "val_loss"))
-    timed = {
-        name: bool(len(run_record.finite(run.columns[name][~run.with_evaluation])))
-        for name in ("mfu_percent", "tokens_per_sec", "time_ms")
+    why = {
+        "Loss": "" if evaluated else missing("No loss was logged.", "loss"),
+        "MFU": missing(f"No MFU: {run.why_no_mfu}", "mfu_percent", timed=True),
+        "Throughput": missing("No tokens/s were logged.", "tokens_per_sec", timed=True),
+        "Step time": missing("No step time was logged.", "time_ms", timed=True),
+        "GPU memory": missing("No GPU memory was logged.", "max_allocated_gb", "allocated_gb"),
+        "GPU clock and power": missing("No GPU clock was logged.", "sm_clock_mhz"),
+        "Learning rate": missing("No learning rate was logged.", "lr"),
+        "Gradient norm": missing("No gradient norm was logged.", "grad_norm"),
     }
-    return {
-        "loss": "" if logged["loss"] or evaluated else "No loss was logged.",
-        "mfu": "" if timed["mfu_percent"] else f"No MFU: {run.why_no_mfu}",
-        "tokens": "" if timed["tokens_per_sec"] else "No tokens/s were logged.",
-        "time": "" if timed["time_ms"] else "No step time was logged.",
-        "memory": "" if logged["max_allocated_gb"] or logged["allocated_gb"] else "No GPU memory was logged.",
-        "clock": "" if logged["sm_clock_mhz"] else "No GPU clock was logged.",
-        "lr": "" if logged["lr"] else "No learning rate was logged.",
-        "gradients": "" if logged["grad_norm"] else "No gradient norm was logged.",
-    }
+    return [Panel(name, partial(DRAW[name], run=run), absent) for name, absent in why.items()]
 
 
-def label_axis(axis: Axes, title: str, ylabel: str, number_format: str | None = None) -> None:
-    figure.label_axis(axis, title, ylabel, number_format, title_pad=20)  # leaves a line for the legend
+def label_axis(axis: Axes, title: str, ylabel: str, number_format: str | None = None, lines: int = 1) -> None:
+    figure.label_axis(axis, title, ylabel, number_format, title_pad=6 + 14 * lines)  # for the legend
 
 
 def draw_loss(axis: Axes, run: Run) -> None:
-    label_axis(axis, "Loss", "cross-entropy, nats per token")
+    label_axis(axis, "Loss", "cross-entropy, nats per token", lines=2)
     lines = [(run.columns["iter"], run.columns["loss"])]
     figure.draw_smoothed(axis, *lines[0], color="tab:blue", label="training step")
     # a ring and a cross: both are seen where the two losses are equal
@@ -80,6 +80,14 @@ def draw_loss(axis: Axes, run: Run) -> None:
     for index, start in enumerate(run.attempt_starts):
         style = {"color": "gray", "linewidth": 1, "linestyle": "-."}
         axis.axvline(start - 0.5, label=None if index else "resumed", **style)
+    for index, (at, _) in enumerate(run_record.entries(run, "events")[:MOST_MARKS]):
+        style = {"color": "tab:red", "linewidth": 1, "linestyle": ":"}
+        axis.axvline(at, label=None if index else "anomaly", **style)
+    if saved := [at for at, _ in run_record.entries(run, "checkpoints")[-MOST_MARKS:]]:
+        style = {"color": "black", "marker": "^", "linestyle": "", "markersize": 6}
+        axis.plot(
+            saved, [0.01] * len(saved), transform=axis.get_xaxis_transform(), label="checkpoint", **style
+        )
     figure.legend(axis)
 
 
@@ -164,7 +172,8 @@ def draw_timing(axis: Axes, run: Run, name: str, number: str, faint: dict[str, s
     for index, (first, last) in enumerate(run.warmup_spans):  # one for each attempt
         in_legend = None if index else "warm-up"
         axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=in_legend)
-    typical = [run.columns[each][run.timed] for each in (name, *(faint or {}))]
+    plain = shown & ~run.warmup  # an earlier attempt, which may have been faster, is in sight, too
+    typical = [run.columns[each][plain] for each in (name, *(faint or {}))]
     figure.limit_y(axis, drawn=[run.columns[name][shown]], typical=typical)
     figure.legend(axis)
 
@@ -176,15 +185,15 @@ def draw_columns(axis: Axes, run: Run, labels: Mapping[str, str | None]) -> None
     figure.legend(axis)
 
 
-DRAW: dict[str, Callable[[Axes, Run], None]] = {
-    "loss": draw_loss,
-    "mfu": draw_mfu,
-    "tokens": draw_tokens,
-    "time": draw_time,
-    "memory": draw_memory,
-    "clock": draw_clock,
-    "lr": draw_lr,
-    "gradients": draw_gradients,
+DRAW: dict[str, Callable[..., None]] = {
+    "Loss": draw_loss,
+    "MFU": draw_mfu,
+    "Throughput": draw_tokens,
+    "Step time": draw_time,
+    "GPU memory": draw_memory,
+    "GPU clock and power": draw_clock,
+    "Learning rate": draw_lr,
+    "Gradient norm": draw_gradients,
 }
 
 

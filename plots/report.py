@@ -6,7 +6,7 @@
 
 The page is one file that needs no network and no other file, so it can be sent to anybody. A record may come
 from anybody, too: its texts are escaped, and the page's own policy (Content-Security-Policy) lets a browser
-run no script but plots/page.js and load nothing.
+run no script but plots/page.js and load nothing. The charts are matplotlib's, as images within the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.command import run_command  # noqa: E402
 from common.durable_file import write_bytes  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line, plain  # noqa: E402
-from plots import comparison_text, page_facts, page_panels, page_waterfall  # noqa: E402
+from plots import compare_runs, comparison_text, figure, page_facts, page_waterfall, plot_single_run  # noqa: E402
 from plots.compare_runs import read_sides, require_one_method, run_labels, warnings_about  # noqa: E402
 from plots.figure import output_path  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
@@ -39,28 +39,28 @@ def page(sides: list[list[Run]], profiles: list[Path]) -> str:
     runs = [run for side in sides for run in side]
     names, labels = comparison_text.run_names(sides), run_labels(runs)
     is_one = len(runs) == 1
-    panels, missing = page_panels.panels(runs, names)
+    panels = plot_single_run.panels(runs[0]) if is_one else compare_runs.panels(runs, names, further=True)
+    charts = [figure.svg(panel, runs) for panel in panels if not panel.absent]
     events, more_events = page_facts.event_rows(runs, names)
+    styles = compare_runs.line_styles(len(runs))
     return render(
         title=labels[0] if is_one else f"{len(runs)} runs",
         runs=[
-            {"name": name, "label": label, "about": comparison_text.describe(run), "color": index}
-            for index, (run, name, label) in enumerate(zip(runs, names, labels, strict=True))
+            {"name": name, "label": label, "about": comparison_text.describe(run), "color": index % 10}
+            | {"is_dashed": style["linestyle"] != "-"}
+            for index, (run, name, label, style) in enumerate(zip(runs, names, labels, styles, strict=True))
         ],
-        tiles=page_facts.tiles(runs[0]) if is_one else [],
         verdicts=[line.strip() for line in comparison_text.verdict_lines(sides)],
         warnings=warnings_about(runs, labels),
         tables=page_facts.tables(runs),
-        panels=panels,
-        missing=missing,
+        charts=[(base64.b64encode(image.encode()).decode(), facts) for image, facts in charts],
+        missing=[panel.absent for panel in panels if panel.absent],
         waterfalls=waterfalls(runs, profiles),
-        kinds=sorted({marker.kind for panel in panels for marker, _ in panel["markers"]}),
-        course=page_facts.course(runs[0]) if is_one else "",
         events=events,
         more_events=more_events,
         settings=page_facts.settings(runs[0]) if is_one else [],
-        differences=[] if is_one else comparison_text.differences(sides),
-        figures={"runs": labels if is_one else names, "panels": [panel["data"] for panel in panels]},
+        differences=comparison_text.differences(sides),
+        figures=[facts | {"tokens_per_iter": is_one and runs[0].tokens_per_iter} for _, facts in charts],
     )
 
 

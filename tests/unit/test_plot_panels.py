@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, write  # noqa: E402
+from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, resumed_record, write  # noqa: E402
 
 from plots import compare_runs, figure, plot_single_run  # noqa: E402
 from plots.run_record import load_run  # noqa: E402
@@ -158,6 +158,13 @@ def test_clock_and_power_have_a_panel_where_they_were_logged(tmp_path):
     assert "GPU clock and power" in panels(fig) and "W" not in [axis.get_ylabel() for axis in fig.axes]
     fig = plot_single_run.plot(run_of(tmp_path, new_record(60)))
     assert "GPU clock and power" not in panels(fig) and "No GPU clock was logged." in fig.get_supxlabel()
+
+
+def test_an_earlier_attempt_at_another_speed_is_in_sight(tmp_path):
+    record = resumed_record()
+    low, high = panels(plot_single_run.plot(run_of(tmp_path, record)))["Throughput"].get_ylim()
+    speeds = [row["tokens_per_sec"] for row in record["training_iterations"] if not row["warmup"]]
+    assert low < min(speeds) < 400_000 and 700_000 < max(speeds) < high
 
 
 # --- what differs ---
