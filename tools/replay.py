@@ -10,88 +10,80 @@ is run. Exit status 1: a number does not hold, or the run failed. docs/seal.md s
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
 from common.arguments import check_output, real_number, user_folder, user_path
 from common.command import FAILED, run_command
 from common.errors import UserError
+from common.json_file import read_json
 from common.run_records import run_records
 from common.text import one_line
-from plots.run_record import load_run
-from plots.verdict import MIN_ROWS, compare
-from tools.seal.contents import changed_sections, describe_code, read_seal
+from tools.seal.contents import changed_sections, read_seal, readable
 from tools.seal.recount import disagreements
 from training.batches.fingerprint import run_fingerprint
 from training.batches.sources import open_sources
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import KEYS, TrainConfig
+from training.configuration.keys import KEYS, REMOVED_KEYS, TrainConfig, removed_settings, todays_settings
 from training.records.startup_info import git_state
 
-# By how much a number may differ where its noise is not measured in the two runs, as a share.
-OTHER_MACHINE = 0.03  # tokens/s of GPUs of one kind: those measured so far differ by 2 to 3 % (LOG.md)
-LOSS = 0.01  # a loss; strategies, kernels and versions add in another order (LOG.md: up to 0.4 %)
+SPEED = 0.03  # a share of tokens/s: GPUs of one kind differ by 2 to 3 % (LOG.md)
+LOSS = 0.01  # of a loss; strategies, kernels and versions add in another order (LOG.md: up to 0.4 %)
+MIN_ROWS = 16  # after the warm-up; a median of fewer says too little
 # Keys of the sealed run that the new one has its own way: where it wrote, where it began, whom it told.
 NOT_TAKEN = {"out_dir", "dataset", "init_from", "resume_from", "init_weights", "allow_changes", "trackers"}
 NOT_TAKEN |= {"wandb_project", "wandb_run_name", "checkpoint_interval", "profile", "dry_run"}
-NOT_TAKEN |= {"always_save_checkpoint", "save_log_to_json"}
+NOT_TAKEN |= {"always_save_checkpoint", "save_log_to_json", *REMOVED_KEYS}
 # Which the record has beside the key
-COUNTS = {"gradient_accumulation_steps_per_gpu", "gradient_accumulation_steps_global"}
+NOT_TAKEN |= {"gradient_accumulation_steps_per_gpu", "gradient_accumulation_steps_global"}
 MESSAGE = 1000  # characters of a line; some of its words are the seal's
-RANDOM = re.compile(r"random-(\d{1,9})")  # a dataset of bench.random_tokens
-VERSIONS = ("torch", "cuda", "cudnn", "nccl", "python")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One comparison. holds: None if it means nothing here, and the text says why."""
-
-    what: str
-    holds: bool | None
-    text: str
+Finding = tuple[str, bool | None, str]  # what, whether it holds (None: that means nothing here), a text
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    with readable(options.seal):
+        return replay(options)
+
+
+def replay(options: argparse.Namespace) -> int:
     seal = read_seal(options.seal)
     if changed := changed_sections(seal):
         raise UserError(f"{options.seal} was changed after sealing: {', '.join(changed)}; fetch it again")
-    if wrong := disagreements(seal["record"]):
+    if wrong := disagreements(seal):
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]
     processes = require_machine(record)
-    out_dir = options.out_dir or Path("out-replay") / record["run_name"]
+    out_dir = (options.out_dir or Path("out-replay") / record["run_name"]).resolve()
     if run_records(out_dir):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")
     check_output(out_dir, "--out_dir")
     out_dir.mkdir(parents=True, exist_ok=True)
-    flags = settings(record, out_dir.resolve(), options.dataset)
-    config_file = out_dir / "replay.py"
-    config_file.write_text("# No setting: they are flags of this command\n", encoding="utf-8")
-    argv_of_run = [str(config_file.resolve()), *flags]
-    require_data(load_config(argv_of_run, processes), record)
-    for line in about_code(seal["code"]):
-        print(one_line(line, MESSAGE), flush=True)
-    print(f"Running {record['run_name']} again in {out_dir}", flush=True)
-    command = python_command(["train.py", *argv_of_run], processes)
+    (empty := out_dir / "replay.py").write_text("# The settings are flags of the command\n")
+    flags = [str(empty), *settings(record, out_dir, options.dataset)]
+    require_data(load_config(flags, processes), record["startup_info"]["data"]["fingerprint"])
+    sealed = _code(seal["code"], record["startup_info"]["software"]["torch"])
+    for line in (f"Sealed: {sealed}", seal["code"]["note"] or "", *removed_settings(record["config"])):
+        print(one_line(line, MESSAGE))
+    print(f"Here: {_code(git_state(), torch.__version__)}, in {out_dir}", flush=True)
+    command = python_command(["train.py", *flags], processes)
     done = run_process(command, out_dir / "console.log", options.timeout, keep_cache=True)
     if done.reason:
         print(f"The run failed: {done.reason}; see {out_dir / 'console.log'}")
         return FAILED
-    found = list(findings(options.seal, record, run_records(out_dir)[-1]))
-    for finding in found:
-        state = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}[finding.holds]
-        print(f"{finding.what:<14} {state}: {one_line(finding.text, MESSAGE)}")
-    failed = [finding.what for finding in found if finding.holds is False]
+    found = findings(record, read_json(run_records(out_dir)[-1]))
+    for what, holds, text in found:
+        state = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}[holds]
+        print(f"{what:<14} {state}: {one_line(text, MESSAGE)}")
+    failed = [what for what, holds, _ in found if holds is False]
     print(f"{', '.join(failed)}: does not hold" if failed else "All that can be compared here holds.")
     return FAILED if failed else 0
 
@@ -108,182 +100,91 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def settings(record: dict[str, Any], out_dir: Path, dataset: str | None) -> list[str]:
-    """Flags of train.py with the sealed configuration. Raises UserError for keys and values that are no
-    settings; train.py checks types and rules."""
-    if (record["startup_info"].get("resumed_from") or {}) and len(record.get("attempts") or []) < 2:
-        raise UserError(
-            "the run went on from a checkpoint of another run, so it cannot be run from its beginning"
-        )
-    if record["startup_info"].get("pretrained"):
-        raise UserError(
-            "the run began with pretrained weights, which are not in a seal; it cannot be replayed"
-        )
-    flags = [f"--out_dir={out_dir}", f"--dataset={dataset or record['config'].get('dataset')}"]
-    for key, value in record["config"].items():
-        if key in COUNTS | NOT_TAKEN:
-            continue
-        if key not in KEYS:
-            raise UserError(
-                f"the seal's configuration has {key!r}, no setting of this code; it is of other code"
-            )
-        if value != KEYS[key].default:
-            flags.append(f"--{key}={value}")
-    return [*flags, "--always_save_checkpoint=False"]
-
-
 def require_machine(record: dict[str, Any]) -> int:
-    """The number of processes. Raises UserError if this machine has not as many GPUs."""
-    processes = record["startup_info"]["hardware"].get("num_gpus")
-    if not isinstance(processes, int) or not 1 <= processes <= 4096:
-        raise UserError(f"the seal's num_gpus is {processes!r}, no number of GPUs")
-    if record["config"].get("device") == "cpu":
-        if processes > (os.cpu_count() or 1):
-            raise UserError(f"the sealed run used {processes} processes, more than this machine has cores")
-        return processes
-    gpus = torch.cuda.device_count()
-    if gpus < processes:
-        raise UserError(
-            f"the sealed run used {processes} GPUs, and this machine has {gpus}; replay it on one with more"
-        )
+    """The number of processes. Raises UserError if this machine has not as many GPUs, or cores for a CPU."""
+    processes = record["startup_info"]["hardware"]["num_gpus"]
+    here = os.cpu_count() or 1 if record["config"]["device"] == "cpu" else torch.cuda.device_count()
+    if not 1 <= processes <= here:
+        raise UserError(f"the sealed run used {processes} GPUs (or processes), and this machine has {here}")
     return processes
 
 
-def require_data(config: TrainConfig, record: dict[str, Any]) -> None:
-    """Raises UserError if the dataset is absent, or holds other tokens."""
-    sealed = record["startup_info"]["data"].get("fingerprint")
+def settings(record: dict[str, Any], out_dir: Path, dataset: str | None) -> list[str]:
+    """Flags of train.py with the sealed configuration. Raises UserError for keys that are no settings here;
+    train.py checks types and rules."""
+    startup, config = record["startup_info"], record["config"]
+    if startup.get("pretrained") or (startup.get("resumed_from") and len(record["attempts"]) < 2):
+        raise UserError("the run began with weights that are not in a seal, so it cannot be run again")
+    stated = {key: value for key, value in todays_settings(config).items() if key not in NOT_TAKEN}
+    if unknown := [key for key in stated if key not in KEYS]:
+        raise UserError(f"the seal's configuration has {unknown[0]!r}, no setting of this code")
+    changed = [f"--{key}={value}" for key, value in stated.items() if value != KEYS[key].default]
+    name = dataset or config["dataset"]
+    return [f"--out_dir={out_dir}", f"--dataset={name}", *changed, "--always_save_checkpoint=False"]
+
+
+def require_data(config: TrainConfig, sealed: str) -> None:
+    """Raises UserError if the dataset is absent, or has another fingerprint."""
     try:
-        here = run_fingerprint(open_sources(config, scan=False))["sha256"]
+        # the index of packed windows, which a scan opens, is part of the fingerprint
+        here = run_fingerprint(open_sources(config, scan=config.packing == "truncate"))["sha256"]
     except UserError as error:
-        size = RANDOM.fullmatch(Path(config.dataset).name)
-        made = f", and python -m bench.random_tokens {size[1]} makes it" if size else ""
-        raise UserError(
-            f"{error}\nThe seal needs this dataset{made}; --dataset=FOLDER names another place"
-        ) from None
+        hint = "--dataset=FOLDER names another place; python -m bench.random_tokens N makes random-N"
+        raise UserError(f"{error}\nThe seal needs this dataset; {hint}") from None
     if here != sealed:
         raise UserError(
             f"the dataset {config.dataset!r} holds other tokens than the sealed run read (fingerprint "
-            f"{here[:12]}, sealed {str(sealed)[:12]}); prepare it anew, or name the right one with --dataset"
+            f"{here[:12]}, sealed {sealed[:12]}); prepare it anew, or name the right one with --dataset"
         )
 
 
-def about_code(code: dict[str, Any]) -> Iterator[str]:
-    """What differs between the sealed code and this; the difference is shown to people and never applied."""
-    here = describe_code(git_state())
-    if code.get("note"):
-        yield f"Note: {code['note']}"
-    if code.get("commit") and code["commit"] != here["commit"]:
-        yield (
-            f"Note: sealed at commit {code['commit'][:12]}, this is {str(here['commit'])[:12]}; "
-            f"for the same code: git checkout {code['commit'][:12]}"
-        )
-    if code.get("difference"):
-        yield "Note: the sealed code had changes on top of its commit; the seal's code.difference shows them"
-    elif here["modified"]:
-        yield "Note: this code has changes on top of its commit"
+def _code(git: dict[str, Any], version: str) -> str:
+    return f"commit {git['commit']}{', modified' if git['modified'] else ''}, torch {version}"
 
 
-def findings(sealed: Path, record: dict[str, Any], path: Path) -> Iterator[Finding]:
+def findings(old: dict[str, Any], new: dict[str, Any]) -> list[Finding]:
     """The comparisons of the sealed record with the new one."""
-    new = load_run(path).record
-    yield _flops(record, new)
-    yield from _losses(record, new)
-    yield _speed(record, new)
-
-
-def _flops(old: dict, new: dict) -> Finding:
     flops = [one["startup_info"]["flops"] for one in (old, new)]
-    shown = [f"{one['flops_per_token']:,}" for one in flops]
-    text = f"{shown[0]}, by each of the three formulas as sealed"
-    if flops[0]["totals"] != flops[1]["totals"]:
-        text = f"{shown[0]} and now {shown[1]}, or another of the three formulas"
-    return Finding("FLOPs/token", flops[0]["totals"] == flops[1]["totals"], text)
+    counts = " and now ".join(f"{one['flops_per_token']:,}" for one in flops)
+    return [
+        ("FLOPs/token", flops[0]["totals"] == flops[1]["totals"], f"{counts}, and by all formulas"),
+        _losses("losses", *(_values(one["training_iterations"], "loss") for one in (old, new))),
+        _losses("evaluations", *(_values(one["eval_steps"], "val_loss") for one in (old, new))),
+        _speed(old, new),
+    ]
 
 
-def _losses(old: dict, new: dict) -> Iterator[Finding]:
-    """Every logged loss, and those of evaluations."""
-    for what, section, name in (
-        ("losses", "training_iterations", "loss"),
-        ("evaluations", "eval_steps", "val_loss"),
-    ):
-        sides = [
-            {row["iter"]: row[name] for row in one.get(section) or [] if _is_number(row.get(name))}
-            for one in (old, new)
-        ]
-        if not sides[0]:
-            continue
-        if missing := sorted(sides[0].keys() - sides[1].keys()):
-            yield Finding(what, False, f"iteration {missing[0]} has none now")
-            continue
-        differences = {i: abs(sides[1][i] / loss - 1) if loss else 0.0 for i, loss in sides[0].items()}
-        worst = max(differences, key=lambda i: differences[i])
-        if not differences[worst]:
-            yield Finding(what, True, f"all {len(differences)} are equal to the last digit")
-            continue
-        most = differences[worst]
-        text = (
-            f"{sides[0][worst]:.6f} and now {sides[1][worst]:.6f} at iteration {worst}, {100 * most:.4f} % "
-            f"apart, the most of {len(differences)}; {100 * LOSS:g} % is allowed"
-        )
-        yield Finding(what, most <= LOSS, f"{text}{_other_versions(old, new)}")
+def _values(rows: list[dict], name: str) -> dict[int, float]:
+    return {row["iter"]: row[name] for row in rows}
 
 
-def _speed(old: dict, new: dict) -> Finding:
+def _losses(what: str, old: dict[int, float], new: dict[int, float]) -> Finding:
+    if missing := sorted(old.keys() - new.keys()):
+        return what, False, f"iteration {missing[0]} has none now"
+    # repr: nan, the loss of a run that diverged, is equal to nan
+    apart = {i: abs(new[i] / loss - 1) for i, loss in old.items() if repr(new[i]) != repr(loss)}
+    if not apart:
+        return what, True, f"all {len(old)} are equal to the last digit"
+    worst = max(apart, key=lambda i: math.inf if math.isnan(apart[i]) else apart[i])
+    text = f"{old[worst]:.6f} and now {new[worst]:.6f} at iteration {worst}, {100 * apart[worst]:.4f} % apart"
+    return what, apart[worst] <= LOSS, f"{text}, the most of {len(old)}; {100 * LOSS:g} % is allowed"
+
+
+def _speed(old: dict[str, Any], new: dict[str, Any]) -> Finding:
     """tokens/s, and so MFU, both of the sealed peak: a peak that is measured anew is another one."""
-    hardware = [one["startup_info"]["hardware"] for one in (old, new)]
-    names = [each.get("gpu_name") for each in hardware]
+    names = [one["startup_info"]["hardware"]["gpu_name"] for one in (old, new)]
+    if (rows := min(one["summary"]["rows_after_warmup"] for one in (old, new))) < MIN_ROWS:
+        return "tokens/s", None, f"too few rows after the warm-up: {rows}, not {MIN_ROWS}"
+    rates = [one["summary"]["tokens_per_sec"]["median"] for one in (old, new)]
+    change = rates[1] / rates[0] - 1
+    text = f"{rates[0]:,.0f} and now {rates[1]:,.0f}, {100 * change:+.1f} %"
+    if mfu := old["summary"]["mfu_percent"]:
+        text += f"; MFU {mfu['median']:.2f} and {(1 + change) * mfu['median']:.2f} % of the sealed peak"
     if names[0] != names[1]:
-        text = f"sealed on {names[0]}, this is {names[1]}: tokens/s and MFU of another kind of machine"
-        return Finding("tokens/s", None, text)
-    rows = [_rates(old), _rates(new)]
-    medians = [float(np.median(one)) if len(one) else 0.0 for one in rows]
-    if min(map(len, rows)) < MIN_ROWS or not all(medians):
-        return Finding(
-            "tokens/s", None, f"too few rows after the warm-up: {min(map(len, rows))}, not {MIN_ROWS}"
-        )
-    verdict = compare([rows[1]], [rows[0]])
-    mfu = (old["summary"].get("mfu_percent") or {}).get("median")
-    shown = f", MFU {mfu:.2f} and {mfu * medians[1] / medians[0]:.2f} % of the sealed peak" if mfu else ""
-    if old["config"].get("device") == "cpu":
-        text = f"{medians[0]:,.0f} and now {medians[1]:,.0f}{shown}; other programs use a CPU, too"
-        return Finding("tokens/s", None, text)
-    allowed = 0.0 if _same_gpus(old, new) else OTHER_MACHINE
-    holds = verdict.low <= allowed and verdict.high >= -allowed
-    text = (
-        f"{medians[0]:,.0f} and now {medians[1]:,.0f}{shown}; "
-        f"{verdict.text('the new run', 'the sealed one')}; "
-        f"{100 * allowed:g} % beyond this noise is allowed"
-    )
-    return Finding("tokens/s", holds, f"{text}{_other_versions(old, new)}")
-
-
-def _same_gpus(old: dict, new: dict) -> bool:
-    """By their UUIDs: virtual machines share host names. A record without UUIDs is of other GPUs."""
-    machines = [one["startup_info"].get("machine") or {} for one in (old, new)]
-    uuids = [{gpu.get("uuid") for gpu in machine.get("gpus") or ()} for machine in machines]
-    return bool(uuids[0]) and None not in uuids[0] and uuids[0] == uuids[1]
-
-
-def _rates(record: dict) -> np.ndarray:
-    rows = record["training_iterations"]
-    steady = [
-        row for row in rows if not row.get("warmup") and row.get("attempt", 1) == record.get("attempt", 1)
-    ]
-    return np.array([row["tokens_per_sec"] for row in steady if _is_number(row.get("tokens_per_sec"))])
-
-
-def _other_versions(old: dict, new: dict) -> str:
-    software = [one["startup_info"]["software"] for one in (old, new)]
-    different = [
-        f"{name} {software[0].get(name)} and {software[1].get(name)}"
-        for name in VERSIONS
-        if software[0].get(name) != software[1].get(name)
-    ]
-    return f" (versions differ: {', '.join(different)})" if different else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return "tokens/s", None, f"{text}; sealed on {names[0]}, this is {names[1]}"
+    if old["config"]["device"] == "cpu":
+        return "tokens/s", None, f"{text}; other programs use a CPU, too"
+    return "tokens/s", abs(change) <= SPEED, f"{text}; {100 * SPEED:g} % is allowed"
 
 
 if __name__ == "__main__":

@@ -724,3 +724,8 @@ def test_a_table_has_one_peak_for_each_dtype():
         "peak": {"tflops_per_gpu": 700.0, "measured": False, "source": "stated by peak_tflops"}
     }
     assert peaks([first, *others]) == ["700 TFLOPS in bfloat16, measured: a GEMM"]
+
+
+def test_software_of_a_bench_calls_the_processor_no_gpu():
+    facts = throughput.software_here()
+    assert facts["cpu_name"] and "gpu_name" not in facts and facts["torch"]

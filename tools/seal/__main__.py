@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from common.arguments import user_folder
 from common.command import FAILED, run_command
@@ -21,14 +20,16 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from common.text import aligned, one_line
-from tools.seal.bench_check import bench_disagreements
-from tools.seal.contents import changed_sections, code_disagreements, make_seal, read_record, read_seal
+from tools.seal.contents import changed_sections, make_seal, read_record, read_seal, readable
 from tools.seal.recount import disagreements, recount
+
+COLUMNS = ("formula", "FLOPs/token", "MFU %", "causal FLOPs/token", "causal MFU %")
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    return verify(options.file) if options.verify else seal(options.file, options.output, options.bench)
+    with readable(options.file):
+        return verify(options.file) if options.verify else seal(options.file, options.output, options.bench)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -49,39 +50,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def seal(path: Path, out: Path | None, bench: Path | None) -> int:
-    record = read_record(path)
-    if wrong := disagreements(record):
+    content = make_seal(read_record(path), read_json(bench) if bench else None)
+    if wrong := disagreements(content):
         raise UserError(f"{path} does not agree with itself, so it is not sealed: {one_line(wrong[0], 300)}")
-    table = read_bench(bench) if bench else None
-    if wrong := bench_disagreements(table, record):
-        raise UserError(f"--bench={bench} does not agree with {path}: {one_line(wrong[0], 300)}")
-    content = make_seal(record, table)
     out = out or path.with_name(f"seal_{path.stem.removeprefix('run_')}.json")
     if out.exists():
         raise UserError(f"{out} exists; a seal is never written over: remove it, or choose another --output")
-    try:
-        write_json(out, content)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}; choose another --output") from None
+    write_json(out, content)
     code = content["code"]
-    print(f"Sealed in {out}")
-    print(f"Code:   {code['commit'] or 'no commit'}{', modified' if code['modified'] else ''}")
+    print(
+        f"Sealed in {out}\nCode:   {code['commit'] or 'no commit'}{', modified' if code['modified'] else ''}"
+    )
     if code["note"]:
         print(f"        {code['note']}")
     print(f"Digest: {content['digest']}")
     return 0
-
-
-def read_bench(path: Path) -> dict[str, Any]:
-    try:
-        bench = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--bench={path} cannot be read: {error}; name the table.json of a benchmark"
-        ) from None
-    if not isinstance(bench.get("entries"), list):
-        raise UserError(f"--bench={path} has no entries, so it is no table.json of bench.throughput")
-    return bench
 
 
 def verify(path: Path) -> int:
@@ -89,36 +72,18 @@ def verify(path: Path) -> int:
     if changed := changed_sections(content):
         print(f"CHANGED after sealing: {', '.join(changed)}")
         return FAILED  # its figures are those of whoever changed it
-    wrong = [*disagreements(content["record"]), *bench_disagreements(content["bench"], content["record"])]
-    wrong += code_disagreements(content)
-    print("\n".join(recount_table(content["record"])))
+    wrong = disagreements(content)
+    rows = []
+    for name, flops, causal_flops, *percents in recount(content["record"]):
+        mfu, causal_mfu = ("no peak" if each is None else f"{each:.2f}" for each in percents)
+        rows.append([name, f"{flops:,}", mfu, f"{causal_flops:,}", causal_mfu])
+    print("\n".join(aligned(COLUMNS, rows, ("formula",), "github")))
     print(f"\nDigest: {content['digest']}")
     for line in wrong:
         print(f"DOES NOT AGREE: {one_line(line, 1000)}")
-    if wrong:
-        return FAILED
-    print("Nothing was changed after sealing, and every figure follows from the record.")
-    return 0
-
-
-def recount_table(record: dict[str, Any]) -> list[str]:
-    """Lines: the MFU by each formula and convention, from the median of tokens/s."""
-
-    def percent(value: float | None) -> str:
-        return "no peak" if value is None else f"{value:.2f}"
-
-    rows = [
-        [
-            f"{one.formula}{' (the record)' if one.in_use else ''}",
-            f"{one.flops_per_token:,}",
-            percent(one.percent),
-            f"{one.flops_per_token_causal:,}",
-            percent(one.causal_percent),
-        ]
-        for one in recount(record)
-    ]
-    columns = ("formula", "FLOPs/token", "MFU %", "causal FLOPs/token", "causal MFU %")
-    return aligned(columns, rows, ("formula",), "github")
+    if not wrong:
+        print("Nothing was changed after sealing, and every figure follows from the record.")
+    return FAILED if wrong else 0
 
 
 if __name__ == "__main__":

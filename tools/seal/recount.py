@@ -1,263 +1,151 @@
-"""Counts a record's MFU again, from the record alone: FLOPs of its architecture by all three formulas,
-tokens/s from the time of each row, and the peak that it states. What does not agree is said, row by row."""
+"""Counts a record again, from the record alone: the model that its settings make, that model's FLOPs by all
+three formulas, tokens/s and MFU of each row, and the medians.
+
+The record may be anybody's: whoever calls this does so within contents.readable().
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from statistics import median
+from typing import Any
 
-from common.errors import UserError
-from common.text import one_line
-from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
+from common.text import shown
 from model_config import ModelConfig
-from tools.seal import consistency
+from training.configuration.keys import KEYS, TrainConfig, todays_settings
 from training.hardware.peaks import table_peak
-from training.records.percentiles import spread
-from training.records.utilization import document_flops
+from training.process.work_timer import UNMEASURED_ITERS
+from training.records.utilization import FORMULAS, document_flops, summarize
 
-FORMULAS = {
-    module.CALCULATION_METHOD: module for module in (model_builder_v1, model_builder_v2, model_builder_v3)
-}
 ROUNDING = 1e-9  # relative: what adding and dividing in another order changes
-SHOWN = 5  # rows of a kind that are named; the others are counted
-FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu_percent", "time_ms")  # of the summary
-CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c")  # of the summary, too, where they were measured
+SHOWN = 5  # figures that are named; the others are counted
+Figure = tuple[str, Any, Any]  # its name, as stated, as made from the rest of the seal
 
 
-@dataclass(frozen=True)
-class Recount:
-    """The MFU of a record by one formula, from the median of its tokens/s."""
-
-    formula: str
-    flops_per_token: int
-    flops_per_token_causal: int
-    percent: float | None  # of the peak; None without a peak
-    causal_percent: float | None
-    in_use: bool  # the formula that the record's own MFU is by
-
-
-def recount(record: dict[str, Any]) -> list[Recount]:
-    """By v1, v2 and v3. Raises UserError if the record's model cannot be built."""
-    counts = _counts(record)
-    startup, summary = record["startup_info"], record["summary"]
-    rate = (summary.get("tokens_per_sec") or {}).get("median")
-    peak = _peak_flops(startup)
-    share = rate / peak if _positive(rate) and peak else None
-    return [
-        Recount(
-            formula,
-            found["flops_per_token"],
-            found["flops_per_token_causal"],
-            None if share is None else 100 * share * found["flops_per_token"],
-            None if share is None else 100 * share * found["flops_per_token_causal"],
-            formula == startup["flops"].get("calculation_method"),
-        )
-        for formula, found in counts.items()
-    ]
-
-
-def disagreements(record: dict[str, Any]) -> list[str]:
-    """What in the record does not follow from the rest of it, a line each; empty if all of it does. Raises
-    UserError if a figure is no figure: anybody may have written the record."""
-    found: list[str] = []
-    others = (consistency.settings, consistency.gpus, consistency.warmup, consistency.facts)
-    for check in (_finite, _formula, _peak, _times, _rows, _summary, _end, *others):
-        try:
-            found += check(record)
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise UserError(
-                f"the record's {check.__name__.strip('_')} cannot be read: {type(error).__name__}: "
-                f"{one_line(str(error), 200)}; it is damaged, or of another version"
-            ) from None
+def recount(record: dict[str, Any]) -> list[tuple[str, int, int, float | None, float | None]]:
+    """(formula, FLOPs/token, causal ones, MFU, causal MFU) by v1, v2 and v3, from the median of tokens/s. An
+    MFU is in percent, and None without a peak."""
+    rate, peak = record["summary"]["tokens_per_sec"], _peak_flops(record["startup_info"]["hardware"])
+    share = 100 * rate["median"] / peak if rate and peak else None
+    found = []
+    for formula, flops in _counts(_model(record["config"])).items():
+        full, causal = flops["flops_per_token"], flops["flops_per_token_causal"]
+        found.append((formula, full, causal, share and share * full, share and share * causal))
     return found
 
 
-def _finite(record: dict[str, Any]) -> list[str]:
-    """A loss may be nan, as of a run that diverged; no other number may."""
-    found = consistency.infinite_numbers(record)
-    return [line for line in found if not re.search(r"loss|norm|grad_", line)][:SHOWN]
+def disagreements(seal: dict[str, Any]) -> list[str]:
+    """A line for each figure that does not follow from the rest of the seal."""
+    record = seal["record"]
+    figures = [*_settings(record), *_rows(record), *_bench(seal["bench"])]
+    git = record["startup_info"].get("git") or {}
+    figures += [(f"code.{name}", seal["code"][name], git.get(name)) for name in ("commit", "modified")]
+    wrong = [line for figure in figures for line in _differences(*figure)]
+    return wrong[:SHOWN] + [f"{len(wrong) - SHOWN} more figures"] * (len(wrong) > SHOWN)
 
 
-def _times(record: dict[str, Any]) -> Iterator[str]:
-    """Every row has a time, from which its tokens/s follow, whether or not it has an MFU."""
-    tokens, last = record["startup_info"].get("tokens_per_iter"), record.get("attempt", 1)
-    config, gpus = record["config"], record["startup_info"]["hardware"].get("num_gpus")
-    for row in record["training_iterations"]:
-        if row.get("attempt", 1) != last:
-            continue
-        time, rate = row.get("time_ms"), row.get("tokens_per_sec")
-        if not _positive(time) or not _positive(rate):
-            yield f"rows, time_ms: iteration {row.get('iter')}: {time!r} ms and {rate!r} tokens/s"
-        elif not row.get("mfu") and _positive(tokens) and not same_figure(rate, 1e3 * tokens / time):
-            yield (
-                f"rows, tokens_per_sec: iteration {row.get('iter')}: {rate!r}, not {1e3 * tokens / time:.6g}"
-            )
-    factors = [config.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
-    factors.append(gpus)
-    if all(isinstance(one, int) for one in factors) and tokens != math.prod(factors):
-        yield (
-            f"startup_info.tokens_per_iter is {tokens!r}, and batch_size x gradient_accumulation_steps x "
-            f"block_size x GPUs make {math.prod(factors)}"
-        )
+def _settings(record: dict[str, Any]) -> Iterator[Figure]:
+    """What follows from the configuration and the machine."""
+    startup, config = record["startup_info"], record["config"]
+    flops, hardware, model = startup["flops"], startup["hardware"], _model(config)
+    for field, made in model.to_dict().items():
+        yield f"model.architecture.{field}", startup["model"]["architecture"].get(field), made
+    counts = _counts(model)
+    for formula, found in counts.items():
+        yield f"flops.totals.{formula}", flops["totals"].get(formula), found["flops_per_token"]
+    for name in ("flops_per_token", "flops_per_token_causal"):
+        yield f"flops.{name}", flops[name], counts[flops["calculation_method"]][name]
+    factors = [config[key] for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
+    yield "tokens_per_iter", startup["tokens_per_iter"], math.prod(factors) * hardware["num_gpus"]
+    peak = hardware["peak"]
+    known = table_peak(str(hardware["gpu_name"]), hardware["precision"], bool(peak["sparse"]))
+    if known.tflops and (config["peak_tflops"] is None or peak["source"] == known.source):
+        yield "hardware.peak.tflops_per_gpu", peak["tflops_per_gpu"], known.tflops
 
 
-def _counts(record: dict[str, Any]) -> dict[str, dict]:
-    architecture, config = record["startup_info"]["model"].get("architecture"), record["config"]
-    try:
-        model = ModelConfig(**architecture)
-        return {name: module.count_flops(model, config["block_size"]) for name, module in FORMULAS.items()}
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise UserError(
-            f"the record's model cannot be counted: {type(error).__name__}: {error}; it is damaged, or of "
-            "another version"
-        ) from None
+def _rows(record: dict[str, Any]) -> Iterator[Figure]:
+    """Each row of the last attempt, and the summary. No row is absent, or called warm-up to be left out."""
+    summary, iterations = record["summary"], [row["iter"] for row in record["training_iterations"]]
+    yield "iterations of the rows", iterations, sorted(set(iterations))
+    interval, final = record["config"]["log_interval"], summary["final_iter"]
+    due = range(-(-iterations[0] // interval) * interval, final + 1, interval)
+    logged = sum(iteration % interval == 0 for iteration in iterations)
+    yield f"number of rows, one in {interval} iterations,", logged, len(due)
+    rows = [row for row in record["training_iterations"] if row["attempt"] == record["attempt"]]
+    start = first = record["attempts"][-1]["start_iter"]
+    for row in rows:
+        made = _row(record, row, start == first) | {"warmup": start < first + UNMEASURED_ITERS}
+        for name, value in made.items():
+            yield f"iteration {row['iter']}: {name}", row[name], value
+        start = row["iter"] + 1
+    made = {**summarize(rows), "final_iter": iterations[-1], "final_loss": rows[-1]["loss"]}
+    for name, value in made.items():
+        if name in summary:
+            yield f"summary.{name}", summary[name], value
 
 
-def _formula(record: dict[str, Any]) -> Iterator[str]:
-    flops, counts = record["startup_info"]["flops"], _counts(record)
-    method = flops.get("calculation_method")
-    if method not in FORMULAS:
-        yield f"startup_info.flops: the formula {method!r} is not one of {', '.join(FORMULAS)}"
+def _row(record: dict[str, Any], row: dict[str, Any], is_first: bool) -> dict[str, Any]:
+    """tokens/s and MFU. A row has no MFU if it is the first, which includes compilation, or if that would be
+    above 100 %, for which train.py writes none."""
+    startup, rate, mfu = record["startup_info"], row["tokens_per_sec"], row["mfu"]
+    hardware, peak, flops = startup["hardware"], _peak_flops(startup["hardware"]), startup["flops"]
+    made = {
+        "tokens_per_sec": 1e3 * startup["tokens_per_iter"] / row["time_ms"],
+        "tokens_per_sec_per_gpu": rate / hardware["num_gpus"],
+        "mfu": None,
+    }
+    most = _peak_flops(hardware, "peak_fp8") or peak
+    if is_first or peak is None or most is None or rate * flops["flops_per_token"] > most:
+        return made
+    causal = flops["flops_per_token_causal"]
+    if record["config"].get("doc_masking"):
+        causal = document_flops(flops, mfu["document_length_per_token"], record["config"]["block_size"])
+    figures = {
+        "mfu": rate / peak * flops["flops_per_token"],
+        "mfu_percent": 100 * rate / peak * flops["flops_per_token"],
+        "mfu_causal_percent": 100 * rate / peak * causal,
+        "hardware_peak_tflops": peak / 1e12,
+        "num_gpus": hardware["num_gpus"],
+        "gpu_name": hardware["gpu_name"],
+        "calculation_method": flops["calculation_method"],
+    }
+    return {**made, "mfu": figures}
+
+
+def _bench(bench: dict[str, Any] | None) -> Iterator[Figure]:
+    """Of a table of bench.throughput: each ratio to a peer, by the rows of both."""
+    speeds: dict[str, float] = {}
+    entries = bench["entries"] if bench else []
+    for each in entries:
+        runs = [run["measurement"]["tokens_per_sec_per_gpu"] for run in each["runs"] if run["measurement"]]
+        speeds |= {each["name"]: median(map(median, runs))} if runs else {}
+    for each in entries:
+        for peer, ratio in ((each["result"] or {}).get("times_peers") or {}).items():
+            yield f"bench: {each['name']}, times {peer},", ratio, speeds[each["name"]] / speeds[peer]
+
+
+def _model(config: dict[str, Any]) -> ModelConfig:
+    settings = todays_settings(config)
+    return TrainConfig(**{name: value for name, value in settings.items() if name in KEYS}).model_config()
+
+
+def _counts(model: ModelConfig) -> dict[str, dict]:
+    return {module.CALCULATION_METHOD: module.count_flops(model, model.block_size) for module in FORMULAS}
+
+
+def _peak_flops(hardware: dict[str, Any], peak: str = "peak") -> float | None:
+    """Of all GPUs, per second."""
+    tflops = (hardware.get(peak) or {}).get("tflops_per_gpu")
+    return None if tflops is None else tflops * 1e12 * hardware["num_gpus"]
+
+
+def _differences(name: str, stated: Any, made: Any) -> Iterator[str]:
+    """Beyond rounding; and nan, the loss of a run that diverged, is itself."""
+    if isinstance(made, dict) and isinstance(stated, dict):
+        for part, value in made.items():
+            yield from _differences(f"{name}.{part}", stated.get(part), value)
         return
-    for name, found in counts.items():
-        if flops["totals"].get(name) != found["flops_per_token"]:
-            yield (
-                f"startup_info.flops.totals: {name} is {flops['totals'].get(name)!r}, and the architecture "
-                f"makes {found['flops_per_token']:,}"
-            )
-    for key in ("flops_per_token", "flops_per_token_causal"):
-        if flops.get(key) != counts[method][key]:
-            made = counts[method][key]
-            yield f"startup_info.flops.{key} is {flops.get(key)!r}, and {method} makes {made:,}"
-    methods = {row["mfu"].get("calculation_method") for row in _measured(record)} - {method}
-    for other in sorted(map(str, methods)):
-        yield f"rows count MFU by {other}, and startup_info by {method}: the formula was changed between them"
-
-
-def _peak(record: dict[str, Any]) -> Iterator[str]:
-    """A peak said to be the datasheet's must be the one of our table."""
-    hardware = record["startup_info"]["hardware"]
-    peak = hardware.get("peak") or {}
-    name, precision = hardware.get("gpu_name"), hardware.get("precision")
-    if not (isinstance(name, str) and isinstance(precision, str)):
-        return
-    known = table_peak(name, precision, bool(peak.get("sparse")))
-    own = record["config"].get("peak_tflops") is None  # no peak was stated or measured: it is the table's
-    if known.tflops is not None and (own or known.source == peak.get("source")):
-        if not same_figure(peak.get("tflops_per_gpu"), known.tflops):
-            yield (
-                f"the peak is {peak.get('tflops_per_gpu')!r} TFLOPS a GPU, and its source, {known.source}, "
-                f"says {known.tflops:g}"
-            )
-
-
-def _rows(record: dict[str, Any]) -> Iterator[str]:
-    startup = record["startup_info"]
-    counts, method = _counts(record), startup["flops"].get("calculation_method")
-    tokens, peak = startup.get("tokens_per_iter"), _peak_flops(startup)
-    wrong: dict[str, list[str]] = {}
-    for row in _measured(record):
-        mfu, rate = row["mfu"], row.get("tokens_per_sec")
-        found = dict(counts.get(mfu.get("calculation_method"), counts.get(method)) or {})
-        if not found:
-            continue
-        attended = mfu.get("document_length_per_token")
-        if record["config"].get("doc_masking") and _positive(attended):
-            found["flops_per_token_causal"] = document_flops(found, attended, record["config"]["block_size"])
-        share = rate / peak if _positive(rate) and peak else math.nan
-        expected = {
-            "tokens_per_sec": 1e3 * tokens / row["time_ms"]
-            if _positive(row.get("time_ms")) and _positive(tokens)
-            else math.nan,
-            "mfu.tokens_per_sec": rate,
-            "mfu.mfu_percent": 100 * share * found["flops_per_token"],
-            "mfu.mfu": share * found["flops_per_token"],
-            "mfu.mfu_causal_percent": 100 * share * found["flops_per_token_causal"],
-            "mfu.hardware_peak_tflops": peak / 1e12 if peak else math.nan,
-        }
-        for name, value in expected.items():
-            stated = mfu.get(name.removeprefix("mfu.")) if name.startswith("mfu.") else row.get(name)
-            if not same_figure(stated, value):
-                wrong.setdefault(name, []).append(f"iteration {row.get('iter')}: {stated!r}, not {value:.6g}")
-    for name, lines in wrong.items():
-        more = f", and {len(lines) - SHOWN} more rows" if len(lines) > SHOWN else ""
-        yield f"rows, {name}: {'; '.join(lines[:SHOWN])}{more}"
-
-
-def _summary(record: dict[str, Any]) -> Iterator[str]:
-    """Medians and percentiles must be those of the rows after the warm-up, of the last attempt."""
-    last = record.get("attempt", 1)
-    rows = [
-        row
-        for row in record["training_iterations"]
-        if not row.get("warmup") and row.get("attempt", 1) == last and _positive(row.get("time_ms"))
-    ]
-    for name in (*FIGURES, *CLOCKS):
-        of_rows = [row["mfu"] for row in rows if row.get("mfu")] if name == "mfu_percent" else rows
-        values = [one.get(name) for one in of_rows]
-        numbers = [value for value in values if _positive(value)]
-        stated = record["summary"].get(name)
-        expected = spread(numbers) if numbers else None
-        if (expected is None) != (stated is None) and name in record["summary"] | dict.fromkeys(FIGURES):
-            yield f"summary.{name} is {one_line(str(stated), 100)}, and {len(numbers)} rows have it"
-            continue
-        for part, made in (expected or {}).items() if stated else ():
-            if not same_figure(stated.get(part), made):
-                yield f"summary.{name}: the {part} is {stated.get(part)!r}, and the rows make {made:.6g}"
-
-
-def _end(record: dict[str, Any]) -> Iterator[str]:
-    iterations = [row.get("iter") for row in record["training_iterations"]]
-    final = record["summary"].get("final_iter")
-    numbers = [i for i in iterations if isinstance(i, int)]
-    if numbers != sorted(set(numbers)) or len(numbers) != len(iterations):
-        yield "rows: their iterations are not in order, each once"
-    elif numbers and final != numbers[-1]:
-        yield f"rows: the last is iteration {numbers[-1]}, and summary.final_iter is {final!r}"
-    interval = record["config"].get("log_interval")
-    if isinstance(interval, int) and isinstance(final, int) and numbers and interval > 0:
-        first, known = -(-numbers[0] // interval) * interval, set(numbers)
-        number = len(range(first, final + 1, interval)) - sum(i % interval == 0 for i in known)
-        if number > 0:  # the end may be any number, so no list is made of what should be there
-            absent = (i for i in range(first, final + 1, interval) if i not in known)
-            shown = ", ".join(map(str, itertools.islice(absent, SHOWN)))
-            yield f"rows: iterations {shown} are missing ({number:,} in all)"
-    most, loss = record["config"].get("max_iters"), record["training_iterations"][-1].get("loss")
-    if isinstance(most, int) and isinstance(final, int) and final >= most:
-        yield f"summary.final_iter is {final}, and the configuration ends before iteration {most}"
-    if "final_loss" in record["summary"] and not _same(record["summary"]["final_loss"], loss):
-        yield f"summary.final_loss is {record['summary']['final_loss']!r}, and the last row's loss {loss!r}"
-
-
-def _measured(record: dict[str, Any]) -> list[dict]:
-    """Rows of the last attempt that have an MFU. Earlier attempts may have had other GPUs."""
-    rows = [row for row in record["training_iterations"] if isinstance(row.get("mfu"), dict)]
-    return [row for row in rows if row.get("attempt", 1) == record.get("attempt", 1)]
-
-
-def _peak_flops(startup: dict[str, Any]) -> float | None:
-    """Of all GPUs."""
-    hardware = startup["hardware"]
-    peak, gpus = (hardware.get("peak") or {}).get("tflops_per_gpu"), hardware.get("num_gpus")
-    return peak * 1e12 * gpus if _positive(peak) and _positive(gpus) else None
-
-
-def _positive(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def same_figure(stated: Any, expected: Any) -> bool:
-    """Whether they agree up to rounding; an expectation that cannot be formed, nan, agrees with all."""
-    if isinstance(expected, float) and math.isnan(expected):
-        return True
-    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (stated, expected))
-    return numbers and math.isclose(stated, expected, rel_tol=ROUNDING)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equal, or both nan, which a run that diverged has as its loss."""
-    return one == other or (one != one and other != other)
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (stated, made))
+    if not (numbers and math.isclose(stated, made, rel_tol=ROUNDING) or repr(stated) == repr(made)):
+        yield f"{name} is {shown(stated)}, and the rest makes {shown(made)}"

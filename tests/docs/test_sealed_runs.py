@@ -1,0 +1,56 @@
+"""docs/benchmarks.md has a row for each seal in benchmarks/, and one for each peer in it."""
+
+import json
+
+from support.documents import TEXTS
+from support.helpers import ROOT
+
+from tools.seal.recount import recount
+
+SEALS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.json"))}
+
+
+def row(name: str, seal: dict) -> str:
+    record = seal["record"]
+    startup, summary, config = record["startup_info"], record["summary"], record["config"]
+    hardware, rate = startup["hardware"], summary["tokens_per_sec"]
+    *_, mfu, causal_mfu = recount(record)[-1]
+    low = {"none": "", "fp8_tensorwise": ", fp8_tensorwise"}[config["low_precision"]]
+    head = ", head too" if config["low_precision_scope"] == "layers_and_head" else ""
+    clock, power = ((summary[key] or {}).get("median") for key in ("sm_clock_mhz", "power_w"))
+    code, modified = seal["code"], seal["code"]["modified"]
+    known = "" if not modified else ", modified" if code["difference"] else ", modified, changes unknown"
+    cells = [
+        f"[{name.removesuffix('.seal.json')}](../benchmarks/{name})",
+        f"{startup['model']['architecture']['arch']}, {startup['model']['total_params'] / 1e6:,.1f} M",
+        f"{hardware['num_gpus']} x {hardware['gpu_name']}, {hardware['parallelism']}",
+        f"{config['dtype']}{low}{head}",
+        f"{config['batch_size']} x {config['gradient_accumulation_steps']} x {config['block_size']}",
+        f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})",
+        f"{mfu:.2f} of {hardware['peak']['tflops_per_gpu']:,.4g} TFLOPS",
+        f"{causal_mfu:.2f}",
+        f"{clock:,.0f} MHz, {power:,.0f} W" if clock else "not measured",
+        startup["software"]["torch"],
+        f"{code['commit'][:12]}{known}",
+        f"`{seal['digest'][:12]}`",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def peer_rows(name: str, seal: dict) -> list[str]:
+    entries = {entry["name"]: entry for entry in (seal["bench"] or {"entries": []})["entries"]}
+    lines = []
+    for entry in entries.values():
+        for peer, ratio in ((entry["result"] or {}).get("times_peers") or {}).items():
+            facts, result = entries[peer]["facts"], entries[peer]["result"]
+            cells = [name.removesuffix(".seal.json"), entry["name"], facts["peer"], facts["precision"]]
+            cells += [f"{result['tokens_per_sec']['median']:,.0f}", f"{ratio:.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_page_on_sealed_runs_has_what_the_seals_say():
+    expected = [row(name, seal) for name, seal in SEALS.items()]
+    expected += [line for name, seal in SEALS.items() for line in peer_rows(name, seal)]
+    rows = [line for line in TEXTS["docs/benchmarks.md"].splitlines() if line.startswith("| ")]
+    assert [line for line in rows if not line.startswith(("| seal |", "| run |"))] == expected
