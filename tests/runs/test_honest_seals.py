@@ -97,6 +97,6 @@ def test_a_run_with_a_pair_of_keys_is_sealed_and_replayed(names, seal_and_replay
 
 def test_a_run_that_was_stopped_and_resumed_is_sealed_and_replayed(seal_and_replay, tmp_path):
     (tmp_path / "run.py").write_text("arch_preset = 'llama'\nalways_save_checkpoint = True\n")
-    stopped = {"max_iters": 3, "lr_decay_iters": 100, "eval_interval": 2, "always_save_checkpoint": True}
-    resumed = {**stopped, "max_iters": 10, "init_from": "resume"}
+    stopped = {"lr_decay_iters": 100, "always_save_checkpoint": True}
+    resumed = {**stopped, "max_iters": 14, "init_from": "resume"}
     seal_and_replay(tmp_path / "run.py", stopped, resumed)

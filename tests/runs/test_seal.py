@@ -71,7 +71,9 @@ def test_seal_of_a_run_is_verified_with_its_mfu_by_all_formulas(sealed, record, 
         assert all(f"{percent:.2f}" in shown for percent in percents)
     assert "Nothing was changed" in shown
     by_v3 = next(each for each in recount(record[1]) if each[0] == "component_summation_v2025")
-    assert by_v3[3] == pytest.approx(record[1]["summary"]["mfu_percent"]["median"])
+    _, flops, causal, mfu, causal_mfu = by_v3
+    assert mfu == pytest.approx(record[1]["summary"]["mfu_percent"]["median"])
+    assert causal < flops and causal_mfu == pytest.approx(mfu * causal / flops)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ FORGERIES = {  # what somebody changes who makes the digests anew, and what name
     "rows_after_warmup": lambda r: r["summary"].update(rows_after_warmup=3),
     "9: mfu is None": lambda r: rows_of(r)[9].update(mfu=None),
     "summary.tokens_per_sec.median is None": lambda r: r["summary"].update(tokens_per_sec={}),
-    "time_ms": lambda r: rows_of(r)[9].update(time_ms=-5.0),
+    "and the rest makes -": lambda r: rows_of(r)[9].update(time_ms=-5.0),
     "9: tokens_per_sec is": lambda r: rows_of(r)[9].update(time_ms=float("nan")),
     "is inf": lambda r: r["summary"]["tokens_per_sec"].update(p10=float("inf")),
     "iterations of the rows": lambda r: rows_of(r).insert(9, rows_of(r)[9]),
@@ -179,14 +181,20 @@ def test_record_without_a_peak_agrees_with_itself(record):
     assert {each[3:] for each in recount(content)} == {(None, None)}
 
 
-def test_row_above_the_peak_has_no_mfu_and_is_honest(record):
+@pytest.mark.parametrize("fp8_peak", [None, 2.0])
+def test_row_above_the_peak_has_an_mfu_only_if_it_is_below_the_peak_of_fp8(record, fp8_peak):
     content = record[1]
+    content["startup_info"]["hardware"]["peak_fp8"] = {"tflops_per_gpu": fp8_peak}
     row = rows_of(content)[2]  # of the warm-up, so in no median
     factor = 1.01 * 100 / row["mfu"]["mfu_percent"]
-    row.update(mfu=None, time_ms=row["time_ms"] / factor)
+    row["time_ms"] /= factor
     for name in ("tokens_per_sec", "tokens_per_sec_per_gpu"):
         row[name] *= factor
-    assert not disagreements(contents.make_seal(content))
+    for name in ("mfu", "mfu_percent", "mfu_causal_percent"):
+        row["mfu"][name] *= factor
+    assert bool(disagreements(contents.make_seal(content))) == (fp8_peak is None)
+    row["mfu"] = None
+    assert bool(disagreements(contents.make_seal(content))) == (fp8_peak is not None)
 
 
 def test_peak_that_is_not_the_datasheets_is_named(record):
@@ -221,6 +229,7 @@ def on_a_gpu(record, **changed):
     side["config"]["device"] = "cuda"
     side["startup_info"]["hardware"]["gpu_name"] = "NVIDIA H200"
     rows_of(side)[5]["loss"] *= changed.get("losses", 1)
+    rows_of(side)[3]["loss"] *= 1.0001 if "losses" in changed else 1
     side["eval_steps"][-1]["val_loss"] *= changed.get("evaluations", 1)
     side["summary"]["tokens_per_sec"]["median"] *= changed.get("speed", 1)
     return side
@@ -341,6 +350,11 @@ def test_seal_is_never_written_over_and_a_failed_one_names_the_file(sealed, reco
     assert f"{asked}: No such file" in capsys.readouterr().err
 
 
+def test_secrets_of_a_record_are_not_sealed(record):
+    record[1]["config"]["wandb_run_name"] = "https://me:hunter22@example.org"
+    assert "hunter22" not in json.dumps(contents.make_seal(record[1])["record"])
+
+
 def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     difference = "+ url = 'https://me:hunter22@example.org'"
     monkeypatch.setattr(contents, "working_difference", lambda commit: difference)
@@ -356,6 +370,7 @@ def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
 
 
 HOSTILE = {  # what a stranger may write, and what the message names
+    "run_name is 'a/../../escaped'": lambda record: record.update(run_name="a/../../escaped"),
     "run_name is '../../escaped'": lambda record: record.update(run_name="../../escaped"),
     "KeyError: 'run_name'": lambda record: record.pop("run_name"),
     "TypeError": lambda record: record.update(run_name=3),
@@ -398,11 +413,10 @@ def bench_of(record):
     """A table of bench.throughput in which the variant is this run, and a peer is half as fast."""
     rates = [row["tokens_per_sec"] for row in rows_of(record)[5:]]
     entries = []
-    for name, factor in (("Qwen3", 1.0), ("slow", 0.5)):
-        measured = {"tokens_per_sec_per_gpu": [factor * rate for rate in rates]}
-        entries.append(
-            {"name": name, "runs": [{"measurement": measured}, {"measurement": None}], "result": {}}
-        )
+    for name, factors in (("Qwen3", (1.2, 1.0, 0.6)), ("slow", (0.5,))):
+        measured = [{"tokens_per_sec_per_gpu": [factor * rate for rate in rates]} for factor in factors]
+        runs = [{"measurement": each} for each in (*measured, None)]
+        entries.append({"name": name, "runs": runs, "result": {}})
     entries[0]["result"] = {"times_peers": {"slow": 2.0}}
     return {"entries": entries}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.text import shown
 from model_config import ModelConfig
-from training.configuration.keys import KEYS, TrainConfig, todays_settings
+from training.configuration.keys import KEYS, TrainConfig
 from training.hardware.peaks import table_peak
 from training.process.work_timer import UNMEASURED_ITERS
 from training.records.utilization import FORMULAS, document_flops, summarize
@@ -126,8 +126,7 @@ def _bench(bench: dict[str, Any] | None) -> Iterator[Figure]:
 
 
 def _model(config: dict[str, Any]) -> ModelConfig:
-    settings = todays_settings(config)
-    return TrainConfig(**{name: value for name, value in settings.items() if name in KEYS}).model_config()
+    return TrainConfig(**{name: value for name, value in config.items() if name in KEYS}).model_config()
 
 
 def _counts(model: ModelConfig) -> dict[str, dict]:
@@ -146,6 +145,6 @@ def _differences(name: str, stated: Any, made: Any) -> Iterator[str]:
         for part, value in made.items():
             yield from _differences(f"{name}.{part}", stated.get(part), value)
         return
-    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (stated, made))
+    numbers = all(isinstance(each, int | float) for each in (stated, made))
     if not (numbers and math.isclose(stated, made, rel_tol=ROUNDING) or repr(stated) == repr(made)):
         yield f"{name} is {shown(stated)}, and the rest makes {shown(made)}"
