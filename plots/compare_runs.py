@@ -228,13 +228,17 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(parse_and_compare, argv)
 
 
-def parse_and_compare(argv: list[str] | None) -> None:
-    parser = argparse.ArgumentParser(description="Say which run is faster and what differs; draw the curves.")
+def add_sides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
     repeats = "repeats of the baseline; the records before it are then repeats of the other side"
     parser.add_argument("--baseline", nargs="+", metavar="RUN.json", default=[], help=repeats)
     names = [*METHODS, *METHODS.values()]
     parser.add_argument("--method", choices=names, help="recount every MFU by this FLOPs formula")
+
+
+def parse_and_compare(argv: list[str] | None) -> None:
+    parser = argparse.ArgumentParser(description="Say which run is faster and what differs; draw the curves.")
+    add_sides(parser)
     where = "default: compare_runs.png beside the first record"
     parser.add_argument("--output", metavar="PATH.png", help=where)
     options = parser.parse_args(argv)

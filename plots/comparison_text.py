@@ -22,7 +22,6 @@ from plots.verdict import RUN_NOISE, Verdict
 WIDTH = 100
 CELL, VALUE = 22, 40  # characters of a cell of the table, and of a value that differs
 STALLS = 0.003  # share from which the cost of slow rows is mentioned beside the verdict
-CLOCK_DIFFERENCE = 0.005  # share from which a difference of clocks is mentioned beside the verdict
 GPU_FIGURES = {"sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "temperature_c": "temperature, °C"}
 MORE_ROWS = (
     "Train for longer or lower log_interval, or repeat both runs and compare all records: "
@@ -155,8 +154,6 @@ def verdict_lines(sides: Sides) -> list[str]:
                 f"  with slow rows in full, as all tokens over all seconds: {100 * found.with_stalls:+.1f} %"
             )
             lines.append(shorten(text, WIDTH))
-        change = each if each is not None else found.change if found.is_difference else None
-        lines += clock_note(change, name, side, first, sides[0])
     return lines + sorted(advice)
 
 
@@ -172,29 +169,6 @@ def per_gpu(found: Verdict, side: list[Run], other: list[Run]) -> float | None:
 def speeds(run: Run) -> np.ndarray:
     values = run.columns["tokens_per_sec"][run.timed]
     return values[values > 1 / run_record.LARGEST]  # NaN is not, and nothing real is slower
-
-
-def clock_note(
-    change: float | None, name: str, side: list[Run], other_name: str, other: list[Run]
-) -> list[str]:
-    """`change` is None if the sides are not distinguishable. The clock explains nothing where the side at the
-    lower one is faster."""
-    here, there = (clock(side), clock(other))
-    if here is None or there is None or abs(here - there) <= CLOCK_DIFFERENCE * there:
-        return []
-    if change is not None and (here > there) != (change > 0):
-        return []
-    return [
-        shorten(f"  {name} ran at {here:,.0f} MHz, {other_name} at {there:,.0f} MHz", WIDTH)
-        + f": {100 * abs(here / there - 1):.1f} % may be due to the power limit or the temperature of the "
-        "GPU, and not to what was changed"
-    ]
-
-
-def clock(side: list[Run]) -> float | None:
-    """The SM clock of the runs, in MHz."""
-    medians = [spread[0] for run in side if (spread := run_record.spread(run, "sm_clock_mhz"))]
-    return float(np.median(medians)) if medians else None
 
 
 # --- what differs ---

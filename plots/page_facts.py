@@ -13,15 +13,6 @@ from plots.run_record import Run
 CELL = 300  # characters of a cell
 MOST_EVENTS = 100  # of a run in the list of events
 NOTHING = "–"
-SHAPE = {
-    "n_layer": "layers",
-    "n_embd": "width",
-    "n_head": "heads",
-    "n_kv_head": "key/value heads",
-    "d_ff": "feed-forward",
-    "vocab_size": "vocabulary",
-    "block_size": "context",
-}
 
 
 def tables(runs: list[Run]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
@@ -86,11 +77,6 @@ def median(column: str, form: str) -> Callable[[Run], str]:
     return cell
 
 
-def shape(run: Run) -> str:
-    cells = [(fact("model", "architecture", key)(run), name) for key, name in SHAPE.items()]
-    return ", ".join(f"{value} {name}" for value, name in cells if value)
-
-
 def batch(run: Run) -> str:
     return f"{run.tokens_per_iter:,.0f} tokens" if run.tokens_per_iter else ""
 
@@ -134,7 +120,7 @@ TABLES: dict[str, dict[str, Callable[[Run], str]]] = {
         "started": lambda run: one_line(str(run.record.get("start_time") or "")),
         "trained for, by the last row": trained,
         "model": lambda run: run.model,
-        "shape": shape,
+        "shape": fact("model", "architecture"),
         "GPUs": lambda run: run.machine,
         "strategy": fact("hardware", "parallelism"),
         "precision": lambda run: run.precision,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+TOKENS = ("tokens/s, all GPUs", "{x:,.0f}")
+TIMES = ("ms per iteration", "{x:,.0f}")
 MOST_MARKS = 100  # anomalies, and checkpoints, that are marked
 
 
@@ -42,23 +44,29 @@ def plot(run: Run) -> Figure:
 
 
 def panels(run: Run) -> list[Panel]:
-    def missing(text: str, *names: str, timed: bool = False) -> str:
-        """The text if none of these columns has a value."""
-        rows = ~run.with_evaluation if timed else slice(None)
-        return "" if any(len(run_record.finite(run.columns[name][rows])) for name in names) else text
+    def panel(title: str, draw: Callable[..., None], absent: str, *names: str, **keys: Any) -> Panel:
+        """Absent if none of these columns has a value."""
+        shown = ~run.with_evaluation if draw is draw_timing else slice(None)
+        is_logged = any(len(run_record.finite(run.columns[name][shown])) for name in names)
+        return Panel(title, partial(draw, run=run, **keys), "" if is_logged else absent)
 
+    timings = (
+        ("mfu_percent", "MFU", (mfu_title(run), "MFU (%)"), ",.2f", f"No MFU: {run.why_no_mfu}"),
+        ("tokens_per_sec", "Throughput", ("Throughput", *TOKENS), ",.0f", "No tokens/s were logged."),
+        ("time_ms", "Step time", ("Step time", *TIMES), ",.1f", "No step time was logged."),
+    )
     evaluated = any(len(run_record.evaluations(run, name)[0]) for name in ("train_loss", "val_loss"))
-    why = {
-        "Loss": "" if evaluated else missing("No loss was logged.", "loss"),
-        "MFU": missing(f"No MFU: {run.why_no_mfu}", "mfu_percent", timed=True),
-        "Throughput": missing("No tokens/s were logged.", "tokens_per_sec", timed=True),
-        "Step time": missing("No step time was logged.", "time_ms", timed=True),
-        "GPU memory": missing("No GPU memory was logged.", "max_allocated_gb", "allocated_gb"),
-        "GPU clock and power": missing("No GPU clock was logged.", "sm_clock_mhz"),
-        "Learning rate": missing("No learning rate was logged.", "lr"),
-        "Gradient norm": missing("No gradient norm was logged.", "grad_norm"),
-    }
-    return [Panel(name, partial(DRAW[name], run=run), absent) for name, absent in why.items()]
+    return [
+        panel("Loss", draw_loss, "" if evaluated else "No loss was logged.", "loss"),
+        *(
+            panel(title, draw_timing, absent, name, name=name, text=text, number=number)
+            for name, title, text, number, absent in timings
+        ),
+        panel("GPU memory", draw_memory, "No GPU memory was logged.", "max_allocated_gb", "allocated_gb"),
+        panel("GPU clock and power", draw_clock, "No GPU clock was logged.", "sm_clock_mhz"),
+        panel("Learning rate", draw_lr, "No learning rate was logged.", "lr"),
+        panel("Gradient norm", draw_gradients, "No gradient norm was logged.", "grad_norm"),
+    ]
 
 
 def label_axis(axis: Axes, title: str, ylabel: str, number_format: str | None = None, lines: int = 1) -> None:
@@ -105,24 +113,11 @@ def mfu_title(run: Run) -> str:
     return "".join(parts)
 
 
-def draw_mfu(axis: Axes, run: Run) -> None:
-    label_axis(axis, mfu_title(run), "MFU (%)")
-    draw_timing(axis, run, "mfu_percent", ",.2f", faint={"mfu_causal_percent": "causal scores only"})
-
-
-def draw_tokens(axis: Axes, run: Run) -> None:
-    label_axis(axis, "Throughput", "tokens/s, all GPUs", "{x:,.0f}")
-    draw_timing(axis, run, "tokens_per_sec", ",.0f")
-
-
-def draw_time(axis: Axes, run: Run) -> None:
-    label_axis(axis, "Step time", "ms per iteration", "{x:,.0f}")
-    draw_timing(axis, run, "time_ms", ",.1f")
-
-
 def draw_memory(axis: Axes, run: Run) -> None:
     label_axis(axis, "GPU memory", "GiB")
-    draw_columns(axis, run, {"max_allocated_gb": "peak", "allocated_gb": "allocated"})
+    for name, label in (("max_allocated_gb", "peak"), ("allocated_gb", "allocated")):
+        figure.draw(axis, run.columns["iter"], run.columns[name], label=label)
+    figure.legend(axis)
     axis.set_ylim(bottom=0)
 
 
@@ -144,27 +139,30 @@ def draw_clock(axis: Axes, run: Run) -> None:
 
 def draw_lr(axis: Axes, run: Run) -> None:
     label_axis(axis, "Learning rate", "learning rate", "{x:.2e}")
-    draw_columns(axis, run, {"lr": None})
+    figure.draw(axis, run.columns["iter"], run.columns["lr"])
 
 
 def draw_gradients(axis: Axes, run: Run) -> None:
     label_axis(axis, "Gradient norm before clipping", "global L2 norm")
-    draw_columns(axis, run, {"grad_norm": None})
     norms = run.columns["grad_norm"]
+    figure.draw(axis, run.columns["iter"], norms)
     figure.limit_y(axis, drawn=[norms], typical=[norms])
 
 
-def draw_timing(axis: Axes, run: Run, name: str, number: str, faint: dict[str, str] | None = None) -> None:
+def draw_timing(axis: Axes, run: Run, name: str, text: tuple[Any, ...], number: str) -> None:
     """A column that depends on the step time: without the steps that include an evaluation, with the warm-up
-    shaded and the median of the other steps marked.
-
-    number is the format of the median; faint are more columns, {name: legend label}, drawn in the background.
-    """
-    shown = ~run.with_evaluation
+    shaded and the median of the other steps marked, in the format `number`."""
+    label_axis(axis, *text)
+    shown, faint = ~run.with_evaluation, ["mfu_causal_percent"] if name == "mfu_percent" else []
     figure.draw(axis, run.columns["iter"][shown], run.columns[name][shown], color="tab:blue")
-    for other, label in (faint or {}).items():
-        style: dict[str, Any] = {"color": "tab:blue", "alpha": 0.35, "marker": ""}
-        figure.draw(axis, run.columns["iter"][shown], run.columns[other][shown], label=label, **style)
+    for other in faint:
+        style: dict[str, Any] = {
+            "color": "tab:blue",
+            "alpha": 0.35,
+            "marker": "",
+            "label": "causal scores only",
+        }
+        figure.draw(axis, run.columns["iter"][shown], run.columns[other][shown], **style)
     if spread := run_record.spread(run, name):
         median, low, high = (format(value, number) for value in spread)
         label = f"median {median}, p10 to p90: {low} to {high}"
@@ -173,28 +171,9 @@ def draw_timing(axis: Axes, run: Run, name: str, number: str, faint: dict[str, s
         in_legend = None if index else "warm-up"
         axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=in_legend)
     plain = shown & ~run.warmup  # an earlier attempt, which may have been faster, is in sight, too
-    typical = [run.columns[each][plain] for each in (name, *(faint or {}))]
+    typical = [run.columns[each][plain] for each in (name, *faint)]
     figure.limit_y(axis, drawn=[run.columns[name][shown]], typical=typical)
     figure.legend(axis)
-
-
-def draw_columns(axis: Axes, run: Run, labels: Mapping[str, str | None]) -> None:
-    """Columns as they are, {name: legend label}."""
-    for name, label in labels.items():
-        figure.draw(axis, run.columns["iter"], run.columns[name], label=label)
-    figure.legend(axis)
-
-
-DRAW: dict[str, Callable[..., None]] = {
-    "Loss": draw_loss,
-    "MFU": draw_mfu,
-    "Throughput": draw_tokens,
-    "Step time": draw_time,
-    "GPU memory": draw_memory,
-    "GPU clock and power": draw_clock,
-    "Learning rate": draw_lr,
-    "Gradient norm": draw_gradients,
-}
 
 
 def plot_all(patterns: list[str], output: str | None) -> None:

@@ -28,7 +28,7 @@ from common.text import one_line, plain  # noqa: E402
 from plots import compare_runs, comparison_text, figure, page_facts, page_waterfall, plot_single_run  # noqa: E402
 from plots.compare_runs import read_sides, require_one_method, run_labels, warnings_about  # noqa: E402
 from plots.figure import output_path  # noqa: E402
-from plots.run_record import METHODS, Run  # noqa: E402
+from plots.run_record import Run  # noqa: E402
 
 FILES = Path(__file__).resolve().parent  # of page.html, page.css and page.js
 MOST_RUNS = 40
@@ -119,11 +119,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_and_write(argv: list[str] | None) -> None:
     parser = argparse.ArgumentParser(description="Write one HTML page about one or several runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN.json", help="run records, or globs of them")
-    repeats = "repeats of the baseline; the records before it are then repeats of the other side"
-    parser.add_argument("--baseline", nargs="+", metavar="RUN.json", default=[], help=repeats)
-    names = [*METHODS, *METHODS.values()]
-    parser.add_argument("--method", choices=names, help="recount every MFU by this FLOPs formula")
+    compare_runs.add_sides(parser)
     beside = "draw the waterfall of tools.profile (default: of profile.json beside a record, if there is one)"
     parser.add_argument("--profile", action="append", metavar="PROFILE.json", default=[], help=beside)
     where = "default: RUN.html beside a single record, report.html beside the first of several"
