@@ -71,7 +71,8 @@ def replay(options: argparse.Namespace) -> int:
     flags = [str(empty), *settings(record, out_dir, options.dataset)]
     require_data(load_config(flags, processes), record["startup_info"]["data"]["fingerprint"])
     sealed = _code(seal["code"], record["startup_info"]["software"]["torch"])
-    for line in (f"Sealed: {sealed}", seal["code"]["note"] or "", *removed_settings(record["config"])):
+    notes = [seal["code"]["note"]] if seal["code"]["note"] else []
+    for line in (f"Sealed: {sealed}", *notes, *removed_settings(record["config"])):
         print(one_line(line, MESSAGE))
     print(f"Here: {_code(git_state(), torch.__version__)}, in {out_dir}", flush=True)
     command = python_command(["train.py", *flags], processes)
