@@ -77,7 +77,14 @@ from training.process.exit_status import end_process, end_with, leave_now, tell_
 from training.process.memory import GIB
 from training.process.redaction import redact
 from training.process.run_lock import RunLock, check_writable
-from training.process.world import World, check_device, check_launch, init_world, launch_info
+from training.process.world import (
+    World,
+    check_device,
+    check_launch,
+    check_same_settings,
+    init_world,
+    launch_info,
+)
 from training.records.clock import Clock
 from training.records.dry_run import dry_run
 from training.records.micro_batch import resolve_micro_batch
@@ -116,19 +123,20 @@ class Run:
 def main(argv: list[str]) -> int:
     """Runs everything and returns the exit status."""
     rank, _, world_size = launch_info()
-    config = load_run_config(argv, world_size)
-    check_launch(config)
-    if config.dry_run:
-        lines = dry_run(config, world_size)
-        if rank == 0:
-            show("\n".join(lines))
-        return 0
     # the watchdog handles signals, failed ranks and hanging ranks; the lock refuses a second run in out_dir
-    with Watchdog(config) as watchdog, RunLock(Path(config.out_dir)) as lock:
-        run = assemble(config, watchdog, lock)
-        exit_status = train(run)
-        finish(run, exit_status)
-        return exit_status
+    with Watchdog() as watchdog:
+        config = watchdog.config = load_run_config(argv, world_size)
+        check_launch(config)
+        if config.dry_run:
+            lines = dry_run(config, world_size)
+            if rank == 0:
+                show("\n".join(lines))
+            return 0
+        with RunLock(Path(config.out_dir)) as lock:
+            run = assemble(config, watchdog, lock)
+            exit_status = train(run)
+            finish(run, exit_status)
+            return exit_status
 
 
 def show(text: str) -> None:
@@ -144,8 +152,9 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
 
     # 2) join the ranks; from here on the log is open
     start_compilers(config)
-    world = init_world(config)
+    world = init_world(config, watchdog.meet())
     watchdog.join(world)
+    check_same_settings(config, world)
     path = open_log(config, world)
 
     # 3) resolve batch_size='auto', and choose where to start

@@ -41,7 +41,7 @@ def watchdog(monkeypatch, tmp_path):
     made.join(ALONE)
     made.ended = []
     monkeypatch.setattr(watchdog_module, "leave_now", made.ended.append)
-    monkeypatch.setattr(made, "_end_hanging_run", lambda liveness, minutes, ticks: made.ended.append(minutes))
+    monkeypatch.setattr(made, "_end_hanging_run", lambda minutes, ticks: made.ended.append(minutes))
     return made
 
 

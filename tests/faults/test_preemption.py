@@ -14,7 +14,6 @@ from support.faults import ITERATIONS, prepare, run_with_fault
 from support.helpers import ROOT
 
 from training import evaluate_and_save
-from training.configuration.files_and_flags import load_config
 from training.faults.consensus import Consensus
 from training.faults.replica_check import ReplicaCheck
 from training.process.world import World
@@ -232,7 +231,7 @@ def after_iteration(monkeypatch, iteration: int, action) -> None:
 
 
 def test_what_is_asked_is_answered_once(config):
-    consensus = Consensus(World(0, 0, 1, torch.device("cpu")), load_config([str(config)]))
+    consensus = Consensus(World(0, 0, 1, torch.device("cpu")))
     consensus.ask("checkpoint", 7)
     assert consensus.answer("checkpoint") == 0, "not before the exchange"
     consensus.exchange()

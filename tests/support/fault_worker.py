@@ -5,7 +5,8 @@
 what: a signal's name, 'raise', 'oom', 'exit0', 'hang' (for ever), 'illegal' (a memory access of the GPU),
 'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'node' (SIGKILL, to its torchrun, too);
 who: a rank, 'any', 'torchrun', or 'job' (the process in the file JOB_PID);
-where: an iteration, 'evaluation', 'saving' or 'start'. Only in the first attempt.
+where: an iteration, 'evaluation', 'saving', 'start' or 'import'. Only in the first attempt.
+DEAD_TICKS: seconds of silence before the ranks have joined, after which a rank is taken for dead.
 """
 
 import os
@@ -22,6 +23,7 @@ import train
 from training import evaluation as evaluate
 from training.batches import loader as loader_module
 from training.checkpoints import saver
+from training.faults import liveness
 from training.process.exit_status import leave_now
 from training.process.world import launch_info, restart_count
 
@@ -56,6 +58,8 @@ def happen(what: str, who: str) -> None:
 def install(what: str, who: str, where: str) -> None:
     if where == "evaluation":
         before(evaluate, "eval_batches", lambda: happen(what, who))
+    elif where == "import":
+        happen(what, who)
     elif where == "start":
         before(train, "open_sources", lambda: happen(what, who))
     elif where == "saving":  # the files take a while, and the fault comes in between
@@ -103,6 +107,7 @@ def after(owner, name: str, action) -> None:
 
 
 if __name__ == "__main__":
+    liveness.DEAD_TICKS = int(os.environ.get("DEAD_TICKS", liveness.DEAD_TICKS))
     if os.environ.get("FAULT") and restart_count() == 0:
         install(*os.environ["FAULT"].split())
     leave_now(train.run(sys.argv[1:]))

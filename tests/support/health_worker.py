@@ -19,6 +19,7 @@ import train
 from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
+from training.faults import liveness
 from training.faults.anomalies import Diverged
 from training.faults.replica_check import ReplicaCheck, ReplicasDiffer, differences
 from training.optimization import update_guard
@@ -27,7 +28,14 @@ from training.optimization.precision import LossScale
 from training.optimization.step import EagerStep
 from training.optimization.update_guard import UpdateGuard
 from training.process.exit_status import end_process
-from training.process.world import World, gather_objects, init_world
+from training.process.world import (
+    World,
+    another_connection,
+    gather_objects,
+    init_world,
+    launch_info,
+    meet,
+)
 from training.records.clock import Clock
 from training.strategies.parallelize import parallelize
 
@@ -149,7 +157,7 @@ def whole_run(config_path: str, world: World) -> list[str]:
         strategy.forward = forward
         return make(strategy, *arguments, **options)
 
-    train.EagerStep, train.init_world = with_a_fault, lambda config: world
+    train.EagerStep, train.init_world = with_a_fault, lambda config, store: world
     try:
         train.main([config_path, "--max_iters=20", "--log_interval=5", "--drift_check_interval=1"])
         end = "completed"
@@ -159,7 +167,9 @@ def whole_run(config_path: str, world: World) -> list[str]:
 
 
 def main(config_path: str, results: str) -> None:
-    world = init_world(load_config([config_path], 2))
+    store = meet(launch_info()[0])
+    liveness.meet = lambda rank: dist.PrefixStore("run", another_connection(store))
+    world = init_world(load_config([config_path], 2), store)
     found = {name: strategy_results(config_path, name, world) for name in STRATEGIES}
     found["run"] = whole_run(config_path, world)
     if world.is_main:

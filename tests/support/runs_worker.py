@@ -16,19 +16,23 @@ import torch.distributed as dist
 from support.counted_flops import once_a_model
 
 import train
+from training.faults import liveness
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
-from training.process.world import init_world, launch_info
+from training.process.world import another_connection, init_world, launch_info, meet
 
 
 def main(path: str) -> None:
     commands = json.loads(Path(path).read_text())
-    world = init_world(load_run_config(commands[0], launch_info()[2]))
-    train.init_world = lambda config: world
+    rank, _, size = launch_info()
+    store = meet(rank) if size > 1 else None
+    world = init_world(load_run_config(commands[0], size), store)
+    train.init_world = lambda config, store: world
     train.end_process = lambda world, status=0: dist.barrier() if world.size > 1 else None
     train.count_flops = once_a_model(train.count_flops)
     train.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
     for n, command in enumerate(commands):
+        liveness.meet = lambda rank, n=n: dist.PrefixStore(f"command {n}", another_connection(store))
         train.main(command)
         if n % 8 == 0:
             gc.collect()

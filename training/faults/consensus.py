@@ -12,7 +12,6 @@ import threading
 import torch
 import torch.distributed as dist
 
-from training.configuration.keys import TrainConfig
 from training.process.world import World, all_gather, cpu_group
 
 # Their values: a signal's number; an iteration; a time (training/faults/stragglers.py).
@@ -22,8 +21,8 @@ QUESTIONS = ("stop", "checkpoint", "own_seconds")
 class Consensus:
     """ask() on any rank, from any thread; exchange() on all ranks; then all of them have the same answers."""
 
-    def __init__(self, world: World, config: TrainConfig):
-        self.world, self.group = world, cpu_group(world, config)
+    def __init__(self, world: World):
+        self.world, self.group = world, cpu_group(world)
         self.lock = threading.Lock()
         self.asked = dict.fromkeys(QUESTIONS, 0.0)
         self.answers = torch.zeros(world.size, len(QUESTIONS), dtype=torch.float64)  # what each rank asked

@@ -32,11 +32,12 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 from common.durable_file import create
 from training.configuration.keys import TrainConfig
 from training.faults.consensus import Consensus
-from training.faults.liveness import Liveness
+from training.faults.liveness import MEET_TIMEOUT_S, WAITING, Liveness, where
 from training.process.console import write_to_log_file
 from training.process.exit_status import (
     FAILED,
@@ -56,6 +57,8 @@ log = logging.getLogger("nanomfu")
 TICK_S = 1.0  # between two checks
 PATIENT_ITERATIONS = 12  # the first ones may take start_timeout_minutes each: compilation, CUDA graphs
 SECOND_SIGNAL_S = 1.0  # a Ctrl-C after this time is a second one; before, torchrun repeats the first
+BUSY_SECONDS = 0.02  # of CPU time between two ticks: reading and hashing 20 MB/s
+SAY_TICKS = 30  # between two lines of rank 0 about those that it waits for
 SAY_TIMEOUT_S = 2.0  # for a line in the log, while the main thread may be blocked in writing one
 SHUTDOWN_TIMEOUT_S = 5.0  # for writing the record and the flight recorder before the process ends
 WHO_TIMEOUT_S = 15.0  # for finding out which ranks are behind
@@ -77,15 +80,17 @@ class Stopped(Exception):
 
 
 class Watchdog:
-    """Entered at the start of a run; join() when all ranks have joined, check() in every iteration."""
+    """Entered in a run's first second; meet() before the ranks join and join() after, check() in every
+    iteration."""
 
-    def __init__(self, config: TrainConfig):
-        self.config = config
-        self.liveness: Liveness | None = None  # of the other ranks, from join() on
+    def __init__(self, config: TrainConfig | None = None):
+        self.config = config or TrainConfig()  # its limits are the defaults until the run's are known
+        self.liveness = Liveness()
         self._consensus: Consensus | None = None
         self.logger: Logger | None = None  # its record is completed if the watchdog ends the process
         self.iteration, self.phase = -1, "starting"
         self.patient = True  # whether start_timeout_minutes applies
+        self.cpu_seconds = 0.0  # that this process had used at the last tick
         self.stalled_seconds = 0.0  # since the last check(), while this process ran
         self.first: int | None = None  # first iteration of this process; None before the loop
         self.stop_asked_at: float | None = None
@@ -113,10 +118,14 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         reason = self._cause(NEWS_TIMEOUT_S) if error and is_lost_contact(error) else None
-        if self.liveness and error and not reason:
+        if error and not reason:
             first_line = redact(str(error)).strip().split("\n")[0]
-            rank = self.liveness.world.rank
-            self.liveness.end_all(f"rank {rank} failed: {type(error).__name__}: {first_line}")
+            self.liveness.met.wait(MEET_TIMEOUT_S if self.liveness.size > 1 else 0)
+            self.liveness.tell_all(
+                f"{self.liveness.name(self.liveness.rank)} failed: {type(error).__name__}: {first_line}"
+            )
+        elif not self.liveness.joined:
+            self.liveness.leave()
         self.closed.set()
         with contextlib.suppress(BlockingIOError):  # full, so the thread has something to read
             self.wakeup.send(b"\0")
@@ -131,11 +140,16 @@ class Watchdog:
         if reason:
             raise OtherRankFailed(reason) from error
 
+    def meet(self) -> dist.Store | None:
+        """Waits until all ranks are ready to join. All ranks."""
+        with self.during(WAITING):
+            return self.liveness.wait_for_all()
+
     def join(self, world: World) -> None:
         """All ranks, after they have joined."""
-        self._consensus = Consensus(world, self.config)
+        self._consensus = Consensus(world)
         self.stalled_seconds = 0.0
-        self.liveness = Liveness(world)
+        self.liveness.join()
 
     @property
     def consensus(self) -> Consensus:
@@ -144,7 +158,6 @@ class Watchdog:
 
     def name(self, rank: int) -> str:
         """A rank as messages name it, with its machine and process."""
-        assert self.liveness, "join() comes first"
         return self.liveness.name(rank)
 
     def check(self, iteration: int | None = None, at_once: bool = False) -> None:
@@ -181,10 +194,8 @@ class Watchdog:
 
     def _cause(self, wait_seconds: float) -> str | None:
         """Why a collective failed, if another rank is the cause. Waits: the news may still be on the way."""
-        if self.liveness is None:
-            return None
         until = time.monotonic() + wait_seconds
-        while not (reason := self._why_others_end(self.liveness)) and time.monotonic() < until:
+        while not (reason := self._why_others_end()) and time.monotonic() < until:
             time.sleep(0.2)
         return reason
 
@@ -217,28 +228,41 @@ class Watchdog:
             if self.stalled_seconds > LAST_BARRIER_TIMEOUT_S:
                 leave_now(self.final_status)
             return
-        if self.liveness:
-            self.liveness.publish(ticks, self.iteration, self.phase)
-            reason = self._why_others_end(self.liveness)
-            if reason and not self.closed.is_set():
-                self._leave(self.liveness, self.liveness.end_all(reason))
+        self.liveness.publish(ticks, self.iteration, self.phase)
+        reason = self._why_others_end() or self.liveness.dead()
+        if reason and not self.closed.is_set():
+            self._leave(self.liveness.end_all(reason))
+        if not self.liveness.joined:
+            self._look_at_start(ticks)
         if is_launched() and os.getppid() != self.launcher and not self.stop_asked_at:
             within(SAY_TIMEOUT_S, log.warning, "torchrun is gone: ending after this iteration")
-            self._handle_signal(signal.SIGTERM)
+            self._handle_signal(signal.SIGTERM, "has lost its torchrun")
         minutes = self.config.start_timeout_minutes if self.patient else self.config.timeout_minutes
         is_limited = self.config.timeout_minutes and minutes  # 0: never
-        if self.liveness and is_limited and self.stalled_seconds > 60 * minutes:
-            self._end_hanging_run(self.liveness, minutes, ticks)
+        if is_limited and self.stalled_seconds > 60 * minutes:
+            self._end_hanging_run(minutes, ticks)
 
-    def _handle_signal(self, number: int) -> None:
+    def _look_at_start(self, ticks: int) -> None:
+        """Before all have joined, a rank that computes has not stalled, as reading a large dataset may take
+        hours; nor has one that waits, as every rank is watched by itself."""
+        used, self.cpu_seconds = time.process_time() - self.cpu_seconds, time.process_time()
+        if used > BUSY_SECONDS or self.phase == WAITING:
+            self.stalled_seconds = 0.0
+        if self.phase == WAITING and self.liveness.rank == 0 and ticks % SAY_TICKS == 0:
+            if late := self.liveness.not_ready():
+                within(SAY_TIMEOUT_S, log.warning, f"waiting: {late}")
+
+    def _handle_signal(self, number: int, what: str = "") -> None:
         if number not in STOP_SIGNALS:  # other libraries' handlers write to the same socket
             return
         name = signal.Signals(number).name
         if self.first is None:
             within(SAY_TIMEOUT_S, log.info, f"{name} before the first iteration: there is nothing to save")
-            if self.liveness:  # another rank may already be in its first iteration
-                reason = f"rank {self.liveness.world.rank} got {name} before its first iteration"
-                self.liveness.end_all(f"{reason}: there is nothing to save")
+            # torchrun sends it, too, when another process of this machine has failed
+            mine = f"{self.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
+            self.liveness.tell_all(self._why_others_end() or f"{mine}: there is nothing to save")
+            if self.liveness.broken and self.liveness.is_first_here():
+                print_last(f"error: {self.liveness.dead()}")
             self._complete_record("interrupted")
             leave_now(128 + number)
         is_second = self.stop_asked_at and time.monotonic() - self.stop_asked_at > SECOND_SIGNAL_S
@@ -251,35 +275,35 @@ class Watchdog:
             self.stop_asked_at = time.monotonic()
             within(SAY_TIMEOUT_S, log.info, f"{name}: ending after this iteration")
 
-    def _why_others_end(self, liveness: Liveness) -> str | None:
-        reason = liveness.reason_to_end()
+    def _why_others_end(self) -> str | None:
+        reason = self.liveness.reason_to_end()
         if reason:
             return reason
-        gone = liveness.gone()
-        return f"{', '.join(map(liveness.name, gone))} has ended" if gone else None
+        gone = self.liveness.gone()
+        return f"{', '.join(map(self.name, gone))} has ended" if gone else None
 
-    def _end_hanging_run(self, liveness: Liveness, minutes: float, ticks: int) -> None:
+    def _end_hanging_run(self, minutes: float, ticks: int) -> None:
         """Names the ranks that are behind, writes traces that show the reason, and ends this process."""
-        rank, where = liveness.world.rank, f"in iteration {self.iteration} ({self.phase})"
-        if liveness.world.size > 1:
-            behind = within(WHO_TIMEOUT_S, liveness.who_is_behind, ticks, self.iteration, self.phase)
-            where = behind or f"rank {rank} waits {where}"
+        rank, place = self.liveness.rank, f"in {where(self.iteration, self.phase)}"
+        if self.liveness.size > 1:
+            behind = within(WHO_TIMEOUT_S, self.liveness.who_is_behind, ticks, self.iteration, self.phase)
+            place = behind or f"rank {rank} waits {place}"
         out_dir = Path(self.config.out_dir)
         within(SHUTDOWN_TIMEOUT_S, _write_stacks, out_dir / f"hang_stacks_rank_{rank}.txt")
         within(SHUTDOWN_TIMEOUT_S, _write_collectives, out_dir / f"{FLIGHT_RECORDER}{rank}")
         key = "start_timeout_minutes" if self.patient else "timeout_minutes"
         what = f"no progress for {60 * minutes:.0f} s ({key})"
         files = f"what each live rank was doing is in {out_dir}/hang_stacks_rank_*.txt"
-        reason = f"{what}: {where}; {files}"
-        self._leave(liveness, reason, is_cause=liveness.end_all(reason) == reason)
+        reason = f"{what}: {place}; {files}"
+        self._leave(reason, is_cause=self.liveness.end_all(reason) == reason)
 
-    def _leave(self, liveness: Liveness, reason: str, is_cause: bool = False) -> None:
+    def _leave(self, reason: str, is_cause: bool = False) -> None:
         """Ends this process because of another one, unless the main thread has an error of its own."""
         if is_cause:
             tell_launcher(reason)
         elif self.closed.wait(CAUSE_FIRST_S):
             return
-        if is_cause or liveness.is_first_here():
+        if is_cause or self.liveness.is_first_here():
             print_last(f"error: {reason}")
         within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"error: {reason}")
         self._complete_record("failed")
@@ -292,8 +316,7 @@ class Watchdog:
         try:
             reason = redact(f"the watchdog failed: {type(error).__name__}: {error}")
             lines = redact("".join(traceback.format_exception(error)))
-            if self.liveness:
-                self.liveness.end_all(reason)
+            self.liveness.end_all(reason)
             tell_launcher(f"{lines}error: {reason}")
             print_last(f"{lines}error: {reason}")
             within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"{lines}error: {reason}")

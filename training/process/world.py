@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.text import shorten
 from training.configuration.keys import TrainConfig
 
 # torch 2.13 renamed these two and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-START_TIMEOUT = datetime.timedelta(hours=6)  # for joining: one rank may have to scan a large dataset first
+NO_LIMIT = datetime.timedelta(days=365)  # torch must be given some
 # A collective's own timeout comes so much later than the watchdog's, which ends the process first.
 WATCHDOG_FIRST_MINUTES = 2
 
@@ -75,6 +79,11 @@ def machine_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def machine_number() -> tuple[int, int]:
+    """(number of this machine, number of machines): torchrun's, one for each torchrun of the run."""
+    return int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
+
+
 def restart_count() -> int:
     """How often torchrun has restarted these processes because one had failed (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_launched() else 0
@@ -114,8 +123,9 @@ def check_device(config: TrainConfig) -> None:
         raise UserError(f"{torch.cuda.get_device_name()} has no bfloat16; use --dtype=float16")
 
 
-def init_world(config: TrainConfig) -> World:
-    """Picks this process's device and, under torchrun, joins the process group. All ranks."""
+def init_world(config: TrainConfig, store: dist.Store | None = None) -> World:
+    """Picks this process's device and, under torchrun, joins the process group. All ranks. store: meet()'s,
+    if this process has met the others before."""
     rank, local_rank, size = launch_info()
     if config.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -127,18 +137,19 @@ def init_world(config: TrainConfig) -> World:
         bind = device if backend == "nccl" else None
         if backend == "nccl":
             _record_collectives(Path(config.out_dir), rank)
-        store = _fresh_store(next(dist.rendezvous("env://", timeout=START_TIMEOUT))[0], rank, size)
+        _limit_every_group(config)
+        store = store or meet(rank, _timeout(config))
+        store.set_timeout(_timeout(config))
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
             world_size=size,
-            timeout=START_TIMEOUT,
+            timeout=_timeout(config),
             device_id=bind,
             pg_options=nccl_options(config) if backend == "nccl" else None,
         )
         dist.barrier()
-        dist.distributed_c10d._set_pg_timeout(_timeout(config))
     return World(rank, local_rank, size, device, machine_size())
 
 
@@ -148,37 +159,66 @@ def nccl_options(config: TrainConfig):
     if not config.nccl_goes_first:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = START_TIMEOUT  # torch warns if it differs from init_process_group's
+    options._timeout = _timeout(config)  # torch warns if it differs from init_process_group's
     return options
 
 
-def _fresh_store(store: dist.Store, rank: int, size: int) -> dist.Store:
+def store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT) -> dist.Store:
     """torchrun's store under a prefix that no earlier attempt has used. After a restart (--max-restarts) the
     dead processes' addresses are still in the store (github.com/pytorch/pytorch/issues/135712).
 
-    Rank 0 makes up the prefix and confirms it to every rank that asks. A prefix that is not confirmed comes
-    from a rank 0 that is dead.
+    Rank 0 makes up the prefix and confirms it to every rank that asks, in a thread. A prefix that is not
+    confirmed comes from a rank 0 that is dead; torchrun's count of restarts differs between machines. The
+    other ranks wait here for rank 0.
     """
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else: torchrun hosts it
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # without waiting for the other ranks: one of them may never come
+    store = dist.TCPStore(
+        host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
     mine = uuid.uuid4().hex
     if rank == 0:
         store.set("launch", mine)
-        for other in range(1, size):
-            store.set(f"{mine}/confirmed/{store.get(f'{mine}/asks/{other}').decode()}", "")
+        threading.Thread(target=_confirm, args=(another_connection(store), mine), daemon=True).start()
         return dist.PrefixStore(mine, store)
     name = None
     while name is None or not store.check([f"{name}/confirmed/{mine}"]):
         newest = store.get("launch").decode()
         if newest != name:
             name = newest
-            store.set(f"{name}/asks/{rank}", mine)
+            store.set(f"{name}/asks/{store.add(f'{name}/asking', 1)}", mine)
         time.sleep(0.02)
     return dist.PrefixStore(name, store)
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """To the same store: a call that waits in one connection does not block another."""
+    return store.clone()  # type: ignore[attr-defined]  # no stub
+
+
+def _confirm(store: dist.Store, name: str) -> None:
+    """Answers the ranks in the order in which they ask, until this process ends."""
+    with contextlib.suppress(RuntimeError):  # the store has ended
+        for number in itertools.count(1):
+            store.set(f"{name}/confirmed/{store.get(f'{name}/asks/{number}').decode()}", "")
+
+
+def _limit_every_group(config: TrainConfig) -> None:
+    """Also torch itself makes groups, such as those of a device mesh. It would give them its own limits of 10
+    or 30 minutes, so that a collective could end the process before the watchdog says why."""
+    dist.distributed_c10d.default_pg_timeout = _timeout(config)
+    dist.distributed_c10d.default_pg_nccl_timeout = _timeout(config)
 
 
 def _timeout(config: TrainConfig) -> datetime.timedelta:
     limits = config.timeout_minutes, config.start_timeout_minutes
     if not all(limits):  # 0: never
-        return START_TIMEOUT
+        return NO_LIMIT
     return datetime.timedelta(minutes=max(limits) + WATCHDOG_FIRST_MINUTES)
 
 
@@ -198,12 +238,12 @@ def _record_collectives(out_dir: Path, rank: int) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
-def cpu_group(world: World, config: TrainConfig) -> dist.ProcessGroup | None:
+def cpu_group(world: World) -> dist.ProcessGroup | None:
     """A process group for numbers on the CPU, whose communication does not wait for a GPU. All ranks."""
     if world.size == 1:
         return None
     try:
-        return dist.new_group(backend="gloo", timeout=_timeout(config))
+        return dist.new_group(backend="gloo")
     except RuntimeError as error:
         raise UserError(
             f"the processes cannot reach each other by gloo, which carries stop requests: {error}; "
@@ -252,3 +292,32 @@ def gather_objects(value: object, world: World) -> list:
     values = [None] * world.size
     dist.all_gather_object(values, value)
     return values
+
+
+# Settings that may differ between machines: what they name is compared by content, or they change no result.
+OF_A_MACHINE = ("dataset", "init_weights", "dataloader_num_workers", "dataloader_prefetch_factor")
+
+
+def check_same_settings(config: TrainConfig, world: World) -> None:
+    """Raises UserError, on every rank, if ranks were started with different settings. All ranks."""
+    ranks: dict[tuple[str, int], dict[str, list[int]]] = {}  # (setting, machine) -> value -> ranks
+    for rank, (machine, settings) in enumerate(
+        gather_objects((machine_number()[0], config.to_dict()), world)
+    ):
+        for name, value in settings.items():
+            place = machine if name in OF_A_MACHINE else 0
+            ranks.setdefault((name, place), {}).setdefault(repr(value), []).append(rank)
+    differing = [
+        f"{name} is " + ", ".join(f"{value} on rank {_listed(of)}" for value, of in values.items())
+        for (name, _), values in ranks.items()
+        if len(values) > 1
+    ]
+    if differing:
+        raise UserError(
+            f"the processes of this run were started with different settings: {'; '.join(differing)}. Start "
+            "all of them with the same config file and flags"
+        )
+
+
+def _listed(ranks: list[int]) -> str:
+    return shorten(", ".join(map(str, ranks)), 40)

@@ -278,7 +278,7 @@ def _hardware(config: TrainConfig, info: dict) -> Section:
     estimate = info["estimated_memory_gb"]
     total = sum(estimate.values())
     return [
-        ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
+        ("Device", f"{_gpus(hardware)}{memory}"),
         *machine_lines(info),
         ("Parallelism", parallelism_line(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
@@ -296,6 +296,12 @@ def _fit(micro_batch: dict) -> str:
         return units.memory(needed)
     verdict = "fits" if needed <= available else "does not fit"
     return f"{units.memory(needed)} of {units.memory(available)}: {verdict} by the estimate"
+
+
+def _gpus(hardware: dict) -> str:
+    """'8 x NVIDIA H200'; memory and other facts are rank 0's."""
+    gpus = hardware["peak"].get("gpus") or {hardware["gpu_name"]: hardware["num_gpus"]}
+    return ", ".join(f"{count} x {name}" for name, count in gpus.items())
 
 
 def _peak(peak: dict) -> str:
