@@ -3,9 +3,10 @@
     FAULT="what who where" fault_worker.py CONFIG [--key=value ...]
 
 what: a signal's name, 'raise', 'oom', 'exit0', 'hang' (for ever), 'illegal' (a memory access of the GPU),
-'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'node' (SIGKILL, to its torchrun, too);
+'slow' (50 ms more, from there on), 'slow_gpu' (the GPU alone), 'node' (SIGKILL, to its torchrun, too),
+'orphan' (SIGKILL, to its torchrun alone, and it hangs itself);
 who: a rank, 'any', 'torchrun', or 'job' (the process in the file JOB_PID);
-where: an iteration, 'evaluation', 'saving', 'start' or 'import'. Only in the first attempt.
+where: an iteration, 'evaluation', 'saving', 'start', 'hashing' or 'import'. Only in the first attempt.
 DEAD_TICKS: seconds of silence before the ranks have joined, after which a rank is taken for dead.
 """
 
@@ -46,7 +47,9 @@ def happen(what: str, who: str) -> None:
     if what == "node":
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "hang":
+    if what == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if what in ("hang", "orphan"):
         time.sleep(1000)
     if what == "illegal":
         torch.zeros(4, device="cuda")[torch.tensor([1 << 40], device="cuda")]
@@ -62,6 +65,8 @@ def install(what: str, who: str, where: str) -> None:
         happen(what, who)
     elif where == "start":
         before(train, "open_sources", lambda: happen(what, who))
+    elif where == "hashing":  # the ranks have met, and do not wait for each other yet
+        before(train, "open_sources", lambda: (time.sleep(3), happen(what, who)))
     elif where == "saving":  # the files take a while, and the fault comes in between
         before(saver, "_write_files", lambda: time.sleep(1))
         after(saver.Saver, "begin", lambda: happen(what, who))

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from training.process.exit_status import OtherRankFailed, within
+from training.process.exit_status import within
 from training.process.world import (
     NO_LIMIT,
     another_connection,
@@ -88,12 +88,18 @@ class Liveness:
 
     def _meet(self) -> None:
         """In a thread, as it waits for torchrun and for rank 0."""
-        store = meet(self.rank)
-        for rank in self._watched():
-            store.compare_set(f"progress/{rank}", "", "")  # there is something to read, also from the dead
-        store.set(f"process/{self.rank}", json.dumps(self.processes[self.rank]))
-        self.store = store
-        self.met.set()
+        try:
+            store = meet(self.rank, about=json.dumps(self.processes[self.rank]))
+            for rank in self._watched():
+                store.compare_set(
+                    f"progress/{rank}", "", ""
+                )  # there is something to read, also from the dead
+            store.set(f"progress/{self.rank}", "0 -1 starting")
+            self.processes[0] = Process(*json.loads(store.get("process/0")))
+            self.store = store
+            self.met.set()
+        except RuntimeError:  # rank 0's torchrun has ended meanwhile
+            self.broken = True
 
     def wait_for_all(self) -> dist.Store | None:
         """Returns when all ranks have called this: the store through which they can join. The watchdog ends
@@ -101,14 +107,15 @@ class Liveness:
         if self.size == 1:
             return None
         self.met.wait()
-        assert self.store
+        assert self.store, "met"
         store = another_connection(self.store)  # the watchdog's thread must not wait for this call
         try:
             if store.add("ready", 1) == self.size:
                 store.set("all ready", "")
             store.wait(["all ready"], NO_LIMIT)
         except RuntimeError:
-            raise OtherRankFailed(self.over or self._lost_store()) from None
+            self.broken = True
+            threading.Event().wait()  # for the watchdog, which says why and ends this process
         return store
 
     def join(self) -> None:
@@ -162,16 +169,16 @@ class Liveness:
         """Before all have joined: which rank, machine or store is taken for dead. Called once a tick."""
         if self.size == 1 or self.joined:
             return None
+        if self.broken:
+            return self._lost_store()
         if not self.met.is_set():
             self.waited += 1
             what = f"rank 0 has not been seen at torchrun's store, {store_address()}, for {DEAD_TICKS} s"
             return f"{what}; {SAYS_WHY}" if self.waited >= DEAD_TICKS else None
         watched = self._watched()
-        if self.rank:
-            self._find(watched)
         found = self._try(lambda store: store.multi_get([f"progress/{rank}" for rank in watched]))
         self.unanswered = 0 if found else self.unanswered + 1
-        if self.broken or self.unanswered >= DEAD_TICKS:
+        if self.unanswered >= DEAD_TICKS:
             return self._lost_store()
         for rank, value in zip(watched, found or [], strict=False):
             changed = value != self.last.get(rank, b"") or value == ENDED

@@ -167,13 +167,13 @@ def store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT) -> dist.Store:
+def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> dist.Store:
     """torchrun's store under a prefix that no earlier attempt has used. After a restart (--max-restarts) the
     dead processes' addresses are still in the store (github.com/pytorch/pytorch/issues/135712).
 
     Rank 0 makes up the prefix and confirms it to every rank that asks, in a thread. A prefix that is not
     confirmed comes from a rank 0 that is dead; torchrun's count of restarts differs between machines. The
-    other ranks wait here for rank 0.
+    other ranks wait here for rank 0. about: what this rank says of itself, under process/RANK.
     """
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else: torchrun hosts it
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -183,6 +183,7 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT) -> dist.Store:
     )
     mine = uuid.uuid4().hex
     if rank == 0:
+        store.set(f"{mine}/process/0", about)
         store.set("launch", mine)
         threading.Thread(target=_confirm, args=(another_connection(store), mine), daemon=True).start()
         return dist.PrefixStore(mine, store)
@@ -193,6 +194,7 @@ def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT) -> dist.Store:
             name = newest
             store.set(f"{name}/asks/{store.add(f'{name}/asking', 1)}", mine)
         time.sleep(0.02)
+    store.set(f"{name}/process/{rank}", about)
     return dist.PrefixStore(name, store)
 
 
