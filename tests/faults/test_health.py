@@ -23,7 +23,7 @@ from training.faults.anomalies import MAX_PENDING, STUCK_ITERATIONS, AnomalyPoli
 from training.optimization import update_guard
 from training.optimization.step import StepResult
 from training.optimization.update_guard import LOSS, LOSS_SPIKE, NORM, NORM_SPIKE, UpdateGuard
-from training.process.world import World
+from training.process.world import WATCHDOG_FIRST_MINUTES, World
 from training.records.clock import Clock
 
 CPU = torch.device("cpu")
@@ -468,6 +468,14 @@ def test_what_is_judged_is_the_mean_loss_and_one_norm_on_both_ranks(two, strateg
 def test_good_iterations_before_and_after_are_made(two, strategy):
     assert not any(two[strategy]["good"])
     assert two[strategy]["then"] == 0 and two[strategy]["goes on"]
+
+
+@pytest.mark.hang
+def test_every_group_has_the_time_limit_of_the_run(two):
+    """Those of hybrid sharding are made by torch: its own 10 or 30 minutes would end a run unexplained."""
+    limits = two["limits"]
+    assert len(limits) >= 4, "of all ranks, of the consensus, two of hybrid sharding"
+    assert set(limits) == {TrainConfig.start_timeout_minutes + WATCHDOG_FIRST_MINUTES}
 
 
 @pytest.mark.bad_numbers

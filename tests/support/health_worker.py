@@ -166,12 +166,20 @@ def whole_run(config_path: str, world: World) -> list[str]:
     return gather_objects(end, world)
 
 
+def limits_of_groups() -> list[float]:
+    """Minutes that a collective of each group of this process may take."""
+    cpu = torch.device("cpu")
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_backend(cpu).options._timeout.total_seconds() / 60 for group in groups]
+
+
 def main(config_path: str, results: str) -> None:
     store = meet(launch_info()[0])
     liveness.meet = lambda rank: dist.PrefixStore("run", another_connection(store))
     world = init_world(load_config([config_path], 2), store)
     found = {name: strategy_results(config_path, name, world) for name in STRATEGIES}
-    found["run"] = whole_run(config_path, world)
+    found["run"] = whole_run(config_path, world)  # with the group of the consensus
+    found["limits"] = limits_of_groups()
     if world.is_main:
         Path(results).write_text(json.dumps(found))
     dist.barrier()

@@ -1,5 +1,6 @@
 """The peak belongs to this GPU and this precision, or there is none and the reason says what to do."""
 
+import dataclasses
 import math
 import re
 
@@ -10,7 +11,16 @@ from common.errors import UserError
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
 from training.hardware.description import describe_hardware
-from training.hardware.peaks import GPUS, measure_peak, resolve_peak, table_peak
+from training.hardware.peaks import (
+    GPUS,
+    Peak,
+    agree_on_peak,
+    mean_peak,
+    measure_peak,
+    resolve_peak,
+    table_peak,
+)
+from training.process.world import World
 
 BF16_AND_FP8_TFLOPS = {  # datasheets: dense bf16 and fp8, by the device's own name
     "NVIDIA B200": (2250, 4500),
@@ -278,3 +288,52 @@ def test_a_gpu_measures_below_its_table_peak_and_describes_itself():
         print(measured, table)
         if measured.tflops and table.tflops:
             assert 0.3 * table.tflops < measured.tflops < table.tflops
+
+
+# --- the GPUs of several ranks ---
+
+H100, A100, UNKNOWN = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"
+
+
+def mean_of(*names: str, precision: str = "bfloat16") -> Peak:
+    return mean_peak(list(names), [table_peak(name, precision) for name in names])
+
+
+def test_unequal_gpus_are_named_and_the_sum_of_their_peaks_counts():
+    peak = mean_of(H100, A100, H100, H100)
+    assert 4 * peak.tflops == pytest.approx(3 * 989.4 + 312)
+    assert peak.gpus == {H100: 3, A100: 1}
+    assert f"3 x {H100}, 1 x {A100}" in peak.source and "A100 datasheet" in peak.source
+
+
+def test_equal_gpus_have_the_peak_of_one():
+    assert mean_of(H100, H100) == table_peak(H100, "bfloat16")
+
+
+def test_a_rank_whose_gpu_has_no_known_peak_leaves_the_run_without_an_mfu():
+    peak = mean_of(H100, UNKNOWN)
+    assert peak.flops is None and f"no peak is known for the GPU '{UNKNOWN}'" in peak.reason
+    assert f"1 x {H100}, 1 x {UNKNOWN}" in peak.reason
+
+
+def test_the_fp8_peak_of_unequal_gpus_is_the_sum_of_what_each_can_do():
+    """The A100 emulates fp8: its matmuls run at its bfloat16 rate."""
+    both = dataclasses.replace(table_peak(H100, "bfloat16"), fp8=table_peak(H100, "fp8"))
+    peak = mean_peak([A100, H100], [table_peak(A100, "bfloat16"), both])
+    assert 2 * peak.tflops == pytest.approx(312 + 989.4)
+    assert 2 * peak.fp8.tflops == pytest.approx(312 + 1978.9)
+
+
+def test_each_kind_of_gpu_is_looked_at_by_its_first_rank(monkeypatch):
+    """measure_peak() takes a while, and two measurements of one kind differ."""
+    names, asked = [H100, A100, H100], []
+    monkeypatch.setattr(hardware, "_gpu_name", lambda device: names[device.index])
+    monkeypatch.setattr(
+        hardware, "_find_peak", lambda config, device: asked.append(device.index) or Peak(1.0, "x")
+    )
+    everyone = iter([names, [Peak(1.0, "x"), Peak(2.0, "y"), None]] * 3)
+    monkeypatch.setattr(hardware, "gather_objects", lambda mine, world: next(everyone))
+    for rank in range(3):
+        peak = agree_on_peak(None, World(rank, rank, 3, torch.device("cuda", rank)))
+        assert peak.tflops == pytest.approx(4 / 3)
+    assert asked == [0, 1]

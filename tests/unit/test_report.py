@@ -7,6 +7,7 @@ import model_builder
 from training.configuration.files_and_flags import load_config
 from training.hardware.gpu_memory import DeviceMemory
 from training.hardware.peaks import Peak
+from training.records import report
 from training.records.memory_estimate import estimate_memory
 from training.records.micro_batch import choose
 from training.records.report import report_lines
@@ -159,3 +160,10 @@ def test_the_report_names_what_is_compiled_recomputed_and_sharded(lines):
     assert sharded == (
         "fsdp, hybrid sharding, reshard after forward, gradients travel in bfloat16, gradients summed by FSDP"
     )
+
+
+def test_unequal_gpus_are_all_named():
+    facts = {"gpu_name": "NVIDIA H200", "num_gpus": 3}
+    assert report._gpus({**facts, "peak": {}}) == "3 x NVIDIA H200"
+    of = {"NVIDIA H200": 1, "NVIDIA L40S": 2}
+    assert report._gpus({**facts, "peak": {"gpus": of}}) == "1 x NVIDIA H200, 2 x NVIDIA L40S"
