@@ -73,11 +73,10 @@ class Liveness:
         self.local_ranks = range(first, first + machine_size())  # torchrun numbers them so
         self.processes = {self.rank: this_process()}  # those that are known
         self.joined = False
-        self.waited = 0  # ticks without having met rank 0
         self.quiet: Counter[int] = Counter()  # ticks since the progress of a rank changed
         self.last: dict[int, bytes] = {}  # its progress then
         self.over: str | None = None  # the first reason that any rank gave to end all
-        self.unanswered = 0  # ticks since the store answered
+        self.unanswered = 0  # ticks without rank 0, or without an answer of the store
         self.broken = False  # whether the connection to the store is closed; it never opens again
         self.store: dist.Store | None = None
         self.met = threading.Event()  # set when there is a store
@@ -90,10 +89,8 @@ class Liveness:
         """In a thread, as it waits for torchrun and for rank 0."""
         try:
             store = meet(self.rank, about=json.dumps(self.processes[self.rank]))
-            for rank in self._watched():
-                store.compare_set(
-                    f"progress/{rank}", "", ""
-                )  # there is something to read, also from the dead
+            for rank in self._watched():  # so that there is something to read, also from the dead
+                store.compare_set(f"progress/{rank}", "", "")
             store.set(f"progress/{self.rank}", "0 -1 starting")
             self.processes[0] = Process(*json.loads(store.get("process/0")))
             self.store = store
@@ -135,12 +132,8 @@ class Liveness:
     def gone(self) -> list[int]:
         """Ranks of this machine whose process has ended, for any reason but that its work is done."""
         self._find(self.local_ranks)
-        return [
-            rank
-            for rank in self._here()
-            if not _exists(self.processes[rank].pid)
-            and (self.joined or self._get(f"progress/{rank}") != ENDED)
-        ]
+        ended = [rank for rank in self._here() if not _exists(self.processes[rank].pid)]
+        return [rank for rank in ended if self.joined or self._get(f"progress/{rank}") != ENDED]
 
     def is_first_here(self) -> bool:
         """Whether no lower rank of this machine is alive, so that this one prints the message."""
@@ -148,7 +141,8 @@ class Liveness:
 
     def _here(self) -> list[int]:
         place = self.processes[self.rank][2:]
-        return [rank for rank, one in self.processes.items() if rank != self.rank and one[2:] == place]
+        others = list(self.processes.items())  # as two threads add to it
+        return [rank for rank, one in others if rank != self.rank and one[2:] == place]
 
     def _find(self, ranks: Iterable[int]) -> None:
         """Reads which processes these ranks are, as far as they have said it."""
@@ -169,17 +163,16 @@ class Liveness:
         """Before all have joined: which rank, machine or store is taken for dead. Called once a tick."""
         if self.size == 1 or self.joined:
             return None
-        if self.broken:
-            return self._lost_store()
-        if not self.met.is_set():
-            self.waited += 1
-            what = f"rank 0 has not been seen at torchrun's store, {store_address()}, for {DEAD_TICKS} s"
-            return f"{what}; {SAYS_WHY}" if self.waited >= DEAD_TICKS else None
-        watched = self._watched()
-        found = self._try(lambda store: store.multi_get([f"progress/{rank}" for rank in watched]))
+        watched, found = self._watched(), None
+        if self.met.is_set():
+            found = self._try(lambda store: store.multi_get([f"progress/{rank}" for rank in watched]))
         self.unanswered = 0 if found else self.unanswered + 1
-        if self.unanswered >= DEAD_TICKS:
-            return self._lost_store()
+        if self.broken or self.unanswered >= DEAD_TICKS:
+            what = "does not answer" if self.met.is_set() else "has had no word of rank 0"
+            return (
+                f"torchrun's store, {store_address()}, {what}: torchrun of the machine of {self.name(0)} has "
+                f"ended, or that machine is gone; {SAYS_WHY}"
+            )
         for rank, value in zip(watched, found or [], strict=False):
             changed = value != self.last.get(rank, b"") or value == ENDED
             self.quiet[rank] = 0 if changed else self.quiet[rank] + 1
@@ -188,28 +181,20 @@ class Liveness:
         return self._describe_dead(silent) if silent else None
 
     def _describe_dead(self, silent: list[int]) -> str | None:
-        """A rank that has not said anything may only be slow to start. It is left to its own torchrun, which
-        is there as long as it has another process."""
         self._find(self._watched())
-        if self.rank or any(rank in self.processes for rank in silent):
-            known = [rank for rank in silent if rank in self.processes] or silent
+        if known := [rank for rank in silent if rank in self.processes]:
             doing = _parse(self.last[known[0]])[2]
             return (
                 f"{self._names(known, in_full=True)} silent for {DEAD_TICKS} s before all ranks had joined "
                 f"({doing}): killed or stopped, or the machine is gone; {SAYS_WHY}"
             )
+        # a rank that is slow to start is left to its torchrun, which is there if another process of it is
         missing = set(range(machine_number()[1])) - {one.machine for one in self.processes.values()}
         if not missing:
             return None
         return (
             f"{self._names(silent, in_full=False)} not there after {DEAD_TICKS} s, nor is any other process "
             f"of torchrun's node {', '.join(map(str, sorted(missing)))}; {SAYS_WHY}"
-        )
-
-    def _lost_store(self) -> str:
-        return (
-            f"torchrun's store, {store_address()}, does not answer: torchrun of the machine of "
-            f"{self.name(0)} has ended, or that machine is gone; {SAYS_WHY}"
         )
 
     def not_ready(self) -> str | None:
