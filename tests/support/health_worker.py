@@ -175,7 +175,13 @@ def limits_of_groups() -> list[float]:
 
 def main(config_path: str, results: str) -> None:
     store = meet(launch_info()[0])
-    liveness.meet = lambda rank: dist.PrefixStore("run", another_connection(store))
+
+    def meet_again(rank, about):
+        found = dist.PrefixStore("run", another_connection(store))
+        found.set(f"process/{rank}", about)
+        return found
+
+    liveness.meet = meet_again
     world = init_world(load_config([config_path], 2), store)
     found = {name: strategy_results(config_path, name, world) for name in STRATEGIES}
     found["run"] = whole_run(config_path, world)  # with the group of the consensus

@@ -32,7 +32,13 @@ def main(path: str) -> None:
     train.count_flops = once_a_model(train.count_flops)
     train.gc = SimpleNamespace(collect=lambda: None, freeze=lambda: None)
     for n, command in enumerate(commands):
-        liveness.meet = lambda rank, n=n: dist.PrefixStore(f"command {n}", another_connection(store))
+
+        def meet_again(rank, about, n=n):
+            found = dist.PrefixStore(f"command {n}", another_connection(store))
+            found.set(f"process/{rank}", about)
+            return found
+
+        liveness.meet = meet_again
         train.main(command)
         if n % 8 == 0:
             gc.collect()
