@@ -31,6 +31,9 @@ console ends; its log file has everything."""
 SET_BY_TORCHRUN = "set by torchrun: "
 UNLESS = "train.py sets it, unless you do: "
 VARIABLES = {
+    "GROUP_RANK": SET_BY_TORCHRUN + "the number of this torchrun, and so of the machine",
+    "GROUP_WORLD_SIZE": SET_BY_TORCHRUN + "how many torchruns the run has",
+    "TORCHELASTIC_USE_AGENT_STORE": SET_BY_TORCHRUN + "whether torchrun hosts the store where processes meet",
     "RANK": SET_BY_TORCHRUN + "the number of this process",
     "LOCAL_RANK": SET_BY_TORCHRUN + "its number on this machine, and so its GPU",
     "WORLD_SIZE": SET_BY_TORCHRUN + "the number of processes; a dry run takes it without torchrun",
