@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from data.pipeline.document_pieces import PIECE_CHARS
 from data.pipeline.documents import BadRecord, read_records
-from data.pipeline.units import PIECE_CHARS, Settings, Unit
+from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import find_eot, open_tokenizer

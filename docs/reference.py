@@ -7,7 +7,8 @@ import signal
 
 from common.command import FAILED, INTERRUPTED, OUTPUT_NOT_READ, USER_ERROR
 from training.configuration.help import sections, type_names, values
-from training.configuration.keys import ALIASES, KEYS
+from training.configuration.keys import KEYS
+from training.configuration.other_names import ALIASES
 from training.process.exit_status import STOP_SIGNALS
 
 INTRODUCTION = """\

@@ -30,7 +30,8 @@ from tools.seal.recount import disagreements
 from training.batches.fingerprint import run_fingerprint
 from training.batches.sources import open_sources
 from training.configuration.files_and_flags import load_config
-from training.configuration.keys import KEYS, REMOVED_KEYS, TrainConfig, removed_settings, todays_settings
+from training.configuration.keys import KEYS, TrainConfig
+from training.configuration.other_names import REMOVED_KEYS, removed_settings, todays_settings
 from training.records.startup_info import git_state
 
 SPEED = 0.03  # a share of tokens/s: GPUs of one kind differ by 2 to 3 % (LOG.md)

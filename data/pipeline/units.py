@@ -8,11 +8,10 @@ hold. A unit without a manifest is made again from its beginning.
 
 import hashlib
 import os
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import numpy as np
 from common.durable_file import sync, sync_folder, write_bytes, write_json
 from common.errors import UserError
 from data.pipeline.document_lengths import split_lengths, with_lengths
+from data.pipeline.document_pieces import PIECE_CHARS, read_pieces
 from data.pipeline.documents import TEXT_KEY, BadRecord, is_one_document, read_records, read_text
 from data.pipeline.mds_samples import read_tokens
 from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
@@ -28,15 +28,6 @@ from data.pipeline.verified import remember_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
 
-# Characters encoded at once, which bounds the memory: short documents together, a long one in pieces.
-PIECE_CHARS = 1 << 19
-UNCUT_CHARS = 1 << 20  # a document that has no place to cut for this long is a bad record
-CONTEXT_CHARS = 256  # on either side of a cut, encoded to check that the cut changes no id
-BOUNDARIES = [  # places to try a cut, the likeliest to change no id first: between words, lines, clauses
-    re.compile(pattern)
-    for pattern in (r"(?<=\w)(?=[ \n]\w)", r"(?<=\S)(?=[ \n]\S)|(?<=\n)(?=\S)", r"(?<=\w)(?=[^\w\s])")
-]
-TRIES = 30  # cuts to try at each kind of boundary
 WRITE_TOKENS = 1 << 18  # tokens collected before they are written
 BAD_LISTED = 20  # bad records that a unit's manifest describes; all are counted
 
@@ -105,47 +96,6 @@ class Unit:
 # --- one document ---
 
 
-def find_cut(text: str, start: int, encode: Callable) -> tuple[int, int, int] | None:
-    """The first cut after `start` that changes no id around it: (end of the left side, start of the right
-    side, number of ids to drop from the beginning of the right side's).
-
-    Pre-tokenizers end a word before a space, so the right side may begin with one. If the tokenizer itself
-    puts a space before every text, as LLaMA 2's does, then the right side must begin after the space, or the
-    id of the tokenizer's own space must be dropped.
-    """
-    for boundary in BOUNDARIES:
-        for match in islice(boundary.finditer(text, start, start + PIECE_CHARS), TRIES):
-            cut = match.start()
-            left, right = text[cut - CONTEXT_CHARS : cut], text[cut : cut + CONTEXT_CHARS]
-            whole, head = encode(left + right), encode(left)
-            for skip, drop in ((0, 0), (1, 0), (0, 1)):
-                if head + encode(right[skip:])[drop:] == whole:
-                    return cut, cut + skip, drop
-    return None
-
-
-def encode_document(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[np.ndarray]:
-    """The ids of a document, piece by piece: the same ids as if its whole text were encoded at once."""
-    text, searched, drop = "", PIECE_CHARS, 0  # searched: characters from start, up to which no cut was found
-    for chunk in chunks:
-        text += chunk
-        start = 0
-        while len(text) - start > 2 * PIECE_CHARS:
-            cut = find_cut(text, start + searched, encode)
-            if cut is None:
-                searched += PIECE_CHARS
-                if searched > UNCUT_CHARS:
-                    raise BadRecord(f"{UNCUT_CHARS:,} characters without a place to cut the text")
-                if len(text) - start <= searched + PIECE_CHARS:
-                    break
-                continue
-            yield np.array(encode(text[start : cut[0]])[drop:], dtype=np.uint32)
-            _, start, drop = cut
-            searched = PIECE_CHARS
-        text = text[start:]
-    yield np.array(encode(text)[drop:], dtype=np.uint32)
-
-
 def hash_content(content: Iterable[bytes]) -> int:
     """64 bits, of a document in any number of pieces."""
     digest = hashlib.blake2b(digest_size=8)
@@ -197,21 +147,6 @@ def read_unit(
     for path, name in unit.files:
         for number, document in read_records(Path(path), progress, text_key, unit.span):
             yield path, name, number, document
-
-
-def read_pieces(path: str, document: Iterable[str], encode: Callable) -> Iterator[np.ndarray]:
-    """The ids of a document, all encoded before this returns, so that a BadRecord is raised before anything
-    is written. A file of text may have any size, so it alone is encoded while it is written, and what would
-    be a BadRecord is a UserError."""
-    pieces = encode_document(document, encode)
-    return _streamed(pieces, path) if is_one_document(Path(path)) else iter(list(pieces))
-
-
-def _streamed(pieces: Iterator[np.ndarray], path: str) -> Iterator[np.ndarray]:
-    try:
-        yield from pieces
-    except (BadRecord, EncodeError) as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def encode_batch(

@@ -12,7 +12,8 @@ from torch.distributed.run import get_args_parser
 
 from docs.reference import VARIABLES
 from training.configuration.help import sections
-from training.configuration.keys import ALIASES, KEYS
+from training.configuration.keys import KEYS
+from training.configuration.other_names import ALIASES
 
 # Of several files, of a user's, or of a contributor's.
 PLACEHOLDERS = {"config/FILE.py", "prepare.py", "merges.txt", "config/full_NAME.py", "config/smoke_NAME.py"}

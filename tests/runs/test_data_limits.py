@@ -102,9 +102,9 @@ def test_a_huge_document_takes_no_memory_of_its_size(tmp_path, bpe):
     (tmp_path / "large.txt").write_text("some words " * 1_000_000)  # 11 MB in one line
     script = """
 from pathlib import Path
-from data.pipeline import units
+from data.pipeline import document_pieces, units
 from data.tokenizers.file_tokenizer import FileTokenizer
-units.PIECE_CHARS = 1 << 17
+document_pieces.PIECE_CHARS = units.PIECE_CHARS = 1 << 17
 tokenizer = FileTokenizer(sys.argv[3])
 tokenizer.use_fast_encoder(verify=False)
 folder = Path(sys.argv[1]).parent / "out"

@@ -21,11 +21,11 @@ from support.helpers import ROOT, TINY, last_run, run_train, write_config
 from support.preparation import ENVIRONMENT, SHARED_DATA, run_prepare, shared, small_bpe, write_jsonl
 
 from common.errors import UserError
-from data.pipeline import units
+from data.pipeline import document_pieces
+from data.pipeline.document_pieces import encode_document
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.splits import named_split
-from data.pipeline.units import encode_document
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.model_file import LLAMA3_PATTERN, NORMAL, _fields
@@ -122,7 +122,7 @@ def test_a_document_larger_than_a_piece_gets_the_ids_of_the_whole(name, monkeypa
     text = shared("text/tinyshakespeare.txt").read_text()[:60_000] + "x" * 5000 + HARD[1] * 20
     text += "東京都は、日本の首都です。\n　　人口は約1400万人。\n" * 500  # no spaces between words
     whole = tokenizer.encode(text)
-    monkeypatch.setattr(units, "PIECE_CHARS", 2000)
+    monkeypatch.setattr(document_pieces, "PIECE_CHARS", 2000)
     for chunks in ([text], [text[i : i + 777] for i in range(0, len(text), 777)]):
         pieces = list(encode_document(chunks, tokenizer.encode))
         assert len(pieces) > 10
@@ -130,8 +130,8 @@ def test_a_document_larger_than_a_piece_gets_the_ids_of_the_whole(name, monkeypa
 
 
 def test_a_document_without_a_place_to_cut_is_a_bad_record(bpe, monkeypatch):
-    monkeypatch.setattr(units, "PIECE_CHARS", 100)
-    monkeypatch.setattr(units, "UNCUT_CHARS", 500)
+    monkeypatch.setattr(document_pieces, "PIECE_CHARS", 100)
+    monkeypatch.setattr(document_pieces, "UNCUT_CHARS", 500)
     with pytest.raises(BadRecord, match="without a place to cut"):
         list(encode_document(["x" * 2000], FileTokenizer(bpe).encode))
 

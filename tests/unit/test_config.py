@@ -11,11 +11,9 @@ from training.configuration import rules
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import USAGE, load_config
 from training.configuration.help import help_text
-from training.configuration.keys import (
+from training.configuration.keys import FACTORS, GUARDED, KEYS
+from training.configuration.other_names import (
     ALIASES,
-    FACTORS,
-    GUARDED,
-    KEYS,
     REMOVED_KEYS,
     REMOVED_VALUES,
     removed_settings,

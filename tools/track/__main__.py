@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import math
-import os
 import sys
 import time
 import uuid
@@ -24,6 +23,7 @@ from common.command import FAILED, run_command, say
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
+from common.processes import is_running
 from tools.track.figures import figures_of, is_count
 from tools.track.trackers import NOTHING, TRACKERS, Run
 from training.configuration.rules import named_trackers, require_tracker
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # a process of an earlier attempt ends within seconds
         senders = [Sender(name, run_of(record, options)) for name in names]
         while True:
-            live = options.follow is not None and record["status"] == "running" and is_alive(options.follow)
+            live = options.follow is not None and record["status"] == "running" and is_running(options.follow)
             for sender in senders:
                 sender.take(record, live, may_resume=options.follow is not None)
             if not live:
@@ -84,16 +84,6 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
     record["config"] = record["config"] if isinstance(record.get("config"), dict) else {}
     record["attempts"] = record.get("attempts") or [{"run_name": record["run_name"]}]
     return {"status": None, **record}
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def run_of(record: dict[str, Any], options: argparse.Namespace) -> Run:

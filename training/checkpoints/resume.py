@@ -35,7 +35,8 @@ from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import damage, damage_here, damaged
-from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig, removed_settings
+from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
+from training.configuration.other_names import removed_settings
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.redaction import redact_all, without_logins
 from training.process.world import World, gather_objects, may_restart, restart_count

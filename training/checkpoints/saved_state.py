@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
-from training.configuration.keys import todays_settings
+from training.configuration.other_names import todays_settings
 
 FORMAT = 3
 HALVES_FORMAT = 2  # the same, but ffn.up of a gated model has all rows of gate, then all rows of up

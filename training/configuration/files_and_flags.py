@@ -21,7 +21,8 @@ from common.text import shown
 from training.configuration.dataset_name import check_dataset
 from training.configuration.flags import is_setting, not_a_flag, place, take_flags, unknown_setting
 from training.configuration.key_line import FLOAT_MAX
-from training.configuration.keys import ALIASES, KEYS, ROOT, TrainConfig
+from training.configuration.keys import KEYS, ROOT, TrainConfig
+from training.configuration.other_names import ALIASES
 from training.configuration.rules import PATHS, check
 
 USAGE = "usage: python train.py config/FILE.py [--key=value ...]"

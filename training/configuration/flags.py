@@ -12,7 +12,8 @@ from collections.abc import Collection
 
 from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, shorten, shown
-from training.configuration.keys import ALIASES, KEYS, REMOVED_KEYS
+from training.configuration.keys import KEYS
+from training.configuration.other_names import ALIASES, REMOVED_KEYS
 from training.configuration.rules import did_you_mean
 
 NEGATIVE_NUMBER = re.compile(r"-\.?\d")  # any other word that begins with a dash is the next flag

@@ -14,7 +14,8 @@ from common.errors import UserError
 from common.text import SHOWN_CHARACTERS, plain, shorten, shown
 from training.configuration.files_and_flags import USAGE
 from training.configuration.key_line import Key
-from training.configuration.keys import ALIASES, KEYS, TrainConfig
+from training.configuration.keys import KEYS, TrainConfig
+from training.configuration.other_names import ALIASES
 
 HELP_FLAGS = ("--help", "-h")
 INTRODUCTION = """       python train.py --help [WORD]

@@ -17,7 +17,8 @@ from common.text import shorten, shown
 from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.key_line import YEAR, Key
-from training.configuration.keys import FACTORS, GUARDED, KEYS, REMOVED_VALUES, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
+from training.configuration.other_names import REMOVED_VALUES
 from training.configuration.recomputation import check_recomputation
 
 PATHS = ("out_dir", "dataset")  # keys that name folders

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from common.processes import is_running
 from training.process.exit_status import within
 from training.process.world import (
     NO_LIMIT,
@@ -132,12 +133,12 @@ class Liveness:
     def gone(self) -> list[int]:
         """Ranks of this machine whose process has ended, for any reason but that its work is done."""
         self._find(self.local_ranks)
-        ended = [rank for rank in self._here() if not _exists(self.processes[rank].pid)]
+        ended = [rank for rank in self._here() if not is_running(self.processes[rank].pid)]
         return [rank for rank in ended if self.joined or self._get(f"progress/{rank}") != ENDED]
 
     def is_first_here(self) -> bool:
         """Whether no lower rank of this machine is alive, so that this one prints the message."""
-        return not any(_exists(self.processes[rank].pid) for rank in self._here() if rank < self.rank)
+        return not any(is_running(self.processes[rank].pid) for rank in self._here() if rank < self.rank)
 
     def _here(self) -> list[int]:
         place = self.processes[self.rank][2:]
@@ -303,21 +304,3 @@ def _parse(progress: bytes) -> tuple[int, int, str]:
         return NEVER_SEEN
     ticks, iteration, phase = progress.decode().split(" ", 2)
     return int(ticks), int(iteration), phase
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    """Whether the process has ended, but torchrun has not yet read its exit status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:  # the process has just ended, or this is not Linux
-        return False

@@ -17,11 +17,11 @@ from common.errors import UserError
 from common.text import shown
 from model_config import ModelConfig
 from rope_scaling import RopeScaling, YarnScaling
+from training.pretrained.config_fields import LARGEST, ConfigFields
 
 # names of the tanh approximation; config.json is written with the first
 GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 SILU = ("silu", "swish")
-LARGEST = 2**53  # whole numbers of JSON beyond this are not exact
 LLAMA3_IDS = 128_256
 
 # model types that look like one of ours -> what they have that ours has not
@@ -48,7 +48,7 @@ class Architecture:
 
 def read_architecture(fields: dict[str, Any], where: str) -> Architecture:
     """`fields`: the content of a config.json; `where`: its name in messages. Raises UserError."""
-    config = _Config(fields, where)
+    config = ConfigFields(fields, where)
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in READERS:
         raise config.refused(f"model_type={shown(family)}", _why_not(family))
@@ -67,79 +67,10 @@ def _why_not(family: object) -> str:
     return f"the families that can be read are {known} (LLaMA 2 and 3 and SmolLM2 are of type llama)"
 
 
-class _Config:
-    """Reads fields of a config.json, which anybody may have written."""
-
-    def __init__(self, fields: dict[str, Any], where: str):
-        self.fields, self.where = fields, where
-
-    def refused(self, what: str, why: str) -> UserError:
-        return UserError(f"{self.where} has {what}, which nanoMFU cannot read: {why}")
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.fields.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value < LARGEST:
-            got = "is missing" if value is None else f"is {shown(value)}"
-            raise UserError(f"{self.where}: {name} {got}; it must be a whole number above 0")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        return self._number(name, self.fields.get(name), default)
-
-    def _number(self, name: str, value: object, default: float) -> float:
-        value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < LARGEST:  # type: ignore[operator]  # a number
-            raise UserError(f"{self.where}: {name} is {shown(value)}; it must be a number above 0")
-        return float(value)  # type: ignore[arg-type]  # a number
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.fields.get(name)
-        value = default if value is None else value
-        if type(value) is not bool:
-            raise UserError(f"{self.where}: {name} is {shown(value)}; it must be true or false")
-        return value
-
-    def require(self, name: str, default: object, *allowed: object) -> None:
-        value = self.fields.get(name, default)
-        if value not in allowed or type(value) not in map(type, allowed):
-            raise self.refused(f"{name}={shown(value)}", f"it must be {' or '.join(map(repr, allowed))}")
-
-    def rope(self) -> tuple[float, dict[str, Any] | None]:
-        """(rope_theta, rope_scaling), from either spelling."""
-        given: dict[str, Any] = {}
-        for spelling in ("rope_parameters", "rope_scaling"):
-            parameters = self.fields.get(spelling) or {}
-            if not isinstance(parameters, dict):
-                raise UserError(f"{self.where}: {spelling} is {shown(parameters)}; it must be an object")
-            stated = {"rope_type": parameters.get("type"), **parameters}
-            for name, value in stated.items():
-                if value is not None and given.setdefault(name, value) != value:
-                    both = f"{shown(given[name])} in rope_parameters and {shown(value)} in rope_scaling"
-                    raise self.refused(f"{name}={both}", "they must be equal")
-        theta = self._number("rope_theta", given.pop("rope_theta", self.fields.get("rope_theta")), 10_000.0)
-        given.pop("type", None)
-        kind = given.pop("rope_type", "default")
-        if given.pop("partial_rotary_factor", self.fields.get("partial_rotary_factor")) not in (None, 1, 1.0):
-            raise self.refused("partial_rotary_factor", "all of a head is rotated here")
-        if nested := [name for name, value in given.items() if isinstance(value, dict)]:
-            raise self.refused(f"rope_parameters of {shown(nested[0])}", "all layers have the same here")
-        if kind == "default":
-            return theta, None
-        if given.get("truncate") is True:  # the bounds of YaRN's ramp are whole pairs, as without it
-            del given["truncate"]
-        if kind in ("yarn", "llama3"):  # transformers' default
-            given.setdefault("original_max_position_embeddings", self.fields.get("max_position_embeddings"))
-        try:
-            return theta, rope_scaling.parse({"rope_type": kind, **given}).to_dict()
-        except ValueError as error:
-            raise self.refused(f"rope_type={shown(kind)}", str(error)) from None
-
-
 # --- from config.json ---
 
 
-def _read_gpt2(config: _Config) -> tuple[dict[str, Any], int]:
+def _read_gpt2(config: ConfigFields) -> tuple[dict[str, Any], int]:
     config.require("activation_function", "gelu_new", *GELU)
     config.require("scale_attn_weights", True, True)
     config.require("scale_attn_by_inverse_layer_idx", False, False)
@@ -167,7 +98,7 @@ def _read_gpt2(config: _Config) -> tuple[dict[str, Any], int]:
     return keys, config.whole("n_positions")
 
 
-def _read_decoder(config: _Config) -> tuple[dict[str, Any], int]:
+def _read_decoder(config: ConfigFields) -> tuple[dict[str, Any], int]:
     """What LLaMA, Qwen2 and Qwen3 share."""
     config.require("hidden_act", "silu", *SILU)
     config.require("is_causal", True, True)
@@ -192,13 +123,13 @@ def _read_decoder(config: _Config) -> tuple[dict[str, Any], int]:
     return keys, _positions(config, scaling or {})
 
 
-def _positions(config: _Config, scaling: dict[str, Any]) -> int:
+def _positions(config: ConfigFields, scaling: dict[str, Any]) -> int:
     """That the model was made for. A model card that adds YaRN leaves max_position_embeddings as it was."""
     scaled = scaling.get("factor", 1) * scaling.get("original_max_position_embeddings", 0)
     return max(config.whole("max_position_embeddings", 2048), min(round(scaled), rope_scaling.LONGEST))
 
 
-def _require_no_window(config: _Config, layers: int, positions: int) -> None:
+def _require_no_window(config: ConfigFields, layers: int, positions: int) -> None:
     """Raises UserError if a layer of Qwen's does not see all tokens before it. A window no shorter than all
     positions hides none."""
     window = config.fields.get("sliding_window", 4096) if config.flag("use_sliding_window") else None
@@ -217,7 +148,7 @@ def _require_no_window(config: _Config, layers: int, positions: int) -> None:
         raise config.refused(what, "every token sees all before it here")
 
 
-def _read_llama(config: _Config) -> tuple[dict[str, Any], int]:
+def _read_llama(config: ConfigFields) -> tuple[dict[str, Any], int]:
     keys, longest = _read_decoder(config)
     biases = {name: config.flag(name) for name in ("attention_bias", "mlp_bias")}
     if len(set(biases.values())) > 1:
@@ -228,13 +159,13 @@ def _read_llama(config: _Config) -> tuple[dict[str, Any], int]:
     return {"arch_preset": preset, **keys, **own}, longest
 
 
-def _read_qwen2(config: _Config) -> tuple[dict[str, Any], int]:
+def _read_qwen2(config: ConfigFields) -> tuple[dict[str, Any], int]:
     keys, longest = _read_decoder(config)
     _require_no_window(config, keys["n_layer"], longest)
     return {"arch_preset": "qwen2", **keys, "bias": False, "qkv_bias": True, "qk_norm": False}, longest
 
 
-def _read_qwen3(config: _Config) -> tuple[dict[str, Any], int]:
+def _read_qwen3(config: ConfigFields) -> tuple[dict[str, Any], int]:
     keys, longest = _read_decoder(config)
     _require_no_window(config, keys["n_layer"], longest)
     config.require("attention_bias", False, False)
@@ -243,7 +174,7 @@ def _read_qwen3(config: _Config) -> tuple[dict[str, Any], int]:
     return {"arch_preset": "qwen3", **keys, "bias": False, "qkv_bias": False, "qk_norm": True}, longest
 
 
-READERS: dict[str, Callable[[_Config], tuple[dict[str, Any], int]]] = {
+READERS: dict[str, Callable[[ConfigFields], tuple[dict[str, Any], int]]] = {
     "gpt2": _read_gpt2,
     "llama": _read_llama,
     "qwen2": _read_qwen2,
