@@ -35,9 +35,8 @@ from generation.text import generate_text
 from model import Transformer
 from training.batches.fingerprint import tokenizer_identity
 from training.checkpoints.loading import load_model
-from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.dataset_name import first_folder
 from training.configuration.dtypes import DTYPES
-from training.configuration.keys import TrainConfig
 from training.configuration.seeds import SAMPLING, stream_seed
 from training.pretrained.folder import PREFIX, read_generation
 from training.pretrained.generation_settings import end_ids, first_weights
@@ -179,8 +178,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 def load_run(options: argparse.Namespace, device: torch.device) -> Source:
     """The model of a checkpoint, and the tokenizer of its dataset."""
     checkpoint, saved, model = load_model(Path(options.out_dir), options.checkpoint, device, cached_attention)
-    dataset, *_ = parse_dataset(options.dataset or saved.config["dataset"])  # a mixture has one tokenizer
-    folder = Path(dataset_folder(TrainConfig(dataset=dataset)))
+    folder = first_folder(options.dataset or saved.config["dataset"])
     was, *_ = saved.data.get("sources", [saved.data])
     found = tokenizer_identity(read_meta(folder)["tokenizer"] or {})
     check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), "name the run's with --dataset")

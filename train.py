@@ -39,8 +39,7 @@ from common.text import plain
 from model import Transformer, manual_attention
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
-from training.batches.sources import Source, make_windows, open_sources
-from training.checkpoints.folder import check_root, find_checkpoint
+from training.batches.sources import Source, make_windows
 from training.checkpoints.resume import choose_start, find_resume, load_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
@@ -55,12 +54,13 @@ from training.faults.replica_check import ReplicaCheck
 from training.faults.stragglers import Stragglers, make_work_timer
 from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.attention_kernels import AttentionChoice, choose_attention
-from training.hardware.capability import capability, emulation_warnings, require_low_precision
+from training.hardware.capability import capability, emulation_warnings
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
+from training.inputs import check_inputs
 from training.optimization.compile import compile_and_checkpoint, start_compilers
-from training.optimization.ffn_backend import require_ffn_backend, use_ffn_backend
+from training.optimization.ffn_backend import use_ffn_backend
 from training.optimization.low_precision import (
     LowPrecisionState,
     describe_low_precision,
@@ -71,15 +71,14 @@ from training.optimization.precision import LossScale
 from training.optimization.schedule import learning_rate
 from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
-from training.pretrained.reading import begin_with_weights, check_weights
+from training.pretrained.reading import begin_with_weights
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
 from training.process.memory import GIB
 from training.process.redaction import redact
-from training.process.run_lock import RunLock, check_writable
+from training.process.run_lock import RunLock
 from training.process.world import (
     World,
-    check_device,
     check_launch,
     check_same_settings,
     init_world,
@@ -299,27 +298,6 @@ def finish(run: Run, exit_status: int) -> None:
 
 
 # --- steps of the assembly ---
-
-
-def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:
-    """Checks the device and out_dir, then opens the datasets. Raises UserError. Only rank 0 checks out_dir;
-    one process of each machine reads the data."""
-    rank, local_rank, _ = launch_info()
-    check_device(config)
-    here = capability(torch.device(config.device))
-    require_low_precision(config.low_precision, here)
-    require_ffn_backend(config, here)
-    out_dir = Path(config.out_dir)
-    if rank == 0:
-        check_writable(out_dir)
-        check_root(out_dir)
-        if not config.eval_only:  # an evaluation alone writes only a record of its own
-            lock.acquire()
-        if config.init_from == "resume":
-            find_checkpoint(out_dir, config.resume_from)  # raises UserError if there is none
-    if local_rank == 0:
-        check_weights(config)
-    return open_sources(config, scan=local_rank == 0)
 
 
 def build(

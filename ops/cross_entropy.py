@@ -115,8 +115,8 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
         losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
         d = method.gradient_of_logits(logits, low)
     del logits
-    x_scale = operand.columns_scale if scale is None else operand.columns_scale * scale
-    kept = Kept(operand.columns, x_scale, weight.columns, weight.columns_scale)
+    x_scale = operand.inverse_scale if scale is None else operand.inverse_scale * scale
+    kept = Kept(operand.columns, x_scale, weight.columns, weight.inverse_scale)
     method.add_weight_gradient(d, kept, dweight)
     return losses.sum(), method.input_gradient(d, kept, x.dtype)
 

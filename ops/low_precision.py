@@ -40,7 +40,7 @@ def linear_forward(
 ) -> tuple[torch.Tensor, Kept]:
     """x (..., K) -> x w^T (M, N), and what the backward needs."""
     y, operand = product(x.flatten(0, -2), amax, low)
-    return y, Kept(operand.columns, operand.columns_scale, low.weight.columns, low.weight.columns_scale)
+    return y, Kept(operand.columns, operand.inverse_scale, low.weight.columns, low.weight.inverse_scale)
 
 
 def gradient_operand(dy: torch.Tensor, amax: torch.Tensor | None, low: LowPrecision) -> Operand:

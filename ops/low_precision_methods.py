@@ -27,13 +27,12 @@ HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are som
 
 
 class Operand(NamedTuple):
-    """A matrix (M, N) for two matmuls. Scaled: with inverse scales, and columns is transposed, (N, M).
-    Emulated: both forms are (M, N) in bf16, without scales."""
+    """A matrix (M, N) for two matmuls. Scaled: with an inverse scale, and columns is transposed, (N, M).
+    Emulated: both forms are (M, N) in bf16, without a scale."""
 
     rows: torch.Tensor  # for the product that sums over N
     columns: torch.Tensor  # for the product that sums over M
-    rows_scale: torch.Tensor | None = None
-    columns_scale: torch.Tensor | None = None
+    inverse_scale: torch.Tensor | None = None
 
 
 class Scaling(NamedTuple):
@@ -130,16 +129,16 @@ class Scaled(Method):
         float8.requantize(weights, [as_float8(low.weight) for low in into])
 
     def forward(self, x, weight, dtype):
-        return float8.matmul(x.rows, weight.rows, x.rows_scale, weight.rows_scale, dtype, fast=True)
+        return float8.matmul(x.rows, weight.rows, x.inverse_scale, weight.inverse_scale, dtype, fast=True)
 
     def input_gradient(self, dy, kept, dtype):
-        return float8.matmul(dy.rows, kept.weight_columns, dy.rows_scale, kept.weight_scale, dtype)
+        return float8.matmul(dy.rows, kept.weight_columns, dy.inverse_scale, kept.weight_scale, dtype)
 
     def weight_gradient(self, dy, kept, dtype):
-        return float8.matmul(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, dtype)
+        return float8.matmul(dy.columns, kept.x_columns, dy.inverse_scale, kept.x_scale, dtype)
 
     def add_weight_gradient(self, dy, kept, total):
-        float8.add_float8_weight_gradient(dy.columns, kept.x_columns, dy.columns_scale, kept.x_scale, total)
+        float8.add_float8_weight_gradient(dy.columns, kept.x_columns, dy.inverse_scale, kept.x_scale, total)
 
 
 class Delayed(Scaled):
@@ -281,12 +280,12 @@ METHODS: dict[str, Method] = {
 
 
 def of_float8(matrix: float8.Float8) -> Operand:
-    return Operand(*matrix[:2], matrix.inverse_scale, matrix.inverse_scale)
+    return Operand(*matrix)
 
 
 def as_float8(matrix: Operand) -> float8.Float8:
-    assert matrix.rows_scale is not None
-    return float8.Float8(matrix.rows, matrix.columns, matrix.rows_scale)
+    assert matrix.inverse_scale is not None
+    return float8.Float8(matrix.rows, matrix.columns, matrix.inverse_scale)
 
 
 def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -104,12 +104,7 @@ def _operands(layer: Linear, x: torch.Tensor):
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     if layer.weight_grad is not None:
         return layer.weight, None, bias
-    weight = layer.weight.to(x.dtype)
-    return weight, bias, None
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight, bias)
+    return layer.weight.to(x.dtype), bias, None
 
 
 def _weight_gradient(
@@ -134,7 +129,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx, x, total, norm_weight, norm_bias, eps, centered, weight, bias, weight_grad):
         ctx.save_for_backward(total, norm_weight, norm_bias, weight)
         ctx.eps, ctx.centered, ctx.has_bias, ctx.weight_grad = eps, centered, bias is not None, weight_grad
-        return _product(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
@@ -176,7 +171,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def forward(ctx, gate_up, weight, bias, weight_grad):
         ctx.save_for_backward(gate_up, weight)
         ctx.has_bias, ctx.weight_grad = bias is not None, weight_grad
-        return _product(swiglu(gate_up), weight, bias)
+        return F.linear(swiglu(gate_up), weight, bias)
 
     @staticmethod
     def backward(ctx, dy):

@@ -16,6 +16,7 @@ import numpy as np
 from common.errors import UserError
 from common.text import aligned, one_line, shorten
 from plots import run_record, verdict
+from plots.record_values import LARGEST, as_dict
 from plots.run_record import Run
 from plots.verdict import RUN_NOISE, Verdict
 
@@ -168,7 +169,7 @@ def per_gpu(found: Verdict, side: list[Run], other: list[Run]) -> float | None:
 
 def speeds(run: Run) -> np.ndarray:
     values = run.columns["tokens_per_sec"][run.timed]
-    return values[values > 1 / run_record.LARGEST]  # NaN is not, and nothing real is slower
+    return values[values > 1 / LARGEST]  # NaN is not, and nothing real is slower
 
 
 # --- what differs ---
@@ -253,8 +254,8 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
     several GPUs, each name has the values that occur: {'machine.gpus.power_limit_w': '700.0'}."""
     facts: dict[str, Any] = {}
     for room, known in value.items():
-        for name, fact in (known if isinstance(known, dict) else {}).items():
-            inner = fact if isinstance(fact, dict) else {}
+        for name, fact in as_dict(known).items():
+            inner = as_dict(fact)
             if isinstance(fact, list) and fact and all(isinstance(item, dict) for item in fact):
                 keys = dict.fromkeys(key for item in fact for key in item)
                 every = {key: dict.fromkeys(str(item.get(key)) for item in fact) for key in keys}

@@ -8,7 +8,8 @@ from typing import Any
 from common.errors import UserError
 from common.json_file import read_json
 from common.text import one_line
-from plots.run_record import Run, number
+from plots.record_values import as_dict, number
+from plots.run_record import Run
 
 MINUS = "\u2212"
 NAME = "profile.json"
@@ -45,7 +46,7 @@ def read_waterfall(path: Path, run: Run | None) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is no profile: {error}") from None
-    found = content["waterfall"] if isinstance(content.get("waterfall"), dict) else {}
+    found = as_dict(content.get("waterfall"))
     steps = found.get("steps")
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps) or not steps:
         raise UserError(f"{path} is not a profile.json of tools.profile: it has no steps of a waterfall")
@@ -62,7 +63,7 @@ def read_waterfall(path: Path, run: Run | None) -> dict[str, Any]:
 
 def other_settings(profiled: Any, config: dict[str, Any]) -> str:
     """Which settings that decide the speed are not those of the run; an empty text if all are."""
-    keys = profiled if isinstance(profiled, dict) else {}
+    keys = as_dict(profiled)
     differing = [
         f"{name} {one_line(str(keys[name]), 30)} (run: {one_line(str(config[name]), 30)})"
         for name in SPEED_KEYS

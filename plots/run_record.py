@@ -14,7 +14,6 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import is_old_seal
 from common.text import one_line
+from plots.record_values import as_dict, as_float, dicts
 
 METHODS = {
     "v1": "nanogpt_legacy_v1",
@@ -31,7 +31,6 @@ METHODS = {
 }
 NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
-LARGEST = 1e30  # FLOP/s of the largest machines are 1e19; far larger ones overflow on the way to the plot
 UNSTATED = "method not stated"
 
 
@@ -71,25 +70,25 @@ class Run:
     @property
     def attempt_starts(self) -> list[float]:
         """The iterations at which the run was resumed."""
-        starts = [_number(attempt.get("start_iter")) for attempt in _list(self.record, "attempts")[1:]]
+        starts = [as_float(attempt.get("start_iter")) for attempt in dicts(self.record, "attempts")[1:]]
         return [start for start in starts if not math.isnan(start)]
 
     @property
     def startup(self) -> dict:
-        return _dict(self.record.get("startup_info"))
+        return as_dict(self.record.get("startup_info"))
 
     @property
     def config(self) -> dict:
-        return _dict(self.record.get("config"))
+        return as_dict(self.record.get("config"))
 
     @property
     def model(self) -> str:
-        facts = _dict(self.startup.get("model"))
+        facts = as_dict(self.startup.get("model"))
         names = (facts.get("architecture"), self.hardware.get("architecture"), self.config.get("arch_preset"))
         name = one_line(
             next((name for name in names if name and isinstance(name, str)), "model not recorded")
         )
-        params = _number(facts.get("total_params"))
+        params = as_float(facts.get("total_params"))
         if math.isnan(params):
             return name
         scale, unit = (1e9, "B") if params >= 1e9 else (1e6, "M")
@@ -102,13 +101,13 @@ class Run:
 
     @property
     def num_gpus(self) -> int | None:
-        number = _number(self.hardware.get("num_gpus"), 0)
+        number = as_float(self.hardware.get("num_gpus"), 0)
         return int(number) or None
 
     @property
     def precision(self) -> str:
         precision = self.hardware.get("precision") or self.config.get("dtype") or "precision not recorded"
-        low = _dict(self.startup.get("low_precision")).get("recipe")
+        low = as_dict(self.startup.get("low_precision")).get("recipe")
         return one_line(", ".join(str(name) for name in (precision, low) if name))
 
     @property
@@ -116,7 +115,7 @@ class Run:
         """The mfu fields of the last measured row; what was found at start-up replaces them."""
         rows = [_measured(row) for row in self.record["training_iterations"]]
         last: dict = next((mfu for mfu in reversed(rows) if mfu), {})
-        found = _dict(self.startup.get("hardware"))
+        found = as_dict(self.startup.get("hardware"))
         return {**last, **{key: value for key, value in found.items() if value is not None}}
 
     @property
@@ -126,7 +125,7 @@ class Run:
     @property
     def measured_peak(self) -> bool:
         """Whether the peak was timed on the machine: on a CPU it may be half as much at the next start."""
-        return bool(_dict(self.hardware.get("peak")).get("measured"))
+        return bool(as_dict(self.hardware.get("peak")).get("measured"))
 
     @property
     def peak_tflops_per_gpu(self) -> float | None:
@@ -137,7 +136,7 @@ class Run:
     def tokens_per_iter(self) -> float | None:
         """Of all GPUs; None where the log does not say."""
         logged = finite(self.columns["tokens_per_iter"])
-        stated = _number(self.startup.get("tokens_per_iter"), float(logged[-1]) if len(logged) else 0.0)
+        stated = as_float(self.startup.get("tokens_per_iter"), float(logged[-1]) if len(logged) else 0.0)
         return stated if stated > 0 else None
 
     @property
@@ -148,10 +147,10 @@ class Run:
     @property
     def best_val_loss(self) -> float | None:
         """Since the validation losses are of what they are of now (training/evaluation.py, `measure`)."""
-        summary, events = _dict(self.record.get("summary")), _list(self.record, "events")
-        changes = [_number(e.get("attempt"), 1) for e in events if e.get("kind") == "other_measure"]
+        summary, events = as_dict(self.record.get("summary")), dicts(self.record, "events")
+        changes = [as_float(e.get("attempt"), 1) for e in events if e.get("kind") == "other_measure"]
         losses = evaluations(self, "val_loss", since_attempt=max(changes, default=0))[1]
-        seen = [*losses, _number(summary.get("best_val_loss"))]
+        seen = [*losses, as_float(summary.get("best_val_loss"))]
         return min((loss for loss in seen if loss < NO_VAL_LOSS), default=None)
 
     @property
@@ -195,39 +194,39 @@ def load_run(path: Path) -> Run:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} is not a run record: it has no list of training_iterations")
 
-    progress = {_number(row.get("iter")): row for row in _list(record, "training_progress")}
+    progress = {as_float(row.get("iter")): row for row in dicts(record, "training_progress")}
     values = [_row_values(row, index, progress) for index, row in enumerate(rows)]
     names = _row_values({}, 0, {}).keys()
     columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
     measured = [mfu for row in rows if (mfu := _measured(row))]
     methods = {one_line(str(mfu.get("calculation_method") or UNSTATED)) for mfu in measured}
     masks = _warmup_and_evaluation(rows, columns["iter"], record)
-    attempts = np.array([_number(row.get("attempt"), 1) for row in rows])
-    earlier_attempt = attempts < _number(record.get("attempt"), 1)
+    attempts = np.array([as_float(row.get("attempt"), 1) for row in rows])
+    earlier_attempt = attempts < as_float(record.get("attempt"), 1)
     return Run(path, record, columns, *masks, earlier_attempt, tuple(sorted(methods)))
 
 
 def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
     """One logged iteration as numbers, NaN where the log has none."""
-    mfu, memory = _measured(row), _dict(row.get("memory"))
-    iteration = _number(row.get("iter"), index)
+    mfu, memory = _measured(row), as_dict(row.get("memory"))
+    iteration = as_float(row.get("iter"), index)
     sources = (row, mfu, progress.get(iteration, {}))
     tokens_per_sec = (source.get("tokens_per_sec") for source in sources)
-    peak_tflops = _number(mfu.get("hardware_peak_tflops"))
+    peak_tflops = as_float(mfu.get("hardware_peak_tflops"))
     return {
         "iter": iteration,
-        "loss": _number(row.get("loss")),
-        "lr": _number(row.get("lr")),
-        "time_ms": _number(row.get("time_ms")),
-        "tokens_per_sec": _number(next((value for value in tokens_per_sec if value is not None), None)),
+        "loss": as_float(row.get("loss")),
+        "lr": as_float(row.get("lr")),
+        "time_ms": as_float(row.get("time_ms")),
+        "tokens_per_sec": as_float(next((value for value in tokens_per_sec if value is not None), None)),
         "mfu_percent": _mfu_percent(mfu),
-        "mfu_causal_percent": _number(mfu.get("mfu_causal_percent")),
-        "tokens_per_iter": _number(mfu.get("tokens_per_iter")),
-        "peak_flops": _number(mfu.get("hardware_peak_flops"), 1e12 * peak_tflops),
-        "allocated_gb": _number(memory.get("allocated_gb")),
-        "max_allocated_gb": _number(memory.get("max_allocated_gb")),
-        "grad_norm": _number(_dict(row.get("gradients")).get("global_norm")),
-        **{name: _number(row.get(name)) for name in ("sm_clock_mhz", "power_w", "temperature_c")},
+        "mfu_causal_percent": as_float(mfu.get("mfu_causal_percent")),
+        "tokens_per_iter": as_float(mfu.get("tokens_per_iter")),
+        "peak_flops": as_float(mfu.get("hardware_peak_flops"), 1e12 * peak_tflops),
+        "allocated_gb": as_float(memory.get("allocated_gb")),
+        "max_allocated_gb": as_float(memory.get("max_allocated_gb")),
+        "grad_norm": as_float(as_dict(row.get("gradients")).get("global_norm")),
+        **{name: as_float(row.get(name)) for name in ("sm_clock_mhz", "power_w", "temperature_c")},
     }
 
 
@@ -238,7 +237,7 @@ def _warmup_and_evaluation(
     nothing = np.zeros(len(rows), dtype=bool)
     if any("warmup" in row for row in rows):  # by our logger, whose timings do not include evaluation
         return np.array([bool(row.get("warmup")) for row in rows]), nothing
-    with_evaluation = np.isin(iters, [_number(step.get("iter")) for step in _list(record, "eval_steps")])
+    with_evaluation = np.isin(iters, [as_float(step.get("iter")) for step in dicts(record, "eval_steps")])
     warmup = iters < iters[0] + OLD_WARMUP_ITERS if len(rows) else nothing
     # of a short log these masks may leave no row: then fewer rows are left out, or none
     for masks in ((warmup, with_evaluation), (nothing, with_evaluation)):
@@ -249,33 +248,12 @@ def _warmup_and_evaluation(
 
 def _measured(row: dict) -> dict:
     """The row's mfu fields, {} if it has none; older logs hold -100.0 until the first measurement."""
-    mfu = _dict(row.get("mfu"))
+    mfu = as_dict(row.get("mfu"))
     return mfu if _mfu_percent(mfu) >= 0 else {}
 
 
 def _mfu_percent(mfu: dict) -> float:
-    return _number(mfu.get("mfu_percent"), 100 * _number(mfu.get("mfu")))
-
-
-def _number(value: Any, default: float = math.nan) -> float:
-    """The value as a float; `default` if it is no number, or one that no quantity of a run can have."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < LARGEST else default  # NaN is below nothing
-
-
-def number(value: Any) -> float | None:
-    """The value as a float; None if it is no number, or one that no quantity of a run can have."""
-    found = _number(value)
-    return None if math.isnan(found) else found
-
-
-def _dict(value: Any) -> dict:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(record: dict, key: str) -> list[dict]:
-    rows = record.get(key)
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return as_float(mfu.get("mfu_percent"), 100 * as_float(mfu.get("mfu")))
 
 
 # --- numbers ---
@@ -287,15 +265,17 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 def evaluations(run: Run, name: str, since_attempt: float = 0) -> tuple[np.ndarray, np.ndarray]:
     """Iterations and losses of the evaluations; name is train_loss or val_loss."""
-    steps = [s for s in _list(run.record, "eval_steps") if _number(s.get("attempt"), 1) >= since_attempt]
-    points = np.array([(_number(step.get("iter")), _number(step.get(name))) for step in steps]).reshape(-1, 2)
+    steps = [s for s in dicts(run.record, "eval_steps") if as_float(s.get("attempt"), 1) >= since_attempt]
+    points = np.array([(as_float(step.get("iter")), as_float(step.get(name))) for step in steps]).reshape(
+        -1, 2
+    )
     points = points[np.isfinite(points).all(axis=1)]
     return points[:, 0], points[:, 1]
 
 
 def entries(run: Run, section: str) -> list[tuple[float, dict]]:
     """(iteration, entry) of a list of the record, such as "events"; without those that name no iteration."""
-    found = [(_number(entry.get("iter")), entry) for entry in _list(run.record, section)]
+    found = [(as_float(entry.get("iter")), entry) for entry in dicts(run.record, section)]
     return [(iteration, entry) for iteration, entry in found if not math.isnan(iteration)]
 
 
@@ -311,9 +291,9 @@ def spread(run: Run, name: str) -> tuple[float, float, float] | None:
 def tokenizers_differ(runs: list[Run]) -> bool:
     """Whether nats per token of these runs cannot be compared. By what all records that name the tokenizer of
     their data say of it."""
-    sources = [source for run in runs for source in _list(_dict(run.startup.get("data")), "sources")[:1]]
-    recorded = [found for source in sources if (found := _dict(source.get("meta")).get("tokenizer"))]
-    named = [_dict(found) or {"name": found} for found in recorded]
+    sources = [source for run in runs for source in dicts(as_dict(run.startup.get("data")), "sources")[:1]]
+    recorded = [found for source in sources if (found := as_dict(source.get("meta")).get("tokenizer"))]
+    named = [as_dict(found) or {"name": found} for found in recorded]
     for key in ("sha256", "chars", "name"):
         if all(tokenizer.get(key) for tokenizer in named):
             return len({str(tokenizer[key]) for tokenizer in named}) > 1
@@ -329,7 +309,7 @@ def throttle_shares(run: Run) -> dict[str, float] | None:
     if not known:
         return None
     return {
-        one_line(reason, 30): sum(_number(shares.get(reason), 0) for shares in known) / len(known)
+        one_line(reason, 30): sum(as_float(shares.get(reason), 0) for shares in known) / len(known)
         for reason in reasons
     }
 
@@ -338,8 +318,8 @@ def recounted(run: Run, method: str) -> Run:
     """The run with its MFU by another FLOPs formula: tokens/s x training FLOPs per token / peak."""
     if run.mfu_methods in ((), (method,)):
         return run
-    totals = _dict(_dict(run.startup.get("flops")).get("totals"))
-    flops_per_token = _number(totals.get(method))
+    totals = as_dict(as_dict(run.startup.get("flops")).get("totals"))
+    flops_per_token = as_float(totals.get(method))
     if math.isnan(flops_per_token):
         raise UserError(
             f"{run.path} counts MFU by {' and '.join(run.mfu_methods)} and cannot be recounted as {method}: "

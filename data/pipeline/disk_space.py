@@ -35,7 +35,8 @@ def check_disk_space(
     sizes = [unit.size(size_of) for unit in units]
     if sum(sizes) * MOST_TOKENS * itemsize < free:
         return
-    files = [path for unit in units for path, _ in unit.files if Path(path).is_file()]
+    paths = dict.fromkeys(path for unit in units for path, _ in unit.files)  # once, of a divided file
+    files = [path for path in paths if Path(path).is_file()]
     ratio = tokens_per_byte(files[:: -(-len(files) // SAMPLED_FILES)] if files else [], tokenizer, text_key)
     if ratio is None:  # nothing to read yet
         return

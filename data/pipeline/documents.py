@@ -8,6 +8,7 @@ below knows the difference.
 """
 
 import gzip
+import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -218,3 +219,17 @@ def _reader(path: Path) -> Callable:
     if is_shard(path):
         return read_mds
     return read_rows if path.suffix == ".parquet" else read_lines
+
+
+def hash_content(content: Iterable[bytes]) -> int:
+    """64 bits, of a document in any number of pieces."""
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in content:
+        digest.update(piece)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def hash_document(path: str, document: Iterable[str]) -> int:
+    """Of its text. A file that is one document is read for it, since its chunks come only once."""
+    chunks = document if isinstance(document, list) else read_text(Path(path))
+    return hash_content(chunk.encode() for chunk in chunks)

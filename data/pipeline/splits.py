@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, is_one_document
+from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, hash_document, is_one_document
 from data.pipeline.input_files import say_files
 from data.pipeline.token_files import SPLITS
-from data.pipeline.units import Settings, Unit, hash_document, read_unit, token_unit
+from data.pipeline.units import Settings, Unit, read_unit, token_unit
 
 # What a name begins with or ends in, apart from numbers; if it says two splits, the first of these counts.
 WORDS = {

@@ -7,6 +7,7 @@ same command again, also after a kill, takes the tokenizer that is there.
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
-from data.pipeline.documents import BadRecord, is_one_document
+from data.pipeline.documents import BadRecord, hash_document, is_one_document
 from data.pipeline.folder_lock import one_at_a_time, one_part
 from data.pipeline.preparation import Job, delete_dataset, plan_units, with_threshold
-from data.pipeline.units import Settings, Unit, hash_document, origin_of, read_unit
+from data.pipeline.units import Settings, Unit, origin_of, read_unit
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.to_file import FILE, write_content
@@ -121,7 +122,9 @@ def training_documents(
         yield beginning(beginnings[0][-1], units, 1 - settings.val_fraction)
         return
     for unit, path, name, number, document in islice(chain(beginnings, documents), 0, None, every):
-        if origin_of(unit, settings, path, name, number, hash_document(path, document)).split == "train":
+        hash_of = partial(hash_document, path, document)
+        split = unit.split or origin_of(unit, settings, path, name, number, hash_of).split
+        if split == "train":
             yield document
 
 

@@ -11,6 +11,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,14 @@ from common.durable_file import sync, sync_folder, write_bytes, write_json
 from common.errors import UserError
 from data.pipeline.document_lengths import split_lengths, with_lengths
 from data.pipeline.document_pieces import PIECE_CHARS, read_pieces
-from data.pipeline.documents import TEXT_KEY, BadRecord, is_one_document, read_records, read_text
+from data.pipeline.documents import (
+    TEXT_KEY,
+    BadRecord,
+    hash_content,
+    hash_document,
+    is_one_document,
+    read_records,
+)
 from data.pipeline.mds_samples import read_tokens
 from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
 from data.pipeline.verified import remember_files
@@ -96,20 +104,6 @@ class Unit:
 # --- one document ---
 
 
-def hash_content(content: Iterable[bytes]) -> int:
-    """64 bits, of a document in any number of pieces."""
-    digest = hashlib.blake2b(digest_size=8)
-    for piece in content:
-        digest.update(piece)
-    return int.from_bytes(digest.digest(), "big")
-
-
-def hash_document(path: str, document: Iterable[str]) -> int:
-    """Of its text. A file that is one document is read for it, since its chunks come only once."""
-    chunks = document if isinstance(document, list) else read_text(Path(path))
-    return hash_content(chunk.encode() for chunk in chunks)
-
-
 def _hash_place(file: str, number: int) -> int:
     digest = hashlib.sha256(f"{file}:{number}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big")
@@ -128,12 +122,15 @@ class Origin(NamedTuple):
     file: str | None = None  # its name, if the file is the document
 
 
-def origin_of(unit: Unit, settings: Settings, path: str, name: str, number: int, hashed: int) -> Origin:
-    """hashed: of what the document holds."""
-    if settings.split_by == "place":
-        hashed = _hash_place(name, number)
+def origin_of(
+    unit: Unit, settings: Settings, path: str, name: str, number: int, hash_of: Callable[[], int]
+) -> Origin:
+    """hash_of: returns the hash of what the document holds; called only if that counts."""
+    hashed = _hash_place(name, number) if settings.split_by == "place" else hash_of()
     split = unit.split or ("val" if is_validation(hashed, settings) else "train")
-    place = f"{path}, record {number}" + (f" from byte {unit.span[0]:,} on" if unit.span else "")
+    # rows of parquet are counted from the beginning of the file, lines from that of the part
+    counted = f" from byte {unit.span[0]:,} on" if unit.span and not path.endswith(".parquet") else ""
+    place = f"{path}, record {number}{counted}"
     return Origin(split, hashed, place, name if is_one_document(Path(name)) else None)
 
 
@@ -183,7 +180,7 @@ def encode_unit(
         if isinstance(document, BadRecord):
             reject(str(document))
             continue
-        origin = origin_of(unit, settings, path, name, number, hash_document(path, document))
+        origin = origin_of(unit, settings, path, name, number, partial(hash_document, path, document))
         # the text of a short document; a file of text is read in chunks, so its length is not known
         short = document[0] if isinstance(document, list) and len(document[0]) <= 2 * PIECE_CHARS else None
         if batch and (short is None or chars + len(short) > PIECE_CHARS):
@@ -208,8 +205,8 @@ def token_unit(
     columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype)
     for path, name in unit.files:
         for number, ids, lengths in read_tokens(Path(path), *columns, reject):
-            hashed = hash_content([ids.tobytes()])
-            yield origin_of(unit, settings, path, name, number, hashed), [ids], lengths
+            hash_of = partial(hash_content, [ids.tobytes()])
+            yield origin_of(unit, settings, path, name, number, hash_of), [ids], lengths
         progress(os.path.getsize(path))
 
 

@@ -171,6 +171,17 @@ def test_a_signal_before_the_first_iteration_ends_at_once_and_one_at_the_end_doe
     assert watchdog.ended == []
 
 
+def test_a_store_that_is_lost_before_the_first_iteration_is_named(watchdog, monkeypatch):
+    """After all have joined, too: a large model takes minutes to build."""
+    said = []
+    monkeypatch.setattr(watchdog_module, "print_last", said.append)
+    monkeypatch.setattr(watchdog.liveness, "size", 2)
+    watchdog.liveness.joined = watchdog.liveness.broken = True
+    watchdog._handle_signal(signal.SIGTERM)
+    (text,) = said
+    assert text.startswith("error: torchrun's store, ") and "that machine is gone" in text
+
+
 def test_other_numbers_in_the_socket_are_not_a_request(watchdog):
     watchdog.check(7)
     for number in (0, int(signal.SIGCHLD), int(signal.SIGWINCH)):

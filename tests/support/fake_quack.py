@@ -15,8 +15,8 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 
 import torch
 
-import train
 from ops import quack
+from training import inputs
 from training.hardware.capability import CPU
 from training.optimization import ffn_backend
 
@@ -37,7 +37,7 @@ def metadata_of(versions):
 
 KERNELS = [(quack, "quack_forward", quack.plain_forward), (quack, "quack_backward", quack.plain_backward)]
 MACHINE = [
-    (train, "capability", lambda device: HERE),
+    (inputs, "capability", lambda device: HERE),
     (ffn_backend, "metadata", metadata_of(VERSIONS)),
     (torch.version, "cuda", "13.0"),
 ]

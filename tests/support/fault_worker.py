@@ -22,6 +22,7 @@ import torch
 
 import train
 from training import evaluation as evaluate
+from training import inputs
 from training.batches import loader as loader_module
 from training.checkpoints import saver
 from training.faults import liveness
@@ -64,9 +65,9 @@ def install(what: str, who: str, where: str) -> None:
     elif where == "import":
         happen(what, who)
     elif where == "start":
-        before(train, "open_sources", lambda: happen(what, who))
+        before(inputs, "open_sources", lambda: happen(what, who))
     elif where == "hashing":  # the ranks have met, and do not wait for each other yet
-        before(train, "open_sources", lambda: (time.sleep(3), happen(what, who)))
+        before(inputs, "open_sources", lambda: (time.sleep(3), happen(what, who)))
     elif where == "saving":  # the files take a while, and the fault comes in between
         before(saver, "_write_files", lambda: time.sleep(1))
         after(saver.Saver, "begin", lambda: happen(what, who))

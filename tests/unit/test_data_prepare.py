@@ -26,11 +26,11 @@ from support.preparation import (
 
 from common.errors import UserError
 from data.inspect.__main__ import check_files
-from data.pipeline.documents import BadRecord, read_records
+from data.pipeline.documents import BadRecord, hash_content, read_records
 from data.pipeline.input_files import find_files
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import Job, prepare
-from data.pipeline.units import Settings, hash_content
+from data.pipeline.units import Settings
 from data.quickstart import prepare as quickstart
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tokenizer import find_eot, open_tokenizer

@@ -371,7 +371,7 @@ def test_a_run_that_cannot_have_it_ends_with_one_line(run, files, capfd):
 
 @pytest.mark.skipif(importlib.util.find_spec("quack") is not None, reason="QuACK is installed here")
 def test_a_run_without_the_package_ends_with_the_command_that_installs_it(run, files, capfd, monkeypatch):
-    monkeypatch.setattr("train.capability", lambda device: HERE)
+    monkeypatch.setattr("training.inputs.capability", lambda device: HERE)
     assert run(files / "run.py") == 2
     message = capfd.readouterr().err
     assert "needs quack-kernels and nvidia-cutlass-dsl, not installed here" in message

@@ -1,6 +1,7 @@
 """The climb of tools.tune, with a function of the settings in place of train.py."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from support.tuning import good, make_config, make_settings, speed_of
@@ -96,6 +97,30 @@ def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, noise, is_kept,
     assert graphs.kept == is_kept
     made = measured.calls.count(graphs.setting)
     assert made >= runs if is_kept else made == runs, "what is kept is repeated at the end, too"
+
+
+@pytest.mark.parametrize("fails", ["the best", "the config"])
+def test_a_gain_whose_repeats_fail_is_not_kept_and_the_climb_goes_on(config, fails):
+    graphs, calls = fails == "the best", []
+
+    def measure(setting, run):
+        calls.append(setting)
+        if calls.count(setting) > 1 and setting["use_cuda_graphs"] == graphs:
+            return OOM
+        speed = 1.009 if setting["use_cuda_graphs"] else 1.0
+        return Result((1e6 * speed,) * 5, 10.0, 50.0)
+
+    ladder = Ladder(make_settings(config, processes=1, fixed={"batch_size"}), measure)
+    assert not ladder.climb()["use_cuda_graphs"] and ladder.finished
+    step = next(s for s in ladder.steps if s.rung == FEATURE and s.setting["use_cuda_graphs"])
+    assert not step.kept and (step.note == f"run 2 failed: {OOM.reason}") == graphs
+
+
+@pytest.mark.parametrize("parts", [3, 32])
+def test_a_stated_number_of_parts_of_the_loss_stays(config, parts):
+    settings = make_settings(replace(config, loss_chunks=parts), processes=1, fixed={"loss_chunks"})
+    assert settings.careful()["loss_chunks"] == parts
+    assert {found["loss_chunks"] for found in settings.fit(settings.as_it_is, 1)} == {parts}
 
 
 @pytest.mark.parametrize(("wobble", "runs"), [(0.0001, 1), (0.02, 3)])

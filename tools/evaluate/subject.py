@@ -22,9 +22,8 @@ from model import Transformer
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_model
 from training.checkpoints.saved_state import SavedState
-from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.dataset_name import first_folder
 from training.configuration.dtypes import DTYPES
-from training.configuration.keys import TrainConfig
 from training.pretrained.folder import PREFIX, Weights
 from training.pretrained.reading import load_pretrained
 from training.pretrained.same_tokenizer import check_recorded, check_rows, identity, tokenizer_hash
@@ -67,8 +66,7 @@ def load_checkpoint_subject(
     if tokenizer_name:
         tokenizer: Tokenizer = open_tokenizer(tokenizer_name)
     else:
-        dataset, *_ = parse_dataset(saved.config["dataset"])  # a mixture has one tokenizer
-        tokenizer = load_tokenizer(dataset_folder(TrainConfig(dataset=dataset)))
+        tokenizer = load_tokenizer(first_folder(saved.config["dataset"]))
     fix = "name the model's own with --tokenizer"
     check_recorded(data["tokenizer"], str(folder), identity(tokenizer), "this evaluation", fix)
     computes = dtype or str(saved.config.get("dtype", "float32"))

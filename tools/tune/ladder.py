@@ -149,7 +149,8 @@ class Ladder:
             except OutOfTime:
                 gain, kept, self.finished = self._ratio(found, own), False, False
             self.best = found if kept else own
-            self._add(Step(LAST, found, self.results(found)[0], gain, kept))
+            note = self._failed(found) or self._failed(own)
+            self._add(Step(LAST, found, self.results(found)[0], gain, kept, note))
 
     # --- one trial, and what it means ---
 
@@ -174,11 +175,11 @@ class Ladder:
     def _judge(self, rung: str, setting: Setting, result: Result) -> bool:
         gain, kept = self._gain(setting, self.best)
         self.best = setting if kept else self.best
-        self._add(Step(rung, setting, result, gain, kept))
+        self._add(Step(rung, setting, result, gain, kept, self._failed(setting)))
         return kept
 
     def _gain(self, setting: Setting, other: Setting, always_repeat: bool = False) -> tuple[float, bool]:
-        """(the gain, whether it is real)."""
+        """(the gain, whether it is real). A gain whose repeats all failed is not."""
         gain, results = self._ratio(setting, other), [*self.results(setting), *self.results(other)]
         rows_differ_by = max(deviation(np.array(result.tokens_per_sec)) for result in results)
         if not always_repeat and (gain <= RUN_NOISE or gain >= max(CLEAR, rows_differ_by)):
@@ -187,6 +188,8 @@ class Ladder:
             if len(self.runs[_text(one)]) < number:
                 self.runs[_text(one)].append(self.measure(one, number))
         sides = [[np.array(r.tokens_per_sec) for r in self.results(one)] for one in (setting, other)]
+        if min(map(len, sides)) < 2:
+            return gain, False
         verdict = compare(sides[0], sides[1])
         return verdict.change, verdict.low > 0
 
@@ -200,6 +203,11 @@ class Ladder:
     def results(self, setting: Setting) -> list[Result]:
         """Of the runs that succeeded."""
         return [result for result in self.runs.get(_text(setting), []) if not result.reason]
+
+    def _failed(self, setting: Setting) -> str:
+        """Which run of this setting failed, and why."""
+        runs = enumerate(self.runs.get(_text(setting), []), start=1)
+        return next((f"run {number} failed: {run.reason}" for number, run in runs if run.reason), "")
 
     def _ratio(self, setting: Setting, other: Setting) -> float:
         speeds = [statistics.median(r.speed for r in self.results(one)) for one in (setting, other)]

@@ -120,10 +120,9 @@ class Settings:
         """This setting with another micro-batch, in each way that fits, the fastest first: with the least
         recomputation, then the fewest parts of the loss."""
         tokens = batch * self.base.block_size
+        equal = tuple(n for n in PARTS if n == 1 or tokens % n == 0 and tokens // n >= SMALLEST_PART)
         for level in self._choices("activation_checkpointing", RECOMPUTATION):
-            for parts in self._choices("loss_chunks", PARTS):
-                if parts > 1 and (tokens % parts or tokens // parts < SMALLEST_PART):
-                    continue
+            for parts in self._choices("loss_chunks", equal):
                 made = {"batch_size": batch, "activation_checkpointing": level, "loss_chunks": parts}
                 if self.obstacle(setting | made) is None and self.fits(setting | made):
                     yield setting | made

@@ -72,3 +72,8 @@ def dataset_folder(config: TrainConfig) -> Path:
     if not is_plain_name(name):
         raise UserError(f"dataset={name!r} is no name of a folder in data/; a path contains a slash")
     return ROOT / "data" / name
+
+
+def first_folder(dataset: str) -> Path:
+    """Of the first dataset of what the `dataset` key says; all of a mixture have one tokenizer."""
+    return dataset_folder(TrainConfig(dataset=next(iter(parse_dataset(dataset)))))

@@ -169,17 +169,20 @@ class Liveness:
             found = self._try(lambda store: store.multi_get([f"progress/{rank}" for rank in watched]))
         self.unanswered = 0 if found else self.unanswered + 1
         if self.broken or self.unanswered >= DEAD_TICKS:
-            what = "does not answer" if self.met.is_set() else "has had no word of rank 0"
-            return (
-                f"torchrun's store, {store_address()}, {what}: torchrun of the machine of {self.name(0)} has "
-                f"ended, or that machine is gone; {SAYS_WHY}"
-            )
+            return self.store_is_lost()
         for rank, value in zip(watched, found or [], strict=False):
             changed = value != self.last.get(rank, b"") or value == ENDED
             self.quiet[rank] = 0 if changed else self.quiet[rank] + 1
             self.last[rank] = value
         silent = [rank for rank in watched if self.quiet[rank] >= DEAD_TICKS]
         return self._describe_dead(silent) if silent else None
+
+    def store_is_lost(self) -> str:
+        what = "does not answer" if self.met.is_set() else "has had no word of rank 0"
+        return (
+            f"torchrun's store, {store_address()}, {what}: torchrun of the machine of {self.name(0)} has "
+            f"ended, or that machine is gone; {SAYS_WHY}"
+        )
 
     def _describe_dead(self, silent: list[int]) -> str | None:
         self._find(self._watched())

@@ -262,7 +262,7 @@ class Watchdog:
             mine = f"{self.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
             self.liveness.tell_all(self._why_others_end() or f"{mine}: there is nothing to save")
             if self.liveness.broken and self.liveness.is_first_here():
-                print_last(f"error: {self.liveness.dead()}")
+                print_last(f"error: {self.liveness.store_is_lost()}")
             self._complete_record("interrupted")
             leave_now(128 + number)
         is_second = self.stop_asked_at and time.monotonic() - self.stop_asked_at > SECOND_SIGNAL_S

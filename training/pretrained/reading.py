@@ -4,7 +4,6 @@ that it holds from the mapped files, tensor by tensor, so nothing is in memory t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ from training.checkpoints.tensor_files import is_finite
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import TrainState
 from training.checkpoints.verification import digest
-from training.configuration.dataset_name import dataset_folder, parse_dataset
+from training.configuration.dataset_name import first_folder
 from training.configuration.keys import TrainConfig
 from training.pretrained.architecture import Architecture
 from training.pretrained.folder import (
@@ -39,7 +38,7 @@ from training.pretrained.folder import (
     match,
 )
 from training.pretrained.names import in_pairs, pieces
-from training.pretrained.same_tokenizer import check_dataset, is_tokenizer_of
+from training.pretrained.same_tokenizer import is_tokenizer_of, not_of_dataset
 from training.pretrained.tokenizer_files import VOCABULARIES
 from training.process.world import World, gather_objects
 
@@ -62,20 +61,19 @@ def check_weights(config: TrainConfig) -> None:
 
 def check_same_tokenizer(weights: Weights, config: TrainConfig) -> None:
     """Raises UserError if there is a tokenizer beside the weights, and the tokens are of another one."""
-    first, *_ = parse_dataset(config.dataset)  # a mixture has one tokenizer
-    folder = dataset_folder(dataclasses.replace(config, dataset=first))
+    folder = first_folder(config.dataset)
     here = any((weights.folder / name).is_file() for name in VOCABULARIES)
     if not here or not (folder / "meta.json").exists():  # without it, the dataset is refused later
         return
     try:
         tokenizer = open_tokenizer(str(weights.folder))
-        if is_tokenizer_of(tokenizer, folder):
-            return
+        same = is_tokenizer_of(tokenizer, folder)
     except UserError as error:
         log.warning(f"Whether {folder} and {weights.source} have one tokenizer is not known: {error}")
         return
-    fix = f"prepare the dataset with --tokenizer={weights.folder}"
-    check_dataset(tokenizer, weights.source, folder, fix)
+    if not same:
+        fix = f"prepare the dataset with --tokenizer={weights.folder}"
+        raise not_of_dataset(tokenizer, weights.source, folder, fix)
 
 
 def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -> dict[str, Any] | None:

@@ -42,8 +42,12 @@ def check_recorded(trained: dict[str, Any], model: str, found: dict[str, Any], w
 def check_dataset(tokenizer: Tokenizer, model: str, dataset: Path, fix: str) -> None:
     """Raises UserError if the tokens of the dataset are of another tokenizer than this one of `model`."""
     if not is_tokenizer_of(tokenizer, dataset):
-        found = tokenizer_identity(read_meta(dataset)["tokenizer"] or {})
-        raise _another(identity(tokenizer), model, found, str(dataset), fix)
+        raise not_of_dataset(tokenizer, model, dataset, fix)
+
+
+def not_of_dataset(tokenizer: Tokenizer, model: str, dataset: Path, fix: str) -> UserError:
+    found = tokenizer_identity(read_meta(dataset)["tokenizer"] or {})
+    return _another(identity(tokenizer), model, found, str(dataset), fix)
 
 
 def is_tokenizer_of(tokenizer: Tokenizer, dataset: Path) -> bool:

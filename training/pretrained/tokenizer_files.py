@@ -14,8 +14,7 @@ from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from training.batches.fingerprint import tokenizer_identity
 from training.checkpoints.saved_state import SavedState
-from training.configuration.dataset_name import dataset_folder, parse_dataset
-from training.configuration.keys import TrainConfig
+from training.configuration.dataset_name import first_folder
 from training.pretrained.folder import recall
 from training.pretrained.same_tokenizer import check_recorded, is_tokenizer_of, tokenizer_hash
 
@@ -61,7 +60,7 @@ def find_tokenizer(saved: SavedState, checkpoint: Path, dataset: str | None) -> 
         copied = TokenizerFiles(f"copied from {weights.source}", eot_id, weights.folder, files)
         if trained["sha256"] == tokenizer_hash(theirs):
             return copied
-    folder = _dataset_folder(dataset or saved.config["dataset"])
+    folder = first_folder(dataset or saved.config["dataset"])
     if dataset is None and not (folder / "meta.json").exists():
         if copied and trained["sha256"] is None:  # nothing more can be known
             return copied
@@ -75,11 +74,6 @@ def find_tokenizer(saved: SavedState, checkpoint: Path, dataset: str | None) -> 
     if copied and theirs and theirs.vocab_size == ours.vocab_size and is_tokenizer_of(theirs, folder):
         return copied
     return TokenizerFiles(f"that of the dataset {folder}", eot_id, made=ours)
-
-
-def _dataset_folder(dataset: str) -> Path:
-    first = next(iter(parse_dataset(dataset)))  # a mixture has one tokenizer
-    return dataset_folder(TrainConfig(dataset=first))
 
 
 def _open(folder: Path) -> tuple[Tokenizer | None, tuple[Path, ...]]:

@@ -49,7 +49,7 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     flops, peak = count_flops(config), _peak(config, card if config.gpu else None)
     info = startup_info(config, flops, peak, machine, {"line": line}, world_size, micro_batch)
     if config.gpu and config.low_precision != "none":
-        native = low_precision_support(config.low_precision, card_capability(card)) == NATIVE
+        native = _is_native(config, card)
         info["low_precision"] = {"executed": "native" if native else "emulated: slower than bf16"}
     lines = report_lines(config, info)
     if memory != ANY:
@@ -76,8 +76,12 @@ def _peak(config: TrainConfig, card: Card | None) -> Peak:
     peak, fp8 = (
         table_peak(card.device, precision, config.use_sparse_specs) for precision in (config.dtype, "fp8")
     )
-    native = low_precision_support(config.low_precision, card_capability(card)) == NATIVE
-    return replace(peak, fp8=fp8) if config.low_precision != "none" and native else peak
+    return replace(peak, fp8=fp8) if _is_native(config, card) else peak
+
+
+def _is_native(config: TrainConfig, card: Card) -> bool:
+    """Whether low_precision is multiplied by tensor cores of its kind."""
+    return low_precision_support(config.low_precision, card_capability(card)) == NATIVE
 
 
 def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory) -> list[str]:
