@@ -210,8 +210,10 @@ class Saver:
 def _begin(save: Save, size: int, start: int) -> None:
     save.root.mkdir(parents=True, exist_ok=True)
     if save.is_first and (aside := move_aside(save.root, start)):
-        log.info(f"Checkpoints that this run did not come from are now in {aside}")
-        log.info(f"  to delete them: rm -r {shlex.quote(str(aside))}")
+        log.info(  # one message, as the loop logs meanwhile
+            f"Checkpoints that this run did not come from are now in {aside}\n"
+            f"  to delete them: rm -r {shlex.quote(str(aside))}"
+        )
         save.root.mkdir(exist_ok=True)
     delete_remains(save.root)
     check_room(save.root, size)
