@@ -12,10 +12,9 @@ from training.configuration.other_names import ALIASES
 from training.process.exit_status import STOP_SIGNALS
 
 INTRODUCTION = """\
-`python train.py --help` prints the same keys, and `python train.py --help WORD` only those that have WORD in
-their name or text, or that are in the section of this name. A flag is `--key=value` or `--key value`; `--key`
-alone sets a boolean to True and never takes the next word. All commands that take keys of train.py read them
-in this way.
+`python train.py --help` prints the same keys; `| grep -A1 WORD` shows those about WORD. A flag is
+`--key=value` or `--key value`; `--key` alone sets a boolean to True and never takes the next word. All
+commands that take keys of train.py read them in this way.
 
 A config file is Python that train.py executes: it may import,
 compute, use `_private` names, and set os.environ before CUDA starts. Every public name that it leaves must be

@@ -1,4 +1,4 @@
-"""Flags in each form that they may have, and `train.py --help [WORD]`."""
+"""Flags in each form that they may have, and `train.py --help`."""
 
 import subprocess
 import sys
@@ -8,12 +8,10 @@ from support.helpers import ROOT, TINY, write_config
 
 from bench import checkpointing, throughput
 from bench.plan import check_overrides
-from common.command import run_command
 from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.flags import take_flags
-from training.configuration.help import help_text, print_help, sections, wants_help
-from training.configuration.keys import KEYS
+from training.configuration.help import help_text
 
 
 @pytest.fixture
@@ -53,28 +51,16 @@ def test_a_boolean_leaves_the_next_word_to_others(path):
     assert (config.dry_run, config.eval_at_start, config.seed) == (True, True, 5)
 
 
-@pytest.mark.parametrize("word", ["False", "true", "0", "None", "no"])
-def test_a_value_after_a_boolean_is_refused_with_how_to_write_it(path, word):
-    with pytest.raises(UserError, match=f"write --compile={word}$"):
-        load_config([path, "--compile", word])
-
-
 @pytest.mark.parametrize("number", ["-1", "-1e-3", "-.5"])
 def test_a_negative_number_is_a_value(path, number):
     with pytest.raises(UserError, match="must be at least 0"):  # the rule about the value, which was read
         load_config([path, "--weight_decay", number])
 
 
-def test_a_missing_value_is_named_with_what_stands_in_its_place(path):
-    for words, found in (
-        ([path, "--max_iters"], "it is the last word"),
-        ([path, "--max_iters", "--seed=1"], "it is followed by '--seed=1'"),
-        (["--max_iters", path], f"it is followed by '{path}'"),
-    ):
-        with pytest.raises(UserError) as error:
+def test_a_missing_value_is_named(path):
+    for words in ([path, "--max_iters"], [path, "--max_iters", "--seed=1"], ["--max_iters", path]):
+        with pytest.raises(UserError, match="^--max_iters has no value; write --max_iters=VALUE$"):
             load_config(words)
-        assert str(error.value).startswith(f"--max_iters has no value: {found}"), words
-        assert str(error.value).endswith("write --max_iters=VALUE")
 
 
 @pytest.mark.parametrize("words", [["--batch_sise", "4"], ["--batch_sise=4"], ["--batch_sise"]])
@@ -111,49 +97,6 @@ def test_benchmarks_read_the_keys_of_train_py_as_train_py_does():
 # --- help ---
 
 
-def shown(capfd, *words) -> list[str]:
-    """The names of the keys that `train.py WORDS` prints."""
-    assert wants_help(list(words))
-    assert run_command(print_help, list(words)) == 0
-    lines = capfd.readouterr().out.splitlines()
-    return [line[4:].partition("=")[0].partition(" ")[0] for line in lines if line.startswith("  --")]
-
-
-def test_help_without_a_word_lists_every_key(capfd):
-    everything = shown(capfd, "--help")
-    assert everything[: len(KEYS)] == list(KEYS)
-    for words in (["-h"], ["config/quickstart.py", "--help"], ["--help", "config/quickstart.py"]):
-        assert shown(capfd, *words) == everything
-
-
-def test_a_word_selects_keys_by_name_part_text_and_section(capfd):
-    assert shown(capfd, "--help", "beta1") == ["beta1"]
-    assert shown(capfd, "--help=beta") == ["beta1", "beta2"]
-    assert "adam_dtype" in shown(capfd, "--help", "moments")  # only its text has this word
-    assert shown(capfd, "--help", "d_ff") == ["d_ff", "intermediate_size"]
-    assert set(sections()["attention"]) < set(shown(capfd, "--help", "attention"))
-    numbers = next(names for title, names in sections().items() if title.startswith("bad numbers"))
-    assert shown(capfd, "--help", "bad numbers") == numbers
-
-
-def test_a_word_is_found_however_it_is_written(capfd):
-    for word in ("Learning rate", "learning-rate", "--learning_rate", "--learning_rate=1"):
-        assert "learning_rate" in shown(capfd, "--help", word), word
-
-
-def test_what_is_shown_about_a_word_is_what_the_whole_help_says(capfd):
-    assert run_command(print_help, ["--help", "warmup_iters"]) == 0
-    section, *lines = capfd.readouterr().out.splitlines()
-    assert section == "optimizer" and "\n".join(lines[:2]) in help_text()
-
-
-def test_a_word_that_nothing_has_is_an_error_with_the_nearest_names(capfd):
-    assert run_command(print_help, ["--help", "bacth_size"]) == 2
-    out, error = capfd.readouterr()
-    assert out == "" and "'bacth_size'" in error and "the nearest names are" in error
-    assert "batch_size" in error.partition("nearest names are")[2]
-
-
 def test_help_is_printed_before_torch_or_numpy_is_imported():
     code = (
         "import runpy, sys; sys.modules['torch'] = sys.modules['numpy'] = None;"  # an import of it fails
@@ -161,4 +104,4 @@ def test_help_is_printed_before_torch_or_numpy_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--seed=1337  (int, at least 0, guarded)" in done.stdout
+    assert "--seed=1337  (int, at least 0, guarded)" in done.stdout and done.stdout == f"{help_text()}\n"

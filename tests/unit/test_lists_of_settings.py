@@ -210,7 +210,7 @@ CONFLICTS = [  # keys, processes, what the message names
     (
         {"weight_rounding": "stochastic"},
         1,
-        "weight_rounding='stochastic' .* param_dtype='float32' and adam_dtype='float32' .* set one of them",
+        "weight_rounding='stochastic' .* param_dtype='float32' and adam_dtype='float32'; set one of them",
     ),
     ({"param_dtype": "bfloat16", "dtype": "float32"}, 1, "param_dtype='bfloat16' .* dtype='float32'"),
     ({"param_dtype": "bfloat16", "dtype": "float16"}, 1, "param_dtype='bfloat16' .* dtype='float16'"),

@@ -68,7 +68,7 @@ def chosen(name: str, card: str, *flags: str, processes: int = 1):
 def test_a_full_config_fits_from_48_gb_on_and_keeps_its_tokens_on_every_number_of_gpus(name):
     for processes in range(1, 9):
         if PUBLISHED_TOKENS[name] % (2048 * processes):
-            with pytest.raises(UserError, match=r"cannot be reached exactly.*or use 1, 2, .*8 GPUs$"):
+            with pytest.raises(UserError, match="cannot be reached exactly"):
                 full(name, processes=processes)
             continue
         for card in ("A6000", "H100", "H200", "B200"):
@@ -197,10 +197,8 @@ def test_of_one_number_the_other_follows_exactly():
 @pytest.mark.parametrize(
     ("flags", "processes", "named"),
     [
-        (["--batch_size=22"], 1, "set tokens_per_iter to 765,952 or 811,008, or batch_size to 16 or 24"),
-        (["--gradient_accumulation_steps=7"], 2, "gradient_accumulation_steps to 6 or 8"),
-        (["--batch_size=400"], 1, "or batch_size to 384"),
-        ([], 5, "set tokens_per_iter to 778,240 or 788,480, or use 1, 2, 3, 4, 6 or 8 GPUs"),
+        (["--batch_size=22"], 1, "set tokens_per_iter to 765,952 or 811,008"),
+        ([], 5, "set tokens_per_iter to 778,240 or 788,480"),
         (["--tokens_per_iter=1000"], 1, "make multiples of 2,048 tokens; set tokens_per_iter to 2,048"),
         (["--tokens_per_iter=None"], 1, "batch_size='auto' .* needs tokens_per_iter"),
         (["--tokens_per_iter=0"], 1, "tokens_per_iter=0 must be at least 1"),
@@ -335,7 +333,7 @@ def test_a_dry_run_warns_of_what_the_gpu_cannot_do(answer):
 
 
 def test_gpu_belongs_to_a_dry_run():
-    with pytest.raises(UserError, match="it belongs to a dry run; add --dry_run=True"):
+    with pytest.raises(UserError, match="set --dry_run=True"):
         full(QWEN, "--gpu=H100")
     with pytest.raises(UserError, match="gpu and device='cpu' contradict each other"):
         dry_run.dry_run(full(QWEN, "--gpu=H100", "--dry_run=True", "--device=cpu"), 1)

@@ -80,7 +80,7 @@ def test_name_without_a_weight_is_one_dataset():
 
 def test_weights_are_relative_to_their_sum():
     assert parse_dataset("a:0.7,b:0.3") == {"a": Fraction(7, 10), "b": Fraction(3, 10)}
-    assert parse_dataset(" a : 2 , /x/y:1e0 ") == {"a": Fraction(2, 3), "/x/y": Fraction(1, 3)}
+    assert parse_dataset(" a : 2 , /x/y:1.0 ") == {"a": Fraction(2, 3), "/x/y": Fraction(1, 3)}
     assert parse_dataset("/with:colon/a:1,b:3") == {"/with:colon/a": Fraction(1, 4), "b": Fraction(3, 4)}
 
 
@@ -92,10 +92,11 @@ def test_weights_are_relative_to_their_sum():
         ("a:0.7,b:much", "'b:much' is not NAME:WEIGHT"),
         ("a:0.7,b:nan", "'b:nan' is not NAME:WEIGHT"),
         ("a:1/0", "'a:1/0' is not NAME:WEIGHT"),
-        ("a:0.7,b:0", "the weight of 'b' is not above 0"),
-        ("a:0.7,b:-0.3", "the weight of 'b' is not above 0"),
+        ("a:0.7,b:0", "'b:0' is not NAME:WEIGHT, with a weight above 0"),
+        ("a:0.7,b:-0.3", "'b:-0.3' is not NAME:WEIGHT, with a weight above 0"),
+        ("a:0.7,b:1e999999999", "'b:1e999999999' is not NAME:WEIGHT"),
         ("a:0.7,a:0.3", "'a' is there twice"),
-        ("a:0.7,:0.3", "has no name"),
+        ("a:0.7,:0.3", "':0.3' is not NAME:WEIGHT"),
         ("a:0.7,", "'' is not NAME:WEIGHT"),
     ],
 )

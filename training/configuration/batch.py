@@ -11,7 +11,6 @@ from training.configuration.keys import AUTO, TrainConfig
 
 TOKENS_MAX = 2**40  # of one GPU and iteration: 8 TiB of ids
 EVAL_BATCH = 16  # eval_batch_size where batch_size is 'auto': losses must not depend on the GPU's memory
-GPUS_NAMED = 8  # how many GPUs an error names, of those among which the tokens can be divided
 
 
 def check_batch(config: TrainConfig, world_size: int) -> None:
@@ -55,25 +54,14 @@ def _check_division(config: TrainConfig, world_size: int) -> None:
     assert config.tokens_per_iter is not None
     stated = [number for number in (config.batch_size, config.gradient_accumulation_steps) if number != AUTO]
     unit = config.block_size * world_size * (stated[0] if stated else 1)
-    if config.tokens_per_iter % unit == 0:
-        return
-    below = config.tokens_per_iter // unit * unit
-    nearest = " or ".join(f"{tokens:,}" for tokens in (below, below + unit) if tokens)
-    fixes = [f"set tokens_per_iter to {nearest}"]
-    sequences, rest = divmod(config.tokens_per_iter, config.block_size)
-    if not rest and sequences % world_size == 0:
-        name = "batch_size" if config.gradient_accumulation_steps == AUTO else "gradient_accumulation_steps"
-        possible = divisors(sequences // world_size)
-        near = [max((d for d in possible if d < stated[0]), default=None)]
-        near += [min((d for d in possible if d > stated[0]), default=None)]
-        fixes.append(f"{name} to {' or '.join(str(d) for d in near if d)}")
-    elif not rest:
-        fixes.append(f"use {_listed(divisors(sequences))} GPUs")
-    raise UserError(
-        f"tokens_per_iter={config.tokens_per_iter:,} cannot be reached exactly: {_stated(config)}, "
-        f"block_size={config.block_size} and {world_size} process{'es' * (world_size > 1)} make multiples of "
-        f"{unit:,} tokens; {', or '.join(fixes)}"
-    )
+    if config.tokens_per_iter % unit:
+        below = config.tokens_per_iter // unit * unit
+        nearest = " or ".join(f"{tokens:,}" for tokens in (below, below + unit) if tokens)
+        raise UserError(
+            f"tokens_per_iter={config.tokens_per_iter:,} cannot be reached exactly: {_stated(config)}, "
+            f"block_size={config.block_size} and {world_size} process{'es' * (world_size > 1)} make "
+            f"multiples of {unit:,} tokens; set tokens_per_iter to {nearest}, or change what divides it"
+        )
 
 
 def _stated(config: TrainConfig) -> str:
@@ -81,9 +69,3 @@ def _stated(config: TrainConfig) -> str:
         f"batch_size={config.batch_size!r} with gradient_accumulation_steps="
         f"{config.gradient_accumulation_steps!r}"
     )
-
-
-def _listed(numbers: list[int]) -> str:
-    """'1, 2, 3, 4, 6 or 8'."""
-    shown = [str(number) for number in numbers if number <= GPUS_NAMED]
-    return " or ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

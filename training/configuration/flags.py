@@ -7,7 +7,6 @@ A boolean never takes the next word, so `--dry_run config/FILE.py` is a flag and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 from common.errors import UserError
@@ -15,9 +14,6 @@ from common.text import SHOWN_CHARACTERS, shorten, shown
 from training.configuration.keys import KEYS
 from training.configuration.other_names import ALIASES, REMOVED_KEYS
 from training.configuration.rules import did_you_mean
-
-NEGATIVE_NUMBER = re.compile(r"-\.?\d")  # any other word that begins with a dash is the next flag
-NO_FILES = {"true", "false", "none", "yes", "no", "on", "off", "0", "1"}  # meant as the value of a boolean
 
 
 def take_flags(argv: list[str], others: Collection[str] = ()) -> tuple[list[str], list[str]]:
@@ -44,18 +40,10 @@ def is_setting(name: str) -> bool:
 
 def _value_after(name: str, words: list[str]) -> str:
     """The value of --name without '='; takes the next word, which is the last of `words`, if it is that."""
-    after = words[-1] if words else None
     if bool in (ALIASES[name] if name in ALIASES else KEYS[name]).types:
-        if after is not None and after.lower() in NO_FILES:
-            raise UserError(
-                f"--{name} {after}: a boolean does not take the next word as its value, because --{name} "
-                f"alone means True; write --{name}={after}"
-            )
         return "True"
-    is_flag = after is not None and after.startswith("-") and not NEGATIVE_NUMBER.match(after)
-    if after is None or is_flag or after.endswith(".py"):
-        found = "is the last word" if after is None else f"is followed by {shown(after)}"
-        raise UserError(f"--{name} has no value: it {found}; write --{name}=VALUE")
+    if not words or words[-1].startswith("--") or words[-1].endswith(".py"):
+        raise UserError(f"--{name} has no value; write --{name}=VALUE")
     return words.pop()
 
 

@@ -25,6 +25,7 @@ from training.configuration.key_line import (
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
 AUTO: Literal["auto"] = "auto"  # the run chooses: training/records/micro_batch.py
+REMAKING = ("memory_bound", "attention")  # levels that make parts of every block again: ops/remade.py
 
 
 @dataclass(frozen=True)

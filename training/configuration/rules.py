@@ -14,56 +14,63 @@ from collections.abc import Iterable
 
 from common.errors import UserError
 from common.text import shorten, shown
+from model_config import ModelConfig
 from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.key_line import YEAR, Key
-from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, KEYS, REMAKING, TrainConfig
 from training.configuration.other_names import REMOVED_VALUES
-from training.configuration.recomputation import check_recomputation
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
 TRACKERS = ("wandb", "tensorboard", "trackio")  # each is also the name of its package
+OF_FSDP = ("fsdp_sharding", "reshard_after_forward")
+BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
+QUACK_ACTIVATIONS = (("swiglu", "silu"), ("mlp", "gelu"))  # ffn_type, activation
+QUACK_ALIGNMENT = 8  # columns of bf16: its kernels load and store rows at addresses of 16 bytes
 
 
 def check(config: TrainConfig, world_size: int) -> None:
     """Every rule that needs no device. Raises UserError naming the settings in conflict."""
     values = config.to_dict()
     for name, known in KEYS.items():
-        if known.choices and values[name] not in known.choices:
-            if instead := REMOVED_VALUES.get((name, values[name])):
-                raise UserError(f"{name}={shown(values[name])} was removed: {instead}")
-            hint = did_you_mean(str(values[name]), map(str, known.choices))
-            listed = ", ".join(map(repr, known.choices))
-            raise UserError(f"{name}={shown(values[name])} is not one of {listed}{hint}")
-        if known.words and isinstance(values[name], str) and values[name] not in known.words:
-            listed = ", ".join(map(repr, known.words))
-            raise UserError(f"{name}={shown(values[name])} is neither a number nor {listed}")
-        _check_size(name, known, values[name])
+        _check_value(name, known, values[name])
     for name in PATHS:
         _check_path(name, values[name])
-    for name in ("beta1", "beta2"):
-        if not 0 <= values[name] < 1:
-            raise UserError(f"{name}={values[name]} is not in [0, 1)")
     try:
-        config.model_config()
+        model = config.model_config()
     except ValueError as error:
         raise UserError(shorten(str(error), 300)) from None
     check_batch(config, world_size)
-    if config.gpu is not None and not config.dry_run:
-        raise UserError(
-            f"gpu={shown(config.gpu)} asks about a GPU that need not be here, so it belongs to a dry run; "
-            "add --dry_run=True, or leave gpu out: a run takes the GPU that it finds"
-        )
-    _check_checkpoints(config)
+    checkpoint_interval(config)
     check_schedule(config)
-    _check_sharding(config, world_size)
-    _check_precision(config)
-    _check_ffn_backend(config)
-    check_recomputation(config)
-    _check_system(config)
+    for name in filter(None, (config.allow_changes or "").split(",")):
+        if name not in (*GUARDED, *FACTORS):
+            hint = did_you_mean(name, (*GUARDED, *FACTORS))
+            raise UserError(f"allow_changes: {shown(name)} is not one of {', '.join(GUARDED)}{hint}")
+    for names, (has_effect, without, needed) in _needs(config).items():
+        for name in names:
+            if values[name] != (default := KEYS[name].default) and not has_effect:
+                told = f"{name}={shown(values[name])} does nothing with {without}"
+                raise UserError(f"{told}; set {needed}, or {name}={default!r}")
+    for message, wrong in {
+        **_conflicts(config, model, world_size),
+        **_quack_conflicts(config, model),
+    }.items():
+        if wrong:
+            raise UserError(message)
+    for name in tracker_names(config):
+        require_tracker(name)
 
 
-def _check_size(name: str, known: Key, value: object) -> None:
+def _check_value(name: str, known: Key, value: object) -> None:
+    if known.choices and value not in known.choices:
+        if instead := REMOVED_VALUES.get((name, str(value))):
+            raise UserError(f"{name}={shown(value)} was removed: {instead}")
+        hint = did_you_mean(str(value), map(str, known.choices))
+        raise UserError(f"{name}={shown(value)} is not one of {', '.join(map(repr, known.choices))}{hint}")
+    if known.words and isinstance(value, str) and value not in known.words:
+        listed = ", ".join(map(repr, known.words))
+        raise UserError(f"{name}={shown(value)} is neither a number nor {listed}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if known.minimum is not None and not value >= known.minimum:  # also catches NaN
@@ -86,6 +93,131 @@ def _check_path(name: str, value: str) -> None:
         os.fsencode(value)
     except UnicodeEncodeError:
         raise UserError(f"{name}={shown(value)} is no text that can name a folder") from None
+
+
+# --- what goes together ---
+
+
+def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
+    """{keys: (whether they do anything, what is set, what they need)}."""
+    recipe, stored = config.low_precision, (config.param_dtype, config.adam_dtype)
+    asked = f"low_precision={recipe!r}"
+    fp8 = " or ".join(map(repr, ONE_SCALE))
+    return {
+        ("gpu",): (config.dry_run, "dry_run=False, which takes the GPU that it finds", "--dry_run=True"),
+        ("resume_from",): (
+            config.init_from == "resume",
+            f"init_from={config.init_from!r}",
+            "--init_from=resume",
+        ),
+        ("trackers",): (config.save_log_to_json, "save_log_to_json=False", "save_log_to_json=True"),
+        OF_FSDP: (config.use_fsdp, "use_fsdp=False", "use_fsdp=True"),
+        ("fp8_gradients",): (recipe in ONE_SCALE, asked, f"low_precision={fp8}"),
+        ("amax_history", "amax_algorithm"): (recipe in DELAYED, asked, "low_precision='fp8_delayed'"),
+        ("low_precision_skip_first", "low_precision_skip_last"): (recipe != "none", asked, "a recipe"),
+        ("weight_rounding",): (
+            "bfloat16" in stored,
+            f"param_dtype={stored[0]!r} and adam_dtype={stored[1]!r}",
+            "one of them to 'bfloat16'",
+        ),
+    }
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Compares what is stated. A default is chosen later, when it is known where the run starts
+    (training/optimization/schedule.py)."""
+    decays = config.lr_schedule != "constant" and not config.eval_only
+    if decays and config.min_lr > config.learning_rate:
+        raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
+    warmup, end = config.warmup_iters, config.lr_decay_iters
+    if decays and warmup is not None and end is not None and warmup >= end:
+        raise UserError(
+            f"warmup_iters={warmup} is not below lr_decay_iters={end}; the rate would have no time to decay: "
+            "lower warmup_iters, or raise lr_decay_iters"
+        )
+
+
+def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict[str, bool]:
+    """{what a user is told: whether the settings are so}."""
+    c, peak, recipe = config, config.peak_tflops, config.low_precision
+    first, last = c.low_precision_skip_first, c.low_precision_skip_last
+    in_bf16 = c.gradient_dtype == "bfloat16"
+    remakes = f"activation_checkpointing={c.activation_checkpointing!r}"
+    copies_q_k = model.position_encoding == "rope" and not c.doc_masking
+    copies_q_k = copies_q_k and (model.qk_norm or model.head_dim.bit_count() > 1)
+    no_peak = isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0
+    return {
+        f"beta1={c.beta1} is not in [0, 1)": not 0 <= c.beta1 < 1,
+        f"beta2={c.beta2} is not in [0, 1)": not 0 <= c.beta2 < 1,
+        f"wsd_decay_fraction={c.wsd_decay_fraction} is not in (0, 1]": not 0 < c.wsd_decay_fraction <= 1,
+        "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False": (
+            c.use_zero1 and c.use_fsdp
+        ),
+        "use_fsdp=True shards over processes, but this run has one; start it with torchrun --standalone "
+        "--nproc_per_node=N, or set --use_fsdp=False": c.use_fsdp and world_size == 1 and not c.dry_run,
+        f"adam_dtype='bfloat16' rounds away what an iteration changes at beta1={c.beta1:g}, "
+        f"beta2={c.beta2:g}; set both to at most {BF16_MAX_BETA}, or weight_rounding='stochastic', or "
+        "adam_dtype='float32'": c.adam_dtype == "bfloat16"
+        and c.weight_rounding == "nearest"
+        and max(c.beta1, c.beta2) > BF16_MAX_BETA,
+        f"param_dtype='bfloat16' stores less than dtype={c.dtype!r} computes with; set dtype='bfloat16', or "
+        "param_dtype='float32'": c.param_dtype == "bfloat16" != c.dtype,
+        f"low_precision={recipe!r} takes and gives bfloat16, but dtype={c.dtype!r}; set dtype='bfloat16', or "
+        "low_precision='none'": recipe != "none" and c.dtype != "bfloat16",
+        "gradient_dtype='bfloat16' is for one process, DDP and ZeRO-1; FSDP sums gradients in reduce_dtype; "
+        "set reduce_dtype='bfloat16' and gradient_dtype='float32'": in_bf16 and c.use_fsdp,
+        "gradient_dtype='bfloat16' saves nothing with param_dtype='float32', whose update needs an fp32 copy "
+        "of them; set param_dtype='bfloat16', or gradient_dtype='float32'": in_bf16
+        and c.param_dtype != "bfloat16",
+        f"gradient_dtype='bfloat16' is not for low_precision={recipe!r}, whose matmuls add to sums in "
+        "float32; set low_precision='none', or gradient_dtype='float32'": in_bf16 and recipe != "none",
+        f"low_precision_skip_first={first} and low_precision_skip_last={last} leave none of the "
+        f"n_layer={c.n_layer} blocks in low_precision={recipe!r}; skip fewer, or set low_precision='none'": (
+            recipe != "none" and first + last >= c.n_layer and c.low_precision_scope == "layers"
+        ),
+        f"{remakes} makes again what the layers of ffn_backend='quack' keep; set "
+        "activation_checkpointing='selective', or ffn_backend='torch'": (
+            c.activation_checkpointing in REMAKING and c.ffn_backend == "quack"
+        ),
+        f"{remakes} saves nothing here: in low precision, inputs of matmuls are kept quantized, and this "
+        "model has no copies of q and k to make again; set activation_checkpointing='attention' or 'none'": (
+            c.activation_checkpointing == "memory_bound"
+            and recipe != "none"
+            and not (first + last or copies_q_k)
+        ),
+        "backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'": (
+            c.backend == "nccl" and c.device == "cpu"
+        ),
+        f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'": no_peak,
+        "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak": (
+            peak == "measure" and c.use_sparse_specs
+        ),
+    }
+
+
+def _quack_conflicts(config: TrainConfig, model: ModelConfig) -> dict[str, bool]:
+    """What QuACK's kernels cannot compute anywhere. What is installed, and the GPU, are looked at later
+    (training/optimization/ffn_backend.py)."""
+    pair = (model.ffn_type, model.activation)
+    found = {
+        f"computes in bfloat16, but dtype={config.dtype!r}; set dtype='bfloat16'": config.dtype != "bfloat16",
+        f"computes the layers in bfloat16, but low_precision={config.low_precision!r} does not; set "
+        "low_precision='none'": config.low_precision != "none",
+        "has kernels for ffn_type='swiglu' with activation='silu' and for 'mlp' with 'gelu', but this model "
+        f"has {pair[0]!r} with {pair[1]!r}; set one of these pairs": pair not in QUACK_ACTIVATIONS,
+        "adds no bias in the feed-forward layer, but bias=True; set bias=False": model.bias,
+        **{
+            f"needs widths that are multiples of {QUACK_ALIGNMENT}, but {name}={width}; change {name}": bool(
+                width % QUACK_ALIGNMENT
+            )
+            for name, width in (("n_embd", model.n_embd), ("d_ff", model.d_ff))
+        },
+    }
+    asked = config.ffn_backend == "quack"
+    return {f"ffn_backend='quack' {why}, or ffn_backend='torch'": asked and no for why, no in found.items()}
+
+
+# --- texts that are names or times ---
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -135,194 +267,6 @@ def checkpoint_interval(config: TrainConfig) -> tuple[int, float]:
     if value is not None and value < 0:
         raise UserError(f"checkpoint_interval={shown(value)} must be at least 0")
     return value or 0, 0.0
-
-
-def _check_checkpoints(config: TrainConfig) -> None:
-    checkpoint_interval(config)
-    for name in filter(None, (config.allow_changes or "").split(",")):
-        if name not in (*GUARDED, *FACTORS):
-            hint = did_you_mean(name, (*GUARDED, *FACTORS))
-            raise UserError(f"allow_changes: {shown(name)} is not one of {', '.join(GUARDED)}{hint}")
-    if config.resume_from != "latest" and config.init_from != "resume":
-        raise UserError(
-            f"resume_from={shown(config.resume_from)} says where to go on; add --init_from=resume"
-        )
-
-
-def check_schedule(config: TrainConfig) -> None:
-    """Compares what is stated. A default is chosen later, when it is known where the run starts
-    (training/optimization/schedule.py)."""
-    decays = config.lr_schedule != "constant" and not config.eval_only
-    if decays and config.min_lr > config.learning_rate:
-        raise UserError(f"min_lr={config.min_lr} is above learning_rate={config.learning_rate}")
-    warmup, end = config.warmup_iters, config.lr_decay_iters
-    if decays and warmup is not None and end is not None and warmup >= end:
-        raise UserError(
-            f"warmup_iters={warmup} is not below lr_decay_iters={end}; the rate would have no time to decay: "
-            "lower warmup_iters, or raise lr_decay_iters"
-        )
-    if not 0 < config.wsd_decay_fraction <= 1:
-        raise UserError(f"wsd_decay_fraction={config.wsd_decay_fraction} is not in (0, 1]")
-
-
-BF16_MAX_BETA = 0.99  # a moment decays by 1 - beta an iteration; bf16 hides a change of less than 2^-8
-
-
-def _check_precision(config: TrainConfig) -> None:
-    stored = config.param_dtype, config.adam_dtype
-    if config.weight_rounding == "stochastic" and "bfloat16" not in stored:
-        raise UserError(
-            f"weight_rounding='stochastic' rounds to bfloat16, but param_dtype={stored[0]!r} and "
-            f"adam_dtype={stored[1]!r} store nothing in it; set one of them to 'bfloat16', or "
-            "weight_rounding='nearest'"
-        )
-    loses_small_changes = config.adam_dtype == "bfloat16" and config.weight_rounding == "nearest"
-    if loses_small_changes and max(config.beta1, config.beta2) > BF16_MAX_BETA:
-        raise UserError(
-            f"adam_dtype='bfloat16' rounds away what an iteration changes at beta1={config.beta1:g}, "
-            f"beta2={config.beta2:g}; set both to at most {BF16_MAX_BETA}, or weight_rounding='stochastic', "
-            "or adam_dtype='float32'"
-        )
-    if config.param_dtype == "bfloat16" and config.dtype != "bfloat16":
-        raise UserError(
-            f"param_dtype='bfloat16' stores less than dtype={config.dtype!r} computes with; "
-            "set dtype='bfloat16', or param_dtype='float32'"
-        )
-    if config.low_precision != "none" and config.dtype != "bfloat16":
-        raise UserError(
-            f"low_precision={config.low_precision!r} takes and gives bfloat16, but dtype={config.dtype!r}; "
-            "set dtype='bfloat16', or low_precision='none'"
-        )
-    _check_gradient_sums(config)
-    _check_low_precision(config)
-
-
-def _check_gradient_sums(config: TrainConfig) -> None:
-    if config.gradient_dtype == "float32":
-        return
-    asked, back = "gradient_dtype='bfloat16'", "or gradient_dtype='float32'"
-    if config.use_fsdp:
-        raise UserError(
-            f"{asked} is for one process, DDP and ZeRO-1; FSDP sums gradients in reduce_dtype; "
-            f"set reduce_dtype='bfloat16' and gradient_dtype='float32'"
-        )
-    if config.param_dtype != "bfloat16":
-        raise UserError(
-            f"{asked} saves nothing with param_dtype='float32', whose update needs an fp32 copy of them; "
-            f"set param_dtype='bfloat16', {back}"
-        )
-    if config.low_precision != "none":
-        raise UserError(
-            f"{asked} is not for low_precision={config.low_precision!r}, whose matmuls add to sums in "
-            f"float32; set low_precision='none', {back}"
-        )
-
-
-def _check_low_precision(config: TrainConfig) -> None:
-    """Settings that the recipe does not use, or that leave it no layer."""
-    recipe = config.low_precision
-    if config.fp8_gradients != "e5m2" and recipe not in ONE_SCALE:
-        raise UserError(
-            f"fp8_gradients={config.fp8_gradients!r} is for {' and '.join(ONE_SCALE)}, but "
-            f"low_precision={recipe!r} has numbers of its own; leave fp8_gradients out, or change "
-            "low_precision"
-        )
-    delayed = {"amax_history": config.amax_history, "amax_algorithm": config.amax_algorithm}
-    for name, value in delayed.items():
-        if recipe not in DELAYED and value != KEYS[name].default:
-            raise UserError(
-                f"{name}={value!r} is for low_precision='fp8_delayed', but low_precision={recipe!r} has no "
-                f"history; leave {name} out, or set low_precision='fp8_delayed'"
-            )
-    first, last = config.low_precision_skip_first, config.low_precision_skip_last
-    if (first or last) and recipe == "none":
-        raise UserError(
-            f"low_precision_skip_first={first} and low_precision_skip_last={last} keep blocks out of low "
-            "precision, but low_precision='none'; leave them out, or choose a recipe"
-        )
-    if recipe != "none" and first + last >= config.n_layer and config.low_precision_scope == "layers":
-        raise UserError(
-            f"low_precision_skip_first={first} and low_precision_skip_last={last} leave none of the "
-            f"n_layer={config.n_layer} blocks in low_precision={recipe!r}; skip fewer, or set "
-            "low_precision='none'"
-        )
-
-
-QUACK_ACTIVATIONS = (("swiglu", "silu"), ("mlp", "gelu"))  # ffn_type, activation
-QUACK_ALIGNMENT = 8  # columns of bf16: its kernels load and store rows at addresses of 16 bytes
-
-
-def _check_ffn_backend(config: TrainConfig) -> None:
-    """What QuACK's kernels cannot compute anywhere. What is installed, and the GPU, are looked at later
-    (training/optimization/ffn_backend.py)."""
-    if config.ffn_backend != "quack":
-        return
-    model = config.model_config()
-    asked, back = "ffn_backend='quack'", "or ffn_backend='torch'"
-    if config.dtype != "bfloat16":
-        raise UserError(
-            f"{asked} computes in bfloat16, but dtype={config.dtype!r}; set dtype='bfloat16', {back}"
-        )
-    if config.low_precision != "none":
-        raise UserError(
-            f"{asked} computes the layers in bfloat16, but low_precision={config.low_precision!r} does not; "
-            f"set low_precision='none', {back}"
-        )
-    if (model.ffn_type, model.activation) not in QUACK_ACTIVATIONS:
-        raise UserError(
-            f"{asked} has kernels for ffn_type='swiglu' with activation='silu' and for 'mlp' with 'gelu', "
-            f"but this model has {model.ffn_type!r} with {model.activation!r}; set one of these pairs, {back}"
-        )
-    if model.bias:
-        raise UserError(
-            f"{asked} adds no bias in the feed-forward layer, but bias=True; set bias=False, {back}"
-        )
-    for name, width in (("n_embd", model.n_embd), ("d_ff", model.d_ff)):
-        if width % QUACK_ALIGNMENT:
-            raise UserError(
-                f"{asked} needs widths that are multiples of {QUACK_ALIGNMENT}, but {name}={width}; "
-                f"change {name}, {back}"
-            )
-
-
-OF_FSDP = ("fsdp_sharding", "reshard_after_forward")
-
-
-def _check_sharding(config: TrainConfig, world_size: int) -> None:
-    if config.use_zero1 and config.use_fsdp:
-        raise UserError(
-            "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False"
-        )
-    if config.use_fsdp and world_size == 1 and not config.dry_run:
-        raise UserError(
-            "use_fsdp=True shards over processes, but this run has one; start it with "
-            "torchrun --standalone --nproc_per_node=N, or set --use_fsdp=False"
-        )
-    for name in OF_FSDP:
-        value, default = getattr(config, name), KEYS[name].default
-        if value != default and not config.use_fsdp:
-            raise UserError(
-                f"{name}={value!r} does nothing with use_fsdp=False; set use_fsdp=True, or {name}={default!r}"
-            )
-
-
-def _check_system(config: TrainConfig) -> None:
-    if config.backend == "nccl" and config.device == "cpu":
-        raise UserError("backend='nccl' needs device='cuda'; use --backend=gloo for device='cpu'")
-    for name in tracker_names(config):
-        require_tracker(name)
-        if not config.save_log_to_json:
-            raise UserError(
-                f"trackers={config.trackers!r} are sent what the run record has, but save_log_to_json=False; "
-                "set save_log_to_json=True, or leave trackers out"
-            )
-    peak = config.peak_tflops
-    if isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0:
-        raise UserError(f"peak_tflops={shown(peak)} is neither a positive number nor 'measure'")
-    if peak == "measure" and config.use_sparse_specs:
-        raise UserError(
-            "peak_tflops='measure' times a dense GEMM; set use_sparse_specs=False, or state the peak"
-        )
 
 
 # --- what falls back where it cannot work; the start-up report has a line about each ---

@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from model import Transformer
-from training.configuration.keys import TrainConfig
-from training.configuration.recomputation import REMAKING
+from training.configuration.keys import REMAKING, TrainConfig
 
 SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
 

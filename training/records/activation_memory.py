@@ -10,7 +10,7 @@ the tensors that a compiled block has kept.
 from __future__ import annotations
 
 from model_config import ModelConfig
-from training.configuration.recomputation import REMAKING
+from training.configuration.keys import REMAKING
 from training.optimization.compile import is_recomputed
 from training.records.memory_sizes import Moment, Sizes
 
