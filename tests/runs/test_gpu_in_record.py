@@ -61,7 +61,6 @@ def test_rows_and_summary_have_clock_and_power(run, config, tmp_path, nvml, caps
     summary = record["summary"]
     assert summary["sm_clock_mhz"] == {"median": 1500, "p10": 1500, "p90": 1500}
     assert summary["power_w"]["median"] == 700.5 and summary["throttle"] == {"power_limit": 1.0}
-    assert summary["gpu_monitor"]["samples"] >= sum(r["gpu_samples"] for r in record["training_iterations"])
     assert record["startup_info"]["machine"]["gpus_sampled"] == 2
     (line,) = (line for line in log.splitlines() if line.startswith("GPU: "))
     assert f"MFU {summary['mfu_percent']['median']:.2f} %, 1,500 MHz, 700 W, 61 °C" in line

@@ -56,7 +56,7 @@ RECORD = {
         },
         "software": {"python": str, "torch": str, "numpy": str, "cuda": (str, MAYBE), "nccl": (str, MAYBE)},
         "git": {"commit": (str, MAYBE)},
-        "machine": {"host": str, "gpus": (list, MAYBE), "links": (dict, MAYBE), "gpu_reason": (str, MAYBE)},
+        "machine": {"host": str, "gpus": (list, MAYBE), "gpu_reason": (str, MAYBE)},
         "attention": {"asked": str, "used": str},
         "flops": {
             "flops_per_token": int,

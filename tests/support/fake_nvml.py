@@ -1,7 +1,5 @@
 """NVML of a machine with two GPUs joined by NVLink, of which the second has no power meter."""
 
-import types
-
 UUIDS = ("aaaa-1111", "bbbb-2222")
 
 
@@ -15,11 +13,10 @@ class FakeNvml:
     NVMLError = FakeError
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
     NVML_FEATURE_ENABLED, NVML_NVLINK_MAX_LINKS = 1, 36
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 
     def __init__(self):
         self.clock = 1500
-        self.reasons, self.p2p = 0b101, 0  # idle, which is no throttling, and at the power limit
+        self.reasons = 0b101  # idle, which is no throttling, and at the power limit
 
     def nvmlInit(self):
         pass
@@ -57,23 +54,7 @@ class FakeNvml:
     def nvmlDeviceGetMaxClockInfo(self, gpu, kind):
         return 1980
 
-    def nvmlDeviceGetPciInfo(self, gpu):
-        return types.SimpleNamespace(busId=f"00000000:{gpu + 1}B:00.0")
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu):
-        return 5
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu):
-        return 16
-
     def nvmlDeviceGetNvLinkState(self, gpu, link):
         if link == 18:
             raise FakeError("Invalid Argument")
         return int(link != 3)  # one is down
-
-    def nvmlDeviceGetP2PStatus(self, one, other, kind):
-        assert kind == self.NVML_P2P_CAPS_INDEX_NVLINK
-        return self.p2p
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
-        return 50

@@ -14,7 +14,7 @@ from support.fake_nvml import UUIDS, FakeError, FakeNvml
 from tools.track.figures import figures_of
 from training.hardware import gpu_monitor
 from training.hardware.gpu_monitor import GpuMonitor, Sample, watch_gpus
-from training.hardware.nvml import THROTTLE_REASONS, GpuReading, Nvml, numa_node
+from training.hardware.nvml import THROTTLE_REASONS, GpuReading, Nvml
 from training.process.world import World
 from training.records.machine import machine_info, machine_lines, speed_line, summarize_gpus
 
@@ -37,14 +37,14 @@ def wait_until(condition):
 def watched(uuids=UUIDS, samples: int = 1) -> GpuMonitor:
     """A monitor that has ended, after this many samples or when its thread has given up."""
     monitor = GpuMonitor(list(uuids), interval_s=0.001)
-    wait_until(lambda: monitor.count >= samples or not monitor.thread.is_alive())
+    wait_until(lambda: len(monitor.samples) >= samples or not monitor.thread.is_alive())
     monitor.close()
     return monitor
 
 
 def everything(monitor: GpuMonitor) -> dict:
     """A row of the monitor's whole time."""
-    return monitor.take([(monitor.began, time.perf_counter())])
+    return monitor.take([(0.0, time.perf_counter())])
 
 
 def filled(*samples: tuple[float, float | None], gpus: int = 1, throttle=()) -> GpuMonitor:
@@ -102,10 +102,10 @@ def test_a_row_of_days_does_not_fill_the_memory(monkeypatch):
 
 def test_a_row_covers_all_gpus(nvml):
     monitor = watched()
-    row = everything(monitor)
+    count, row = len(monitor.samples), everything(monitor)
     assert (row["sm_clock_mhz"], row["temperature_c"]) == (1500, 61)  # between 60 and 62
     assert row["power_w"] == 700.5  # of the GPU that has it
-    assert row["gpu_samples"] == monitor.count > 0 and row["gpu_reason"] is None
+    assert row["gpu_samples"] == count > 0 and row["gpu_reason"] is None
 
 
 def test_what_a_gpu_does_not_have_is_null_and_named(nvml):
@@ -175,7 +175,6 @@ def test_a_cpu_and_the_other_ranks_start_no_thread():
     second_rank = watch_gpus(World(1, 1, 2, torch.device("cuda", 1)))
     assert not on_cpu.thread.is_alive() and not second_rank.thread.is_alive()
     assert on_cpu.take([(0.0, 100.0)]) == {**NO_SAMPLE, "gpu_reason": "the run uses no GPU"}
-    assert on_cpu.cost() == {"samples": 0, "cpu_percent": None}
 
 
 def test_a_torch_that_does_not_name_its_gpus_is_the_reason(monkeypatch):
@@ -214,7 +213,7 @@ def test_a_gpu_that_fell_off_the_bus_is_the_reason_in_later_rows_alone(nvml, mon
         raise FakeError("GPU is lost")
 
     monitor = GpuMonitor(list(UUIDS), interval_s=0.001)
-    wait_until(lambda: monitor.count)
+    wait_until(lambda: monitor.samples)
     before = everything(monitor)
     for name in ("ClockInfo", "PowerUsage", "Temperature", "CurrentClocksEventReasons"):
         monkeypatch.setattr(nvml, f"nvmlDeviceGet{name}", lost)
@@ -232,7 +231,7 @@ def test_an_error_that_nobody_expects_is_the_reason_and_ends_nothing(nvml, monke
     monitor = watched()
     assert not monitor.thread.is_alive()
     assert everything(monitor)["gpu_reason"].startswith("sampling the GPUs failed: ZeroDivisionError")
-    assert monitor.facts()["links"] == {"NVLink": "all pairs"}  # found before
+    assert len(monitor.facts()["gpus"]) == 2  # found before
 
 
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetClockInfo"])
@@ -255,56 +254,19 @@ def test_a_driver_that_hangs_does_not_hang_a_row_or_the_end(nvml, monkeypatch, c
         assert machine["gpus"] is None and machine["gpu_reason"] == reason == "NVML has not answered yet"
 
 
-def test_the_cost_is_the_threads_own_cpu_time(nvml, monkeypatch):
-    monkeypatch.setattr(nvml, "nvmlDeviceGetClockInfo", lambda *arguments: sum(range(200_000)))
-    monitor = watched(samples=3)
-    busy = monitor.cost()
-    assert busy["samples"] == monitor.count
-    assert 0 < busy["cpu_percent"] < 100
-
-
 # --- the machine ---
 
 
-def test_the_machine_is_described_with_limits_and_links(nvml, tmp_path):
+def test_the_machine_is_described_with_limits(nvml):
     machine = machine_info(watched())
-    gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980, "pcie_generation": 5, "pcie_lanes": 16}
-    gpu |= {"nvlinks": 17, "numa_node": None}
-    assert [each | {"numa_node": None} for each in machine["gpus"]] == [
-        {"uuid": f"GPU-{uuid}", **gpu} for uuid in UUIDS
-    ]
-    assert machine["links"] == {"NVLink": "all pairs"}
+    gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980, "nvlinks": 17}
+    assert machine["gpus"] == [{"uuid": f"GPU-{uuid}", **gpu} for uuid in UUIDS]
     assert machine["host"] and machine["gpus_sampled"] == 2 and machine["gpu_reason"] is None
     info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1", "cuda": "13.0"}}
     lines = dict(machine_lines(info))
     assert lines["Host"].endswith("driver 580.1")
-    assert lines["  limits of a GPU"] == "700 W, 1,980 MHz, PCIe 5, 16 lanes, 17 NVLinks"
-    assert lines["  links"] == "NVLink: all pairs"
+    assert lines["  limits of a GPU"] == "700 W, 1,980 MHz, 17 NVLinks"
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
-
-
-def test_gpus_without_nvlink_are_connected_by_pcie(nvml):
-    nvml.p2p = 5
-    assert machine_info(watched())["links"] == {"PCIe and the link between NUMA nodes": "all pairs"}
-    assert machine_info(watched(UUIDS[:1]))["links"] == {}
-
-
-def test_pairs_of_gpus_are_told_apart(nvml, monkeypatch):
-    reader = Nvml(list(UUIDS))
-    reader.gpus = [0, 1, 2, 3]
-    monkeypatch.setattr(nvml, "nvmlDeviceGetP2PStatus", lambda one, other, kind: int(one // 2 != other // 2))
-    links = reader.describe()["links"]
-    assert links == {"NVLink": "0-1, 2-3", "PCIe and the link between NUMA nodes": "0-2, 0-3, 1-2, 1-3"}
-
-
-@pytest.mark.parametrize(
-    "bus_id, node", [("00000000:1B:00.0", 1), (b"00000000:2B:00.0", None), ("../../../x", None), ("", None)]
-)
-def test_the_numa_node_is_linuxs(tmp_path, bus_id, node):
-    for name, number in (("0000:1b:00.0", "1\n"), ("0000:2b:00.0", "-1\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "numa_node").write_text(number)
-    assert numa_node(bus_id, tmp_path) == node
 
 
 def test_without_nvml_the_report_says_why(monkeypatch):

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from common.errors import UserError
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
 from training.hardware.description import describe_hardware
@@ -253,11 +252,6 @@ def test_a_measured_fp8_peak_takes_what_the_gpu_has(looks_like, monkeypatch, com
     ((a, b, kwargs),) = calls
     assert kwargs["use_fast_accum"] is fast
     assert (a.stride(), b.stride()) == ((32, 1), (1, 32))  # row-major times column-major, on every GPU
-
-
-def test_a_dense_measurement_is_never_marked_sparse():
-    with pytest.raises(UserError, match="use_sparse_specs=True"):
-        resolve_peak("measure", "NVIDIA H200", "bfloat16", True, "cuda")
 
 
 def test_timings_leave_the_warm_up_out():

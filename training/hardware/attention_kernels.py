@@ -120,9 +120,8 @@ def _probe(attend, config: ModelConfig, dtype, device, manual, mask=None) -> str
 
 def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """Dao-AILab's Hopper kernels; the module is flash_attn_interface, not flash_attn. Shah et al. 2024."""
-    _need_cuda_and_half("flash-attn 3", dtype, device)
-    _need_kernels("flash_attn_3", "Hopper GPUs (compute capability 9.0)", device)
-    _need_narrow_heads("flash-attn 3", config)
+    hopper = "Hopper GPUs (compute capability 9.0)"
+    _need("flash-attn 3", "flash_attn_3", hopper, config, dtype, device)
     if config.dropout > 0:
         raise Unavailable("it has no dropout")
     flash_attn_func = _import_function("flash_attn_interface")
@@ -136,9 +135,8 @@ def _flash_attn_3(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 def _flash_attn_2(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """The flash-attn package. Dao 2023."""
-    _need_cuda_and_half("flash-attn 2", dtype, device)
-    _need_kernels("flash_attn_2", "GPUs of compute capability 8.0 or above", device)
-    _need_narrow_heads("flash-attn 2", config)
+    ampere = "GPUs of compute capability 8.0 or above"
+    _need("flash-attn 2", "flash_attn_2", ampere, config, dtype, device)
     flash_attn_func = _import_function("flash_attn")
 
     def attend(q, k, v, dropout_p=0.0):
@@ -161,6 +159,14 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def _need(name: str, backend: str, gpus: str, config: ModelConfig, dtype, device: torch.device) -> None:
+    _need_cuda_and_half(name, dtype, device)
+    if backend not in capability(device).flash_attn:
+        raise Unavailable(f"its kernels are for {gpus}")
+    if config.head_dim > FLASH_MAX_HEAD_DIM:
+        raise Unavailable(f"{name} has heads of at most {FLASH_MAX_HEAD_DIM}, head_dim is {config.head_dim}")
+
+
 def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cuda":
         raise Unavailable(f"{name} needs a CUDA GPU, this is {device.type}")
@@ -168,31 +174,13 @@ def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> 
         raise Unavailable(f"{name} needs dtype bfloat16 or float16, this is {dtype}")
 
 
-def _need_kernels(backend: str, gpus: str, device: torch.device) -> None:
-    if backend not in capability(device).flash_attn:
-        raise Unavailable(f"its kernels are for {gpus}")
-
-
-def _need_narrow_heads(name: str, config: ModelConfig) -> None:
-    if config.head_dim > FLASH_MAX_HEAD_DIM:
-        raise Unavailable(f"{name} has heads of at most {FLASH_MAX_HEAD_DIM}, head_dim is {config.head_dim}")
-
-
 def _sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """torch's scaled_dot_product_attention: cuDNN by name where it is fastest, else torch's own choice."""
     kernels = {TORCH: (_default_sdpa_kernel(config, dtype, device), _sdpa_default)}
-    if _cudnn_fits(config, dtype):
+    D = config.head_dim
+    if dtype in HALF and config.dropout == 0 and D % 8 == 0 and D <= CUDNN_MAX_HEAD_DIM:
         kernels[CUDNN] = (CUDNN, _sdpa_cudnn)
     return [kernels[name] for name in capability(device).sdpa if name in kernels]
-
-
-def _cudnn_fits(config: ModelConfig, dtype: torch.dtype) -> bool:
-    return (
-        dtype in HALF
-        and config.head_dim % 8 == 0
-        and config.head_dim <= CUDNN_MAX_HEAD_DIM
-        and config.dropout == 0
-    )
 
 
 def _sdpa_cudnn(q, k, v, dropout_p=0.0):

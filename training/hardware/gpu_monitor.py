@@ -41,9 +41,6 @@ class GpuMonitor:
         self.uuids, self.interval_s = uuids, interval_s
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)  # that no row has taken
         self.reason: str | None = "NVML has not answered yet" if uuids else reason
-        self.count = 0  # of all samples
-        self.cpu_seconds = 0.0  # of the thread since its first sample, NVML and the driver included
-        self.began = time.perf_counter()  # the sampling
         self._facts: dict[str, Any] | None = None
         self.answered, self.ended = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="gpu monitor", daemon=True)
@@ -53,7 +50,7 @@ class GpuMonitor:
     # --- the main thread ---
 
     def facts(self) -> dict[str, Any] | None:
-        """The limits of the GPUs, and how they are connected; None if NVML does not answer."""
+        """The limits of the GPUs; None if NVML does not answer."""
         if self.uuids:
             self.answered.wait(FACTS_TIMEOUT_S)
         return self._facts
@@ -82,14 +79,6 @@ class GpuMonitor:
             return f"these {seconds:.2g} s lie between two samples, which are {self.interval_s:g} s apart"
         return f"NVML gave no sample in these {seconds:.3g} s"
 
-    def cost(self) -> dict[str, Any]:
-        """What the sampling needed: the share of one CPU core, at most what it can take from the training."""
-        seconds = time.perf_counter() - self.began
-        return {
-            "samples": self.count,
-            "cpu_percent": 100 * self.cpu_seconds / seconds if self.count else None,
-        }
-
     def close(self) -> None:
         """Does not wait for a driver that hangs."""
         self.ended.set()
@@ -113,17 +102,14 @@ class GpuMonitor:
         self._facts = nvml.describe()
         self.answered.set()
         self.reason = None
-        self.began, connected = time.perf_counter(), time.thread_time()
         while not self.ended.wait(self.interval_s):
             began = time.perf_counter()
             gpus = nvml.read()
             if any(value is not None for gpu in gpus for value in gpu):
                 self.samples.append(Sample(began, time.perf_counter(), gpus))
-                self.count += 1
                 self.reason = None
             else:
                 self.reason = f"NVML no longer answers: {nvml.last_error}"
-            self.cpu_seconds = time.thread_time() - connected
 
 
 def watch_gpus(world: World) -> GpuMonitor:

@@ -1,5 +1,5 @@
 """Asks NVML, the library of NVIDIA's driver, for the clock, power and temperature of GPUs, why their clock is
-lowered, and how they are connected.
+lowered, and for their limits. How they are connected: nvidia-smi topo -m.
 
 Each answer may be missing: an old driver, a container or a part of a GPU (MIG) may lack it. Then it is None.
 A call may also hang with the driver, so only the thread of training/hardware/gpu_monitor.py makes them.
@@ -8,8 +8,6 @@ A call may also hang with the driver, so only the thread of training/hardware/gp
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # NVML's bits, nvmlClocksEventReason... An idle GPU (1), a clock that the user or the display has set (2 and
@@ -23,15 +21,6 @@ THROTTLE_REASONS = {
     128: "hardware_power_brake",
     512: "board_limit",
     1024: "reliability",
-}
-# NVML's levels of the nearest part that two GPUs share: the way between them without NVLink
-PCIE_WAYS = {
-    0: "one board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one PCIe host bridge",
-    40: "one NUMA node",
-    50: "PCIe and the link between NUMA nodes",
 }
 
 
@@ -105,21 +94,16 @@ class Nvml:
     # --- what does not change ---
 
     def describe(self) -> dict[str, Any]:
-        """The limits of each GPU, and the ways between them."""
-        return {"gpus": [self._describe(gpu) for gpu in self.gpus], "links": self._links()}
+        """The limits of each GPU."""
+        return {"gpus": [self._describe(gpu) for gpu in self.gpus]}
 
     def _describe(self, gpu: Any) -> dict[str, Any]:
         milliwatts = self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu)
-        place = self._ask("nvmlDeviceGetPciInfo", gpu)
         return {
             "uuid": self._uuid(gpu),
             "power_limit_w": None if milliwatts is None else milliwatts / 1000,
             "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
-            # the largest, because it drops while a GPU is idle; the number of lanes does not
-            "pcie_generation": self._ask("nvmlDeviceGetMaxPcieLinkGeneration", gpu),
-            "pcie_lanes": self._ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
             "nvlinks": self._nvlinks(gpu),
-            "numa_node": None if place is None else numa_node(place.busId),
         }
 
     def _uuid(self, gpu: Any) -> str | None:
@@ -134,32 +118,3 @@ class Nvml:
         )
         existing = itertools.takewhile(lambda state: state is not None, states)
         return sum(state == self.nvml.NVML_FEATURE_ENABLED for state in existing)
-
-    def _links(self) -> dict[str, str]:
-        """{way: pairs of GPUs, as 'all pairs' or '0-1, 2-3'}. Empty for one GPU."""
-        ways: dict[str, list[str]] = {}
-        for (i, one), (j, other) in itertools.combinations(enumerate(self.gpus), 2):
-            ways.setdefault(self._way(one, other), []).append(f"{i}-{j}")
-        if len(ways) == 1:
-            return {way: "all pairs" for way in ways}
-        return {way: ", ".join(pairs) for way, pairs in ways.items()}
-
-    def _way(self, one: Any, other: Any) -> str:
-        # through NVSwitch, too, where the other end of a link is no GPU
-        status = self._ask("nvmlDeviceGetP2PStatus", one, other, self.nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if status == self.nvml.NVML_P2P_STATUS_OK:
-            return "NVLink"
-        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", one, other)
-        return PCIE_WAYS.get(level, "unknown")
-
-
-def numa_node(bus_id: str | bytes, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Of a PCI device. NVML writes 00000000:1B:00.0 where Linux writes 0000:1b:00.0."""
-    text = bus_id.decode("ascii", "replace") if isinstance(bus_id, bytes) else bus_id
-    if not re.fullmatch(r"[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]", text):
-        return None
-    try:
-        number = int((folder / text.lower()[4:] / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return number if number >= 0 else None  # -1: the machine has no NUMA nodes, or does not say

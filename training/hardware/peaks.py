@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import FP8_NEEDS, NATIVE, capability, dotted, low_precision_support
 from training.process.world import World, gather_objects
@@ -121,14 +120,12 @@ def table_peak(
 def resolve_peak(
     peak_tflops: float | str | None, gpu_name: str | None, precision: str, sparse: bool, device
 ) -> Peak:
-    """The peak that the settings ask for; gpu_name is None on a CPU. Raises UserError for a contradiction.
+    """The peak that the settings ask for; gpu_name is None on a CPU.
 
     A stated number is used as it is, also with sparse=True. It is the rate of the training dtype, so the fp8
     peak still comes from the table.
     """
     if peak_tflops == "measure":
-        if sparse:
-            raise UserError("peak_tflops='measure' times a dense GEMM; leave it out or use_sparse_specs=True")
         return measure_peak(precision, device)
     if peak_tflops is not None and precision != "fp8":
         return Peak(float(peak_tflops), "stated by peak_tflops", sparse=sparse)

@@ -15,7 +15,7 @@ GPU_FORMATS = {"sm_clock_mhz": "{:,.0f} MHz", "power_w": "{:,.0f} W", "temperatu
 
 def machine_info(monitor: GpuMonitor) -> dict[str, Any]:
     """The record's startup_info.machine: rank 0's machine. What is null has its reason in gpu_reason."""
-    facts = monitor.facts() or {"gpus": None, "links": None}
+    facts = monitor.facts() or {"gpus": None}
     return {
         "host": platform.node(),
         **facts,
@@ -38,8 +38,6 @@ def machine_lines(info: dict[str, Any]) -> list[tuple[str, str]]:
         return [*lines, ("  clocks and power", f"not sampled: {machine['gpu_reason']}")]
     sampled, count = machine["gpus_sampled"], info["hardware"]["num_gpus"]
     lines.append(("  limits of a GPU", "; ".join(dict.fromkeys(map(_limits, machine["gpus"])))))
-    if machine["links"]:
-        lines.append(("  links", "; ".join(f"{way}: {pairs}" for way, pairs in machine["links"].items())))
     return [*lines, ("  clocks and power", f"of {sampled} of {count} GPUs, in every log row")]
 
 
@@ -47,8 +45,6 @@ def _limits(gpu: dict[str, Any]) -> str:
     parts = {
         "power_limit_w": "{:,.0f} W",
         "max_sm_clock_mhz": "{:,.0f} MHz",
-        "pcie_generation": "PCIe {}",
-        "pcie_lanes": "{} lanes",
         "nvlinks": "{} NVLinks",
     }
     return ", ".join(text.format(gpu[name]) for name, text in parts.items() if gpu[name]) or "not known"

@@ -256,7 +256,6 @@ class Logger:
             "best_val_loss": self.best_val_loss,
             "warmup_iters_left_out": UNMEASURED_ITERS,
             **summarize(self.record.own_rows),
-            "gpu_monitor": self.monitor.cost(),
         }
         try:
             self.record.finish(status, self.summary)  # before all other output, which may fail or block
