@@ -49,7 +49,7 @@ def export(checkpoint: Path, options: argparse.Namespace) -> None:
         reader = open_tensors(checkpoint, saved)
         write_model(folder, reader, saved.model_config, DTYPES[name], began_with, tokenizer.eot_id)
         tokenizer.write(folder)
-        write_card(folder, options.out_dir, checkpoint.name, saved, name)
+        write_card(folder, checkpoint.name, saved, name)
     print(f"{checkpoint}, iteration {saved.iteration:,}, is now {options.folder}, in {name}")
     print(f"tokenizer: {plain(tokenizer.description)}")
 

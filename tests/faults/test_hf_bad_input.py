@@ -75,16 +75,8 @@ def tensor_in_two_files(folder):
     save_file({"model.norm.weight": stored["model.norm.weight"]}, folder / "model-00001-of-00007.safetensors")
 
 
-def wrong_file_in_the_index(folder):
-    edit_index(folder, lambda names: names.update({"model.norm.weight": "model-00001-of-00007.safetensors"}))
-
-
 def file_outside(folder):
     edit_index(folder, lambda names: names.update({"model.norm.weight": "../x.safetensors"}))
-
-
-def unlisted_tensor(folder):
-    edit_index(folder, lambda names: names.pop("model.norm.weight"))
 
 
 def truncated(folder):
@@ -137,9 +129,7 @@ FOLDERS = [  # (which model, what is done to it, what the message says)
     ("shards", missing_shard, "model-00002-of-00007.safetensors is missing"),
     ("shards", name_twice_in_the_index, "it names 'model.norm.weight' twice"),
     ("shards", tensor_in_two_files, "model.norm.weight is in two files"),
-    ("shards", wrong_file_in_the_index, "says that model.norm.weight is in model-00001-of-00007"),
     ("shards", file_outside, "it says that model.norm.weight is in '../x.safetensors'"),
-    ("shards", unlisted_tensor, "does not list model.norm.weight, which is in the files"),
     ("qwen3", truncated, "is damaged or cut off"),
     ("qwen3", pointer, "is a pointer to the weights, not the weights; run: git lfs pull"),
     ("qwen3", wrong_shape, "model.norm.weight is float32 and (33,), but config.json asks for"),
@@ -196,16 +186,9 @@ HALF = ["full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 63}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 REFUSED = [  # (which model, fields of config.json, what the message names)
-    (
-        "qwen3",
-        {"model_type": "smollm3"},
-        "model_type='smollm3', which nanoMFU cannot read: it has",
-    ),
-    ("qwen3", {"model_type": "qwen3_moe"}, "it is a mixture of experts"),
     ("qwen3", {"model_type": "bert"}, "the families that can be read are gpt2, llama, qwen2, qwen3"),
-    ("qwen3", SLIDING | {"layer_types": None, "max_window_layers": 1}, "sliding_window=63 in use"),
-    ("qwen2", SLIDING | {"layer_types": HALF}, "sliding_window=63 in use, with 64 positions, which"),
-    ("qwen3", {"layer_types": HALF}, "sliding_window=None in use"),
+    ("qwen3", SLIDING, "use_sliding_window=True"),
+    ("qwen2", {"layer_types": HALF}, "layer_types=['full_attention', 'sliding_attention']"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types=['chunked_attention'"),
     ("qwen3", {"is_causal": False}, "is_causal=False"),
     ("gpt2", {"is_causal": False}, "is_causal=False"),
@@ -243,10 +226,6 @@ def test_what_the_model_cannot_compute_is_refused_by_its_name(model, fields, mes
 
 WITHOUT_EFFECT = [  # fields that change nothing of what transformers computes
     ("qwen3", {"use_sliding_window": False, "sliding_window": 16}),
-    ("qwen3", SLIDING | {"layer_types": ["full_attention"] * 2}),
-    ("qwen2", SLIDING | {"layer_types": None, "max_window_layers": 2}),
-    ("qwen2", SLIDING | {"layer_types": HALF, "sliding_window": 64}),
-    ("qwen2", SLIDING | {"layer_types": None, "max_window_layers": 0, "sliding_window": 64}),
     ("llama", SLIDING | {"layer_types": HALF}),
     ("llama", {"pretraining_tp": 2, "hidden_act": "swish", "attention_dropout": 0.0}),
     ("gpt2", {"activation_function": "gelu_fast", "reorder_and_upcast_attn": True}),
@@ -312,33 +291,10 @@ def test_the_matrices_of_gptq_are_named_and_not_called_missing(made, tmp_path):
         reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
 
 
-@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "blocks"])
-def test_names_of_torch_compile_and_ddp_are_read_as_those_they_wrap(wrapped, made, tmp_path):
-    folder = copy(made["qwen3"], tmp_path / "model")
-    stored, inner = tensors(folder), "model.layers.1."
-    if wrapped == "blocks":  # each block was compiled alone
-        names = {name: name.replace(inner, f"{inner}_orig_mod.") for name in stored}
-    else:
-        names = {name: wrapped.format(name) for name in stored}
-    store(folder, {names[name]: tensor for name, tensor in stored.items()})
-    models = [reading.load_pretrained(f"hf:{f}", torch.device("cpu"))[1] for f in (folder, made["qwen3"])]
-    assert all(map(torch.equal, *(model.parameters() for model in models)))
-    store(folder, stored | {"_orig_mod.model.norm.weight": torch.ones(32)})
-    with pytest.raises(UserError, match="holds model.norm.weight twice, with and without what a wrapper"):
-        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
-
-
 def test_names_that_are_missing_are_shown_with_those_that_are_there(made, tmp_path):
     folder = copy(made["qwen3"], tmp_path / "model")
     store(folder, {f"net.{name}": tensor for name, tensor in tensors(folder).items()})
     with pytest.raises(UserError, match=r"lacks .* more tensors; it has net\.model\.embed_tokens\.weight, "):
-        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
-
-
-def test_a_folder_with_other_files_of_weights_says_which(made, tmp_path):
-    folder = copy(made["qwen3"], tmp_path / "model")
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="nor model.safetensors.index.json; it has adapter_model.safeten"):
         reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
 
 

@@ -1,19 +1,14 @@
 """An export in Hugging Face's format is whole or not there, and overwrites nothing."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from support.checkpoint_parts import make_config, make_saver, make_state
-from support.checkpoint_parts import save as save_checkpoint
 from support.hf_models import hf_run, save, tensors
 
 from common.errors import UserError
 from tools import export_hf
-from training.checkpoints.saved_state import read_state
-from training.pretrained.model_card import write_card
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +37,6 @@ def test_a_folder_that_is_not_empty_is_left_alone(out_dir, tmp_path):
     (tmp_path / "empty").mkdir()
     export_hf.main([str(out_dir), str(tmp_path / "empty")])
     assert "model.safetensors" in names(tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("device", "measured", "said"),
-    [
-        ("cpu", True, None),  # 48 to 97 GFLOPS at different starts of one machine
-        ("cuda", True, "| MFU | 41.20 % of a measured peak |"),
-        ("cpu", False, "| MFU | 41.20 % |"),  # the user stated the peak
-    ],
-)
-def test_the_card_has_no_mfu_of_a_peak_that_varies(tmp_path, device, measured, said):
-    config = make_config(tmp_path / "out", device=device)
-    saved = read_state(save_checkpoint(make_saver(config, make_state(config)), 1))
-    record = {
-        "summary": {"mfu_percent": {"median": 41.2}},
-        "startup_info": {"hardware": {"peak": {"measured": measured}}},
-    }
-    (tmp_path / "out" / f"{saved.run}.json").write_text(json.dumps(record))
-    write_card(tmp_path, tmp_path / "out", "step-00000001", saved, "float32")
-    lines = [line for line in (tmp_path / "README.md").read_text().splitlines() if "MFU" in line]
-    assert lines[1:] == ([said] if said else [])  # the first is the title
 
 
 @pytest.mark.saving

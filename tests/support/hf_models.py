@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from support.helpers import TINY, make_dataset, write_config
 
+from training.pretrained.names import in_pairs
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may ask the hub
 VOCAB, T = 64, 32
 SIZES = dict(
@@ -123,3 +125,17 @@ def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 def some_ids(count: int = 2, length: int = T) -> torch.Tensor:
     return torch.randint(VOCAB, (count, length), generator=torch.Generator().manual_seed(2))
+
+
+def gather(found: list, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """{our parameter: tensor} of Hugging Face's tensors: weights, or their gradients."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    for piece in found:
+        if not piece.is_zero:
+            tensor = theirs[piece.name]
+            rows.setdefault(piece.ours, []).append(tensor.t() if piece.transposed else tensor)
+    pairs = in_pairs(found)
+    return {
+        name: torch.stack(parts, dim=1).flatten(0, 1) if name in pairs else torch.cat(parts)
+        for name, parts in rows.items()
+    }

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.helpers import ROOT
+from support.hf_models import gather
 
 from model_builder import build_model
 from model_config import PRESETS, ModelConfig, model_config
 from training.configuration.files_and_flags import load_config
-from training.pretrained.names import gather, pieces
+from training.pretrained.names import pieces
 
 VOCAB, T, BATCH = 97, 32, 2
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=VOCAB, block_size=T)

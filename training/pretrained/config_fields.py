@@ -44,8 +44,8 @@ class ConfigFields:
             raise UserError(f"{self.where}: {name} is {shown(value)}; it must be true or false")
         return value
 
-    def require(self, name: str, default: object, *allowed: object) -> None:
-        value = self.fields.get(name, default)
+    def require(self, name: str, *allowed: object) -> None:
+        value = self.fields.get(name, allowed[0])
         if value not in allowed or type(value) not in map(type, allowed):
             raise self.refused(f"{name}={shown(value)}", f"it must be {' or '.join(map(repr, allowed))}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,9 @@ GENERATION = "generation_config.json"
 HUB_FILES = ["*.json", SINGLE, "model-*-of-*.safetensors", "tokenizer.model", "merges.txt", "*.jinja"]
 MAX_CONFIG, MAX_INDEX = 1 << 24, 1 << 28  # bytes
 LFS_POINTER = b"version https://git-lfs"
-# what torch.compile and wrappers for several GPUs add to names when they save their own state dict
-WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 READ = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EXPECTED = "expected are the weights as save_pretrained of transformers writes them, in fp32, bf16 or fp16"
 MOST_NAMED = 4  # tensors in a message
-COMPARED_ROWS = 4096  # of two matrices at a time
 
 Tensors = dict[str, tuple[Part, Place]]  # {Hugging Face's name: the tensor and its place}
 
@@ -156,19 +153,14 @@ def list_files(folder: Path) -> list[str]:
         return [CONFIG, SINGLE]
     if os.path.lexists(folder / INDEX):
         return [CONFIG, INDEX, *sorted(set(_read_index(folder).values()))]
-    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-        p.name for p in folder.glob("*.pt*")
-    )
-    if pickles:
+    if pickles := sorted(path.name for suffix in ("*.bin", "*.pt*") for path in folder.glob(suffix)):
         convert = f"m = AutoModelForCausalLM.from_pretrained({str(folder)!r}); m.save_pretrained('NEW')"
         raise UserError(
             f"{folder} holds weights as a pickle ({pickles[0]}), which can run any code and is not read. If "
             "you trust it, make safetensors of it: "
             f'python -c "from transformers import AutoModelForCausalLM; {convert}"'
         )
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (SUFFIX, ".gguf"))
-    there = f"; it has {_some(others)}" if others else ""
-    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}{there}")
+    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -197,13 +189,6 @@ def list_tensors(folder: Path) -> Tensors:
                 other = found[part.name][1].path.name
                 raise UserError(f"{folder}: {part.name[:100]} is in two files, {other} and {file}")
             found[part.name] = part, place
-    if files != [SINGLE]:
-        listed = _read_index(folder)
-        if unlisted := found.keys() - listed.keys():
-            raise UserError(f"{folder / INDEX} does not list {_some(unlisted)}, which is in the files")
-        for tensor, file in listed.items():
-            if tensor not in found or found[tensor][1].path.name != file:
-                raise UserError(f"{folder / INDEX} says that {tensor[:100]} is in {file}, which is not so")
     return found
 
 
@@ -229,7 +214,7 @@ def _read_header(path: Path) -> dict[Part, Place]:
 def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> list[tuple[Part, Place]]:
     """The parts of our parameters, and where they are. Every name is used once and none is left over. Raises
     UserError."""
-    found, expected = _by_name(weights.folder), pieces(model)
+    found, expected = list_tensors(weights.folder), pieces(model)
     if not any(piece.name in found for piece in expected if piece.name != HEAD):
         expected = without_prefix(expected)
     names = {piece.name for piece in expected}
@@ -251,18 +236,6 @@ def match(weights: Weights, architecture: Architecture, model: ModelConfig) -> l
     return [_place(piece, found, architecture) for piece in expected]
 
 
-def _by_name(folder: Path) -> Tensors:
-    """Every tensor, without what wrappers added to its name. Raises UserError."""
-    found: Tensors = {}
-    for name, tensor in list_tensors(folder).items():
-        plain = WRAPPERS.sub("", name)
-        if plain in found:
-            wrapper = "with and without what a wrapper such as torch.compile adds to names"
-            raise UserError(f"{folder} holds {plain[:100]} twice, {wrapper}; {EXPECTED}")
-        found[plain] = tensor
-    return found
-
-
 def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Part, Place]:
     part, place = found[piece.name]
     shape = piece.stored_shape
@@ -279,21 +252,17 @@ def _place(piece: Piece, found: Tensors, architecture: Architecture) -> tuple[Pa
 def check_tied(weights: Weights, model: ModelConfig) -> None:
     """Raises UserError if the embedding and the output head are one tensor in the model, and two in the
     files."""
-    found = _by_name(weights.folder)
+    found = list_tensors(weights.folder)
     if not model.weight_tying or HEAD not in found:
         return
     (name,) = (piece.name for piece in pieces(model) if piece.ours == "embed.weight")
     name = name if name in found else without_prefix([Piece(name, "", range(0), ())])[0].name
     head, embedding = (mapped(*found[one]) for one in (HEAD, name))
-    if head.shape != embedding.shape or not all(map(torch.equal, *map(_rows, (head, embedding)))):
+    if head.shape != embedding.shape or not torch.equal(head, embedding):
         raise UserError(
             f"{weights.folder}: {CONFIG} says tie_word_embeddings=true, but {HEAD} is not equal to {name}; "
             "one of them would be lost. If both were trained, set tie_word_embeddings to false there"
         )
-
-
-def _rows(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(matrix.split(COMPARED_ROWS))
 
 
 def _some(names: Iterable[str]) -> str:

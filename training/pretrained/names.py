@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
 import model_builder
 from model_config import ModelConfig
 from training.pretrained.architecture import family_of
@@ -20,25 +18,31 @@ HEAD, HEAD_OURS = "lm_head.weight", "head.lm_head.weight"
 # values that a model computes by itself, which some files hold: rotary frequencies, causal masks
 COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
-GPT2_BLOCK = {
-    "attn_norm": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.out": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn.up": "mlp.c_fc",
-    "ffn.down": "mlp.c_proj",
+# ours -> Hugging Face's names, whose rows follow each other in ours; those of gate_proj, up_proj take turns
+GPT2 = {
+    "embed": ("transformer.wte",),
+    "positions": ("transformer.wpe",),
+    "head.norm": ("transformer.ln_f",),
+    "attn_norm": ("transformer.h.{}.ln_1",),
+    "attn.qkv": ("transformer.h.{}.attn.c_attn",),
+    "attn.out": ("transformer.h.{}.attn.c_proj",),
+    "ffn_norm": ("transformer.h.{}.ln_2",),
+    "ffn.up": ("transformer.h.{}.mlp.c_fc",),
+    "ffn.down": ("transformer.h.{}.mlp.c_proj",),
 }
-# several names: their rows follow each other in ours; those of gate_proj and up_proj take turns
-DECODER_BLOCK = {
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.q_norm": ("self_attn.q_norm",),
-    "attn.k_norm": ("self_attn.k_norm",),
-    "attn.out": ("self_attn.o_proj",),
-    "ffn_norm": ("post_attention_layernorm",),
-    "ffn.up": ("mlp.gate_proj", "mlp.up_proj"),
-    "ffn.down": ("mlp.down_proj",),
+DECODER = {
+    "embed": ("model.embed_tokens",),
+    "head.norm": ("model.norm",),
+    "attn_norm": ("model.layers.{}.input_layernorm",),
+    "attn.qkv": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
+    "attn.q_norm": ("model.layers.{}.self_attn.q_norm",),
+    "attn.k_norm": ("model.layers.{}.self_attn.k_norm",),
+    "attn.out": ("model.layers.{}.self_attn.o_proj",),
+    "ffn_norm": ("model.layers.{}.post_attention_layernorm",),
+    "ffn.up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
+    "ffn.down": ("model.layers.{}.mlp.down_proj",),
 }
+MATRICES = ("attn.qkv", "attn.out", "ffn.up", "ffn.down")  # of a block
 
 
 class Piece(NamedTuple):
@@ -59,8 +63,46 @@ class Piece(NamedTuple):
 def pieces(model: ModelConfig) -> list[Piece]:
     """Every tensor of Hugging Face's model of this shape. Each row of each parameter is in one piece."""
     shapes = {name: tuple(p.shape) for name, p in model_builder.build_model(model).named_parameters()}
-    make = _gpt2_pieces if family_of(model) == "gpt2" else _decoder_pieces
-    return list(make(model, shapes))
+    gpt2 = family_of(model) == "gpt2"
+    table = GPT2 if gpt2 else DECODER
+    places = [(ours, ours, names) for ours, names in table.items() if "{}" not in names[0]]
+    for i in range(model.n_layer):
+        in_block = {ours: names for ours, names in table.items() if "{}" in names[0]}
+        places += [
+            (ours, f"blocks.{i}.{ours}", tuple(name.format(i) for name in names))
+            for ours, names in in_block.items()
+        ]
+    found = [piece for place in places for piece in _pieces(*place, model, shapes, gpt2)]
+    if HEAD_OURS in shapes:
+        found.append(Piece(HEAD, HEAD_OURS, range(shapes[HEAD_OURS][0]), shapes[HEAD_OURS]))
+    return found
+
+
+def _pieces(
+    kind: str,
+    ours: str,
+    names: tuple[str, ...],
+    model: ModelConfig,
+    shapes: dict[str, tuple[int, ...]],
+    gpt2: bool,
+) -> Iterator[Piece]:
+    """The weight of one module, and its bias. `kind`: the module's name in its block."""
+    weight, bias = shapes.get(f"{ours}.weight"), shapes.get(f"{ours}.bias")
+    if weight is None:  # a model without norms of q and k
+        return
+    is_zero = gpt2 and bias is None and kind not in ("embed", "positions")
+    bias = weight[:1] if is_zero else bias
+    rows = [every := range(weight[0])]
+    if not gpt2 and kind == "attn.qkv":
+        q, k = model.attention_width, model.attention_width + model.n_kv_head * model.head_dim
+        rows = [every[:q], every[q:k], every[k:]]
+    elif not gpt2 and kind == "ffn.up":
+        rows = [every[::2], every[1::2]]
+    for suffix, shape in (("weight", weight), ("bias", bias)):
+        for name, mine in zip(names, rows, strict=True) if shape else ():
+            transposed = gpt2 and suffix == "weight" and kind in MATRICES
+            piece = Piece(f"{name}.{suffix}", f"{ours}.{suffix}", mine, (len(mine), *shape[1:]), transposed)
+            yield piece._replace(is_zero=is_zero and suffix == "bias")
 
 
 def without_prefix(found: list[Piece]) -> list[Piece]:
@@ -70,62 +112,6 @@ def without_prefix(found: list[Piece]) -> list[Piece]:
     ]
 
 
-def gather(found: list[Piece], theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """{our parameter: tensor} of Hugging Face's tensors: weights, or their gradients."""
-    rows: dict[str, list[torch.Tensor]] = {}
-    for piece in found:
-        if not piece.is_zero:
-            tensor = theirs[piece.name]
-            rows.setdefault(piece.ours, []).append(tensor.t() if piece.transposed else tensor)
-    pairs = in_pairs(found)
-    return {
-        name: torch.stack(parts, dim=1).flatten(0, 1) if name in pairs else torch.cat(parts)
-        for name, parts in rows.items()
-    }
-
-
 def in_pairs(found: list[Piece]) -> set[str]:
     """The parameters of which every second row is of one of Hugging Face's tensors."""
     return {piece.ours for piece in found if piece.rows.step == 2}
-
-
-def _gpt2_pieces(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Piece]:
-    top = {"embed": "wte", "positions": "wpe", "head.norm": "ln_f"}
-    blocks = {
-        f"blocks.{i}.{ours}": f"h.{i}.{name}"
-        for i in range(model.n_layer)
-        for ours, name in GPT2_BLOCK.items()
-    }
-    for ours, name in (top | blocks).items():
-        name, shape = f"transformer.{name}", shapes[f"{ours}.weight"]
-        is_linear = ours.endswith((".qkv", ".out", ".up", ".down"))
-        yield Piece(f"{name}.weight", f"{ours}.weight", range(shape[0]), shape, transposed=is_linear)
-        if ours not in ("embed", "positions"):
-            is_zero = f"{ours}.bias" not in shapes
-            yield Piece(f"{name}.bias", f"{ours}.bias", range(shape[0]), shape[:1], is_zero=is_zero)
-    if HEAD_OURS in shapes:
-        yield Piece(HEAD, HEAD_OURS, range(shapes[HEAD_OURS][0]), shapes[HEAD_OURS])
-
-
-def _decoder_pieces(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Piece]:
-    top = {"embed": ("embed_tokens",), "head.norm": ("norm",)}
-    blocks = {
-        f"blocks.{i}.{ours}": tuple(f"layers.{i}.{name}" for name in names)
-        for i in range(model.n_layer)
-        for ours, names in DECODER_BLOCK.items()
-    }
-    q = model.attention_width
-    k = q + model.n_kv_head * model.head_dim
-    for ours, names in (top | blocks).items():
-        for kind in ("weight", "bias"):
-            if (shape := shapes.get(f"{ours}.{kind}")) is None:
-                continue
-            rows = [every := range(shape[0])]
-            if ours.endswith("attn.qkv"):
-                rows = [every[:q], every[q:k], every[k:]]
-            elif ours.endswith("ffn.up"):
-                rows = [every[::2], every[1::2]]
-            for name, mine in zip(names, rows, strict=True):
-                yield Piece(f"model.{name}.{kind}", f"{ours}.{kind}", mine, (len(mine), *shape[1:]))
-    if HEAD_OURS in shapes:
-        yield Piece(HEAD, HEAD_OURS, range(shapes[HEAD_OURS][0]), shapes[HEAD_OURS])

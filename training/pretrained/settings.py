@@ -15,7 +15,7 @@ from training.checkpoints.folder import complete_checkpoints, find_checkpoint
 from training.checkpoints.saved_state import read_state
 from training.configuration.files_and_flags import Settings, make_config, read_settings
 from training.configuration.keys import KEYS, TrainConfig
-from training.pretrained.architecture import PRESETS, Architecture
+from training.pretrained.architecture import FAMILIES, Architecture
 from training.pretrained.folder import CONFIG, locate
 
 
@@ -78,7 +78,7 @@ def _keys_of(architecture: Architecture, where: str, settings: Settings) -> dict
 
 def _agree(name: str, stated: Any, value: Any, architecture: Architecture) -> bool:
     if name == "arch_preset":  # only a label, once all keys are stated
-        return stated in PRESETS[architecture.family]
+        return stated in FAMILIES[architecture.family].presets
     if name == "rope_scaling":
         try:
             return rope_scaling.parse(stated).to_dict() == value
