@@ -101,7 +101,6 @@ DAMAGE = {
     "a count as true": edit_index(documents=True),
     "a negative count": edit_index(windows=-5),
     "a huge count": edit_index(documents=10**30),
-    "another share": edit_index(share_padded=float("nan")),
     "fewer windows": edit_index(windows=3),
     "deep JSON": lambda p: (p / "index.json").write_text("[" * 100_000),
     "no JSON": lambda p: (p / "index.json").write_bytes(b"\xff\x00"),

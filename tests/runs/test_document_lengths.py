@@ -11,7 +11,7 @@ from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, wri
 
 from common.errors import UserError
 from ops.documents import START, document_starts, plain_ids
-from training.batches.document_starts import BLOCK, EndOfText, ListedDocuments
+from training.batches.document_starts import EndOfText, ListedDocuments
 from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
 from training.batches.windows import inputs_and_targets
@@ -75,10 +75,10 @@ def windows_of(config):
 # --- marks ---
 
 
-def test_marks_follow_the_lengths_across_blocks_files_and_the_end_of_the_tokens(twins):
+def test_marks_follow_the_lengths_across_files_and_the_end_of_the_tokens(twins):
     config = settings(twins / "listed")
     listed = open_sources(config, scan=True)[0].documents["train"]
-    assert isinstance(listed, ListedDocuments) and len(listed.starts) > 2 and listed.counts[0] > 2 * BLOCK
+    assert isinstance(listed, ListedDocuments) and len(listed.starts) > 2
     tokens = listed.tokens
     ids = tokens.read(0, tokens.total).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths_by_eot(twins / "listed" / "train.bin"))[:-1]])
@@ -276,4 +276,6 @@ def test_adopt_takes_lengths_that_lie_beside_the_tokens(tmp_path, capsys):
     meta = adopt(folder, tokenizer, None, None)
     assert meta["format"] == 2 and meta["files"]["val.bin"]["lengths"]["documents"] == 2
     assert adopt(folder, tokenizer, None, None)["files"] == meta["files"]
-    assert open_sources(settings(folder, vocab_size=257), scan=True)[0].documents["train"].counts == [2]
+    assert open_sources(settings(folder, vocab_size=257), scan=True)[0].documents["train"].starts.shape == (
+        2,
+    )

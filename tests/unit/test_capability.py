@@ -23,17 +23,17 @@ from training.hardware.capability import (
     require_low_precision,
 )
 
-# what each must have: cuDNN attention by name, backends with packages, bf16, fp8, mxfp8 and nvfp4
+# what each must have: cuDNN attention by name, backends with packages, bf16, fp8
 EXPECTED = {
-    (7, 5): (False, (), False, False, False),
-    (8, 0): (False, ("flash_attn_2",), True, False, False),
-    (8, 6): (False, ("flash_attn_2",), True, False, False),
-    (8, 9): (False, ("flash_attn_2",), True, True, False),
-    (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, True, False),
-    (10, 0): (True, ("flash_attn_2",), True, True, True),
-    (10, 3): (True, ("flash_attn_2",), True, True, True),
-    (12, 0): (False, ("flash_attn_2",), True, True, True),
-    (12, 1): (False, ("flash_attn_2",), True, True, True),
+    (7, 5): (False, (), False, False),
+    (8, 0): (False, ("flash_attn_2",), True, False),
+    (8, 6): (False, ("flash_attn_2",), True, False),
+    (8, 9): (False, ("flash_attn_2",), True, True),
+    (9, 0): (True, ("flash_attn_3", "flash_attn_2"), True, True),
+    (10, 0): (True, ("flash_attn_2",), True, True),
+    (10, 3): (True, ("flash_attn_2",), True, True),
+    (12, 0): (False, ("flash_attn_2",), True, True),
+    (12, 1): (False, ("flash_attn_2",), True, True),
 }
 
 
@@ -52,7 +52,7 @@ def gpu(monkeypatch):
 def test_a_gpu_has_what_its_capability_has(gpu, compute):
     gpu(compute, "NVIDIA Something")
     here = capability("cuda")
-    facts = (CUDNN in here.sdpa, here.flash_attn, here.bf16, here.fp8, here.block_scaled)
+    facts = (CUDNN in here.sdpa, here.flash_attn, here.bf16, here.fp8)
     assert facts == EXPECTED[compute]
     assert (here.compute, here.name) == (compute, "NVIDIA Something")
 
@@ -60,10 +60,6 @@ def test_a_gpu_has_what_its_capability_has(gpu, compute):
 def test_every_row_ends_with_the_kernel_that_always_runs_and_is_expected_above():
     assert set(TABLE) <= set(EXPECTED)
     assert all(row.sdpa[-1] == TORCH for row in TABLE.values())
-
-
-def test_fast_accumulation_is_for_the_gpus_that_the_cublas_manual_names():
-    assert [compute for compute, row in TABLE.items() if row.fast_accumulation] == [(8, 9), (9, 0)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,6 @@ def test_an_unknown_minor_number_is_taken_for_the_last_known_one_before_it(unkno
 def test_an_unknown_major_number_gets_what_torch_promises_and_no_more(compute):
     here = lookup(compute, "")
     assert (here.sdpa, here.bf16, here.fp8) == ((TORCH,), True, True)
-    assert not (here.fast_accumulation or here.block_scaled)
 
 
 def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):

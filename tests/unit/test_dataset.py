@@ -18,7 +18,6 @@ from data.pipeline import verified
 from data.pipeline.meta_file import read_meta
 from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
-from training.batches import dataset
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
 from training.batches.sources import open_sources
@@ -325,23 +324,6 @@ def test_a_link_in_place_of_the_lock_is_not_followed(folder, tmp_path):
     (folder / verified.LOCK).symlink_to(tmp_path / "elsewhere")
     assert open_dataset(config(folder), scan=True)[0]["train"].total == 20_000
     assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_the_first_process_of_a_machine_alone_asks_for_every_shard(folder, monkeypatch, local_rank):
-    ids = make_shards(folder, [100, 100, 100])
-    meta = json.loads((folder / "meta.json").read_text())
-    recorded = {f"train_{i:03d}.bin": {"tokens": 100} for i in range(3)}
-    edit_meta(folder, files={**recorded, "val.bin": meta["files"]["val.bin"]})
-    asked, stat = [], dataset._stat
-    monkeypatch.setattr(dataset, "_stat", lambda path: asked.append(path.name) or stat(path))
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    (source,) = open_sources(config(folder), scan=False)
-    assert len(asked) == (4 if local_rank == "0" else 0)
-    assert np.array_equal(source.splits["train"].read(90, 120), ids[90:210])
-    (folder / "train_001.bin").unlink()
-    with pytest.raises(UserError, match="train_001.bin is missing from"):
-        open_sources(config(folder), scan=False)
 
 
 def test_only_the_rank_that_is_asked_to_scans(folder, scanned):

@@ -243,14 +243,13 @@ def test_fp8_cannot_be_measured_without_its_tensor_cores(looks_like, compute):
     assert "compute capability 8.9 or above" in measure_peak("fp8", "cuda").reason
 
 
-@pytest.mark.parametrize(("compute", "fast"), [((9, 0), True), ((10, 0), False), ((12, 0), False)])
-def test_a_measured_fp8_peak_takes_what_the_gpu_has(looks_like, monkeypatch, compute, fast):
+def test_a_measured_fp8_peak_is_of_operands_that_every_gpu_takes(looks_like, monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *_, **kwargs: calls.append((a, b, kwargs)))
-    looks_like(compute)
+    looks_like((10, 0))
     hardware._gemm("fp8", 32, torch.device("cpu"))(0)
     ((a, b, kwargs),) = calls
-    assert kwargs["use_fast_accum"] is fast
+    assert kwargs["use_fast_accum"]
     assert (a.stride(), b.stride()) == ((32, 1), (1, 32))  # row-major times column-major, on every GPU
 
 

@@ -15,7 +15,6 @@ from data.pipeline import preparation
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.file_tokenizer import FileTokenizer
-from training.batches import packed_index
 from training.faults import replica_check
 from training.hardware.nvml import FIELDS
 from training.process import redaction
@@ -177,17 +176,6 @@ def test_a_tokenizer_is_known_by_its_content_and_not_by_its_folder(tmp_path):
         prepare(
             [path / "in" / "a.txt"], path / "out", FileTokenizer(changed), settings, "test", Job(0), 100, 100
         )
-
-
-@pytest.mark.parametrize("name", ["windows", "documents", "tokens_kept", "tokens_cut_off", "share_padded"])
-def test_every_count_of_a_packing_is_checked(name):
-    """10 windows of 5 tokens, of which 40 are filled."""
-    index = {"windows": 10, "documents": 20, "tokens_kept": 40, "tokens_cut_off": 60, "share_padded": 0.2}
-    packed_index._check_counts({**index, "share_padded": 1 - 40 / 50}, 100, 4)
-    wrong = {"windows": 7, "documents": 9, "tokens_kept": 39, "tokens_cut_off": 59, "share_padded": 0.3}
-    for value in (wrong[name], None, -1, "1"):
-        with pytest.raises(packed_index.DamagedIndex):
-            packed_index._check_counts({**index, "share_padded": 1 - 40 / 50, name: value}, 100, 4)
 
 
 # --- percentiles ---

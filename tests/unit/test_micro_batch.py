@@ -207,7 +207,6 @@ def test_of_one_number_the_other_follows_exactly():
             1,
             "batch_size='none' in the flag --batch_size is .*, expected int or 'auto'",
         ),
-        (["--tokens_per_iter=9007199254740992"], 1, "beyond 1,099,511,627,776, the limit"),
     ],
 )
 def test_what_cannot_be_exact_names_the_nearest_that_can(flags, processes, named):

@@ -157,7 +157,6 @@ def open_validation(
     ends = None
     if meta["eot_id"] is not None or all("lengths" in file for file in files.values()):
         documents = find_documents(config, meta, tokens)
-        assert documents is not None
         ends = np.concatenate(list(documents.ends()))
     return tokens, ends, meta["eot_id"]
 

@@ -22,7 +22,6 @@ from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_f
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import check_is_tokens, stored_dtype, token_file_names
 from data.pipeline.verified import LARGE, damaged_files, one_reader, read_whole, recall, remember, stamp
-from data.tokenizers.tokenizer import file_hash
 from training.batches.token_files import TokenFiles
 from training.configuration.dataset_name import dataset_folder
 from training.configuration.keys import TrainConfig
@@ -36,26 +35,23 @@ def needs_validation(config: TrainConfig) -> bool:
     return bool(config.eval_interval) or config.eval_only or config.eval_at_start
 
 
-def open_dataset(config: TrainConfig, scan: bool, check: bool = True) -> tuple[dict[str, TokenFiles], dict]:
+def open_dataset(config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
     """The checked splits ('train', and 'val' if the run evaluates) and meta.json's content. Raises UserError.
 
     With scan, every file that has not been read whole before is read for its largest id and its hash, unless
     verify_data is 'size'. The results are stored in the dataset's folder. One rank of each machine scans.
-    Without check, sizes are taken from meta.json: on a network disk, it takes long to ask for thousands.
     """
     folder = dataset_folder(config)
     try:
-        return _open(folder, config, scan, check)
+        return _open(folder, config, scan)
     except OSError as error:  # no permission, a broken disk, a name that is too long
         raise UserError(f"dataset={config.dataset!r:.200} cannot be read: {error}") from None
 
 
-def _open(folder: Path, config: TrainConfig, scan: bool, check: bool) -> tuple[dict[str, TokenFiles], dict]:
+def _open(folder: Path, config: TrainConfig, scan: bool) -> tuple[dict[str, TokenFiles], dict]:
     if not folder.is_dir():
         raise UserError(f"dataset={config.dataset!r}: there is no folder {folder}; {how_to_make(folder)}")
     meta = read_meta(folder)
-    if check:
-        _check_tokenizer(folder, meta["tokenizer"] or {})
     splits: dict[str, TokenFiles] = {}
     stats: dict[Path, os.stat_result] = {}
     for split in ("train", "val") if needs_validation(config) else ("train",):
@@ -63,16 +59,10 @@ def _open(folder: Path, config: TrainConfig, scan: bool, check: bool) -> tuple[d
         if not paths:
             raise UserError(f"no token file {folder}/{split}.bin; {how_to_make(folder)}")
         _check_names(paths, split, meta, folder)
-        if not check and all(path.name in meta["files"] for path in paths):
-            dtype = stored_dtype(meta["dtype"])
-            sizes = [meta["files"][path.name]["tokens"] * dtype.itemsize for path in paths]
-            splits[split] = TokenFiles(paths, sizes, dtype, config.model_config().vocab_size)
-            continue
         stats |= {path: _stat(path) for path in paths}
         splits[split] = _check_size({path: stats[path] for path in paths}, split, meta, config)
         _check_lengths(folder, {p.name: meta["files"].get(p.name, {}) for p in paths}, config, scan)
-    if check:
-        _check_no_overlap(splits, stats)
+    _check_no_overlap(splits, stats)
     model_vocab = config.model_config().vocab_size
     _check_vocabulary(meta, config)
     for name, recorded in meta["files"].items():
@@ -91,20 +81,6 @@ def _stat(path: Path) -> os.stat_result:
     if not stat_module.S_ISREG(found.st_mode):
         raise UserError(f"{path} is not a regular file; {how_to_make(path.parent)}")
     return found
-
-
-def _check_tokenizer(folder: Path, tokenizer: dict) -> None:
-    """The tokenizer file beside the tokens must be the one that made them: sample.py decodes with it.
-    Training does not need it, so it may be absent."""
-    file = folder / tokenizer.get("file", "")
-    if not file.is_file():
-        return
-    sha256, recorded = file_hash(file), tokenizer.get("sha256")
-    if recorded not in (None, sha256):
-        raise UserError(
-            f"{file} (sha256 {sha256[:12]}...) is not the tokenizer that made the tokens "
-            f"({recorded[:12]}...); put the file back, or run the dataset's prepare.py again"
-        )
 
 
 def _check_names(paths: list[Path], split: str, meta: dict, folder: Path) -> None:

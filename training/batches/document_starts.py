@@ -9,17 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import RunError, UserError
+from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import how_to_make
-from data.pipeline.document_lengths import LENGTH_BYTES, lengths_name
+from data.pipeline.document_lengths import lengths_name
 from ops.documents import START
-from training.batches.random_access import read_bytes
 from training.batches.token_files import TokenFiles
 from training.configuration.keys import TrainConfig
 
 CHUNK_TOKENS = 1 << 24  # tokens read at a time, to find documents
-BLOCK = 1024  # lengths; of each block, the first token is held in memory
 
 
 class EndOfText:
@@ -48,7 +46,7 @@ class EndOfText:
 
 
 class ListedDocuments:
-    """Files of lengths say where documents end. Memory holds one number for each BLOCK documents."""
+    """Files of lengths say where documents end. Memory holds 8 bytes for each document."""
 
     shortest = 1
 
@@ -56,82 +54,45 @@ class ListedDocuments:
         """files: {name of a token file: what meta.json says of it}. Reads all lengths. Raises UserError."""
         self.tokens = tokens
         self.padding_id = eot_id or 0  # any id of the vocabulary
-        self.paths = [path.with_name(lengths_name(path.name)) for path in tokens.paths]
-        self.counts = [files[path.name]["lengths"]["documents"] for path in tokens.paths]
         self.identity = [files[path.name]["lengths"]["sha256"] for path in tokens.paths]
-        places = [self._index(number) for number in range(len(self.paths))]
-        # of each block: its first token, its file, and the number of its first document in this file
-        self.starts, self.files, self.firsts = (
-            np.concatenate(column) for column in zip(*places, strict=True)
-        )
-
-    def _index(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        path, starts, at = self.paths[number], [], self.tokens.starts[number]
-        firsts = np.arange(0, self.counts[number], BLOCK)
-        try:
-            with open_regular(path) as file:
-                for _ in firsts:
-                    lengths = np.frombuffer(file.read(BLOCK * LENGTH_BYTES), "<u4")
-                    if not len(lengths) or not lengths.all():
-                        raise self._wrong(path, "a document of 0 tokens, or is cut off")
-                    starts.append(at)
-                    at += int(lengths.sum(dtype=np.int64))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {error}; {how_to_make(path.parent)}") from None
-        if at != self.tokens.starts[number + 1]:
-            tokens = self.tokens.starts[number + 1] - self.tokens.starts[number]
-            found = at - self.tokens.starts[number]
-            raise self._wrong(path, f"documents of {found:,} tokens in all, and its tokens are {tokens:,}")
-        return np.array(starts, np.int64), np.full(len(firsts), number), firsts
-
-    def _wrong(self, path: Path, what: str) -> UserError:
-        return UserError(f"{path} has {what}; {how_to_make(path.parent)}")
+        starts = []
+        for path, first, after in zip(tokens.paths, tokens.starts, tokens.starts[1:], strict=False):
+            lengths = _read_lengths(path.with_name(lengths_name(path.name)), after - first)
+            starts.append(first + np.cumsum(lengths) - lengths)
+        self.starts = np.concatenate(starts)
 
     def mark(self, ids: np.ndarray, start: int) -> None:
         """Sets START at the first token of each document in these ids (T,), int64, from position `start` on;
         after the last token comes the first."""
-        done = 0
-        while done < len(ids):
-            begin = (start + done) % self.tokens.total
-            count = min(len(ids) - done, self.tokens.total - begin)
-            for starts in self._starts(begin, begin + count):
-                ids[starts - begin + done] |= START
-            done += count
-
-    def _starts(self, begin: int, end: int) -> Iterator[np.ndarray]:
-        """Positions from `begin` to below `end` where a document begins."""
-        block = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        while block < len(self.starts) and self.starts[block] < end:
-            starts = self._block(block)[:-1]
-            yield starts[(starts >= begin) & (starts < end)]
-            block += 1
-
-    def _block(self, block: int) -> np.ndarray:
-        """The first token of each document of a block, and the position after the last of them."""
-        file, first = int(self.files[block]), int(self.firsts[block])
-        path, documents = self.paths[file], self.counts[file]
-        count = min(BLOCK, documents - first)
-        place = (first * LENGTH_BYTES, count * LENGTH_BYTES)
-        lengths = np.frombuffer(read_bytes(path, documents * LENGTH_BYTES, *place), "<u4")
-        edges = self.starts[block] + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        after = self.starts[block + 1] if block + 1 < len(self.starts) else self.tokens.total
-        if edges[-1] != after:
-            raise RunError(f"{path} was changed or damaged after the start")
-        return edges
+        start %= self.tokens.total
+        for begin in (start, start - self.tokens.total):
+            inside = slice(*np.searchsorted(self.starts, (begin, begin + len(ids))))
+            ids[self.starts[inside] - begin] |= START
 
     def ends(self) -> Iterator[np.ndarray]:
-        """The positions after the documents, in order, some at a time."""
-        for block in range(len(self.starts)):
-            yield self._block(block)[1:]
+        """The positions after the documents, in order."""
+        yield np.append(self.starts[1:], self.tokens.total)
+
+
+def _read_lengths(path: Path, tokens: int) -> np.ndarray:
+    """The lengths of all documents of a file of so many tokens, int64. Raises UserError."""
+    try:
+        with open_regular(path) as file:
+            lengths = np.frombuffer(file.read(), "<u4").astype(np.int64)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; {how_to_make(path.parent)}") from None
+    if not lengths.all() or lengths.sum() != tokens:
+        wrong = f"documents of {lengths.sum():,} tokens in all, and its tokens are {tokens:,}"
+        wrong = wrong if lengths.all() else "a document of 0 tokens"
+        raise UserError(f"{path} has {wrong}; {how_to_make(path.parent)}")
+    return lengths
 
 
 DocumentStarts = EndOfText | ListedDocuments
 
 
-def find_documents(config: TrainConfig, meta: dict, tokens: TokenFiles) -> DocumentStarts | None:
-    """Where the documents of a split begin; None if the run does not need it. Raises UserError."""
-    if not config.doc_masking and config.packing == "stream":
-        return None
+def find_documents(config: TrainConfig, meta: dict, tokens: TokenFiles) -> DocumentStarts:
+    """Where the documents of a split begin. Raises UserError."""
     if all("lengths" in meta["files"].get(path.name, {}) for path in tokens.paths):
         return ListedDocuments(tokens, meta["files"], meta["eot_id"])
     if meta["eot_id"] is not None:

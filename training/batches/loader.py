@@ -7,6 +7,7 @@ a resume sees exactly the samples that were left, with any number of GPUs or wor
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -118,14 +119,8 @@ class Loader:
         """Ends the worker processes, if there are any."""
         self.source = iter(())  # the workers end when their iterator is deleted
 
-    def _positions(self) -> Iterator[int]:
-        position = self.position
-        while True:
-            yield position
-            position += self.batches.samples
-
     def _inline(self) -> Iterator[torch.Tensor]:
-        for position in self._positions():
+        for position in itertools.count(self.position, self.batches.samples):
             tokens = self.batches[position]
             yield tokens.pin_memory() if self.device.type == "cuda" else tokens
 
@@ -134,7 +129,7 @@ class Loader:
         loader = torch.utils.data.DataLoader(
             _ErrorsAsItems(self.batches),
             batch_size=None,
-            sampler=_Endless(self._positions),
+            sampler=itertools.count(self.position, self.batches.samples),  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=workers > 0,
             prefetch_factor=config.dataloader_prefetch_factor if workers else None,
@@ -143,16 +138,6 @@ class Loader:
             generator=torch.Generator(),  # so that no seed is drawn from the generator that dropout uses
         )
         return iter(loader)
-
-
-class _Endless(torch.utils.data.Sampler):
-    """A sampler around a function that returns an iterator."""
-
-    def __init__(self, make):
-        self.make = make
-
-    def __iter__(self):
-        return self.make()
 
 
 def _ignore_signals(worker_id: int) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import uuid
+import tempfile
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
@@ -25,7 +24,6 @@ from ops.documents import START
 from training.batches.document_starts import DocumentStarts
 from training.batches.packed_index import DamagedIndex, read_index, write_index
 from training.batches.random_access import read_bytes
-from training.batches.token_files import TokenFiles
 from training.batches.windows import Windows
 
 PACKED_TOGETHER = 1 << 16  # documents; with so many, hardly any space is left over
@@ -104,22 +102,22 @@ def pack_documents(
         *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in tokens.paths),
     ]
     try:
-        if index := read_index(final, tokens, block_size, stamp, hashes):
+        if index := read_index(final, stamp, hashes):
             return final, index
         log.warning("Packing the documents of %s into windows of %s tokens, once", folder / split, block_size)
     except DamagedIndex as error:
         log.warning("%s is damaged or of an older version (%s): packing the documents again", final, error)
-    unique = uuid.uuid4().hex[:8]
-    temporary, old = (final.with_name(f"{final.name}.{kind}-{unique}") for kind in ("tmp", "old"))
     try:
-        temporary.mkdir()
-        write_index(temporary, stamp, _write_windows(documents, temporary, block_size + 1))
-        if not _is_made(final, tokens, block_size, stamp):  # else another machine has made it meanwhile
-            if os.path.lexists(final):  # made of other tokens, incomplete or damaged
-                os.rename(final, old)
-            os.rename(temporary, final)
-            sync_folder(folder)
-        index = read_index(final, tokens, block_size, stamp, hashes=False)
+        with tempfile.TemporaryDirectory(prefix=f"{final.name}.tmp-", dir=folder) as temporary:
+            made = Path(temporary) / "made"
+            made.mkdir()
+            write_index(made, stamp, _write_windows(documents, made, block_size + 1))
+            if not _is_made(final, stamp):  # else another machine has made it meanwhile
+                if os.path.lexists(final):  # made of other tokens, incomplete or damaged
+                    os.rename(final, Path(temporary) / "old")
+                os.rename(made, final)
+                sync_folder(folder)
+        index = read_index(final, stamp, hashes=False)
         assert index is not None, final
         return final, index
     except (OSError, DamagedIndex) as error:
@@ -127,16 +125,11 @@ def pack_documents(
             f"packing='truncate' keeps which documents share a window in {final}, which cannot be written "
             f"({error}); make the folder writable, or use packing='stream'"
         ) from None
-    finally:
-        for leftover in (temporary, old):
-            if leftover.is_symlink() or leftover.is_file():
-                leftover.unlink()
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _is_made(folder: Path, tokens: TokenFiles, block_size: int, stamp: list) -> bool:
+def _is_made(folder: Path, stamp: list) -> bool:
     try:
-        return read_index(folder, tokens, block_size, stamp, hashes=True) is not None
+        return read_index(folder, stamp, hashes=True) is not None
     except DamagedIndex:
         return False
 

@@ -23,7 +23,6 @@ from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 from training.configuration.keys import TrainConfig
-from training.process.world import launch_info
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Source:
     folder: Path
     splits: dict[str, TokenFiles]
     meta: dict
-    documents: dict[str, DocumentStarts | None]  # by split; None if the run does not need them
+    documents: dict[str, DocumentStarts]  # by split; {} if the run does not need them
     # hashes of its packings by split and length, such as 'train-1024'; known where the data was scanned
     packings: dict[str, str] = field(default_factory=dict)
 
@@ -44,9 +43,10 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     sources = []
     for name, weight in parse_dataset(config.dataset).items():
         alone = dataclasses.replace(config, dataset=name)
-        # the first process of each machine looks at the files for all of them
-        splits, meta = open_dataset(alone, scan, check=scan or launch_info()[1] == 0)
-        documents = {split: find_documents(alone, meta, tokens) for split, tokens in splits.items()}
+        splits, meta = open_dataset(alone, scan)
+        documents = {}
+        if config.doc_masking or config.packing == "truncate":
+            documents = {split: find_documents(alone, meta, tokens) for split, tokens in splits.items()}
         sources.append(Source(name, weight, dataset_folder(alone), splits, meta, documents))
         if scan and config.packing == "truncate":
             hashes = config.verify_data == "hash"
@@ -70,21 +70,14 @@ def make_windows(sources: list[Source], config: TrainConfig) -> dict[str, Split]
 
 def _windows(source: Source, split: str, config: TrainConfig) -> Windows:
     if config.packing == "stream":
-        documents = source.documents[split] if config.doc_masking else None
-        return StreamWindows(source.splits[split], config.block_size, documents)
+        return StreamWindows(source.splits[split], config.block_size, source.documents.get(split))
     packing = packing_of(source, split, config, hashes=False)  # open_sources() has compared them
-    return PackedWindows(_documents(source, split), config.block_size, *packing, marked=config.doc_masking)
+    return PackedWindows(source.documents[split], config.block_size, *packing, marked=config.doc_masking)
 
 
 def packing_of(source: Source, split: str, config: TrainConfig, hashes: bool) -> tuple[Path, dict]:
     """The folder that says which documents share a window, and its index; made here if there is none."""
-    return pack_documents(_documents(source, split), source.folder, split, config.block_size, hashes)
-
-
-def _documents(source: Source, split: str) -> DocumentStarts:
-    documents = source.documents[split]
-    assert documents is not None, "packing needs them"
-    return documents
+    return pack_documents(source.documents[split], source.folder, split, config.block_size, hashes)
 
 
 # --- checks between sources ---

@@ -9,27 +9,19 @@ from __future__ import annotations
 from common.errors import UserError
 from training.configuration.keys import AUTO, TrainConfig
 
-TOKENS_MAX = 2**40  # of one GPU and iteration: 8 TiB of ids
 EVAL_BATCH = 16  # eval_batch_size where batch_size is 'auto': losses must not depend on the GPU's memory
 
 
 def check_batch(config: TrainConfig, world_size: int) -> None:
     """Raises UserError if the stated numbers cannot give the tokens of an iteration exactly."""
-    if is_auto(config):
-        if config.tokens_per_iter is None:
-            raise UserError(
-                f"{_stated(config)} needs tokens_per_iter, or the training would depend on the memory of the "
-                "GPU; set --tokens_per_iter=524288, or state both numbers"
-            )
-        tokens = -(-config.tokens_per_iter // world_size)
-    else:
-        tokens = config.micro_batch * config.micro_steps * config.block_size
-    if tokens > TOKENS_MAX:
+    if not is_auto(config):
+        return
+    if config.tokens_per_iter is None:
         raise UserError(
-            f"batch_size x gradient_accumulation_steps x block_size is {tokens:,} tokens, beyond "
-            f"{TOKENS_MAX:,}, the limit; the ids of an iteration are held in memory together"
+            f"{_stated(config)} needs tokens_per_iter, or the training would depend on the memory of the "
+            "GPU; set --tokens_per_iter=524288, or state both numbers"
         )
-    if is_auto(config) and not config.eval_only:  # an evaluation alone has no iterations
+    if not config.eval_only:  # an evaluation alone has no iterations
         _check_division(config, world_size)
 
 

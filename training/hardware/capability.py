@@ -26,8 +26,6 @@ class Capability:
     flash_attn: tuple[str, ...]  # attention backends whose package has kernels for it
     bf16: bool
     fp8: bool  # matmuls with one scale per tensor
-    fast_accumulation: bool  # use_fast_accum makes an fp8 matmul faster and less exact; else it is ignored
-    block_scaled: bool  # mxfp8 and nvfp4 (fp4) matmuls: not used yet, these recipes are emulated there, too
     quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
@@ -39,27 +37,25 @@ class Capability:
 #   flash_attn         3: its README (H100, H800). 2: setup.py of 2.8.3 builds for 8.0, 9.0, 10.0 and 12.0; a
 #                      build runs on later minor numbers. The probe in attention_kernels.py decides
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
-#   fast_accumulation  cuBLAS manual, CUBLASLT_MATMUL_DESC_FAST_ACCUM: has an effect on Ada and Hopper
-#   block_scaled       TransformerEngine's recipes, 10.0 or above; mxfp8 on 12.0: pytorch issue 198126
 #   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
+AMPERE = Capability((TORCH,), (FA2,), bf16=True, fp8=False)
+ADA = Capability((TORCH,), (FA2,), bf16=True, fp8=True)
+BLACKWELL = Capability((CUDNN, TORCH), (FA2,), bf16=True, fp8=True)
 TABLE = {
-    (8, 0): Capability((TORCH,), (FA2,), True, False, False, False),  # A100
-    (8, 6): Capability((TORCH,), (FA2,), True, False, False, False),  # A6000, RTX 30
-    (8, 9): Capability((TORCH,), (FA2,), True, True, True, False),  # Ada: L40S, RTX 4090
-    (9, 0): Capability(  # H100, H200
-        (CUDNN, TORCH), (FA3, FA2), True, True, True, False, quack=True
-    ),
-    (10, 0): Capability((CUDNN, TORCH), (FA2,), True, True, False, True),  # B200, GB200
-    (10, 3): Capability((CUDNN, TORCH), (FA2,), True, True, False, True),  # B300, GB300
-    (12, 0): Capability((TORCH,), (FA2,), True, True, False, True),  # RTX 5090, RTX PRO Blackwell
-    (12, 1): Capability((TORCH,), (FA2,), True, True, False, True),  # GB10
+    (8, 0): AMPERE,  # A100
+    (8, 6): AMPERE,  # A6000, RTX 30
+    (8, 9): ADA,  # L40S, RTX 4090
+    (9, 0): Capability((CUDNN, TORCH), (FA3, FA2), bf16=True, fp8=True, quack=True),  # H100, H200
+    (10, 0): BLACKWELL,  # B200, GB200
+    (10, 3): BLACKWELL,  # B300, GB300
+    (12, 0): ADA,  # RTX 5090, RTX PRO Blackwell
+    (12, 1): ADA,  # GB10
 }
-OLDER = Capability((TORCH,), (), False, False, False, False)  # before Ampere: V100, T4
-# For a major number that is not in the table: what torch promises, and FA2 if its probe succeeds.
-NEWER = Capability((TORCH,), (FA2,), True, True, False, False)
-CPU = Capability((TORCH,), (), True, False, False, False)
+OLDER = Capability((TORCH,), (), bf16=False, fp8=False)  # before Ampere: V100, T4
+NEWER = ADA  # a major number that is not in the table: what torch promises, and FA2 if its probe succeeds
+CPU = Capability((TORCH,), (), bf16=True, fp8=False)
 
 FP8_NEEDS = "fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, Blackwell)"
 BF16_NEEDS = "bfloat16 (compute capability 8.0 or above), in which it is emulated"

@@ -69,15 +69,11 @@ class GpuMonitor:
         missing = [name for name, value in row.items() if value is None]
         reason = None
         if not taken:
-            reason = self.reason or self._why_none(sum(end - begin for begin, end in intervals))
+            seconds = sum(end - begin for begin, end in intervals)
+            reason = self.reason or f"no sample in {seconds:.2g} s; there is one every {self.interval_s:g} s"
         elif missing:
             reason = f"NVML does not give {', '.join(missing)} on this machine"
         return {**row, "gpu_samples": len(taken), "gpu_reason": reason}
-
-    def _why_none(self, seconds: float) -> str:
-        if seconds < 2 * self.interval_s:
-            return f"these {seconds:.2g} s lie between two samples, which are {self.interval_s:g} s apart"
-        return f"NVML gave no sample in these {seconds:.3g} s"
 
     def close(self) -> None:
         """Does not wait for a driver that hangs."""

@@ -160,14 +160,13 @@ def _gemm(precision: str, n: int, device: torch.device) -> Callable[[int], torch
     dtype = torch.float8_e4m3fn if precision == "fp8" else getattr(torch, precision)
     pairs = torch.randn(2, 2, n, n, device=device, generator=generator).to(dtype)
     one = torch.ones((), device=device)  # the scale of each fp8 operand
-    fast = capability(device).fast_accumulation
 
     def multiply(repeat: int) -> torch.Tensor:
         a, b = pairs[repeat % 2]
         if precision != "fp8":
             return torch.mm(a, b)
-        # b.t(), because the second operand must be column-major
-        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        # b.t(), because the second operand must be column-major; fast accumulation is Ada's and Hopper's
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return multiply
 

@@ -50,18 +50,13 @@ class Weights:
     repository: str | None = None
 
     def architecture(self) -> Architecture:
-        path = self.folder / CONFIG
-        try:
-            return read_architecture(read_json(path, MAX_CONFIG), str(path))
-        except FileNotFoundError:
+        fields = _read_fields(self.folder / CONFIG)
+        if fields is None:
             raise UserError(
                 f"{self.folder} holds no {CONFIG}, so it is not a model in Hugging Face's format; name the "
                 "folder that save_pretrained or a download has made"
-            ) from None
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not a {CONFIG} that can be read: {error}") from None
+            )
+        return read_architecture(fields, str(self.folder / CONFIG))
 
 
 # --- finding ---
@@ -137,14 +132,19 @@ def _not_downloaded(repository: str, error: Exception) -> UserError:
 # --- the files ---
 
 
+def _read_fields(path: Path) -> dict[str, Any] | None:
+    """The content of a small file; None if there is none. Raises UserError."""
+    try:
+        return read_json(path, MAX_CONFIG)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a {path.name} that can be read: {error}") from None
+
+
 def read_generation(folder: Path) -> dict[str, Any]:
     """The content of generation_config.json; {} if the folder has none. Raises UserError."""
-    try:
-        return read_json(folder / GENERATION, MAX_CONFIG)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / GENERATION} cannot be read: {error}") from None
+    return _read_fields(folder / GENERATION) or {}
 
 
 def list_files(folder: Path) -> list[str]:

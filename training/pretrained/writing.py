@@ -1,4 +1,4 @@
-"""Writes the weights of a checkpoint as Hugging Face's files. Each tensor is read from the checkpoint's
+"""Writes the weights of a checkpoint as a file of Hugging Face's. Each tensor is read from the checkpoint's
 mapped files, converted, and written before the next, so that one at a time is in memory.
 """
 
@@ -17,11 +17,9 @@ from model_config import ModelConfig
 from training.checkpoints.tensor_files import Part, is_finite, write_tensors
 from training.checkpoints.tensor_reader import TensorFiles
 from training.pretrained.architecture import write_architecture
-from training.pretrained.folder import CONFIG, GENERATION, INDEX, SINGLE
+from training.pretrained.folder import CONFIG, GENERATION, SINGLE
 from training.pretrained.generation_settings import exported_generation
 from training.pretrained.names import Piece, pieces
-
-SHARD_BYTES = 5 * 10**9  # of a file, at most; as transformers 4 writes them
 
 
 def write_model(
@@ -38,30 +36,11 @@ def write_model(
     if origin.get("eos_token_id") is None:
         origin["eos_token_id"] = eot_id
     config = write_architecture(model, str(dtype).removeprefix("torch."), origin)
-    shards = divide(pieces(model), dtype)
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        _write_json(folder / INDEX, _index(dict(zip(names, shards, strict=True)), dtype))
-    for name, shard in zip(names, shards, strict=True):
-        parts = [_part(piece, dtype) for piece in shard]
-        write_tensors(folder / name, parts, _tensors(reader, shard, dtype), {})
+    found = pieces(model)
+    parts = [_part(piece, dtype) for piece in found]
+    write_tensors(folder / SINGLE, parts, _tensors(reader, found, dtype), {})
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENERATION, exported_generation(began_with, config, eot_id))
-
-
-def divide(found: list[Piece], dtype: torch.dtype) -> list[list[Piece]]:
-    """The tensors of each file, in their order; a tensor that is larger than a file may be has its own."""
-    shards: list[list[Piece]] = [[]]
-    size = 0
-    for piece in found:
-        more = _part(piece, dtype).bytes
-        if shards[-1] and size + more > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(piece)
-        size += more
-    return shards
 
 
 def model_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -72,17 +51,8 @@ def _part(piece: Piece, dtype: torch.dtype) -> Part:
     return Part(piece.name, (0,) * len(piece.shape), piece.stored_shape, dtype)
 
 
-def _index(shards: dict[str, list[Piece]], dtype: torch.dtype) -> dict[str, Any]:
-    parts = [_part(piece, dtype) for shard in shards.values() for piece in shard]
-    total = sum(part.bytes for part in parts)
-    return {
-        "metadata": {"total_parameters": total // dtype.itemsize, "total_size": total},
-        "weight_map": dict(sorted((piece.name, name) for name, shard in shards.items() for piece in shard)),
-    }
-
-
-def _tensors(reader: TensorFiles, shard: list[Piece], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    for piece in shard:
+def _tensors(reader: TensorFiles, found: list[Piece], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for piece in found:
         if piece.is_zero:
             yield torch.zeros(piece.stored_shape, dtype=dtype)
             continue
