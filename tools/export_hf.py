@@ -2,7 +2,7 @@
 
     python -m tools.export_hf out-quickstart exported --checkpoint=best --dtype=bfloat16
 
-The folder has the weights as safetensors, config.json, the tokenizer and a model card. It appears when it is
+The folder has the weights as safetensors, config.json and the tokenizer. It appears when it is
 complete: an export that fails or is killed leaves none.
 """
 
@@ -23,7 +23,6 @@ from training.checkpoints.saved_state import read_state
 from training.checkpoints.verification import open_tensors
 from training.configuration.dtypes import DTYPES
 from training.pretrained.generation_settings import first_weights
-from training.pretrained.model_card import write_card
 from training.pretrained.tokenizer_files import find_tokenizer
 from training.pretrained.writing import model_bytes, write_model
 from training.process.memory import GB
@@ -49,7 +48,6 @@ def export(checkpoint: Path, options: argparse.Namespace) -> None:
         reader = open_tensors(checkpoint, saved)
         write_model(folder, reader, saved.model_config, DTYPES[name], began_with, tokenizer.eot_id)
         tokenizer.write(folder)
-        write_card(folder, checkpoint.name, saved, name)
     print(f"{checkpoint}, iteration {saved.iteration:,}, is now {options.folder}, in {name}")
     print(f"tokenizer: {plain(tokenizer.description)}")
 

@@ -9,6 +9,7 @@ from support.hf_models import hf_run, save, tensors
 
 from common.errors import UserError
 from tools import export_hf
+from training.pretrained.tokenizer_files import TokenizerFiles
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def test_a_full_disk_leaves_nothing(out_dir, tmp_path, monkeypatch):
     monkeypatch.undo()
 
     def fill(*arguments):
-        raise OSError(28, "No space left on device", "README.md")
+        raise OSError(28, "No space left on device", "tokenizer.json")
 
-    monkeypatch.setattr(export_hf, "write_card", fill)  # the last of the files
+    monkeypatch.setattr(TokenizerFiles, "write", fill)  # the last of the files
     with pytest.raises(OSError, match="No space left"):
         export_hf.main([str(out_dir), str(tmp_path / "exported")])
     assert names(tmp_path) == before
@@ -89,7 +90,7 @@ def test_a_killed_export_leaves_no_folder_of_that_name(out_dir, tmp_path, monkey
     def kill(*arguments):
         raise Killed
 
-    monkeypatch.setattr(export_hf, "write_card", kill)
+    monkeypatch.setattr(TokenizerFiles, "write", kill)
     monkeypatch.setattr("common.durable_file.shutil.rmtree", lambda *a, **k: None)  # the process is gone
     with pytest.raises(Killed):
         export_hf.main([str(out_dir), str(tmp_path / "exported")])
@@ -97,7 +98,7 @@ def test_a_killed_export_leaves_no_folder_of_that_name(out_dir, tmp_path, monkey
     assert left.name.startswith("exported.tmp-")
     monkeypatch.undo()
     export_hf.main([str(out_dir), str(tmp_path / "exported")])
-    assert "README.md" in names(tmp_path / "exported")
+    assert "config.json" in names(tmp_path / "exported")
 
 
 def test_a_damaged_checkpoint_is_not_exported(out_dir, tmp_path):
@@ -114,4 +115,4 @@ def test_an_export_into_a_link_to_an_empty_folder_stays_in_that_folder(out_dir, 
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     export_hf.main([str(out_dir), str(tmp_path / "link")])
-    assert (tmp_path / "link").is_symlink() and "README.md" in names(tmp_path / "disk")
+    assert (tmp_path / "link").is_symlink() and "config.json" in names(tmp_path / "disk")

@@ -55,14 +55,19 @@ def read_settings(argv: list[str]) -> Settings:
         raise UserError(f"{got}\n{USAGE}\nshipped configs: {shipped}")
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
-    in_file = sorted(
-        _read_file(Path(files[0])), key=lambda one: one[0] in ALIASES
-    )  # an alias may add to a key
-    for name, value, where in in_file:
-        stated = _checked(name, value, where, values)
-        values, places = values | stated, places | dict.fromkeys(stated, where)
-    stated, named = _typed_flags(flags, values)  # a flag comes after the file, so it wins
-    values, places = values | stated, places | {key: f"the flag --{name}" for key, name in named.items()}
+    split = [flag.removeprefix("--").partition("=") for flag in flags]  # the text may itself contain '='
+    typed_flags = [(name, _Text(text), place(name)) for name, _, text in split]
+    for entries, are_flags in ((_read_file(Path(files[0])), False), (typed_flags, True)):  # a flag wins
+        named: dict[str, str] = {}  # {key: the name that set it here}
+        for name, value, where in sorted(entries, key=lambda one: one[0] in ALIASES):  # one may add to a key
+            adds = name in ALIASES and ALIASES[name].adds
+            for key, typed in _checked(name, value, where, values).items():
+                if are_flags and not adds and named.get(key, name) != name and values[key] != typed:
+                    raise UserError(
+                        f"{where} contradicts --{named[key]}: both set {key}, to {shown(typed)} and to "
+                        f"{shown(values[key])}; leave one of them out"
+                    )
+                values[key], places[key], named[key] = typed, where, name
     values |= {name: _home(values[name]) for name in PATHS if name in values}
     return Settings(values, places)
 
@@ -109,25 +114,6 @@ def _assignments(tree: ast.AST) -> tuple[dict[str, int], set[str]]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
     return lines, imported - set(lines)
-
-
-def _typed_flags(flags: list[str], in_file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """({key: value}, {key: the name that set it}). The last flag of a key wins, but a key and its alias must
-    not contradict each other."""
-    values: dict[str, Any] = {}
-    named: dict[str, str] = {}
-    split = [flag.removeprefix("--").partition("=") for flag in flags]  # the text may itself contain '='
-    for name, _, text in sorted(split, key=lambda one: one[0] in ALIASES):
-        where = place(name)
-        adds = name in ALIASES and ALIASES[name].adds
-        for key, value in _checked(name, _Text(text), where, in_file | values).items():
-            if not adds and named.get(key, name) != name and values[key] != value:
-                raise UserError(
-                    f"{where} contradicts --{named[key]}: both set {key}, to {shown(value)} and to "
-                    f"{shown(values[key])}; leave one of them out"
-                )
-            values[key], named[key] = value, name
-    return values, named
 
 
 class _Text(str):

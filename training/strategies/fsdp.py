@@ -61,7 +61,10 @@ class Fsdp:
             Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas, start=self._start(p))
             for name, p in model.named_parameters()
         ]
-        self.sums = FusedSums(model, self._units(), policy) if fuses_gradient_sums(config) else None
+        # the FSDP units, each gathered as a whole: every block, the head, and the rest of the model
+        # fully_shard adds this class to a module's own
+        self.units = cast("list[FSDPModule]", [*model.blocks, *self.head, model])
+        self.sums = FusedSums(model, self.units, policy) if fuses_gradient_sums(config) else None
         self.under_way = False  # from the first micro-step until the gradients are cleared
         if timer:
             self._measure_waits(timer)
@@ -74,18 +77,13 @@ class Fsdp:
 
     def _measure_waits(self, timer: WorkTimer) -> None:
         """Puts hooks around FSDP's own hooks, which wait for the weights of other ranks."""
-        for unit in (*self.module.blocks, *self.head, self.module):
+        for unit in cast("list[nn.Module]", self.units):
             unit.register_forward_pre_hook(lambda module, inputs: timer.begin_wait(), prepend=True)
             unit.register_forward_pre_hook(lambda module, inputs: timer.end_wait())
 
-    def _units(self) -> list[FSDPModule]:
-        """The FSDP units, each gathered as a whole: every block, the head, and the rest of the model."""
-        units = [*self.module.blocks, *self.head, self.module]
-        return cast("list[FSDPModule]", units)  # fully_shard adds this class to a module's own
-
     def micro_step(self, last: bool) -> None:
         self.under_way = True
-        *_, model = self._units()
+        model = self.units[-1]
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or self.reshard)
@@ -107,22 +105,20 @@ class Fsdp:
         weights must be quantized, they are gathered here."""
         if not self.quantized:
             return
-        units = self._units()
-        for unit in units:
-            unit.reshard()
-        gathers = [unit.unshard(async_op=True) for unit in units]
+        self.settle()
+        gathers = [unit.unshard(async_op=True) for unit in self.units]
         for gather in gathers:
             if gather is not None:
                 gather.wait()
         refresh_weights(self.module)
         if self.reshard:
-            for block in units[: len(self.module.blocks)]:
+            for block in self.units[: len(self.module.blocks)]:
                 block.reshard()
 
     def settle(self) -> None:
         """A gather that is recorded repeats in each replay; one from before, such as an evaluation's, would
         not, and its memory is freed."""
-        for unit in self._units():
+        for unit in self.units:
             unit.reshard()
 
     def clear_gradients(self) -> None:

@@ -42,19 +42,14 @@ def strategy_name(config: TrainConfig, world_size: int) -> str:
 def parallelism_line(config: TrainConfig, strategy: str) -> str:
     """For the start-up report: 'fsdp, hybrid sharding, gradients travel in bfloat16'."""
     several = strategy != "single"
+    sums = describe_fusion(config).get("gradient_sums")
+    because = f" ({sums['reason']})" if sums and sums["reason"] else ""
     extras = [
         f"{config.fsdp_sharding} sharding" * (config.fsdp_sharding != "full"),
         "reshard after forward" * config.reshard_after_forward,
         f"gradients travel in {config.reduce_dtype}" * (config.reduce_dtype != "float32"),
-        _sums(config),
+        f"gradients summed {sums['used']}{because}" if sums else "",
         "NCCL first on the GPU" * (several and config.nccl_goes_first),
         "use_zero1=True has no other process to share with" * (config.use_zero1 and not several),
     ]
     return ", ".join([strategy, *filter(None, extras)])
-
-
-def _sums(config: TrainConfig) -> str:
-    found = describe_fusion(config).get("gradient_sums")
-    if not found:
-        return ""
-    return f"gradients summed {found['used']}" + (f" ({found['reason']})" if found["reason"] else "")
