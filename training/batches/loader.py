@@ -129,7 +129,7 @@ class Loader:
         loader = torch.utils.data.DataLoader(
             _ErrorsAsItems(self.batches),
             batch_size=None,
-            sampler=itertools.count(self.position, self.batches.samples),  # type: ignore[arg-type]
+            sampler=itertools.count(self.position, self.batches.samples),
             num_workers=workers,
             persistent_workers=workers > 0,
             prefetch_factor=config.dataloader_prefetch_factor if workers else None,

@@ -114,7 +114,7 @@ def _gpt2_keys(config: ConfigFields, name: str, keys: dict[str, Any]) -> tuple[d
 def _decoder_keys(config: ConfigFields, name: str, keys: dict[str, Any]) -> tuple[dict[str, Any], int]:
     theta, scaling = config.rope()
     head_dim = 128 if name == "qwen3" else keys["n_embd"] // keys["n_head"]  # transformers' defaults
-    own = {
+    own: dict[str, Any] = {
         "num_key_value_heads": config.whole("num_key_value_heads", keys["n_head"]),
         "head_dim": config.whole("head_dim", head_dim),
         "norm_eps": config.number("rms_norm_eps", 1e-6),

@@ -99,7 +99,9 @@ def _pieces(
     elif not gpt2 and kind == "ffn.up":
         rows = [every[::2], every[1::2]]
     for suffix, shape in (("weight", weight), ("bias", bias)):
-        for name, mine in zip(names, rows, strict=True) if shape else ():
+        for name, mine in zip(names, rows, strict=True):
+            if shape is None:
+                continue
             transposed = gpt2 and suffix == "weight" and kind in MATRICES
             piece = Piece(f"{name}.{suffix}", f"{ours}.{suffix}", mine, (len(mine), *shape[1:]), transposed)
             yield piece._replace(is_zero=is_zero and suffix == "bias")

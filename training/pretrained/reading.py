@@ -157,7 +157,8 @@ def _compare(outcomes: list[Any]) -> dict[str, Any]:
     UserError if two machines have read different files."""
     if failure := next((one for one in outcomes if isinstance(one, UserError)), None):
         raise failure
-    first, files = outcomes[0], {}
+    files: dict[str, Any] = {}
+    first = outcomes[0]
     for rank, theirs in enumerate(outcomes):
         for name, facts in theirs["files"].items():
             if files.setdefault(name, facts) != facts or theirs["config"] != first["config"]:
