@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 
-import numpy as np
 import pytest
 import torch
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, write_config
@@ -96,13 +95,6 @@ def test_fault_that_one_rank_alone_finds_ends_all_ranks(config, folder):
 # --- configuration ---
 
 
-def test_config_that_raises_names_its_line(refusal, tmp_path):
-    bad = tmp_path / "bad.py"
-    bad.write_text("batch_size = 4\nblock_size = batch_size / 0\n")
-    message = refusal(config=bad)
-    assert f"{bad}:2" in message and "ZeroDivisionError" in message
-
-
 def test_config_that_does_not_exist_is_named(refusal, tmp_path):
     assert str(tmp_path / "absent.py") in refusal(config=tmp_path / "absent.py")
 
@@ -111,22 +103,9 @@ def test_config_that_does_not_exist_is_named(refusal, tmp_path):
     "flags, wanted",
     [
         (["--batch_sise=4"], ["'batch_sise'", "did you mean 'batch_size'?"]),
-        (["--batch_size=4.5"], ["batch_size=4.5", "expected int"]),
-        (["--batch_size"], ["--batch_size has no value", "--batch_size=VALUE"]),
-        (["--n_embd=30"], ["n_embd=30", "n_head=4"]),
-        (["--num_key_value_heads=3"], ["n_head=4", "num_key_value_heads=3"]),
-        (["--use_zero1=True", "--use_fsdp=True"], ["use_zero1=True", "use_fsdp=True"]),
-        (["--use_fsdp=True"], ["use_fsdp=True", "torchrun"]),
         (["--attention_backend=flash_attn_9"], ["'flash_attn_9'", "flash_attn_3", "sdpa", "manual"]),
         (["--arch_preset=qwen9"], ["'qwen9'", "qwen3"]),
-        (["--peak_tflops=fast"], ["peak_tflops='fast'"]),
-        (["--init_from=hf"], ["init_from='hf'", "scratch", "resume"]),
-        (["--seed=-1"], ["seed=-1"]),
-        (["--checkpoint_interval=soon"], ["checkpoint_interval='soon'", "'30m'"]),
-        (["--checkpoint_interval=-5"], ["checkpoint_interval=-5"]),
-        (["--keep_last=0"], ["keep_last=0"]),
-        (["--resume_from=best"], ["resume_from='best'", "--init_from=resume"]),
-        (["--allow_changes=n_layer"], ["allow_changes: 'n_layer'", "tokens_per_iter"]),
+        (["--num_key_value_heads=3"], ["n_head=4", "num_key_value_heads=3"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
@@ -160,25 +139,6 @@ def test_out_dir_that_cannot_be_written_is_named(refusal, tmp_path, inside):
 def test_missing_dataset_is_named_before_anything_is_written(refusal, tmp_path):
     assert "there is no folder" in refusal(f"--dataset={tmp_path / 'absent'}")
     assert not list(tmp_path.glob("out/run_*"))
-
-
-def test_empty_dataset_is_named(refusal, folder):
-    (folder / "train.bin").write_bytes(b"")
-    assert f"{folder / 'train.bin'} is empty" in refusal()
-
-
-def test_ids_beyond_the_vocabulary_are_named(refusal, folder):
-    (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
-    ids = np.fromfile(folder / "train.bin", "<u2")
-    ids[-1] = 64
-    ids.tofile(folder / "train.bin")
-    message = refusal()
-    assert "token id 64" in message and "vocab_size=64" in message
-
-
-def test_dataset_of_another_tokenizer_is_named(refusal):
-    message = refusal("--vocab_size=32")
-    assert "vocabulary of 64 (synthetic)" in message and "vocab_size=32" in message
 
 
 # --- checkpoints ---
@@ -219,13 +179,6 @@ def test_resume_of_a_whole_checkpoint_runs(run, config, checkpoints, capfd):
     "flag, field",
     [
         ("--n_layer=3", "n_layer: checkpoint 2, configuration 3"),
-        ("--d_ff=96", "d_ff: checkpoint 64, configuration 96"),
-        ("--num_key_value_heads=4", "n_kv_head: checkpoint 2, configuration 4"),
-        ("--qk_norm=False", "qk_norm: checkpoint True, configuration False"),
-        ("--weight_tying=True", "weight_tying: checkpoint False, configuration True"),
-        ("--rope_theta=5e5", "rope_theta: checkpoint 1000000.0, configuration 500000.0"),
-        ("--head_dim=16", "head_dim: checkpoint 8, configuration 16"),
-        ("--qkv_bias=True", "qkv_bias: checkpoint False, configuration True"),
         (
             "--rope_scaling={'rope_type': 'linear', 'factor': 2}",
             "rope_scaling: checkpoint None, configuration {'rope_type': 'linear', 'factor': 2.0}",

@@ -225,27 +225,6 @@ def test_float16_with_loss_scaling_follows_fp32_in_every_strategy(runs, folder, 
     assert state["loss_scale.growth_tracker"] == ITERATIONS
 
 
-def test_the_best_checkpoint_and_the_newest_are_kept(folder):
-    """The rate is far too high at first, so the first evaluation is the best one."""
-    flags = [
-        "--keep_last=1",
-        "--max_iters=10",
-        "--eval_interval=2",
-        "--learning_rate=0.5",
-        "--min_lr=0.4",
-    ]
-    record = train(folder, "retention", *flags)
-    steps = {step["iter"]: step["val_loss"] for step in record["eval_steps"]}
-    best = min(steps, key=steps.get)
-    assert best != 10, steps
-    root = folder / "retention" / "checkpoints"
-    assert (root / "best").read_text().strip() == f"step-{best:08d}"
-    assert (root / "latest").read_text().strip() == "step-00000010"
-    kept = sorted(path.name for path in root.iterdir() if path.is_dir())
-    assert kept == [f"step-{best:08d}", "step-00000010"]
-    assert record["summary"]["best_val_loss"] == steps[best]
-
-
 def test_a_damaged_folder_of_the_same_step_is_set_aside_by_a_save(folder):
     train(folder, "same-step", "--max_iters=2")
     out = folder / "same-step"
@@ -253,9 +232,3 @@ def test_a_damaged_folder_of_the_same_step_is_set_aside_by_a_save(folder):
     train(folder, "same-step", "--max_iters=2")
     assert (out / "checkpoints" / "step-00000002" / "manifest.json").is_file()
     assert len(list(out.glob("checkpoints-before-*/step-00000002"))) == 1
-
-
-def test_a_resume_says_which_settings_changed(folder):
-    flags = ["--init_from=resume", "--seed=7", "--allow_changes=seed"]
-    record = train(folder, "same-step", "--max_iters=3", *flags)
-    assert record["startup_info"]["changed_since_checkpoint"] == {"max_iters": [2, 3], "seed": [1337, 7]}

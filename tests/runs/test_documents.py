@@ -76,12 +76,6 @@ def test_gradients_of_a_packed_window_are_the_sum_of_those_of_each_document():
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
 
 
-def test_without_doc_masking_documents_do_see_each_other():
-    config, parts = small("llama"), documents_of(20, 28)
-    model = build_model(config).init_weights("cpu", seed=1)
-    assert not torch.allclose(model(torch.cat(parts)[None])[0, 20:], model(parts[1][None])[0], atol=1e-2)
-
-
 # --- the kernel ---
 
 
@@ -122,15 +116,6 @@ def test_one_bit_of_a_large_output_is_no_document_too_many(monkeypatch):
         assert choice.kernel == "rounded otherwise", choice.reason
     assert float(seen[0].abs().max()) > 4
     assert torch.equal(*seen)
-
-
-def test_a_kernel_without_a_mask_cannot_be_given_one():
-    config = small("qwen3")
-    plain = choose_attention("sdpa", config, torch.float32, CPU, manual_attention)
-    model = build_model(config, plain.attend).init_weights("cpu", seed=1)
-    model.documents = Documents(dense_mask)
-    with pytest.raises(TypeError):
-        model(torch.cat(documents_of(20, 28))[None])
 
 
 # --- what is counted ---

@@ -7,7 +7,7 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launc
 from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
-from training.optimization.schedule import end_after_epochs, fix_schedule, learning_rate
+from training.optimization.schedule import end_after_epochs
 
 WINDOWS = 10  # of 32 tokens
 
@@ -49,22 +49,11 @@ def test_the_last_iteration_begins_another_epoch_rather_than_leave_samples_out(
     ).max_iters == min(2, iterations)
 
 
-def test_none_is_no_limit_and_an_evaluation_alone_has_none():
-    assert end_after_epochs(TrainConfig(), 1, 1).max_iters == 25_000
-    assert end_after_epochs(TrainConfig(max_epochs=1.0, eval_only=True), 1, 1).max_iters == 25_000
-
-
 def test_a_resume_with_other_batches_counts_the_samples_that_are_left():
     config = TrainConfig(max_epochs=2.0)
     assert end_after_epochs(config, 100, 10, iteration=5, samples_seen=50).max_iters == 20
     assert end_after_epochs(config, 100, 30, iteration=5, samples_seen=50).max_iters == 10
     assert end_after_epochs(config, 100, 30, iteration=9, samples_seen=210).max_iters == 9
-
-
-def test_the_schedule_follows_the_number_of_iterations():
-    config = fix_schedule(end_after_epochs(TrainConfig(max_epochs=4.0, min_lr=0.0), 22_205, 32), {})
-    assert (config.lr_decay_iters, config.warmup_iters) == (2776, 277)
-    assert learning_rate(2776, config) == 0
 
 
 def test_a_run_ends_after_its_epochs_and_says_so(run, folder, capsys):

@@ -11,7 +11,6 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 from common.errors import UserError
 from training.checkpoints.resume import find_resume
 from training.configuration.files_and_flags import load_config
-from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import optimizer_warnings
 from training.optimization.schedule import (
@@ -36,10 +35,6 @@ def test_a_run_without_a_stated_schedule_warms_up_in_a_tenth_and_decays_to_its_e
     assert learning_rate(lengths[1], config) == pytest.approx(config.min_lr)
 
 
-def test_the_default_warm_up_follows_a_stated_decay():
-    assert warmup_and_decay_iters(TrainConfig(max_iters=60, lr_decay_iters=500)) == (50, 500)
-
-
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_published_configs_keep_the_rates_that_they_had(path):
     for flags in ([], ["--max_iters=200"], ["--max_iters=60000"]):
@@ -49,11 +44,6 @@ def test_published_configs_keep_the_rates_that_they_had(path):
         assert learning_rate(0, config) == 3e-4 / 2001 and learning_rate(2000, config) == 3e-4
         assert learning_rate(13_500, config) == 3e-5 + 0.5 * (3e-4 - 3e-5)
         assert learning_rate(25_000, config) == 3e-5
-
-
-def test_the_quickstart_keeps_the_rates_that_it_had():
-    config = load_config([str(ROOT / "config/quickstart.py")])
-    assert warmup_and_decay_iters(config) == (30, 300)
 
 
 # --- a resume ---
@@ -97,12 +87,6 @@ def test_a_stated_length_is_another_run_unless_it_is_allowed(begun):
 def test_a_stated_decay_is_compared_with_the_warm_up_that_is_kept(begun):
     with pytest.raises(UserError, match="warmup_iters=4 is not below lr_decay_iters=3"):
         resumed(begun, lr_decay_iters=3, allow_changes="lr_decay_iters")
-
-
-def test_an_older_checkpoint_holds_numbers_and_a_resume_keeps_them():
-    older = {"warmup_iters": 2000, "lr_decay_iters": 25_000}
-    config = fix_schedule(TrainConfig(max_iters=60), older)
-    assert (config.warmup_iters, config.lr_decay_iters) == (2000, 25_000)
 
 
 @pytest.mark.parametrize("value", [None, "40", 40.0, True, 0, -1, 2**70])
@@ -190,10 +174,3 @@ def test_the_warning_is_at_the_start_and_in_the_record(run, tmp_path, capfd):
     resume = "--init_from=resume", "--max_iters=6", f"--out_dir={tmp_path / 'other'}"
     assert run(config, *resume) == 0
     assert "warning: lr_decay_iters=4 comes before max_iters=6" in capfd.readouterr().out
-
-
-def test_help_says_what_none_means():
-    lines = help_text().splitlines()
-    for name, meaning in (("warmup_iters", "a tenth of lr_decay_iters"), ("lr_decay_iters", "first attempt")):
-        place = next(i for i, line in enumerate(lines) if line.startswith(f"  --{name}=None  (int | None"))
-        assert meaning in lines[place + 1] and "guarded" in lines[place]

@@ -27,7 +27,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_builder
-from common.errors import UserError
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.loading import load_weights
 from training.configuration.dtypes import DTYPES
@@ -107,9 +106,6 @@ ONE_STRATEGY = {
     ("single", "tied"): [*BF16, *TIED],
     ("fsdp", "reshard"): ["--reshard_after_forward=True"],
     ("fsdp", "reshard, full"): ["--reshard_after_forward=True", "--activation_checkpointing=full"],
-    ("fsdp", "reshard, attention"): [
-        *("--dropout=0.1", "--reshard_after_forward=True", "--activation_checkpointing=attention")
-    ],
     ("fsdp", "hybrid on one machine"): ["--fsdp_sharding=hybrid"],
     ("single", "bf16"): BF16,
 }
@@ -121,7 +117,6 @@ COMPILED = {
     ("single", "compiled"): ["--compile=True"],
     ("zero1", "compiled"): ["--compile=True"],
     ("fsdp", "compiled"): ["--compile=True"],
-    ("single", "published shapes, compiled"): [*VARIANTS["published shapes"], "--compile=True"],
 }
 RESUMED = {  # name -> (folder it goes on in, flags)
     "bf16 weights, part 2": ("bf16 weights, part 1", VARIANTS["bf16 weights"]),
@@ -251,13 +246,6 @@ def test_head_width_biases_and_scaled_positions_are_trained_alike_by_every_strat
     assert many["startup_info"]["flops"]["audit"]["exact"]
 
 
-@pytest.mark.slow
-def test_compiled_blocks_of_these_shapes_compute_the_same(runs, compiled):
-    eager, found = runs["single", "published shapes"], compiled["single", "published shapes, compiled"]
-    assert losses(found) == pytest.approx(losses(eager), rel=1e-5)
-    assert norms(found) == pytest.approx(norms(eager), rel=1e-4)
-
-
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_checkpoint_of_these_shapes_is_read_as_the_model_that_was_trained(runs, folder, strategy):
     checkpoint = find_checkpoint(out_dir(folder, strategy, "published shapes"))
@@ -294,12 +282,6 @@ def test_recomputed_blocks_have_the_same_masks_losses_and_gradients(runs, strate
     assert losses(recomputed) == pytest.approx(losses(kept), rel=1e-6)
     assert norms(recomputed) == pytest.approx(norms(kept), rel=1e-6)
     assert evaluations(recomputed) == pytest.approx(evaluations(kept), rel=1e-6)
-
-
-def test_attention_is_made_again_with_weights_that_fsdp_has_gathered_again(runs):
-    kept, recomputed = runs["fsdp", "kept"], runs["fsdp", "reshard, attention"]
-    assert losses(recomputed) == pytest.approx(losses(kept), rel=1e-6)
-    assert norms(recomputed) == pytest.approx(norms(kept), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -420,15 +402,6 @@ def test_a_checkpoint_with_bf16_tensors_loads_into_fp32_and_back(runs, folder, r
     assert losses(record)[0] < losses(runs["single", variant])[0] - 0.3
 
 
-def test_sampling_reads_bf16_weights(runs, folder):
-    checkpoint = find_checkpoint(out_dir(folder, "zero1", "bf16 weights"))
-    _, model = load_weights(checkpoint, torch.device("cpu"))
-    saved = checkpoint_tensors(checkpoint)
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32
-        assert torch.equal(parameter.detach(), saved[f"model.{name}"].float()), name
-
-
 # --- FSDP's ways of sharding ---
 
 
@@ -471,21 +444,6 @@ def test_hybrid_sharding_over_two_machines_gives_the_losses_of_one_process(runs,
     worker = ["tests/support/load_worker.py", folder / "run.py", *checkpoints]
     assert "loaded 6 pairs" in launch([worker])[0]  # one process reads what hybrid sharding saved
     assert "loaded 8 pairs" in two_machines(*worker)[0]  # and the other way round, four strategies
-
-
-@pytest.mark.parametrize(
-    ("flag", "strategy"),
-    [
-        ("--fsdp_sharding=hybrid", "use_fsdp"),
-        ("--reshard_after_forward=True", "use_fsdp"),
-    ],
-)
-def test_ways_of_sharding_need_their_strategy(folder, flag, strategy):
-    name = flag[2:].split("=")[0]
-    wanted = f"{name}=.* does nothing with {strategy}=False.*; set {strategy}=True"
-    with pytest.raises(UserError, match=wanted):
-        load_config([str(folder / "run.py"), flag], 2)
-    load_config([str(folder / "run.py"), flag, f"--{strategy}=True"], 2)
 
 
 @pytest.mark.parametrize(
@@ -669,16 +627,6 @@ def test_norms_are_computed_while_the_embedding_s_gradient_travels(
     strategy.works.clear()
     strategy.reduce_gradients(torch.zeros(()))
     assert events == ["norms", "waits for the embedding", "norms"]
-
-
-def test_nothing_is_sent_by_an_evaluation(folder, world, monkeypatch):
-    model, strategy, _, _ = assemble(folder, world)
-    events = watch(model, strategy, monkeypatch)
-    micro_step(strategy, last=True)
-    events.clear()
-    with torch.no_grad():
-        model(torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32, dtype=torch.long))
-    assert events == []
 
 
 def storages() -> dict[int, int]:

@@ -91,18 +91,6 @@ def test_fp8_on_a_gpu_without_bf16_is_an_error_that_says_what_to_set():
     )
 
 
-@pytest.mark.parametrize("compute", EXPECTED)
-def test_a_recipe_runs_where_its_matmuls_do_and_none_runs_everywhere(compute):
-    here = lookup(compute, "a GPU")
-    require_low_precision("none", here)
-    for recipe in ("fp8_tensorwise", "mxfp8", "nvfp4"):
-        if compute >= (8, 0):
-            require_low_precision(recipe, here)
-            continue
-        with pytest.raises(UserError, match=f"{recipe}.* needs .* but a GPU has {compute[0]}.{compute[1]}; "):
-            require_low_precision(recipe, here)
-
-
 # fp8_tensorwise, mxfp8, nvfp4. No GPU runs the last two natively yet, those that have such matmuls included
 SUPPORT = {
     (7, 5): (None, None, None),
@@ -133,11 +121,6 @@ def test_recipes_multiply_in_bf16_where_they_are_emulated_but_for_fp8_on_a_cpu(g
     gpu((10, 0))
     assert multiplies_in_bf16("mxfp8", "cuda") and not multiplies_in_bf16("fp8_delayed", "cuda")
     assert not multiplies_in_bf16("none", "cuda")
-
-
-@pytest.mark.parametrize("recipe", KEYS["low_precision"].choices)
-def test_every_recipe_that_a_user_can_set_runs_on_a_cpu(recipe):
-    require_low_precision(recipe, CPU)
 
 
 def test_nothing_else_asks_for_the_capability():

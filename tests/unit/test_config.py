@@ -11,7 +11,7 @@ from training.configuration import rules
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import USAGE, load_config
 from training.configuration.help import help_text
-from training.configuration.keys import FACTORS, GUARDED, KEYS
+from training.configuration.keys import FACTORS, KEYS
 from training.configuration.other_names import (
     ALIASES,
     REMOVED_KEYS,
@@ -22,30 +22,6 @@ from training.configuration.other_names import (
 from training.configuration.rules import captures_cuda_graphs, cuda_graphs_obstacle, shards_optimizer
 
 SHIPPED = sorted((ROOT / "config").glob("*.py"))
-
-OUT_DIRS = {  # where users look for a run, by config
-    "full_gpt2_1.36b.py": "out-gpt2-1.36b",
-    "full_llama_1.36b.py": "out-llama-1.36b",
-    "full_llama3_1.5b_optimal.py": "out-llama3-1.5b-optimal",
-    "full_llama3_2.2b_chinchilla.py": "out-llama3-2.2b-chinchilla",
-    "full_qwen3_1.8b_optimal.py": "out-qwen3-1.8b-optimal",
-    "full_qwen3_1.8b_b200_optimal.py": "out-qwen3-1.8b-b200",
-}
-
-# Keys that users type already, but for low_precision, low_precision_scope, param_dtype and
-# use_cuda_graphs, which belong to a later stage.
-KEYS_USERS_TYPE = """
-    out_dir max_iters eval_interval eval_iters eval_only eval_at_start log_interval gradient_log_interval
-    always_save_checkpoint init_from save_log_to_json log_save_interval
-    wandb_project wandb_run_name seed
-    dataset batch_size gradient_accumulation_steps block_size use_dataloader dataloader_num_workers
-    dataloader_prefetch_factor
-    arch_preset n_layer n_head n_embd num_key_value_heads d_ff vocab_size normalization norm_eps activation
-    position_encoding rope_theta ffn_type bias dropout weight_tying qk_norm
-    attention_backend
-    learning_rate min_lr warmup_iters lr_decay_iters lr_schedule weight_decay beta1 beta2 grad_clip
-    device dtype compile use_zero1 use_fsdp use_sparse_specs peak_tflops backend
-""".split()
 
 
 @pytest.fixture
@@ -151,12 +127,6 @@ def test_wrong_type_in_a_flag_names_the_flag_and_what_is_expected(load, flag, wa
     assert flag.split("=")[0] in message and wanted in message
 
 
-def test_to_dict_holds_every_key_also_those_that_are_none(load):
-    content = load().to_dict()
-    assert list(content) == list(KEYS)
-    assert content["wandb_run_name"] is None and content["backend"] is None
-
-
 # --- names ---
 
 
@@ -205,10 +175,6 @@ def test_aliases_set_the_key_that_they_stand_for(load):
     assert load("--flash_attn=True").attention_backend == "flash_attn_2"
     assert load("--flash_attn=False").attention_backend == "sdpa"
     assert load(text="intermediate_size = 96\nflash_attn = True\n").model_config().d_ff == 96
-
-
-def test_every_key_that_users_already_type_is_known():
-    assert [key for key in KEYS_USERS_TYPE if key not in KEYS] == []
 
 
 # --- one line a key: what it says is what is checked ---
@@ -268,10 +234,6 @@ def test_allow_changes_takes_the_guarded_keys_and_no_other(load, name):
         f"allow_changes: {name!r} is not one of dataset, seed, tokens_per_iter, "
         "doc_masking, packing, learning_rate, min_lr, "
     )
-
-
-def test_guarded_names_each_guarded_key_once():
-    assert sorted(GUARDED) == sorted(name for name in KEYS if KEYS[name].guarded)
 
 
 def test_every_dtype_that_a_key_takes_is_one_of_torch():
@@ -382,47 +344,18 @@ def test_two_config_files_are_refused_and_both_named():
     assert "config/quickstart.py config/smoke_gpt2.py" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["absent.py", ""])  # the second is the folder itself
-def test_file_that_cannot_be_read_is_named(tmp_path, name):
-    with pytest.raises(UserError, match="cannot read the config file") as error:
-        load_config([str(tmp_path / name)])
-    assert str(tmp_path / name) in str(error.value)
-
-
 # --- shipped configs ---
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_config_loads_and_says_what_was_measured(path):
-    config = load_config([str(path), "--wandb_log=False"])  # which needs a package
-    assert config.out_dir == OUT_DIRS.get(path.name, config.out_dir)
-    assert config.out_dir.startswith("out-")
-    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any("easured" in line for line in header), "the header says what was measured, or 'unmeasured'"
-
-
-def test_no_two_shipped_configs_share_an_out_dir():
-    out_dirs = [load_config([str(path), "--wandb_log=False"]).out_dir for path in SHIPPED]
-    assert len(set(out_dirs)) == len(out_dirs)
-
-
-def test_every_config_that_design_names_is_shipped():
-    assert set(OUT_DIRS) <= {path.name for path in SHIPPED}
+def test_shipped_configs_say_what_was_measured_and_share_no_out_dir():
+    for path in SHIPPED:
+        header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        assert any("easured" in line for line in header), "the header says what was measured, or 'unmeasured'"
+    out_dirs = {load_config([str(path), "--wandb_log=False"]).out_dir for path in SHIPPED}
+    assert len(out_dirs) == len(SHIPPED) and all(out_dir.startswith("out-") for out_dir in out_dirs)
 
 
 # --- cross-checks ---
-
-
-def test_zero1_with_fsdp_names_both(load):
-    message = refusal(load, "--use_zero1=True", "--use_fsdp=True", world_size=2)
-    assert "use_zero1=True" in message and "use_fsdp=True" in message
-
-
-def test_fsdp_under_one_process_shows_how_to_start_several(load):
-    message = refusal(load, "--use_fsdp=True", world_size=1)
-    assert "use_fsdp=True" in message and "torchrun" in message
-    assert load("--use_fsdp=True", world_size=2).use_fsdp
-    assert load("--use_fsdp=True", "--dry_run=True", world_size=1).use_fsdp
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -447,11 +380,6 @@ def test_cuda_graphs_fall_back_where_they_cannot_work(load, flags, processes, wh
     obstacle = cuda_graphs_obstacle(config)
     assert obstacle is None if why is None else obstacle.startswith(why)
     assert captures_cuda_graphs(config) == (why is None)
-
-
-def test_min_lr_above_learning_rate_names_both(load):
-    message = refusal(load, "--learning_rate=1e-4", "--min_lr=1e-3")
-    assert "min_lr=0.001" in message and "learning_rate=0.0001" in message
 
 
 @pytest.mark.parametrize("name", sorted(REMOVED_KEYS))
@@ -492,23 +420,6 @@ def test_settings_of_an_earlier_version_mean_what_they_did():
     assert line.startswith("matmul_algorithms='measured' was removed: ")
 
 
-@pytest.mark.parametrize("flag", ["--decay_lr=False", "--lr_schedule=constant"])
-def test_min_lr_is_not_looked_at_where_nothing_decays(load, flag):
-    assert load("--learning_rate=1e-4", "--min_lr=1e-3", flag).learning_rate == 1e-4
-
-
-def test_warm_up_as_long_as_the_decay_names_both(load):
-    message = refusal(load, "--warmup_iters=100", "--lr_decay_iters=100")
-    assert "warmup_iters=100" in message and "lr_decay_iters=100" in message
-    assert load("--warmup_iters=100", "--lr_decay_iters=100", "--decay_lr=False")
-    assert load("--warmup_iters=100", "--lr_decay_iters=100", "--lr_schedule=constant")
-
-
-def test_nccl_on_a_cpu_names_what_to_use(load):
-    message = refusal(load, "--backend=nccl", "--device=cpu")
-    assert "backend='nccl'" in message and "--backend=gloo" in message
-
-
 @pytest.mark.parametrize(
     "flag, nearest",
     [
@@ -536,24 +447,9 @@ def test_bad_choice_lists_the_choices_and_suggests_the_nearest(load, flag, neare
         "--ffn_type=moe",
         "--n_layer=0",
         "--vocab_size=0",
-        "--batch_size=0",
-        "--gradient_accumulation_steps=0",
         "--block_size=0",
-        "--max_iters=-1",
-        "--eval_interval=-1",
-        "--eval_iters=0",
-        "--log_interval=0",
-        "--log_save_interval=0",
-        "--dataloader_num_workers=-1",
-        "--dataloader_prefetch_factor=0",
-        "--learning_rate=-1.0",
-        "--weight_decay=-0.1",
-        "--grad_clip=-1.0",
-        "--beta1=1.0",
         "--beta2=-0.1",
         "--dropout=1.0",
-        "--wsd_decay_fraction=0",
-        "--seed=-1",
     ],
 )
 def test_value_out_of_its_range_is_named(load, flag):
@@ -564,24 +460,3 @@ def test_value_out_of_its_range_is_named(load, flag):
 
 def test_nan_computed_in_a_file_is_refused(load):
     assert "learning_rate=nan" in refusal(load, text="learning_rate = float('nan')")
-
-
-@pytest.mark.parametrize("value", ["0", "-5", "fast", "nan"])
-def test_peak_tflops_that_is_no_peak_is_refused(load, value):
-    message = refusal(load, f"--peak_tflops={value}")
-    assert "peak_tflops=" in message and "'measure'" in message
-
-
-def test_measured_peak_with_sparse_specs_names_both(load):
-    message = refusal(load, "--peak_tflops=measure", "--use_sparse_specs=True")
-    assert "peak_tflops='measure'" in message and "use_sparse_specs" in message
-
-
-def test_width_that_heads_cannot_share_names_both(load):
-    message = refusal(load, "--n_embd=30", "--n_head=4")
-    assert "n_embd=30" in message and "n_head=4" in message
-
-
-def test_heads_that_kv_heads_cannot_share_names_both(load):
-    message = refusal(load, "--num_key_value_heads=3")
-    assert "n_head=4" in message and "num_key_value_heads=3" in message

@@ -20,7 +20,6 @@ from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
 from training.batches.loader import IterationBatches
-from training.batches.sources import open_sources
 from training.batches.windows import StreamWindows
 from training.configuration.dataset_name import dataset_folder
 from training.configuration.keys import TrainConfig
@@ -114,20 +113,6 @@ def test_shards_read_as_one_sequence_across_their_boundaries(folder):
         assert np.array_equal(train.read(start, 33), ids[start : start + 33]), start
 
 
-def test_every_shard_is_scanned(folder):
-    make_shards(folder, [100, 100, 100])
-    write_ids(folder / "train_001.bin", [0] * 99 + [VOCABULARY])
-    message = refusal(folder)
-    assert "train_001.bin" in message and f"token id {VOCABULARY}" in message
-
-
-def test_empty_shard_is_named(folder):
-    make_shards(folder, [100, 100, 100])
-    (folder / "train_001.bin").write_bytes(b"")
-    message = refusal(folder)
-    assert "train_001.bin" in message and "empty" in message
-
-
 # --- faults ---
 
 
@@ -146,11 +131,6 @@ def test_absent_token_file_is_named_with_the_prepare_script_that_makes_it(folder
     assert f"make it with: python {os.path.relpath(folder / 'prepare.py')}" in message
 
 
-def test_absent_token_file_without_a_prepare_script_says_how_to_make_one(folder):
-    (folder / "train.bin").unlink()
-    assert "python data/text/prepare.py" in refusal(folder)
-
-
 def test_absent_meta_names_the_command_that_makes_it(folder):
     (folder / "meta.json").unlink()
     message = refusal(folder)
@@ -162,27 +142,16 @@ def test_absent_meta_names_the_command_that_makes_it(folder):
     "text",
     [
         "",
-        "{",
         "[1, 2]",
-        "null",
-        '"text"',
         '{"dtype": "uint16"}',
-        '{"vocab_size": 64}',
-        '{"dtype": "uint16", "vocab_size": null}',
         '{"dtype": "uint16", "vocab_size": "many"}',
         '{"dtype": ["uint16"], "vocab_size": 64}',
-        '{"dtype": "uint16", "vocab_size": 64, "files": null}',
         '{"dtype": "uint16", "vocab_size": 64, "files": [1]}',
         '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": 20000}}',
     ],
 )
 def test_damaged_meta_is_named(folder, text):
     (folder / "meta.json").write_text(text)
-    assert str(folder / "meta.json") in refusal(folder)
-
-
-def test_meta_that_is_no_text_is_named(folder):
-    (folder / "meta.json").write_bytes(b"\xff\xfe\x00")
     assert str(folder / "meta.json") in refusal(folder)
 
 
@@ -251,15 +220,6 @@ def test_one_id_beyond_the_vocabulary_is_found_wherever_it_is(folder, position):
     assert f"token id {VOCABULARY}" in message and f"vocab_size={VOCABULARY}" in message
 
 
-def test_id_is_found_in_the_last_chunk_of_a_scan_too(folder, monkeypatch):
-    monkeypatch.setattr(verified, "READ_BYTES", 2_000)
-    by_hand(folder)
-    ids = np.fromfile(folder / "train.bin", "<u2")
-    ids[-1] = VOCABULARY
-    write_ids(folder / "train.bin", ids)
-    assert f"token id {VOCABULARY}" in refusal(folder)
-
-
 def test_file_that_meta_does_not_describe_is_refused(folder):
     ids = np.fromfile(folder / "train.bin", "<u2")
     ids[7] = (ids[7] + 1) % VOCABULARY
@@ -315,20 +275,10 @@ def test_machines_with_one_disk_read_each_file_once(folder, monkeypatch, caplog)
     assert sorted(names) == ["train.bin", "val.bin"]
 
 
-def test_a_start_that_trusts_sizes_waits_for_no_reader(folder):
-    with verified.one_reader(folder):
-        assert open_dataset(config(folder, verify_data="size"), scan=True)[0]["train"].total == 20_000
-
-
 def test_a_link_in_place_of_the_lock_is_not_followed(folder, tmp_path):
     (folder / verified.LOCK).symlink_to(tmp_path / "elsewhere")
     assert open_dataset(config(folder), scan=True)[0]["train"].total == 20_000
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_only_the_rank_that_is_asked_to_scans(folder, scanned):
-    open_dataset(config(folder), scan=False)
-    assert scanned == []
 
 
 def test_remembered_scan_still_refuses_a_smaller_vocabulary(folder, scanned):
@@ -460,14 +410,6 @@ def test_validation_that_is_a_link_to_training_is_refused(folder):
     message = refusal(folder)
     assert "val.bin is the same file as" in message and "--eval_interval=0" in message
     assert open_dataset(config(folder, eval_interval=0), scan=True)
-
-
-def test_validation_with_the_hash_of_training_is_refused(folder):
-    (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
-    files = json.loads((folder / "meta.json").read_text())["files"]
-    edit_meta(folder, files={**files, "val.bin": files["train.bin"]})
-    with pytest.raises(UserError, match="val.bin is the same file as"):
-        open_sources(config(folder), scan=True)
 
 
 # --- scale ---

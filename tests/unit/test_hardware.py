@@ -1,7 +1,6 @@
 """The peak belongs to this GPU and this precision, or there is none and the reason says what to do."""
 
 import dataclasses
-import math
 import re
 
 import pytest
@@ -44,31 +43,12 @@ BF16_AND_FP8_TFLOPS = {  # datasheets: dense bf16 and fp8, by the device's own n
     "NVIDIA GeForce RTX 5090": (209.5, 419),
 }
 NEIGHBOURS = (  # each of them is another chip, or a part of one, than the entry that its name resembles
-    "NVIDIA GeForce RTX 4090 D",
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 5090 D",
-    "NVIDIA GeForce RTX 5090 Laptop GPU",
-    "NVIDIA GeForce RTX 5080",
-    "NVIDIA H200 MIG 1g.18gb",
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    "NVIDIA A100-SXM-64GB",
-    "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-    "NVIDIA H100",
-    "NVIDIA H20",
-    "NVIDIA H20-3e",
-    "NVIDIA H800",
-    "NVIDIA B100",
-    "NVIDIA GB300",
-    "NVIDIA GB10",
-    "NVIDIA A10",
-    "NVIDIA A100X",
-    "NVIDIA RTX 6000 Ada Generation",
-    "NVIDIA RTX A5000",
-    "NVIDIA L40",
-    "NVIDIA L4",
-    "Tesla V100-SXM2-32GB",
-    "AMD Instinct MI300X",
-    "",
+    *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D"),
+    *("NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA GeForce RTX 5080", "NVIDIA H200 MIG 1g.18gb"),
+    *("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A100-SXM-64GB", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
+    *("NVIDIA H100", "NVIDIA H20", "NVIDIA H20-3e", "NVIDIA H800", "NVIDIA B100", "NVIDIA GB300"),
+    *("NVIDIA GB10", "NVIDIA A10", "NVIDIA A100X", "NVIDIA RTX 6000 Ada Generation"),
+    *("NVIDIA RTX A5000", "NVIDIA L40", "NVIDIA L4", "Tesla V100-SXM2-32GB", "AMD Instinct MI300X", ""),
 )
 
 
@@ -115,10 +95,6 @@ def test_a_source_names_its_document_and_what_it_prints():
     assert all("sheet" in gpu.source or "paper" in gpu.source or "page" in gpu.source for gpu in GPUS)
 
 
-def test_case_and_the_vendor_prefix_do_not_matter():
-    assert table_peak("A100-sxm4-40gb", "bfloat16").tflops == 312
-
-
 @pytest.mark.parametrize("name", NEIGHBOURS)
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
 def test_an_unknown_gpu_never_gets_a_neighbours_peak(name, precision):
@@ -146,11 +122,6 @@ def test_fp8_on_a_gpu_without_it_has_no_peak_but_a_reason():
     peak = table_peak("NVIDIA A100-SXM4-80GB", "fp8")
     assert peak.tflops is None
     assert peak.reason.startswith("the A100 has no fp8 tensor cores")
-
-
-def test_an_unknown_precision_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="precision='int8' has no peak; use one of bfloat16, "):
-        table_peak("NVIDIA H200", "int8")
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
@@ -225,21 +196,8 @@ def test_a_measured_peak_is_labelled_and_leaves_the_seed_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_measured_bf16_peak_works_on_a_slow_cpu_too():
-    peak = measure_peak("bfloat16", "cpu")
-    assert peak.measured and math.isfinite(peak.tflops)
-
-
-def test_fp8_cannot_be_measured_on_a_cpu():
-    peak = measure_peak("fp8", "cpu")
-    assert peak.tflops is None
-    assert "8.9" in peak.reason
-    assert not peak.measured
-
-
-@pytest.mark.parametrize("compute", [(7, 5), (8, 0), (8, 6)])
-def test_fp8_cannot_be_measured_without_its_tensor_cores(looks_like, compute):
-    looks_like(compute)
+def test_fp8_cannot_be_measured_without_its_tensor_cores(looks_like):
+    looks_like((8, 6))
     assert "compute capability 8.9 or above" in measure_peak("fp8", "cuda").reason
 
 
@@ -251,13 +209,6 @@ def test_a_measured_fp8_peak_is_of_operands_that_every_gpu_takes(looks_like, mon
     ((a, b, kwargs),) = calls
     assert kwargs["use_fast_accum"]
     assert (a.stride(), b.stride()) == ((32, 1), (1, 32))  # row-major times column-major, on every GPU
-
-
-def test_timings_leave_the_warm_up_out():
-    calls = []
-    seconds = hardware._timings(calls.append, warmup=2, repeats=5, device=torch.device("cpu"))
-    assert calls == list(range(7))
-    assert len(seconds) == 5
 
 
 def test_the_machine_is_described_on_a_cpu():
@@ -297,10 +248,6 @@ def test_unequal_gpus_are_named_and_the_sum_of_their_peaks_counts():
     assert 4 * peak.tflops == pytest.approx(3 * 989.4 + 312)
     assert peak.gpus == {H100: 3, A100: 1}
     assert f"3 x {H100}, 1 x {A100}" in peak.source and "A100 datasheet" in peak.source
-
-
-def test_equal_gpus_have_the_peak_of_one():
-    assert mean_of(H100, H100) == table_peak(H100, "bfloat16")
 
 
 def test_a_rank_whose_gpu_has_no_known_peak_leaves_the_run_without_an_mfu():

@@ -220,6 +220,7 @@ CONFLICTS = [  # keys, processes, what the message names
     ({"trackers": "wandb"}, 1, "trackers='wandb' needs wandb"),
     ({"peak_tflops": "guess"}, 1, "peak_tflops='guess' is neither"),
     ({"peak_tflops": 0.0}, 1, "peak_tflops=0.0 is neither"),
+    ({"peak_tflops": float("nan")}, 1, "peak_tflops=nan is not a finite number"),
     ({"peak_tflops": "measure", "use_sparse_specs": True}, 1, "peak_tflops='measure' .* use_sparse_specs"),
     ({"min_lr": 1.0}, 1, "min_lr=1.0 is above learning_rate"),
     ({"warmup_iters": 9, "lr_decay_iters": 9}, 1, "warmup_iters=9 is not below lr_decay_iters=9"),

@@ -69,25 +69,6 @@ def test_permutation_sends_every_index_to_its_own_place(n):
     assert np.array_equal(np.sort(permuted), np.arange(n))
 
 
-def test_permutation_of_a_part_is_that_part_of_the_permutation():
-    whole = permute(np.arange(1000), 1000, seed=3)
-    assert np.array_equal(permute(np.array([17, 999, 0]), 1000, seed=3), whole[[17, 999, 0]])
-
-
-def test_permutation_looks_random():
-    n = 10_000
-    permuted = permute(np.arange(n), n, seed=1)
-    assert (permuted == np.arange(n)).sum() < 10  # one fixed point is expected
-    assert abs(np.corrcoef(np.arange(n), permuted)[0, 1]) < 0.05
-    neighbours = np.abs(np.diff(permuted)) == 1  # two in n are expected
-    assert neighbours.sum() < 20
-
-
-def test_seeds_give_unrelated_permutations():
-    one, two = (permute(np.arange(1000), 1000, seed=seed) for seed in (0, 1))
-    assert (one == two).sum() < 10
-
-
 def test_huge_permutation_needs_no_memory():
     n = 10**12
     assert 0 <= permute(np.array([n - 1]), n, seed=0)[0] < n
@@ -106,14 +87,6 @@ def test_windows_do_not_overlap_but_for_the_last_target(windows):
 
 
 # --- who gets which ---
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.data_order
-def test_every_window_comes_exactly_once_an_epoch(windows, size):
-    epochs = global_order(windows, size, iterations=25)  # 25 iterations of 8 samples are two epochs of 100
-    for epoch in (epochs[:100], epochs[100:]):
-        assert sorted(epoch) == list(range(100))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -168,14 +141,6 @@ def test_y_is_x_one_token_later(windows):
     assert np.array_equal(x, rows[..., :-1]) and np.array_equal(y, rows[..., 1:])
 
 
-def test_position_counts_the_samples_of_all_ranks(windows):
-    loader = Loader(windows, with_world_size(2), world(1, 2))
-    loader.next()
-    assert loader.position == GLOBAL_BATCH
-    loader.next()
-    assert loader.position == 2 * GLOBAL_BATCH
-
-
 def batches(windows, config, count, world=world(), position=0):  # noqa: B008 - World is frozen
     loader = Loader(windows, config, world, position)
     taken = [loader.next() for _ in range(count)]
@@ -196,15 +161,6 @@ def test_resume_continues_exactly_where_the_run_stopped(windows):
         assert_same(rest, whole[stopped:])
 
 
-@pytest.mark.parametrize("stopped", [3, 12, 13])
-@pytest.mark.reshard
-def test_resume_at_another_world_size_sees_the_samples_that_were_left(windows, stopped):
-    whole = global_order(windows, 1, iterations=16)
-    before = global_order(windows, 4, iterations=stopped)
-    after = global_order(windows, 2, position=stopped * GLOBAL_BATCH, iterations=16 - stopped)
-    assert before + after == whole
-
-
 def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
     before = global_order(windows, 1, iterations=5)  # 40 samples
     config = dataclasses.replace(CONFIG, batch_size=3, gradient_accumulation_steps=1)
@@ -219,11 +175,6 @@ def test_workers_hand_out_the_same_batches(windows, rank, size, position):
     workers = with_world_size(size, use_dataloader=True, dataloader_num_workers=2)
     here = world(rank, size)
     assert_same(batches(windows, workers, 14, here, position), batches(windows, inline, 14, here, position))
-
-
-def test_no_workers_at_all_hand_out_the_same_batches(windows):
-    none = dataclasses.replace(CONFIG, use_dataloader=True, dataloader_num_workers=0)
-    assert_same(batches(windows, none, 3), batches(windows, CONFIG, 3))
 
 
 def test_loader_leaves_the_random_numbers_of_the_model_alone(windows):

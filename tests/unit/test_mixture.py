@@ -12,7 +12,7 @@ from common.errors import UserError
 from training.batches.fingerprint import data_differences, run_fingerprint
 from training.batches.loader import IterationBatches, Loader
 from training.batches.mixture import BLOCK, Mixture
-from training.batches.sources import describe_sources, make_windows, open_sources
+from training.batches.sources import make_windows, open_sources
 from training.batches.windows import StreamWindows
 from training.configuration.dataset_name import parse_dataset
 from training.configuration.files_and_flags import load_config
@@ -120,21 +120,6 @@ def test_each_source_gets_its_weight_of_the_samples_each_in_order(weights):
         numbers = own[sources == source]
         assert np.array_equal(numbers, np.arange(len(numbers)))  # none twice, none left out, in order
         assert abs(len(numbers) - weight * samples) < len(weights)
-
-
-def test_every_block_has_its_share_to_within_a_sample():
-    sources, _ = shares(0.7, 0.3).schedule(np.arange(40 * BLOCK), SEED)
-    counts = (sources == 1).reshape(40, BLOCK).sum(axis=1)
-    assert set(counts.tolist()) == {int(0.3 * BLOCK), int(0.3 * BLOCK) + 1}
-
-
-def test_order_inside_a_block_is_random_and_belongs_to_the_seed():
-    (one, _), (again, _), (other, _) = (shares(1, 1).schedule(np.arange(4 * BLOCK), s) for s in (1, 1, 2))
-    assert np.array_equal(one, again) and not np.array_equal(one, other)
-    first, second = one[:BLOCK], one[BLOCK : 2 * BLOCK]
-    assert not np.array_equal(first, second)
-    changes = (np.diff(one) != 0).mean()
-    assert 0.4 < changes < 0.6  # 0.5 is expected; alternating sources would change always
 
 
 def test_sample_is_found_without_those_before_it():
@@ -246,22 +231,6 @@ def test_one_folder_under_two_names_is_refused(folders):
     assert "are one folder" in message
 
 
-def test_validation_of_one_source_is_not_training_of_another(tmp_path):
-    one, other = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
-    (other / "val.bin").write_bytes((one / "train.bin").read_bytes())
-    files = [json.loads((folder / "meta.json").read_text())["files"] for folder in (one, other)]
-    meta = json.loads((other / "meta.json").read_text())
-    (other / "meta.json").write_text(
-        json.dumps({**meta, "files": {**files[1], "val.bin": files[0]["train.bin"]}})
-    )
-    message = refusal(config(mixed((one, other)), eval_interval=1))
-    assert f"{other}/val.bin is the same file as {one}/train.bin" in message
-
-
-def test_missing_source_is_named(folders):
-    assert "/absent'" in refusal(config(f"{folders[0]}:1,{folders[0].parent}/absent:1"))
-
-
 # --- evaluation and record ---
 
 
@@ -282,17 +251,6 @@ def test_validation_loss_is_the_mean_of_the_sources_by_weight(folders):
     assert len(eval_batches(part[1], settings, part[0])) == 3  # of ten
 
 
-def test_fingerprint_tells_tokens_weights_and_order_apart(tmp_path):
-    one, other = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
-    moved = make_dataset(tmp_path / "c", seed=0)
-    different = {
-        run_fingerprint(open_sources(config(text), scan=False))["sha256"]
-        for text in (one, other, f"{one}:1,{other}:1", f"{one}:2,{other}:1", f"{other}:1,{one}:1")
-    }
-    assert len(different) == 5
-    assert run_fingerprint(open_sources(config(moved), scan=False))["sha256"] in different
-
-
 def test_a_resume_hears_which_source_has_changed(tmp_path):
     one, other, third = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc"))
     saved = run_fingerprint(open_sources(config(f"{one}:1,{other}:1"), scan=False))
@@ -306,15 +264,6 @@ def test_a_resume_hears_which_source_has_changed(tmp_path):
         (str(one), ["1 sources instead of 2"]),
     ):
         assert data_differences(saved, run_fingerprint(open_sources(config(text), scan=False))) == wanted
-
-
-def test_description_counts_the_epochs_of_each_source(folders):
-    settings = config(mixed(folders))
-    sources = open_sources(settings, scan=False)
-    described = describe_sources(sources, make_windows(sources, settings), 1000, "abc")
-    assert [source["epochs"] for source in described["sources"]] == [7.0, 6.0]
-    assert described["tokens"] == {"train": 150 * T + 2}
-    assert "files" not in described["sources"][0]["meta"]
 
 
 def test_run_on_a_mixture_states_it_and_resumes_to_the_same_loss(tmp_path, run):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.helpers import ROOT, TINY, write_config
+from support.helpers import TINY, write_config
 
 from common.errors import UserError
 from model import rotary_angles
@@ -13,7 +13,6 @@ from model_builder import build_model
 from model_config import ModelConfig, model_config
 from training.checkpoints.saved_state import _model_config, _settings
 from training.configuration.files_and_flags import load_config
-from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
 from training.records.dry_run import dry_run
 from training.records.memory_estimate import estimate_memory
@@ -55,11 +54,6 @@ def test_a_stated_head_width_changes_the_projections_and_nothing_else():
     changed = {name for name in usual if usual[name] != wide[name]}
     assert changed == {f"{at}{part}.weight" for at in ("", "blocks.1.attn.") for part in ("qkv", "out")}
     assert build_model(model_config("llama", **SMALL, head_dim=24)).rotary_cos.shape == (32, 12)
-
-
-def test_the_head_width_that_follows_from_the_model_width_is_the_default():
-    assert model_config("llama", **SMALL) == model_config("llama", **SMALL, head_dim=16)
-    assert shapes() == shapes(head_dim=16)
 
 
 def test_biases_of_q_k_and_v_are_the_only_ones():
@@ -161,24 +155,6 @@ def test_a_file_and_flags_say_the_same(load):
 )
 def test_a_key_that_cannot_be_is_one_message(load, flag, message):
     assert message in refusal(load, flag)
-
-
-def test_keys_that_exclude_each_other_are_refused_with_the_configuration(load):
-    assert "bias=True and qkv_bias=True" in refusal(load, "--bias=True", "--qkv_bias=True")
-    assert "rope_scaling needs rotary positions" in refusal(load, "--position_encoding=learned", SCALING_FLAG)
-    with pytest.raises(UserError, match="bias=True and qkv_bias=True"):
-        load_config([str(ROOT / "config/qwen2.5_1.5b.py"), "--bias=True"])
-
-
-def test_help_names_the_keys_and_the_types_of_scaling():
-    for part in (
-        "--head_dim=None  (int | None)",
-        "--qkv_bias=None  (bool | None)",
-        "--rope_scaling=None  (dict",
-    ):
-        assert part in help_text()
-    for name in ("'linear'", "'llama3'", "'yarn'"):
-        assert name in help_text()
 
 
 # --- in a checkpoint ---

@@ -3,7 +3,6 @@ longer than the window, and what is lost or padded is counted."""
 
 import json
 import os
-import pickle
 import time
 
 import numpy as np
@@ -13,7 +12,7 @@ from support.helpers import TINY, last_run, run_train, write_config
 from support.packed_tokens import EOT, VOCAB, T, files_of
 
 from training.batches.document_starts import EndOfText
-from training.batches.packing import PackedWindows, best_fit_decreasing, pack_documents
+from training.batches.packing import PackedWindows, pack_documents
 from training.batches.windows import inputs_and_targets
 
 
@@ -85,15 +84,6 @@ def test_what_is_cut_off_and_padded_is_counted(folder):
     assert windows.description["share_padded"] == pytest.approx((rows < 0).mean())
 
 
-def test_documents_of_real_lengths_leave_hardly_any_room():
-    lengths = np.random.default_rng(1).lognormal(6, 1.2, 20_000).astype(int) + 2
-    lengths = np.minimum(lengths, 2049)
-    window, count = best_fit_decreasing(lengths, 2049)
-    filled = np.bincount(window, weights=lengths, minlength=count)
-    assert filled.max() <= 2049
-    assert lengths.sum() / (count * 2049) > 0.995
-
-
 def test_packing_is_made_once_and_again_when_the_tokens_change(folder):
     tokens = files_of(folder)
     made, _ = pack_documents(EndOfText(tokens, EOT), folder, "train", T)
@@ -116,12 +106,6 @@ def test_a_packing_that_was_killed_is_made_again(folder):
     assert (
         pack_documents(EndOfText(tokens, EOT), folder, "train", T)[0] / "pieces.bin"
     ).read_bytes() == whole
-
-
-def test_a_worker_process_opens_its_own_files(folder):
-    windows = windows_of(folder)
-    again = pickle.loads(pickle.dumps(windows))
-    assert np.array_equal(again.read(np.arange(5)), windows.read(np.arange(5)))
 
 
 def train(folder, out: str, *flags: str, processes: int = 1) -> dict:

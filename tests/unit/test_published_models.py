@@ -11,7 +11,6 @@ from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory
-from training.records.utilization import audit_flops
 
 # What the models' config.json on the hub says, and how many parameters the hub shows.
 QWEN = dict(vocab_size=151936, rms_norm_eps=1e-6, tie_word_embeddings=True)
@@ -109,15 +108,6 @@ def test_the_header_has_the_count_the_source_and_the_estimated_memory(name):
     assert "Unmeasured." in header or re.search(r"Measured \d{4}-\d\d-\d\d .* tokens/s", header, re.DOTALL)
     tokens = config.samples_per_iter(8) * config.block_size
     assert f"# {tokens:,} tokens per iteration on 8 GPUs" in text
-
-
-@pytest.mark.parametrize("name", ["qwen3_0.6b.py", "qwen2.5_1.5b.py"])
-def test_the_count_of_flops_is_exact_where_the_attention_is_wider_and_where_there_are_biases(name):
-    config, S = load(name).model_config(), 2048
-    for formula in (v2, v3):
-        assert audit_flops(formula.build_model(config), formula.count_flops(config, S), S, exact=True)[
-            "exact"
-        ]
 
 
 # Training FLOPs per token at S = 4096, worked out by hand from the published sizes.
