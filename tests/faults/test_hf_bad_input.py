@@ -18,6 +18,7 @@ from tools import export_hf
 from training.pretrained import folder as folder_module
 from training.pretrained import reading
 from training.pretrained.settings import load_run_config
+from training.process.world import World
 
 INDEX = "model.safetensors.index.json"
 
@@ -42,25 +43,13 @@ def edit_index(folder: Path, edit) -> None:
 # --- what may be wrong with a folder; each gets a copy of one ---
 
 
-def no_config(folder):
-    (folder / "config.json").unlink()
-
-
-def broken_config(folder):
-    (folder / "config.json").write_text('{"model_type": ')
-
-
 def no_weights(folder):
     (folder / "model.safetensors").unlink()
 
 
 def only_a_pickle(folder):
-    (folder / "model.safetensors").unlink()
+    no_weights(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-
-
-def missing_shard(folder):
-    (folder / "model-00002-of-00007.safetensors").unlink()
 
 
 def name_twice_in_the_index(folder):
@@ -70,8 +59,8 @@ def name_twice_in_the_index(folder):
 
 
 def tensor_in_two_files(folder):
-    stored = tensors(folder)
-    save_file({"model.norm.weight": stored["model.norm.weight"]}, folder / "model-00001-of-00007.safetensors")
+    norm = {"model.norm.weight": tensors(folder)["model.norm.weight"]}
+    save_file(norm, folder / "model-00001-of-00007.safetensors")
 
 
 def file_outside(folder):
@@ -88,13 +77,11 @@ def pointer(folder):
 
 
 def wrong_shape(folder):
-    stored = tensors(folder)
-    store(folder, stored | {"model.norm.weight": torch.ones(33)})
+    store(folder, tensors(folder) | {"model.norm.weight": torch.ones(33)})
 
 
 def whole_numbers(folder):
-    stored = tensors(folder)
-    store(folder, stored | {"model.norm.weight": torch.ones(32, dtype=torch.int64)})
+    store(folder, tensors(folder) | {"model.norm.weight": torch.ones(32, dtype=torch.int64)})
 
 
 def missing_tensor(folder):
@@ -121,11 +108,15 @@ def differing_ties(folder):
 
 
 FOLDERS = [  # (which model, what is done to it, what the message says)
-    ("qwen3", no_config, "holds no config.json, so it is not a model"),
-    ("qwen3", broken_config, "is not a config.json that can be read"),
+    ("qwen3", lambda f: (f / "config.json").unlink(), "holds no config.json, so it is not a model"),
+    ("qwen3", lambda f: (f / "config.json").write_text("{"), "is not a config.json that can be read"),
     ("qwen3", no_weights, "holds no weights: neither model.safetensors nor"),
     ("qwen3", only_a_pickle, "as a pickle (pytorch_model.bin), which can run any code and is not read"),
-    ("shards", missing_shard, "model-00002-of-00007.safetensors is missing"),
+    (
+        "shards",
+        lambda f: (f / "model-00002-of-00007.safetensors").unlink(),
+        "00002-of-00007.safetensors is missing",
+    ),
     ("shards", name_twice_in_the_index, "it names 'model.norm.weight' twice"),
     ("shards", tensor_in_two_files, "model.norm.weight is in two files"),
     ("shards", file_outside, "it says that model.norm.weight is in '../x.safetensors'"),
@@ -141,7 +132,7 @@ FOLDERS = [  # (which model, what is done to it, what the message says)
 
 
 @pytest.mark.security
-@pytest.mark.parametrize(("model", "damage", "message"), FOLDERS, ids=[case[1].__name__ for case in FOLDERS])
+@pytest.mark.parametrize(("model", "damage", "message"), FOLDERS, ids=[case[2][:40] for case in FOLDERS])
 def test_a_damaged_folder_is_one_message_and_leaves_nothing(
     model, damage, message, made, run, tmp_path, capsys
 ):
@@ -171,11 +162,12 @@ def test_what_one_rank_finds_ends_all_ranks_with_one_message(made, tmp_path):
     assert not (tmp_path / "out/checkpoints").exists()
 
 
-def test_ranks_that_read_different_files_are_told_so():
+def test_ranks_that_read_different_files_are_told_so(monkeypatch):
     mine = {"source": "hf:x", "files": {"a": {"sha256": "1"}}, "config": {}}
     theirs = mine | {"files": {"a": {"sha256": "2"}}}
+    monkeypatch.setattr(reading, "gather_objects", lambda value, world: [value, theirs])
     with pytest.raises(UserError, match="rank 1 reads another a of hf:x than other ranks; copy the same"):
-        reading._compare([mine, theirs])
+        reading._compare(mine, World(0, 0, 2, torch.device("cpu")))
 
 
 # --- config.json ---

@@ -95,10 +95,6 @@ def test_fault_that_one_rank_alone_finds_ends_all_ranks(config, folder):
 # --- configuration ---
 
 
-def test_config_that_does_not_exist_is_named(refusal, tmp_path):
-    assert str(tmp_path / "absent.py") in refusal(config=tmp_path / "absent.py")
-
-
 @pytest.mark.parametrize(
     "flags, wanted",
     [
@@ -136,11 +132,6 @@ def test_out_dir_that_cannot_be_written_is_named(refusal, tmp_path, inside):
 # --- data ---
 
 
-def test_missing_dataset_is_named_before_anything_is_written(refusal, tmp_path):
-    assert "there is no folder" in refusal(f"--dataset={tmp_path / 'absent'}")
-    assert not list(tmp_path.glob("out/run_*"))
-
-
 # --- checkpoints ---
 
 
@@ -168,11 +159,6 @@ def test_resume_without_a_checkpoint_says_where_it_looked(refusal, tmp_path):
     message = refusal(*RESUME)
     assert f"{tmp_path / 'out' / 'checkpoints'} holds no complete checkpoint" in message
     assert "--init_from=scratch" in message
-
-
-def test_resume_of_a_whole_checkpoint_runs(run, config, checkpoints, capfd):
-    assert run(config, *RESUME) == 0
-    assert f"Resuming from {checkpoints / 'step-00000004'}" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

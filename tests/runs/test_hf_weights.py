@@ -157,22 +157,6 @@ def test_the_same_command_resumes_with_no_setting_changed(run, tmp_path):
         assert info["changed_since_checkpoint"] == {"max_iters": [2, 3]}
 
 
-def test_auto_with_nothing_to_resume_reads_the_weights(run, tmp_path):
-    folder = save("qwen3", tmp_path / "model")
-    config = hf_run(tmp_path, max_iters=2)
-    for start in ("auto", "scratch"):
-        flags = [f"--out_dir={tmp_path / start}", f"--init_from={start}"]
-        assert run(config, f"--init_weights=hf:{folder}", *flags) == 0
-    assert losses(tmp_path / "auto") == losses(tmp_path / "scratch")
-    assert run(config, "--arch_preset=qwen3", *model_flags(), f"--out_dir={tmp_path / 'random'}") == 0
-    assert abs(losses(tmp_path / "random")[0] - losses(tmp_path / "auto")[0]) > 0.1
-
-
-def model_flags() -> list[str]:
-    keys = dict(n_layer=2, n_head=4, num_key_value_heads=2, n_embd=32, d_ff=64, vocab_size=64, head_dim=16)
-    return [f"--{name}={value}" for name, value in keys.items()]
-
-
 def test_an_evaluation_alone_measures_the_weights_as_they_are(run, tmp_path):
     folder = save("qwen3", tmp_path / "model")
     config = hf_run(tmp_path, out_dir=tmp_path / "out", eval_iters=2)

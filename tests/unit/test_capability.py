@@ -55,6 +55,9 @@ def test_a_gpu_has_what_its_capability_has(gpu, compute):
     facts = (CUDNN in here.sdpa, here.flash_attn, here.bf16, here.fp8)
     assert facts == EXPECTED[compute]
     assert (here.compute, here.name) == (compute, "NVIDIA Something")
+    emulated = "emulated" if here.bf16 else None  # no GPU runs mxfp8 and nvfp4 natively yet
+    assert low_precision_support("fp8_tensorwise", here) == ("native" if here.fp8 else emulated)
+    assert low_precision_support("mxfp8", here) == low_precision_support("nvfp4", here) == emulated
 
 
 def test_every_row_ends_with_the_kernel_that_always_runs_and_is_expected_above():
@@ -89,25 +92,6 @@ def test_fp8_on_a_gpu_without_bf16_is_an_error_that_says_what_to_set():
         "low_precision='fp8_tensorwise' needs bfloat16 (compute capability 8.0 or above), in which it is "
         "emulated, but Tesla V100-SXM2-32GB has 7.0; set --low_precision=none"
     )
-
-
-# fp8_tensorwise, mxfp8, nvfp4. No GPU runs the last two natively yet, those that have such matmuls included
-SUPPORT = {
-    (7, 5): (None, None, None),
-    (8, 0): ("emulated", "emulated", "emulated"),
-    (8, 9): ("native", "emulated", "emulated"),
-    (9, 0): ("native", "emulated", "emulated"),
-    (10, 0): ("native", "emulated", "emulated"),
-    (10, 3): ("native", "emulated", "emulated"),
-    (12, 0): ("native", "emulated", "emulated"),
-}
-
-
-@pytest.mark.parametrize("compute", SUPPORT)
-def test_each_recipe_is_native_emulated_or_impossible(compute):
-    recipes = ("fp8_tensorwise", "mxfp8", "nvfp4")
-    here = lookup(compute, "a GPU")
-    assert tuple(low_precision_support(recipe, here) for recipe in recipes) == SUPPORT[compute]
 
 
 def test_recipes_multiply_in_bf16_where_they_are_emulated_but_for_fp8_on_a_cpu(gpu, monkeypatch):

@@ -327,11 +327,6 @@ def test_file_that_cannot_run_names_its_line(load, text, wanted):
     assert f"run.py:{line}:" in message and wanted in message
 
 
-def test_file_that_fails_inside_a_function_names_the_line_in_the_file(load):
-    message = refusal(load, text="def _f():\n    return undefined_name\n\nbatch_size = _f()\n")
-    assert f"run.py:{FIRST_LINE + 1}:" in message and "undefined_name" in message
-
-
 def test_no_config_file_lists_the_shipped_ones():
     with pytest.raises(UserError, match="no config file given") as error:
         load_config(["--max_iters=3"])

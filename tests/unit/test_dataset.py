@@ -116,12 +116,6 @@ def test_shards_read_as_one_sequence_across_their_boundaries(folder):
 # --- faults ---
 
 
-def test_absent_folder_is_named_with_what_data_can_make(tmp_path):
-    message = refusal(tmp_path / "absent")
-    assert f"there is no folder {tmp_path / 'absent'}" in message and "quickstart" in message
-    assert "there is no folder" in refusal("a_name_in_data_that_does_not_exist")
-
-
 @pytest.mark.parametrize("name", ["train.bin", "val.bin"])
 def test_absent_token_file_is_named_with_the_prepare_script_that_makes_it(folder, name):
     (folder / name).unlink()
@@ -153,13 +147,6 @@ def test_absent_meta_names_the_command_that_makes_it(folder):
 def test_damaged_meta_is_named(folder, text):
     (folder / "meta.json").write_text(text)
     assert str(folder / "meta.json") in refusal(folder)
-
-
-def test_vocabulary_size_written_as_a_string_counts_as_the_number(folder):
-    by_hand(folder, vocab_size=str(VOCABULARY))
-    assert open_dataset(config(folder), scan=True)
-    by_hand(folder, vocab_size=str(VOCABULARY + 1))
-    assert "vocabulary" in refusal(folder)
 
 
 def test_unknown_dtype_lists_the_known_ones(folder):
@@ -228,13 +215,6 @@ def test_file_that_meta_does_not_describe_is_refused(folder):
     assert "train.bin is not the file that meta.json describes" in message and "sha256" in message
 
 
-def test_token_count_that_meta_does_not_record_is_refused(folder):
-    ids = np.fromfile(folder / "train.bin", "<u2")
-    write_ids(folder / "train.bin", ids[:-1])
-    message = refusal(folder, scan=False)  # every rank sees it, without a scan
-    assert "holds 19,999 tokens" in message and "records 20,000" in message
-
-
 # --- the scan ---
 
 
@@ -298,14 +278,6 @@ def test_changed_file_is_scanned_again(folder, scanned):
     os.utime(folder / "train.bin", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert f"token id {VOCABULARY}" in refusal(folder)
     assert sorted(scanned) == ["train.bin", "train.bin", "val.bin"]
-
-
-def test_files_read_as_another_dtype_are_scanned_again(tmp_path, scanned):
-    folder = make_dataset(tmp_path / "wide", vocab_size=70_000, train_tokens=90_000, dtype="uint32")
-    by_hand(folder, "uint16", 65_536)  # a mistake, soon corrected
-    open_dataset(config(folder, vocab_size=69_000), scan=True)
-    by_hand(folder, "uint32", 69_000)
-    assert "token id 69,999" in refusal(folder, vocab_size=69_000)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"train.bin": 3}', '{"train.bin": {"max_id": "x"}}'])

@@ -75,22 +75,11 @@ def test_samples_of_an_evaluation_or_a_checkpoint_are_in_no_row():
     assert [sample.began for sample in monitor.samples] == [9.0]  # the next row's
 
 
-def test_a_sample_that_is_not_over_before_the_pause_is_in_no_row():
-    monitor = filled((1.0, 1000), (1.995, 2000))
-    assert monitor.take([(0.0, 2.0)])["sm_clock_mhz"] == 1000
-
-
 def test_a_row_shorter_than_a_sample_says_so():
     row = filled((1.0, 1000)).take([(1.1, 1.15)])
     reason = row.pop("gpu_reason")
     assert row == NO_SAMPLE
     assert reason == "no sample in 0.05 s; there is one every 0.2 s"
-
-
-def test_a_row_of_days_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(gpu_monitor, "MAX_SAMPLES", 5)
-    monitor = filled(*((float(t), 1000.0) for t in range(20)))
-    assert [sample.began for sample in monitor.samples] == [15, 16, 17, 18, 19]
 
 
 # --- what is sampled ---
@@ -171,13 +160,6 @@ def test_a_cpu_and_the_other_ranks_start_no_thread():
     second_rank = watch_gpus(World(1, 1, 2, torch.device("cuda", 1)))
     assert not on_cpu.thread.is_alive() and not second_rank.thread.is_alive()
     assert on_cpu.take([(0.0, 100.0)]) == {**NO_SAMPLE, "gpu_reason": "the run uses no GPU"}
-
-
-def test_a_torch_that_does_not_name_its_gpus_is_the_reason(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: types.SimpleNamespace())
-    monitor = watch_gpus(World(0, 0, 1, torch.device("cuda", 0)))
-    assert "torch does not name the GPUs" in everything(monitor)["gpu_reason"]
 
 
 # --- an NVML that does not work ---

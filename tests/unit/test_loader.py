@@ -325,32 +325,6 @@ def test_two_epochs_through_workers_have_every_token_once_each(numbered, workers
 # --- memory ---
 
 
-def anonymous_kib() -> int:
-    """This process's memory without the pages of mapped files, which the system takes back when it likes."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
-
-
-@pytest.mark.slow
-def test_memory_stays_flat_over_10000_batches(tmp_path):
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for i in range(400):  # more than are open at a time
-        np.zeros(800, "<u2").tofile(folder / f"train_{i:03d}.bin")
-    (folder / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 64}))
-    one = {"batch_size": 1, "gradient_accumulation_steps": 1}
-    config = dataclasses.replace(CONFIG, dataset=str(folder), eval_interval=0, **one)
-    windows = StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
-    loader = Loader(windows, config, world())
-    for _ in range(1000):
-        loader.next()
-    before = anonymous_kib()
-    for _ in range(10_000):
-        loader.next()
-    assert anonymous_kib() - before < 1024
-    assert loader.position > windows.count  # more than an epoch
-
-
 @pytest.mark.parametrize("where", ["check", "forward", "read"])
 def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(windows, monkeypatch, where):
     """By a stop, by an error of the model, or by a token file that has changed."""

@@ -10,7 +10,7 @@ from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common.errors import UserError
 from training.batches.fingerprint import data_differences, run_fingerprint
-from training.batches.loader import IterationBatches, Loader
+from training.batches.loader import IterationBatches
 from training.batches.mixture import BLOCK, Mixture
 from training.batches.sources import make_windows, open_sources
 from training.batches.windows import StreamWindows
@@ -179,15 +179,6 @@ def test_world_size_and_resumes_change_no_sample_of_a_mixture(mixture, size):
     before = samples(mixture, size, iterations=17)
     after = samples(mixture, 1, position=17 * 8, iterations=23)
     assert np.array_equal(np.concatenate([before, after]), whole)
-
-
-def test_workers_hand_out_the_same_mixture(mixture):
-    keys = {"use_dataloader": True, "dataloader_num_workers": 2}
-    loaders = [Loader(mixture, config("-", **more), world(), position=250) for more in ({}, keys)]
-    for _ in range(6):
-        (x, y), (other_x, other_y) = (loader.next() for loader in loaders)
-        assert torch.equal(x, other_x) and torch.equal(y, other_y)
-    loaders[1].close()
 
 
 def test_single_dataset_with_a_weight_is_that_dataset(folders):

@@ -56,14 +56,6 @@ def test_a_stated_head_width_changes_the_projections_and_nothing_else():
     assert build_model(model_config("llama", **SMALL, head_dim=24)).rotary_cos.shape == (32, 12)
 
 
-def test_biases_of_q_k_and_v_are_the_only_ones():
-    plain, biased = shapes(), shapes(qkv_bias=True)
-    assert biased.keys() - plain.keys() == {"qkv.bias", "blocks.1.attn.qkv.bias"}
-    assert biased["qkv.bias"] == ((4 + 2 * 2) * 16,)
-    everywhere = shapes(bias=True)
-    assert {name for name in everywhere if name.endswith("bias")} > {"qkv.bias", "out.bias"}
-
-
 def test_biases_of_q_k_and_v_start_at_zero_and_reach_the_logits():
     model = build_model(model_config("qwen2", **SMALL)).init_weights("cpu", seed=0)
     biases = [block.attn.qkv.bias for block in model.blocks]
@@ -105,20 +97,6 @@ REFUSED = [
 def test_what_the_model_does_not_have_is_refused_before_it_is_built(fields, message):
     with pytest.raises(ValueError, match=message):
         model_config("llama", **{**SMALL, **fields})
-
-
-def test_near_a_refusal_the_model_is_built_and_computes():
-    ids = torch.arange(32)[None]
-    for preset, fields in (
-        ("gpt2", dict(head_dim=15, n_kv_head=None)),  # learned positions rotate nothing
-        ("gpt2", dict(qkv_bias=True)),
-        ("llama", dict(n_head=6, head_dim=10)),
-        ("llama", dict(head_dim=2)),
-        ("qwen2", dict(bias=True, qkv_bias=False)),
-        ("qwen3", dict(qkv_bias=True)),
-    ):
-        model = build_model(model_config(preset, **{**SMALL, **fields})).init_weights("cpu", seed=0)
-        assert model(ids).shape == (1, 32, 97)
 
 
 # --- from a file, and from the command line ---

@@ -39,49 +39,10 @@ def windows_of(folder):
     return PackedWindows(documents, T, *pack_documents(documents, folder, "train", T))
 
 
-def documents_of(folder) -> list[np.ndarray]:
-    ids = files_of(folder).read(0, files_of(folder).total)
-    parts = np.split(ids, np.flatnonzero(ids == EOT) + 1)
-    return [part for part in parts if len(part) > 1]
-
-
-def test_every_document_is_in_one_window_whole_or_cut_at_its_end(folder):
-    windows = windows_of(folder)
-    found = {}
-    for row in windows.read(np.arange(windows.count)):
-        row = row[row >= 0]
-        for piece in np.split(row, np.flatnonzero(row == EOT) + 1):
-            if len(piece):
-                assert piece[0] not in found
-                found[piece[0]] = piece
-    documents = documents_of(folder)
-    assert len(found) == len(documents) > 500
-    assert any(len(document) > T + 1 for document in documents)
-    for document in documents:
-        assert np.array_equal(found[document[0]], document[: T + 1])
-
-
-def test_a_window_is_text_and_then_padding(folder):
-    rows = windows_of(folder).read(np.arange(windows_of(folder).count))
-    assert rows.shape[1] == T + 1
-    for row in rows:
-        room = int((row < 0).sum())
-        assert room == 0 or (row[-room:] == ~EOT).all() and row[0] >= 0
-
-
 def test_padding_is_end_of_text_to_the_model_and_nothing_to_the_loss():
     x, y = inputs_and_targets(torch.tensor([[5, 6, EOT, ~EOT, ~EOT]]))
     assert x.tolist() == [[5, 6, EOT, EOT]]
     assert y.tolist() == [[6, EOT, ~EOT, ~EOT]] and (y[0, 2:] < 0).all()
-
-
-def test_what_is_cut_off_and_padded_is_counted(folder):
-    windows = windows_of(folder)
-    kept = sum(min(len(document), T + 1) for document in documents_of(folder))
-    rows = windows.read(np.arange(windows.count))
-    assert windows.description["tokens_kept"] == kept == (rows >= 0).sum()
-    assert windows.description["tokens_cut_off"] == files_of(folder).total - kept
-    assert windows.description["share_padded"] == pytest.approx((rows < 0).mean())
 
 
 def test_packing_is_made_once_and_again_when_the_tokens_change(folder):

@@ -48,14 +48,6 @@ def test_characters_become_a_tokenizer_with_the_same_ids(tmp_path):
     assert theirs.decode(ours.encode(text)) == text
 
 
-def test_a_file_tokenizer_is_written_as_it_is(tmp_path):
-    (tmp_path / "a").mkdir()
-    write_tokenizer(tmp_path / "a", CharTokenizer("abc"), None)
-    (tmp_path / "b").mkdir()
-    write_tokenizer(tmp_path / "b", open_tokenizer(str(tmp_path / "a")), None)
-    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -177,11 +169,6 @@ def test_no_command_takes_another_tokenizer_than_the_checkpoints(change, trained
     tokenizer = [f"--tokenizer={tmp_path / 'names'}" for _ in flags]
     with pytest.raises(UserError, match=message):
         evaluate.main([str(trained), f"--dataset={tmp_path / 'tokens'}", "--device=cpu", *tokenizer])
-
-
-def test_a_dataset_that_is_named_and_not_there_is_an_error(trained, tmp_path):
-    with pytest.raises(UserError, match="no .*/absent/meta.json"):
-        export_hf.main([str(trained), str(tmp_path / "exported"), f"--dataset={tmp_path / 'absent'}"])
 
 
 def test_a_dataset_that_has_moved_can_be_named(trained, tmp_path, capsys):
@@ -309,19 +296,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path, 
     write_tokenizer(tmp_path / "exported", CharTokenizer(CHARS + "é"), None)
     with pytest.raises(UserError, match="has 65 ids, the model in .* 64; one of them is from another model"):
         sampled(capsys, f"--hf={tmp_path / 'exported'}")
-
-
-def test_a_character_that_the_tokenizer_lacks_is_one_message(trained, tmp_path):
-    export_hf.main([str(trained), str(tmp_path / "exported")])
-    with pytest.raises(UserError, match="cannot encode this text"):
-        sample.main([f"--hf={tmp_path / 'exported'}", "--prompt=A B", "--device=cpu"])
-
-
-@pytest.mark.parametrize("flags", [[], ["--out_dir=a", "--hf=b"]])
-def test_a_checkpoint_or_weights_must_be_named_but_not_both(flags, capsys):
-    with pytest.raises(SystemExit):
-        sample.main(flags)
-    assert "--hf" in capsys.readouterr().err
 
 
 # --- what is imported ---

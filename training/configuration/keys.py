@@ -25,7 +25,6 @@ from training.configuration.key_line import (
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
 AUTO: Literal["auto"] = "auto"  # the run chooses: training/records/micro_batch.py
-REMAKING = ("memory_bound", "attention")  # levels that make parts of every block again: ops/remade.py
 
 
 @dataclass(frozen=True)
@@ -282,3 +281,6 @@ _SAMPLES = ("dataset", "seed", "tokens_per_iter")
 GUARDED = (*_SAMPLES, *(name for name in KEYS if KEYS[name].guarded and name not in _SAMPLES))
 # Tokens of an iteration: their product, with block_size. allow_changes may name those that changed, too.
 FACTORS = ("batch_size", "gradient_accumulation_steps", "processes")  # 'processes': how many there are
+
+# Levels of activation_checkpointing that make parts of every block again: ops/remade.py
+REMAKING = ("memory_bound", "attention")

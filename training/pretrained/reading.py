@@ -40,7 +40,7 @@ from training.pretrained.folder import (
 from training.pretrained.names import in_pairs, pieces
 from training.pretrained.same_tokenizer import is_tokenizer_of, not_of_dataset
 from training.pretrained.tokenizer_files import VOCABULARIES
-from training.process.world import gather_objects
+from training.process.world import World, gather_objects
 
 log = logging.getLogger("nanomfu")
 
@@ -84,8 +84,10 @@ def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -
             log.info(f"init_weights={config.init_weights} is not read: the weights are the checkpoint's")
         return resume.pretrained
     began = time.monotonic()
-    facts = _compare(gather_objects(_read(config, state), state.world))
+    read = _agree(_read(config, state), state.world)
+    _agree(_not_finite((shard.name, shard.local) for shard in state.strategy.shards), state.world)
     state.strategy.publish()
+    facts = _compare(read, state.world)
     log.info(f"Weights of {config.init_weights} read in {time.monotonic() - began:.1f} s")
     return facts
 
@@ -119,8 +121,6 @@ def _read(config: TrainConfig, state: TrainState) -> dict[str, Any] | UserError:
         strategy = state.strategy
         shards = {s.name: strategy.as_global(s, s.local.detach()) for s in strategy.shards}
         _load(weights, reader, shards)
-        if problem := _not_finite((shard.name, shard.local) for shard in strategy.shards):
-            return problem
         mine = list_files(weights.folder)[world.local_rank :: world.local_size]
         return describe(weights, architecture, {name: digest(weights.folder / name) for name in mine})
     except UserError as error:
@@ -152,18 +152,22 @@ def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> UserError | None
     return None
 
 
-def _compare(outcomes: list[Any]) -> dict[str, Any]:
-    """What all ranks have read, with the hashes of all files. Raises the first UserError of any rank, and
-    UserError if two machines have read different files."""
-    if failure := next((one for one in outcomes if isinstance(one, UserError)), None):
+def _agree(outcome: Any, world: World) -> Any:
+    """This rank's outcome. Raises the first UserError of any rank, on every rank."""
+    failures = gather_objects(outcome if isinstance(outcome, UserError) else None, world)
+    if failure := next(filter(None, failures), None):
         raise failure
-    files: dict[str, Any] = {}
-    first = outcomes[0]
-    for rank, theirs in enumerate(outcomes):
+    return outcome
+
+
+def _compare(read: dict[str, Any], world: World) -> dict[str, Any]:
+    """The same with the hashes of all files. Raises UserError if two machines have read different ones."""
+    files: dict[str, dict[str, Any]] = {}
+    for rank, theirs in enumerate(gather_objects(read, world)):
         for name, facts in theirs["files"].items():
-            if files.setdefault(name, facts) != facts or theirs["config"] != first["config"]:
+            if files.setdefault(name, facts) != facts or theirs["config"] != read["config"]:
                 raise UserError(
-                    f"rank {rank} reads another {name} of {first['source']} than other ranks; copy the same "
+                    f"rank {rank} reads another {name} of {read['source']} than other ranks; copy the same "
                     "folder to every machine, or name a revision of the hub: hf:OWNER/NAME@COMMIT"
                 )
-    return {**first, "files": dict(sorted(files.items()))}
+    return {**read, "files": dict(sorted(files.items()))}
