@@ -95,8 +95,7 @@ DAMAGE = {
     "a bit of the pieces": lambda p: rewrite(p / "pieces.bin", flip),
     "a bit of the windows": lambda p: rewrite(p / "windows.bin", flip),
     "no pieces": lambda p: (p / "pieces.bin").unlink(),
-    "no hashes": edit_index(files=None),
-    "a hash that is no text": edit_index(files={"windows.bin": {"sha256": 5}}),
+    "no hash": edit_index(sha256=None),
     "a count as text": edit_index(windows="5"),
     "a count as true": edit_index(documents=True),
     "a negative count": edit_index(windows=-5),
@@ -158,7 +157,9 @@ def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
     packing = folder / ".packed-train-32"
     rewrite(packing / "pieces.bin", lambda c: c[32:48] + c[16:32] + c[:16] + c[48:])  # two documents change
     index = json.loads((packing / "index.json").read_text())
-    index["files"]["pieces.bin"]["sha256"] = hashlib.sha256((packing / "pieces.bin").read_bytes()).hexdigest()
+    files = [(packing / name).read_bytes() for name in ("pieces.bin", "windows.bin")]
+    hashes = [hashlib.sha256(content).hexdigest() for content in files]
+    index["sha256"] = hashlib.sha256("".join(hashes).encode()).hexdigest()
     (packing / "index.json").write_text(json.dumps(index))
     capfd.readouterr()
     assert run(path, "--init_from=resume") == 2

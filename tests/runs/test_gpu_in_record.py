@@ -103,4 +103,4 @@ def test_a_driver_that_hangs_midway_does_not_hang_the_run(run, config, tmp_path,
     assert status == 0 and record["status"] == "completed" and took < 50
     reasons = [row["gpu_reason"] for row in record["training_iterations"]]
     assert reasons[0] is None
-    assert all(reason.startswith("NVML gave no sample in these ") for reason in reasons[4:])
+    assert all(reason.startswith("no sample in ") for reason in reasons[4:])

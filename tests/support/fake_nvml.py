@@ -27,7 +27,7 @@ class FakeNvml:
         return UUIDS.index(uuid.removeprefix("GPU-"))
 
     def nvmlDeviceGetUUID(self, gpu):
-        return f"GPU-{UUIDS[0]}" if gpu == 0 else f"GPU-{UUIDS[1]}".encode()
+        return f"GPU-{UUIDS[gpu]}"
 
     def nvmlDeviceGetClockInfo(self, gpu, kind):
         assert kind == self.NVML_CLOCK_SM
@@ -44,9 +44,6 @@ class FakeNvml:
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
         return self.reasons
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu):
-        raise AssertionError("the driver has the newer name")
 
     def nvmlDeviceGetEnforcedPowerLimit(self, gpu):
         return 700_000

@@ -119,15 +119,6 @@ def test_each_reason_has_its_name(nvml, bit, name):
     assert Nvml([UUIDS[0]]).read()[0].throttle == (name,)
 
 
-def test_a_driver_before_535_has_another_name_for_the_reasons(nvml, monkeypatch):
-    def missing(gpu):
-        raise FakeError("Function Not Found")
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", missing)
-    monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda gpu: 32)
-    assert everything(watched())["throttle"] == {"temperature": 1.0}
-
-
 def test_the_library_has_every_function_and_every_constant_that_is_used():
     import pynvml
 
@@ -195,7 +186,6 @@ def test_a_gpu_that_fell_off_the_bus_is_the_reason_in_later_rows_alone(nvml, mon
     before = everything(monitor)
     for name in ("ClockInfo", "PowerUsage", "Temperature", "CurrentClocksEventReasons"):
         monkeypatch.setattr(nvml, f"nvmlDeviceGet{name}", lost)
-    monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lost)
     wait_until(lambda: monitor.reason)
     everything(monitor)  # the samples from before
     after = everything(monitor)

@@ -13,7 +13,7 @@ from test_mixture import config, mixed
 from common.errors import UserError
 from data.pipeline import single_files, verified
 from data.pipeline.token_files import TokenWriter
-from training.batches import document_starts, fingerprint, packed_index, packing
+from training.batches import document_starts, fingerprint, packing
 from training.batches.sources import describe_sources, make_windows, open_sources
 from training.batches.token_files import TokenFiles
 from training.checkpoints import tensor_files, verification
@@ -129,8 +129,6 @@ def test_hash_and_largest_id_are_of_all_chunks(ids, monkeypatch):
     monkeypatch.setattr(verification, "HASH_CHUNK", 64)
     content = path.read_bytes()
     assert verification.digest(path) == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": 2000}
-    monkeypatch.setattr(packed_index, "READ_BYTES", 64)
-    assert packed_index._hash(path) == hashlib.sha256(content).hexdigest()
 
 
 def test_a_probe_sees_the_whole_file(ids, monkeypatch):

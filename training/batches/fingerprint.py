@@ -17,6 +17,7 @@ from training.batches.token_files import TokenFiles
 from training.process.world import World, gather_objects
 
 FACTS = ("dtype", "vocab_size", "eot_id")
+OF_A_FILE = ("tokens", "sha256", "probe", "lengths")
 PROBES, PROBE_BYTES = 64, 4096  # read from a file whose hash meta.json does not record
 
 
@@ -24,11 +25,8 @@ def data_fingerprint(
     meta: dict, splits: dict[str, TokenFiles], packings: dict[str, str] | None = None
 ) -> dict:
     """Tokenizer, storage format, files of each split and hashes of packings, and one hash of all of these."""
-    tokenizer = meta.get("tokenizer") or {}
     content = {
-        "tokenizer": tokenizer_identity(
-            tokenizer if isinstance(tokenizer, dict) else {"name": str(tokenizer)}
-        ),
+        "tokenizer": tokenizer_identity(meta.get("tokenizer") or {}),
         **{name: meta.get(name) for name in FACTS},
         "splits": {
             split: {path.name: _file(path, i, files, meta) for i, path in enumerate(files.paths)}
@@ -107,24 +105,16 @@ def show_tokenizer(tokenizer: dict) -> str:
 
 
 def _file_differences(saved: dict, now: dict) -> list[str]:
-    changed = [
-        name
-        for name in saved.keys() & now.keys()
-        if any(
-            _differ(saved[name].get(key), now[name].get(key))
-            for key in ("tokens", "sha256", "probe", "lengths")
-        )
-    ]
+    def changed(name: str) -> bool:
+        return any(_differ(saved[name].get(fact), now[name].get(fact)) for fact in OF_A_FILE)
+
     found = {
         "no": saved.keys() - now.keys(),
         "in addition": now.keys() - saved.keys(),
-        "other tokens in": changed,
+        "other tokens in": [name for name in saved.keys() & now.keys() if changed(name)],
     }
-    return [
-        f"{what} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        for what, names in found.items()
-        if names
-    ]
+    more = {what: f" and {len(names) - 1} more" * (len(names) > 1) for what, names in found.items()}
+    return [f"{what} {min(names)}{more[what]}" for what, names in found.items() if names]
 
 
 def tokenizer_identity(recorded: dict) -> dict:

@@ -1,7 +1,7 @@
-"""Checks a stored packing: index.json, which describes it, and the hashes of windows.bin and pieces.bin.
+"""Checks a stored packing: index.json, which describes it, and the hash of windows.bin and pieces.bin.
 
-The trap: a packing that was cut or damaged still gives windows, of other tokens than before. So sizes and
-hashes of its files are recorded, as those of token files are, and a resume compares its hash.
+The trap: a packing that was cut or damaged still gives windows, of other tokens than before. So the sizes of
+its files follow from its counts, their hash is recorded, and a resume compares it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from common.durable_file import sync, write_json
 from common.json_file import open_regular, read_json
 
 INDEX_BYTES = 1 << 28  # no index.json is larger: it has about a hundred bytes for each token file
-COUNTS = ("windows", "documents", "tokens_kept", "tokens_cut_off")
 READ_BYTES = 1 << 24
+COUNTS = ("windows", "documents", "tokens_kept", "tokens_cut_off")
 
 
 class DamagedIndex(ValueError):
@@ -24,11 +24,9 @@ class DamagedIndex(ValueError):
 
 def write_index(folder: Path, stamp: list, description: dict) -> None:
     """Writes index.json beside the finished windows.bin and pieces.bin. Returns when all is on disk."""
-    names = _sizes(description)
-    files = {name: {"bytes": size, "sha256": _hash(folder / name)} for name, size in names.items()}
-    for name in names:
+    for name in _sizes(description):
         sync(folder / name)
-    write_json(folder / "index.json", {"stamp": stamp, **description, "files": files})
+    write_json(folder / "index.json", {"stamp": stamp, **description, "sha256": _hash(folder, description)})
 
 
 def read_index(folder: Path, stamp: list, hashes: bool) -> dict | None:
@@ -45,18 +43,11 @@ def read_index(folder: Path, stamp: list, hashes: bool) -> dict | None:
                 found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise DamagedIndex(f"{name} has {found:,} bytes instead of {size:,}")
-            if hashes and _hash(folder / name) != index["files"][name]["sha256"]:
-                raise DamagedIndex(f"{name} has another hash")
-        index_hash(index)
-        return {key: index[key] for key in (*COUNTS, "share_padded", "files")}
+        if not isinstance(index["sha256"], str) or hashes and _hash(folder, index) != index["sha256"]:
+            raise DamagedIndex("windows.bin and pieces.bin have another hash")
+        return {key: index[key] for key in (*COUNTS, "share_padded", "sha256")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedIndex(str(error) or type(error).__name__) from None
-
-
-def index_hash(index: dict) -> str:
-    """One hash of which documents share a window. index: what read_index() returned."""
-    hashes = [index["files"][name]["sha256"] for name in sorted(_sizes(index))]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _sizes(description: dict) -> dict[str, int]:
@@ -64,9 +55,13 @@ def _sizes(description: dict) -> dict[str, int]:
     return {"windows.bin": 8 * (description["windows"] + 1), "pieces.bin": 16 * description["documents"]}
 
 
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _hash(folder: Path, description: dict) -> str:
+    """One hash of which documents share a window; checkpoints have it."""
+    hashes = []
+    for name in sorted(_sizes(description)):
+        digest = hashlib.sha256()
+        with open_regular(folder / name) as file:
+            while chunk := file.read(READ_BYTES):
+                digest.update(chunk)
+        hashes.append(digest.hexdigest())
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -42,7 +42,7 @@ class PackedWindows(Windows):
         self.tokens, self.block_size, self.folder = documents.tokens, block_size, folder
         self.mark = START if marked else 0
         self.padding = ~(documents.padding_id | self.mark)  # see inputs_and_targets
-        self.description = {name: value for name, value in index.items() if name != "files"}
+        self.description = {name: value for name, value in index.items() if name != "sha256"}
 
     @property
     def count(self) -> int:

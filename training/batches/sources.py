@@ -17,7 +17,6 @@ from data.pipeline.meta_file import LENGTHS_FORMAT
 from training.batches.dataset import open_dataset, overlap_error
 from training.batches.document_starts import DocumentStarts, find_documents
 from training.batches.mixture import Mixture
-from training.batches.packed_index import index_hash
 from training.batches.packing import PackedWindows, pack_documents
 from training.batches.token_files import TokenFiles
 from training.batches.windows import Split, StreamWindows, Windows
@@ -52,7 +51,7 @@ def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
             hashes = config.verify_data == "hash"
             for split in splits:
                 _, index = packing_of(sources[-1], split, config, hashes)
-                sources[-1].packings[f"{split}-{config.block_size}"] = index_hash(index)
+                sources[-1].packings[f"{split}-{config.block_size}"] = index["sha256"]
     for source in sources[1:]:
         _check_same_tokenizer(sources[0], source)
     _check_no_overlap(sources)

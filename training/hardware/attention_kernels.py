@@ -190,10 +190,11 @@ def _sdpa_cudnn(q, k, v, dropout_p=0.0):
     return y.transpose(1, 2)
 
 
-def _sdpa_default(q, k, v, dropout_p=0.0):
+def _sdpa_default(q, k, v, dropout_p=0.0, mask=None):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
+    sees = {"is_causal": True} if mask is None else {"attn_mask": mask}
     grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, enable_gqa=grouped, **sees)
     return y.transpose(1, 2)
 
 
@@ -217,17 +218,10 @@ def _no_documents(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 def _masked_sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """Flex attention skips what no query of a block may see; a dense mask only hides it."""
-    kernels = [("dense mask", _sdpa_masked, dense_mask)]
+    kernels = [("dense mask", _sdpa_default, dense_mask)]
     if device.type == "cuda" and config.dropout == 0:
         kernels.insert(0, ("flex attention", _flex, _block_mask))
     return kernels
-
-
-def _sdpa_masked(q, k, v, dropout_p, mask):
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
-    grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=grouped)
-    return y.transpose(1, 2)
 
 
 def _flex(q, k, v, dropout_p, mask):

@@ -80,8 +80,6 @@ class Nvml:
     def _read(self, gpu: Any) -> GpuReading:
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", gpu)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", gpu)
-        if reasons is None:  # its name before driver 535
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
         return GpuReading(
             self._ask("nvmlDeviceGetClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
             None if milliwatts is None else milliwatts / 1000,
@@ -100,16 +98,11 @@ class Nvml:
     def _describe(self, gpu: Any) -> dict[str, Any]:
         milliwatts = self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu)
         return {
-            "uuid": self._uuid(gpu),
+            "uuid": self._ask("nvmlDeviceGetUUID", gpu),  # as nvidia-smi shows it: GPU-5f3e...
             "power_limit_w": None if milliwatts is None else milliwatts / 1000,
             "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
             "nvlinks": self._nvlinks(gpu),
         }
-
-    def _uuid(self, gpu: Any) -> str | None:
-        """As nvidia-smi shows it: GPU-5f3e..."""
-        uuid = self._ask("nvmlDeviceGetUUID", gpu)
-        return uuid.decode() if isinstance(uuid, bytes) else uuid  # bytes in older versions of the library
 
     def _nvlinks(self, gpu: Any) -> int:
         """Its active links."""
