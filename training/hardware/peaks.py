@@ -62,14 +62,7 @@ GPUS = (
     Gpu("H200", "H200 SXM", (9, 0), 989.4, 1978.9, "H200 datasheet: 1,979 and 3,958 sparse"),
     Gpu("H200 NVL", "H200 NVL", (9, 0), 835, 1670.5, "H200 datasheet: 1,671 and 3,341 sparse"),
     # The memory in a GH200's name is the CPU's (480GB, 120GB) or the GPU's (144G); all have one Hopper chip.
-    Gpu(
-        "GH200 (480GB|120GB|144G HBM3e)",
-        "GH200",
-        (9, 0),
-        989.4,
-        1978.9,
-        "GH200 datasheet: 990 and 1,979 dense",
-    ),
+    Gpu("GH200 (480GB|120GB|144G HBM3e)", "GH200", (9, 0), 989.4, 1978.9, "GH200 datasheet: 990 and 1,979"),
     Gpu("H100 80GB HBM3", "H100 SXM", (9, 0), 989.4, 1978.9, "H100 whitepaper: 989.4 and 1978.9 dense"),
     Gpu("H100 PCIe", "H100 PCIe", (9, 0), 756, 1513, "H100 datasheet: 1,513 and 3,026 sparse"),
     Gpu("H100 NVL", "H100 NVL", (9, 0), 835, 1670.5, "H100 datasheet: 1,671 and 3,341 sparse"),
@@ -78,14 +71,7 @@ GPUS = (
     # The sheet's bf16 disagrees with itself by 1 % (362.05 dense, 733 sparse) and names no accumulator.
     Gpu("L40S", "L40S", (8, 9), 362, 733, "L40S datasheet: 362.05 and 733 dense"),
     # A GeForce has half the rate when it accumulates in fp32; for fp8 the Ada whitepaper says so since v2.02.
-    Gpu(
-        "GeForce RTX 4090",
-        "RTX 4090",
-        (8, 9),
-        165.2,
-        330.3,
-        "Ada whitepaper v2.02, app. A: 165.2 and 330.3 dense",
-    ),
+    Gpu("GeForce RTX 4090", "RTX 4090", (8, 9), 165.2, 330.3, "Ada whitepaper v2.02: 165.2 and 330.3 dense"),
     Gpu("GeForce RTX 5090", "RTX 5090", (12, 0), 209.5, 419, "RTX Blackwell whitepaper: 209.5 and 419 dense"),
 )
 

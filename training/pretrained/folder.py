@@ -154,11 +154,9 @@ def list_files(folder: Path) -> list[str]:
     if os.path.lexists(folder / INDEX):
         return [CONFIG, INDEX, *sorted(set(_read_index(folder).values()))]
     if pickles := sorted(path.name for suffix in ("*.bin", "*.pt*") for path in folder.glob(suffix)):
-        convert = f"m = AutoModelForCausalLM.from_pretrained({str(folder)!r}); m.save_pretrained('NEW')"
         raise UserError(
             f"{folder} holds weights as a pickle ({pickles[0]}), which can run any code and is not read. If "
-            "you trust it, make safetensors of it: "
-            f'python -c "from transformers import AutoModelForCausalLM; {convert}"'
+            "you trust it, make safetensors of it: from_pretrained and save_pretrained of transformers"
         )
     raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
 

@@ -6,18 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.pretrained.folder import read_generation, recall
-
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def first_weights(pretrained: dict[str, Any] | None) -> dict[str, Any]:
-    """What a checkpoint says of the weights that its run began with. Earlier versions did not save
-    "generation", which is then read from their folder, if it is still there. Raises UserError."""
-    if pretrained is None or "generation" in pretrained:
-        return pretrained or {}
-    weights = recall(pretrained["source"], pretrained["commit"])
-    return {**pretrained, "generation": read_generation(weights.folder) if weights else {}}
+    """What a checkpoint says of the weights that its run began with; {} if it began with none."""
+    return pretrained or {}
 
 
 def end_ids(began_with: dict[str, Any], eot_id: int | None) -> list[int]:
