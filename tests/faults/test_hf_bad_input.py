@@ -15,7 +15,6 @@ from support.hf_models import change_config, copy, hf_run, logits_of, save, save
 import sample
 from common.errors import UserError
 from tools import export_hf
-from training.pretrained import folder as folder_module
 from training.pretrained import reading
 from training.pretrained.settings import load_run_config
 from training.process.world import World
@@ -272,15 +271,6 @@ def test_quantized_weights_are_named_with_what_is_expected(dtype, made, tmp_path
     assert "damaged" not in message and "again" not in message
 
 
-def test_the_matrices_of_gptq_are_named_and_not_called_missing(made, tmp_path):
-    folder = copy(made["qwen3"], tmp_path / "model")
-    stored = tensors(folder)
-    del stored["model.layers.0.mlp.up_proj.weight"]
-    store(folder, stored | {"model.layers.0.mlp.up_proj.qweight": torch.zeros(4, 64, dtype=torch.int32)})
-    with pytest.raises(UserError, match=r"up_proj.qweight is int32 and \(4, 64\), so the weights are quant"):
-        reading.load_pretrained(f"hf:{folder}", torch.device("cpu"))
-
-
 def test_names_that_are_missing_are_shown_with_those_that_are_there(made, tmp_path):
     folder = copy(made["qwen3"], tmp_path / "model")
     store(folder, {f"net.{name}": tensor for name, tensor in tensors(folder).items()})
@@ -383,13 +373,6 @@ def test_a_model_of_the_hub_is_read_at_one_commit(made, run, tmp_path, monkeypat
     assert (saved["source"], saved["commit"]) == ("hf:Owner/Name@v1", commit)
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
-
-
-def test_an_existing_folder_wins_over_the_hub(made, tmp_path, monkeypatch):
-    copy(made["qwen3"], tmp_path / "Owner" / "Name")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(folder_module, "hub_library", lambda instead: pytest.fail("it asked the hub"))
-    assert load_run_config([str(hf_run(tmp_path)), "--init_weights=hf:Owner/Name"]).arch_preset == "qwen3"
 
 
 # --- sample.py ---

@@ -223,12 +223,3 @@ def test_float16_with_loss_scaling_follows_fp32_in_every_strategy(runs, folder, 
     state = checkpoint_tensors(folder / f"float16-{name}" / "checkpoints" / f"step-{ITERATIONS:08d}")
     assert state["loss_scale.scale"] == 65536.0
     assert state["loss_scale.growth_tracker"] == ITERATIONS
-
-
-def test_a_damaged_folder_of_the_same_step_is_set_aside_by_a_save(folder):
-    train(folder, "same-step", "--max_iters=2")
-    out = folder / "same-step"
-    (out / "checkpoints" / "step-00000002" / "manifest.json").unlink()
-    train(folder, "same-step", "--max_iters=2")
-    assert (out / "checkpoints" / "step-00000002" / "manifest.json").is_file()
-    assert len(list(out.glob("checkpoints-before-*/step-00000002"))) == 1

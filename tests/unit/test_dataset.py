@@ -13,9 +13,7 @@ import pytest
 from support.helpers import ROOT, TINY, make_dataset
 
 from common.errors import RunError, UserError
-from data.inspect.__main__ import check_files
 from data.pipeline import verified
-from data.pipeline.meta_file import read_meta
 from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.char_tokenizer import CharTokenizer
 from training.batches.dataset import open_dataset
@@ -102,15 +100,6 @@ def make_shards(folder, sizes):
     for i, (start, size) in enumerate(zip(np.cumsum([0, *sizes[:-1]]), sizes, strict=True)):
         write_ids(folder / f"train_{i:03d}.bin", ids[start : start + size])
     return ids[: sum(sizes)]
-
-
-def test_shards_read_as_one_sequence_across_their_boundaries(folder):
-    ids = make_shards(folder, [100, 33, 1, 500])
-    train = open_dataset(config(folder), scan=True)[0]["train"]
-    assert train.total == len(ids) == 634
-    assert np.array_equal(train.read(0, 634), ids)
-    for start in (0, 60, 99, 100, 132, 133, 134, 601):
-        assert np.array_equal(train.read(start, 33), ids[start : start + 33]), start
 
 
 # --- faults ---
@@ -323,17 +312,6 @@ def test_file_that_was_hashed_when_it_was_written_is_not_read_again(tmp_path, sc
     copied.write_bytes(copied.read_bytes())  # the same bytes, at another time
     open_dataset(config(folder, eval_interval=0), scan=True)
     assert scanned == [copied.name]
-
-
-def test_inspecting_the_hashes_spares_the_run_the_reading(folder, scanned):
-    meta = json.loads((folder / "meta.json").read_text())
-    for name, file in meta["files"].items():
-        file["max_id"] = int(np.fromfile(folder / name, "<u2").max())
-    edit_meta(folder, format=1, files=meta["files"])
-    check_files(folder, read_meta(folder), hashes=True)
-    assert sorted(scanned) == ["train.bin", "val.bin"]
-    open_dataset(config(folder), scan=True)
-    assert len(scanned) == 2
 
 
 # --- without reading ---

@@ -237,29 +237,6 @@ def test_the_machine_is_described_with_limits(nvml):
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
 
 
-def test_without_nvml_the_report_says_why(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    info = {
-        "machine": machine_info(watched()),
-        "hardware": {"num_gpus": 1},
-        "software": {"driver": "580.1", "cuda": "13.0"},
-    }
-    text = dict(machine_lines(info))["  clocks and power"]
-    assert text.startswith("not sampled: the nvidia-ml-py library is missing")
-
-
-def test_a_cpu_has_only_a_host_and_a_dry_run_nothing():
-    info = {
-        "machine": machine_info(GpuMonitor([])),
-        "hardware": {},
-        "software": {"driver": None, "cuda": None},
-    }
-    assert [name for name, _ in machine_lines(info)] == ["Host"]
-    assert info["machine"]["gpu_reason"] == "the run uses no GPU"
-    del info["machine"]
-    assert machine_lines(info) == []
-
-
 # --- several rows ---
 
 

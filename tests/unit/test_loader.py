@@ -95,14 +95,6 @@ def test_world_size_changes_neither_the_samples_nor_their_order(windows, size):
     assert global_order(windows, size, iterations=30) == global_order(windows, 1, iterations=30)
 
 
-def test_epochs_and_seeds_have_their_own_orders(windows):
-    epochs = global_order(windows, 1, iterations=25)
-    assert epochs[:100] != epochs[100:]
-    other = dataclasses.replace(CONFIG, seed=CONFIG.seed + 1)
-    first, second = (indices_at(IterationBatches(windows, c, world()), 0) for c in (CONFIG, other))
-    assert first.ravel().tolist() != second.ravel().tolist()
-
-
 def test_order_is_that_of_checkpoints_that_exist(windows):
     assert windows.places(np.arange(8), 1337)[0].tolist() == [77, 36, 14, 72, 53, 87, 4, 59]
     assert windows.places(np.arange(100, 108), 1337)[0].tolist() == [90, 26, 1, 18, 62, 80, 21, 60]

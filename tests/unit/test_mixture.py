@@ -162,17 +162,6 @@ def test_source_in_a_mixture_has_the_order_that_it_has_alone(mixture, folders):
         assert np.array_equal(rows[mine], samples(alone, iterations=60)[: mine.sum()])
 
 
-def test_every_epoch_of_each_source_has_every_token_once(mixture):
-    rows = samples(mixture, iterations=65)[:, :-1]  # 520 samples: 3 epochs of a and of b, and a bit
-    for first, windows in ((0, 100), (10_000, 50)):
-        mine = rows[(rows[:, 0] < 10_000) == (first == 0)]
-        assert len(mine) >= 3 * windows
-        for epoch in np.split(mine[: 3 * windows], 3):
-            counts = np.bincount(epoch.ravel() - first, minlength=windows * T + 1)
-            assert sorted(np.unique(counts, return_counts=True)[1]) == [1, windows * T]  # one token is left
-            assert counts.max() == 1
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_world_size_and_resumes_change_no_sample_of_a_mixture(mixture, size):
     whole = samples(mixture, iterations=40)

@@ -6,8 +6,6 @@ import pytest
 import torch
 from support.helpers import ROOT
 
-from mfu_versions import model_builder_v1 as v1
-from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
 from training.records.memory_estimate import estimate_memory
@@ -108,15 +106,3 @@ def test_the_header_has_the_count_the_source_and_the_estimated_memory(name):
     assert "Unmeasured." in header or re.search(r"Measured \d{4}-\d\d-\d\d .* tokens/s", header, re.DOTALL)
     tokens = config.samples_per_iter(8) * config.block_size
     assert f"# {tokens:,} tokens per iteration on 8 GPUs" in text
-
-
-# Training FLOPs per token at S = 4096, worked out by hand from the published sizes.
-def test_flops_of_qwen3_0_6b_by_hand():
-    config, S = load("qwen3_0.6b.py").model_config(), 4096
-    q_and_out, k_and_v = 2 * 2 * 1024 * 2048, 2 * 2 * 1024 * 1024
-    scores, ffn = 2 * 2 * S * 2048, 3 * 2 * 1024 * 3072
-    logits = 2 * 1024 * 151_936
-    total = 3 * (28 * (q_and_out + k_and_v + scores + ffn) + logits)
-    assert v2.count_flops(config, S)["flops_per_token"] == total
-    assert v3.count_flops(config, S)["flops_per_token"] == total
-    assert v1.count_flops(config, S)["flops_per_token"] == 6 * 596_049_920 + 12 * 28 * 2048 * S
