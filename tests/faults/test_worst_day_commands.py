@@ -105,12 +105,6 @@ def test_the_largest_number_of_iterations_starts(config, run, tmp_path, monkeypa
     assert last_run(tmp_path)["config"]["max_iters"] == INT_MAX
 
 
-def test_the_tokens_of_an_iteration_have_a_limit(config):
-    flags = ["--batch_size=1048576", "--gradient_accumulation_steps=1048576"]
-    with pytest.raises(UserError, match="batch_size x gradient_accumulation_steps x block_size is 35,184,"):
-        load_config([str(config), *flags])
-
-
 def test_memory_that_is_not_there_is_one_message(config, run, tmp_path, monkeypatch, capfd):
     def no_memory(*arguments):
         raise MemoryError("Unable to allocate 8.00 TiB for an array")

@@ -11,7 +11,7 @@ from common.errors import UserError
 from data.folders import is_plain_name
 from training.configuration.keys import ROOT, TrainConfig
 
-WEIGHT = re.compile(r"\d{1,9}(\.\d{1,9})?")
+WEIGHT = re.compile(r"\d{1,9}|\d{0,9}\.\d{1,9}|\d{1,9}/[1-9]\d{0,8}")  # 3, 0.3 or 3/10
 
 
 def parse_dataset(text: str) -> dict[str, Fraction]:

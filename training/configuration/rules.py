@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterable
 
@@ -86,8 +87,12 @@ def _check_path(name: str, value: str) -> None:
         raise UserError(f"{name} is empty; name a folder")
     if "://" in value:
         raise UserError(f"{name}={shown(value)} is a URL; name a folder")
-    if not value.isprintable():  # it would steer the terminal, and break lines of the log
+    if any(ord(c) < 32 for c in value):  # it would steer the terminal, and break lines of the log
         raise UserError(f"{name}={shown(value)} has a line break or another control character")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise UserError(f"{name}={shown(value)} is no text that can name a folder") from None
 
 
 # --- what goes together ---
