@@ -1,4 +1,4 @@
-"""NVML of a machine with two GPUs joined by NVLink, of which the second has no power meter."""
+"""NVML of a machine with two GPUs, of which the second has no power meter."""
 
 UUIDS = ("aaaa-1111", "bbbb-2222")
 
@@ -12,7 +12,6 @@ class FakeNvml:
 
     NVMLError = FakeError
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
-    NVML_FEATURE_ENABLED, NVML_NVLINK_MAX_LINKS = 1, 36
 
     def __init__(self):
         self.clock = 1500
@@ -50,8 +49,3 @@ class FakeNvml:
 
     def nvmlDeviceGetMaxClockInfo(self, gpu, kind):
         return 1980
-
-    def nvmlDeviceGetNvLinkState(self, gpu, link):
-        if link == 18:
-            raise FakeError("Invalid Argument")
-        return int(link != 3)  # one is down

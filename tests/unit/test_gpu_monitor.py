@@ -1,4 +1,4 @@
-"""Clocks and power of the GPUs in the log rows, from an NVML that is made here: two GPUs joined by NVLink;
+"""Clocks and power of the GPUs in the log rows, from an NVML that is made here: two GPUs;
 the second has no power meter."""
 
 import itertools
@@ -227,13 +227,13 @@ def test_a_driver_that_hangs_does_not_hang_a_row_or_the_end(nvml, monkeypatch, c
 
 def test_the_machine_is_described_with_limits(nvml):
     machine = machine_info(watched())
-    gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980, "nvlinks": 17}
+    gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980}
     assert machine["gpus"] == [{"uuid": f"GPU-{uuid}", **gpu} for uuid in UUIDS]
     assert machine["host"] and machine["gpus_sampled"] == 2 and machine["gpu_reason"] is None
     info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1", "cuda": "13.0"}}
     lines = dict(machine_lines(info))
     assert lines["Host"].endswith("driver 580.1")
-    assert lines["  limits of a GPU"] == "700 W, 1,980 MHz, 17 NVLinks"
+    assert lines["  limits of a GPU"] == "700 W, 1,980 MHz"
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
 
 

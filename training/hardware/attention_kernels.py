@@ -176,7 +176,7 @@ def _need_cuda_and_half(name: str, dtype: torch.dtype, device: torch.device) -> 
 
 def _sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """torch's scaled_dot_product_attention: cuDNN by name where it is fastest, else torch's own choice."""
-    kernels = {TORCH: (_default_sdpa_kernel(config, dtype, device), _sdpa_default)}
+    kernels: dict[str, tuple] = {TORCH: (_default_sdpa_kernel(config, dtype, device), _sdpa_default)}
     D = config.head_dim
     if dtype in HALF and config.dropout == 0 and D % 8 == 0 and D <= CUDNN_MAX_HEAD_DIM:
         kernels[CUDNN] = (CUDNN, _sdpa_cudnn)
@@ -218,7 +218,7 @@ def _no_documents(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 def _masked_sdpa(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list:
     """Flex attention skips what no query of a block may see; a dense mask only hides it."""
-    kernels = [("dense mask", _sdpa_default, dense_mask)]
+    kernels: list[tuple] = [("dense mask", _sdpa_default, dense_mask)]
     if device.type == "cuda" and config.dropout == 0:
         kernels.insert(0, ("flex attention", _flex, _block_mask))
     return kernels

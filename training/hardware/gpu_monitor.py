@@ -114,13 +114,10 @@ def watch_gpus(world: World) -> GpuMonitor:
         return GpuMonitor([], reason="rank 0 samples")
     if world.device.type != "cuda":
         return GpuMonitor([])
-    try:
-        # by UUID: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER give torch other numbers than NVML has
-        count = min(world.local_size, torch.cuda.device_count())
-        properties = [torch.cuda.get_device_properties(i) for i in range(count)]
-        return GpuMonitor([str(each.uuid).removeprefix("GPU-") for each in properties])
-    except (RuntimeError, AttributeError) as error:
-        return GpuMonitor([], reason=f"torch does not name the GPUs: {error}")
+    # by UUID: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER give torch other numbers than NVML has
+    count = min(world.local_size, torch.cuda.device_count())
+    properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return GpuMonitor([str(each.uuid).removeprefix("GPU-") for each in properties])
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -7,7 +7,6 @@ A call may also hang with the driver, so only the thread of training/hardware/gp
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 # NVML's bits, nvmlClocksEventReason... An idle GPU (1), a clock that the user or the display has set (2 and
@@ -101,13 +100,4 @@ class Nvml:
             "uuid": self._ask("nvmlDeviceGetUUID", gpu),  # as nvidia-smi shows it: GPU-5f3e...
             "power_limit_w": None if milliwatts is None else milliwatts / 1000,
             "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", gpu, self.nvml.NVML_CLOCK_SM),
-            "nvlinks": self._nvlinks(gpu),
         }
-
-    def _nvlinks(self, gpu: Any) -> int:
-        """Its active links."""
-        states = (
-            self._ask("nvmlDeviceGetNvLinkState", gpu, i) for i in range(self.nvml.NVML_NVLINK_MAX_LINKS)
-        )
-        existing = itertools.takewhile(lambda state: state is not None, states)
-        return sum(state == self.nvml.NVML_FEATURE_ENABLED for state in existing)

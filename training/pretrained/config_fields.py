@@ -28,10 +28,9 @@ class ConfigFields:
             raise UserError(f"{self.where}: {name} {got}; it must be a whole number above 0")
         return value
 
-    def number(self, name: str, default: float) -> float:
-        return self._number(name, self.fields.get(name), default)
-
-    def _number(self, name: str, value: object, default: float) -> float:
+    def number(self, name: str, default: float, stated: object = None) -> float:
+        """`stated`: found elsewhere than at the top."""
+        value = self.fields.get(name) if stated is None else stated
         value = default if value is None else value
         if type(value) not in (int, float) or not 0 < value < LARGEST:  # type: ignore[operator]  # a number
             raise UserError(f"{self.where}: {name} is {shown(value)}; it must be a number above 0")
@@ -61,7 +60,7 @@ class ConfigFields:
                 if value is not None and given.setdefault(name, value) != value:
                     both = f"{shown(given[name])} in rope_parameters and {shown(value)} in rope_scaling"
                     raise self.refused(f"{name}={both}", "they must be equal")
-        theta = self._number("rope_theta", given.pop("rope_theta", self.fields.get("rope_theta")), 10_000.0)
+        theta = self.number("rope_theta", 10_000.0, given.pop("rope_theta", None))
         given.pop("type", None)
         kind = given.pop("rope_type", "default")
         if given.pop("partial_rotary_factor", self.fields.get("partial_rotary_factor")) not in (None, 1, 1.0):

@@ -45,7 +45,6 @@ def _limits(gpu: dict[str, Any]) -> str:
     parts = {
         "power_limit_w": "{:,.0f} W",
         "max_sm_clock_mhz": "{:,.0f} MHz",
-        "nvlinks": "{} NVLinks",
     }
     return ", ".join(text.format(gpu[name]) for name, text in parts.items() if gpu[name]) or "not known"
 
