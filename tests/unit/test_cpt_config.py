@@ -35,11 +35,6 @@ def test_it_states_no_key_of_the_model(config):
     assert 'init_weights = "hf:Qwen/Qwen3-1.7B-Base"' in PATH.read_text()
 
 
-def test_an_iteration_has_the_tokens_of_the_published_one(config):
-    assert config.samples_per_iter(1) * config.block_size == 131_072
-    assert config.doc_masking and config.packing == "stream"
-
-
 def test_four_epochs_are_the_2776_iterations_of_the_published_run(config):
     windows = (SEQUENCES * 4096 - 1) // 4096  # the last token of all has no target
     assert end_after_epochs(config, windows, 32).max_iters == 2776
@@ -59,9 +54,3 @@ def test_after_warm_up_the_rates_are_the_published_ones(config):
         optimizer.step()
         scheduler.step()
     assert learning_rate(0, config) == 2e-5 / 101
-
-
-def test_the_optimizer_is_the_published_one(config):
-    assert (config.beta1, config.beta2, config.weight_decay, config.grad_clip) == (0.9, 0.999, 0.01, 1.0)
-    assert (config.param_dtype, config.adam_dtype, config.dtype) == ("float32", "float32", "bfloat16")
-    assert config.trackers == "wandb"
