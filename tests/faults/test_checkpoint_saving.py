@@ -29,7 +29,6 @@ from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, ru
 from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
 from training.checkpoints.folder import complete_checkpoints
-from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.train_state import Progress
 from training.checkpoints.verification import damage_here
 from training.faults.watchdog import Watchdog
@@ -375,11 +374,3 @@ def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_co
     assert damage_here(root / "step-00000002") == []
     assert run(run_config, "--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=2") == 0
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
-
-
-def test_a_saved_state_loads_into_another_one_bit_for_bit(config):
-    state, other = make_state(config), make_state(config, seed=5)
-    folder = save(make_saver(config, state), 7, val_loss=2.5)
-    progress = load_checkpoint(folder, other, config.model_config())
-    assert progress == Progress(7, 70, 2.5, 2.5) and equal(copies(state), copies(other))
-    assert folder.name == "step-00000007"

@@ -18,7 +18,6 @@ from support.checkpoint_parts import (
     save,
     sign,
 )
-from support.helpers import TINY, make_dataset, write_config
 from support.hostile_files import DEEP, no_hang, replace  # noqa: F401 - no_hang is a fixture
 
 import sample
@@ -203,14 +202,6 @@ def test_checkpoints_are_ordered_by_their_number(tmp_path):
     assert [path.name[5:] for path in step_folders(tmp_path)] == ["00000005", "99999999", "100000000"]
 
 
-def test_a_format_of_the_future_is_no_damage(root):
-    edited(newest(root) / "state.json", "format", 9)
-    sign(newest(root))
-    with pytest.raises(UserError, match="has checkpoint format 9; this version of nanoMFU reads 2 and 3"):
-        resume(root)
-    assert newest(root).is_dir()
-
-
 # --- tensors ---
 
 
@@ -271,23 +262,6 @@ def test_random_generators_that_are_none_are_one_message(root):
     config = make_config(root.parent)
     with pytest.raises(UserError, match="random generators in the checkpoint are refused"):
         load_checkpoint(newest(root), make_state(config), config.model_config())
-
-
-def test_the_published_commands_meet_a_wrong_field(run, tmp_path, capfd):
-    """A whole run, an evaluation and a sample, with integers as weights."""
-    out = tmp_path / "out"
-    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
-    config = write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
-    assert run(config) == 0
-    folder = out / "checkpoints" / "step-00000004"
-    name = find_weight(folder)
-    rewrite(folder, lambda part, tensor: as_integers(part, tensor) if part.name == name else (part, tensor))
-    assert run(config, "--init_from=resume", "--eval_only=True") == 0
-    assert folder.is_dir()
-    assert run(config, "--init_from=auto") == 0
-    printed = capfd.readouterr()
-    assert printed.out.count(f"the tensor {name} is torch.int32") == 2 and "Traceback" not in printed.err
-    assert (out / "checkpoints" / "step-00000004.corrupt").is_dir()
 
 
 # --- what a restart reads ---

@@ -59,7 +59,10 @@ def _choose_start(config: TrainConfig) -> TrainConfig:
             return replace(config, init_from="resume", resume_from="latest")
         log.info("It had saved no checkpoint, so it begins again as it began")
     elif may_restart() and root.is_dir() and not config.eval_only:  # an evaluation saves nothing
-        _note_earlier(root / EARLIER, existing)
+        try:
+            write_json(root / EARLIER, existing)
+        except OSError as error:
+            raise UserError(f"{root} cannot be written: {error}; choose another --out_dir") from None
     if config.init_from == "auto":
         return replace(config, init_from="resume" if existing else "scratch")
     return config
@@ -70,13 +73,6 @@ def _modification_times(root: Path) -> dict[str, int]:
     there is any, init_from='auto' does not begin from scratch."""
     folders = [path for path in root.glob("step-*") if ".tmp-" not in path.name]
     return {path.name: path.lstat().st_mtime_ns for path in folders}
-
-
-def _note_earlier(path: Path, existing: dict[str, int]) -> None:
-    try:
-        write_json(path, existing)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}; choose another --out_dir") from None
 
 
 def _earlier(root: Path) -> dict[str, int]:

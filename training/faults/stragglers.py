@@ -44,11 +44,10 @@ class Stragglers:
         if self.detector is None:
             return
         for rank, kind, own, median in self.detector.changes(consensus.by_rank("own_seconds")):
-            what = "a straggler, the others wait for it" if kind == "straggler" else "no straggler any more"
-            name = self.watchdog.name(rank)
-            log.warning(
-                f"{name} is {what}: {own:.0f} ms of own work an iteration; the median rank {median:.0f}"
-            )
+            is_slow = kind == "straggler"
+            what = "is a straggler, the others wait for it" if is_slow else "is no straggler any more"
+            name = self.watchdog.liveness.name(rank)
+            log.warning(f"{name} {what}: {own:.0f} ms of own work an iteration; the median rank {median:.0f}")
             if self.record is not None:
                 self.record.add_event(iteration, kind, rank=rank, own_ms=own, median_ms=median)
 

@@ -157,10 +157,6 @@ class Watchdog:
         assert self._consensus, "join() comes first"
         return self._consensus
 
-    def name(self, rank: int) -> str:
-        """A rank as messages name it, with its machine and process."""
-        return self.liveness.name(rank)
-
     def check(self, iteration: int | None = None, at_once: bool = False) -> None:
         """Called before every iteration, and between the steps of a long task. All ranks tell each other what
         they were asked. Raises Stopped on all ranks if one was asked to stop."""
@@ -260,7 +256,9 @@ class Watchdog:
         if self.first is None:
             within(SAY_TIMEOUT_S, log.info, f"{name} before the first iteration: there is nothing to save")
             # torchrun sends it, too, when another process of this machine has failed
-            mine = f"{self.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
+            mine = (
+                f"{self.liveness.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
+            )
             self.liveness.tell_all(self._why_others_end() or f"{mine}: there is nothing to save")
             if self.liveness.broken and self.liveness.is_first_here():
                 print_last(f"error: {self.liveness.store_is_lost()}")
@@ -279,7 +277,7 @@ class Watchdog:
         if reason:
             return reason
         gone = self.liveness.gone()
-        return f"{', '.join(map(self.name, gone))} has ended" if gone else None
+        return f"{', '.join(map(self.liveness.name, gone))} has ended" if gone else None
 
     def _end_hanging_run(self, minutes: float, ticks: int) -> None:
         """Names the ranks that are behind, writes traces that show the reason, and ends this process."""
