@@ -48,7 +48,8 @@ COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a produc
 def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
     data = {"sha256": "0" * 64, "splits": {}}
     content = json.loads(json.dumps(config.to_dict()))
-    return SavedState(FORMAT, 10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
+    facts = {"config": content, "model_config": config.model_config(), "data": data, "run": "run_1"}
+    return SavedState(10, 100, format=FORMAT, world_size=world_size, **facts)
 
 
 def test_every_guarded_key_is_in_the_table():

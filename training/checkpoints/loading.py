@@ -41,8 +41,7 @@ def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) 
     every rank if on any."""
     saved, optional = agree(state.world, _load_state, folder, state, model_config)
     state.after_load(optional)
-    losses = saved.best_val_loss, saved.val_loss, saved.measure, saved.measured_since
-    return Progress(saved.iteration, saved.samples_seen, *losses)
+    return saved
 
 
 def _load_state(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from common.errors import UserError
 from common.json_file import read_json
 from model_config import ModelConfig
+from training.checkpoints.train_state import Progress
 from training.configuration.other_names import todays_settings
 
 FORMAT = 3
@@ -31,22 +32,16 @@ class UnknownFormat(UserError):
     """Another version of nanoMFU wrote the checkpoint. It is not damaged."""
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """What a checkpoint says of the run that saved it."""
+@dataclass(frozen=True, kw_only=True)
+class SavedState(Progress):
+    """What a checkpoint says of the run that saved it, besides where that stood."""
 
     format: int  # of the checkpoint
-    iteration: int  # optimizer updates done
-    samples_seen: int  # sequences, over all GPUs
-    best_val_loss: float | None
-    val_loss: float | None
     world_size: int
     config: dict[str, Any]  # settings: numbers, text, booleans, null, and rope_scaling's object of them
     model_config: ModelConfig
     data: dict[str, Any]  # fingerprint
     run: str  # name of the run's record
-    measure: str | None = None  # of its validation losses; None of earlier versions
-    measured_since: int = 0  # the iteration from which on losses were of this measure
     pretrained: dict[str, Any] | None = None  # the weights that the run began with: source, commit, files
 
 
@@ -138,7 +133,7 @@ def _parse(content: dict[str, Any], folder: Path) -> SavedState:
         _check(f"data.sources[{number}]" if "sources" in data else "data", source, SOURCE)
     if content.get("pretrained") is not None:
         _check("pretrained", content["pretrained"], WEIGHTS)
-    values = {name: content[name] for name in SavedState.__annotations__ if name in content}
+    values = {field.name: content[field.name] for field in fields(SavedState) if field.name in content}
     return SavedState(**{**values, "model_config": _model_config(model_config)})
 
 
@@ -168,8 +163,8 @@ def _check(name: str, value: object, kind: Any) -> None:
             raise ValueError(f"{name}={_shown(value)} is not a finite number")
 
 
-def _check_fields(prefix: str, found: dict[str, Any], fields: dict[str, Any]) -> None:
-    for name, kind in fields.items():
+def _check_fields(prefix: str, found: dict[str, Any], kinds: dict[str, Any]) -> None:
+    for name, kind in kinds.items():
         if name in found:
             _check(prefix + name, found[name], kind.kind if isinstance(kind, Optional) else kind)
         elif not isinstance(kind, Optional):

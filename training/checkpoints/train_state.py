@@ -51,7 +51,8 @@ class Progress:
     samples_seen: int  # sequences, over all GPUs
     best_val_loss: float | None = None
     val_loss: float | None = None
-    # what these losses are the mean of (training/evaluation.py), and since which iteration
+    # what these losses are the mean of (training/evaluation.py), and since which iteration; earlier versions
+    # did not save it
     measure: str | None = None
     measured_since: int = 0
 
