@@ -184,7 +184,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # dropout seed of its own
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
-    progress = load_resume(resume, state, config)
+    progress = load_resume(resume, state)
     pretrained = begin_with_weights(config, resume, state)
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)

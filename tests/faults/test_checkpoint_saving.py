@@ -33,7 +33,7 @@ from training.checkpoints.folder import complete_checkpoints
 from training.checkpoints.staging import plan_parts
 from training.checkpoints.tensor_files import Part
 from training.checkpoints.train_state import Progress
-from training.checkpoints.verification import damage_here
+from training.checkpoints.verification import damage
 from training.faults.watchdog import Watchdog
 
 pytestmark = pytest.mark.saving
@@ -139,7 +139,7 @@ def test_ranks_share_the_writing_of_what_all_of_them_have(config, tmp_path):
     folder = tmp_path / "out" / "checkpoints" / "step-00000001"
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["manifest.json", "state.json", *(f"tensors-0000{rank}-0.safetensors" for rank in (0, 1))]
-    assert damage_here(folder) == []
+    assert damage(folder) == []
     assert equal(copies(savers[0].state), checkpoint_tensors(folder))
 
 
@@ -207,7 +207,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config, root,
         ("_update_pointers", "after"),
     )
     assert there == ["step-00000001"] + ["step-00000002"] * committed
-    assert all(damage_here(root / name) == [] for name in there)
+    assert all(damage(root / name) == [] for name in there)
     assert equal(second if committed else first, checkpoint_tensors(root / there[-1]))
 
     # the next start needs no help, and the remains go
@@ -235,7 +235,7 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
     with pytest.raises(RunError, match="could not write the checkpoint .*step-00000002.*the disk is broken"):
         saver.finished(wait=None)
     assert (root / "latest").read_text() == "step-00000001\n"
-    assert damage_here(root / "step-00000001") == []
+    assert damage(root / "step-00000001") == []
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
 
 
@@ -295,7 +295,7 @@ def test_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, 
     saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match=r"needed on the disk \(1.2 times its size\)"):
         saver.finished(wait=None)
-    assert damage_here(root / "step-00000001") == []
+    assert damage(root / "step-00000001") == []
 
 
 def test_a_checkpoint_of_that_name_is_never_overwritten(config, root):
@@ -384,6 +384,6 @@ def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_co
     assert done.returncode == 1 and "1" in re.findall(r"exitcode  : (-?\d+)", done.stderr)
     assert "could not write the checkpoint" in done.stderr and "File too large" in done.stderr
     assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000002"]
-    assert damage_here(root / "step-00000002") == []
+    assert damage(root / "step-00000002") == []
     assert run(run_config, "--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=2") == 0
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []

@@ -21,13 +21,12 @@ from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.peaks import Peak
 from training.optimization.precision import LossScale
 from training.process.work_timer import WorkTimer
-from training.process.world import World
+from training.process.world import ALONE
 from training.records.clock import Clock
 from training.records.rows import Logger, Reading
 from training.records.run_record import RunRecord
 
 CPU = torch.device("cpu")
-ALONE = World(0, 0, 1, CPU)
 
 
 # --- when a run hangs ---

@@ -26,7 +26,7 @@ from training.checkpoints.folder import step_folders
 from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.resume import choose_start, find_resume
 from training.checkpoints.tensor_files import mapped, read_header, write_parts
-from training.checkpoints.verification import damage_here
+from training.checkpoints.verification import damage
 
 TENSORS = "tensors-00000-0.safetensors"
 
@@ -164,7 +164,7 @@ def test_a_manifest_of_very_many_files_names_the_first_that_are_missing(root):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"] |= {f"f{i:04}": {"sha256": "0" * 64, "bytes": 1} for i in range(1000)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert damage_here(folder) == [*(f"f{i:04} is missing" for i in range(10)), "and 990 more"]
+    assert damage(folder) == [*(f"f{i:04} is missing" for i in range(10)), "and 990 more"]
 
 
 @pytest.mark.parametrize("name", ["state.json", TENSORS])
@@ -261,7 +261,7 @@ def test_random_generators_that_are_none_are_one_message(root):
     rewrite(newest(root), noise)
     config = make_config(root.parent)
     with pytest.raises(UserError, match="random generators in the checkpoint are refused"):
-        load_checkpoint(newest(root), make_state(config), config.model_config())
+        load_checkpoint(newest(root), make_state(config))
 
 
 # --- what a restart reads ---

@@ -79,7 +79,8 @@ def test_a_damaged_one_is_set_aside_named_and_the_next_older_used(out_dir, caplo
 
 def test_what_only_another_rank_finds_damaged_is_not_set_aside(out_dir, monkeypatch):
     """Its machine may not see the disk, or not yet."""
-    monkeypatch.setattr("training.checkpoints.resume.damage", lambda folder, world: ["state.json is missing"])
+    damage = "training.checkpoints.resume.damage"
+    monkeypatch.setattr(damage, lambda folder, *world: ["state.json is missing"] if world else [])
     with pytest.raises(
         UserError, match="rank 0 finds .*step-00000003 whole, another rank does not: state.json"
     ):

@@ -19,10 +19,9 @@ from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
-from training.process.world import World
+from training.process.world import ALONE, World
 from training.strategies.parallelize import parallelize
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
 SMALL = {**TINY, "n_layer": 1, "n_embd": 8, "n_head": 2, "num_key_value_heads": 1, "d_ff": 16}
 
 

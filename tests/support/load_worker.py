@@ -48,7 +48,7 @@ def load(name: str, config_path: str, world, folder: str):
     strategy = strategy_class(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
     state = TrainState(strategy, optimizer, LossScale(False, world.device), world)
-    return config, state, load_checkpoint(Path(folder), state, config.model_config())
+    return config, state, load_checkpoint(Path(folder), state)
 
 
 def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[str]:

@@ -9,47 +9,26 @@ import torch
 import model_builder
 from common.errors import UserError
 from model import Attend, Transformer, manual_attention
-from model_config import ModelConfig
 from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.tensor_files import Part
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import Progress, TrainState, whole_parts
-from training.checkpoints.verification import damage_here, damaged, open_tensors
+from training.checkpoints.verification import damage, damaged, open_tensors
 from training.process.world import agree
 
-FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 
-
-def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
-    """Raises UserError that names every field in which the saved model differs from the configured one."""
-    was = saved.to_dict()
-    differences = [
-        f"{name}: checkpoint {was[name]!r}, configuration {value!r}"
-        for name, value in wanted.to_dict().items()
-        if was[name] != value and name not in FREE_TO_CHANGE
-    ]
-    if differences:
-        raise UserError(
-            f"{folder} holds another architecture: {'; '.join(differences)}; restore these keys, or choose "
-            "another --out_dir for the new model"
-        )
-
-
-def load_checkpoint(folder: Path, state: TrainState, model_config: ModelConfig) -> Progress:
+def load_checkpoint(folder: Path, state: TrainState) -> Progress:
     """Loads a verified checkpoint into the tensors of `state`, bit for bit. All ranks. Raises UserError, on
     every rank if on any."""
-    saved, optional = agree(state.world, _load_state, folder, state, model_config)
+    saved, optional = agree(state.world, _load_state, folder, state)
     state.after_load(optional)
     return saved
 
 
-def _load_state(
-    folder: Path, state: TrainState, model_config: ModelConfig
-) -> tuple[SavedState, dict[str, torch.Tensor]]:
+def _load_state(folder: Path, state: TrainState) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """What the checkpoint says, and those of the optional tensors that it has."""
     saved, reader = _open(folder)
-    check_architecture(folder, saved.model_config, model_config)
     there = {name: whole.shape for name, whole in reader.wholes.items()}
     optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
     _load(folder, reader, state.parts() | whole_parts(optional))
@@ -78,7 +57,7 @@ def load_weights(
 def verified_checkpoint(out_dir: Path, which: str) -> Path:
     """For a command of one process. Raises UserError."""
     folder = find_checkpoint(out_dir, which)
-    if problems := damage_here(folder):
+    if problems := damage(folder):
         raise damaged(folder, problems)
     return folder
 

@@ -22,13 +22,14 @@ from typing import Any
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
+from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
 from training.checkpoints.folder import check_aside, find_checkpoint, rename_damaged, step_folders
-from training.checkpoints.loading import check_architecture, load_checkpoint
+from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
-from training.checkpoints.verification import damage, damage_here, damaged
+from training.checkpoints.verification import damage, damaged
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.configuration.other_names import removed_settings
 from training.optimization.schedule import end_after_epochs, fix_schedule
@@ -39,6 +40,7 @@ log = logging.getLogger("nanomfu")
 
 # where and how a run is started does not change what it computes
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
+FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what was there before this run
 
 
@@ -137,12 +139,12 @@ def _check_aside(config: TrainConfig, start: int) -> None:
         check_aside(Path(config.out_dir) / "checkpoints", start)
 
 
-def load_resume(resume: Resume, state: TrainState, config: TrainConfig) -> Progress:
+def load_resume(resume: Resume, state: TrainState) -> Progress:
     """Where the run continues: at its beginning, or at the checkpoint, which is loaded here. All ranks.
     Raises UserError."""
     if resume.checkpoint is None:
         return Progress(0, 0)
-    progress = load_checkpoint(resume.checkpoint, state, config.model_config())
+    progress = load_checkpoint(resume.checkpoint, state)
     if resume.is_other_run and state.update_guard:
         state.update_guard.forget()  # losses and norms may be others now, and no spikes
     return progress
@@ -157,7 +159,7 @@ def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, SavedSt
         if not problems:
             saved = from_main(world, read_state, folder)
             return folder, saved, [_rename(one, bad[one], folder, config, world) for one in bad]
-        if not from_main(world, damage_here, folder):
+        if not from_main(world, damage, folder):
             raise UserError(
                 f"rank 0 finds {folder} whole, another rank does not: {'; '.join(problems)}; do all machines "
                 "see this disk, and the same on it?"
@@ -187,6 +189,21 @@ def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, worl
 
 
 # --- settings ---
+
+
+def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
+    """Raises UserError that names every field in which the saved model differs from the configured one."""
+    was = saved.to_dict()
+    differences = [
+        f"{name}: checkpoint {was[name]!r}, configuration {value!r}"
+        for name, value in wanted.to_dict().items()
+        if was[name] != value and name not in FREE_TO_CHANGE
+    ]
+    if differences:
+        raise UserError(
+            f"{folder} holds another architecture: {'; '.join(differences)}; restore these keys, or choose "
+            "another --out_dir for the new model"
+        )
 
 
 def _with_moments(folder: Path, saved: str, config: TrainConfig) -> TrainConfig:

@@ -30,7 +30,7 @@ from training.checkpoints.saved_state import (
 from training.checkpoints.tensor_files import SUFFIX, Part, read_header
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import SCALES
-from training.process.world import World, from_main, gather_objects
+from training.process.world import ALONE, World, from_main, gather_objects
 
 HASH_THREADS = 4  # files hashed in parallel
 HASH_CHUNK = 1 << 22  # bytes
@@ -40,16 +40,11 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in a checkpoint
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def damage(folder: Path, world: World) -> list[str]:
-    """The problems of a checkpoint; none if it can be trusted. All ranks."""
+def damage(folder: Path, world: World = ALONE) -> list[str]:
+    """The problems of a checkpoint; none if it can be trusted. All ranks of `world`."""
     shares = gather_objects(_file_problems(folder, world.rank, world.size), world)
     problems = list(dict.fromkeys(problem for share in shares for problem in share))
     return problems or from_main(world, _content_problems, folder)
-
-
-def damage_here(folder: Path) -> list[str]:
-    """The same, found by this process alone."""
-    return _file_problems(folder) or _content_problems(folder)
 
 
 def damaged(folder: Path, problems: list[str]) -> UserError:
@@ -66,7 +61,7 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 # --- the files ---
 
 
-def _file_problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+def _file_problems(folder: Path, share: int, shares: int) -> list[str]:
     """Compares every file of this share with the manifest. Names the first problems."""
     try:
         files = sorted(recorded_files(folder).items())[share::shares]

@@ -47,6 +47,9 @@ class World:
         return self.rank == 0
 
 
+ALONE = World(0, 0, 1, torch.device("cpu"))
+
+
 def launch_info() -> tuple[int, int, int]:
     """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) without it. A dry run takes a WORLD_SIZE
     without torchrun, too; check_launch() refuses what else is there."""
