@@ -11,8 +11,7 @@ import pytest
 from common.errors import UserError
 from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
-from training.checkpoints.loading import check_architecture
-from training.checkpoints.resume import changed_settings, refuse_changes
+from training.checkpoints.resume import changed_settings, check_architecture, refuse_changes
 from training.checkpoints.saved_state import FORMAT, SavedState
 from training.configuration import rules
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
