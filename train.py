@@ -47,7 +47,8 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
 from training.configuration.seeds import DROPOUT, stream_seed
-from training.cuda_graphs.graphed_step import graphed
+from training.cuda_graphs.capture import CudaGraphs
+from training.cuda_graphs.graphed_step import GraphedStep
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
 from training.faults.replica_check import ReplicaCheck
@@ -183,7 +184,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # dropout seed of its own
     torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
     state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
-    resume, progress = load_resume(resume, state, config, data)
+    progress = load_resume(resume, state)
     pretrained = begin_with_weights(config, resume, state)
     start = progress.iteration
     loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
@@ -212,7 +213,8 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
         saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
     )
     if captures_cuda_graphs(config):
-        step = graphed(step, state, clock.paused, start, info)
+        step = GraphedStep(step, state, CudaGraphs(), clock.paused, start)
+        info["cuda_graphs"] = step.choice
     return Run(
         *(config, world, watchdog, path, info, resume.checkpoint, start),
         *(step, loader, logger, anomalies, replica_check),

@@ -18,7 +18,7 @@ from common.command import run_command
 from common.durable_file import new_folder
 from common.errors import UserError
 from common.text import plain
-from training.checkpoints.loading import with_checkpoint
+from training.checkpoints.loading import verified_checkpoint
 from training.checkpoints.saved_state import read_state
 from training.checkpoints.verification import open_tensors
 from training.configuration.dtypes import DTYPES
@@ -33,7 +33,7 @@ SPARE_BYTES = 64 << 20  # for the tokenizer and everything else that is small
 def main(argv: list[str]) -> None:
     options = parse(argv)
     check_folder(options.folder)
-    with_checkpoint(options.out_dir, options.checkpoint, lambda checkpoint: export(checkpoint, options))
+    export(verified_checkpoint(options.out_dir, options.checkpoint), options)
 
 
 def export(checkpoint: Path, options: argparse.Namespace) -> None:

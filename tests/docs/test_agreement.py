@@ -22,8 +22,7 @@ from model_config import ModelConfig
 from ops.recipes import RECIPES
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
-from training.checkpoints.loading import FREE_TO_CHANGE
-from training.checkpoints.resume import NOT_COMPARED
+from training.checkpoints.resume import FREE_TO_CHANGE, NOT_COMPARED
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig

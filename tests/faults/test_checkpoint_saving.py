@@ -28,10 +28,12 @@ from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, ru
 
 from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
+from training.checkpoints import staging
 from training.checkpoints.folder import complete_checkpoints
-from training.checkpoints.loading import load_checkpoint
+from training.checkpoints.staging import plan_parts
+from training.checkpoints.tensor_files import Part
 from training.checkpoints.train_state import Progress
-from training.checkpoints.verification import damage_here
+from training.checkpoints.verification import damage
 from training.faults.watchdog import Watchdog
 
 pytestmark = pytest.mark.saving
@@ -137,8 +139,18 @@ def test_ranks_share_the_writing_of_what_all_of_them_have(config, tmp_path):
     folder = tmp_path / "out" / "checkpoints" / "step-00000001"
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["manifest.json", "state.json", *(f"tensors-0000{rank}-0.safetensors" for rank in (0, 1))]
-    assert damage_here(folder) == []
+    assert damage(folder) == []
     assert equal(copies(savers[0].state), checkpoint_tensors(folder))
+
+
+def test_what_several_ranks_hold_is_written_once_and_divided_by_size(monkeypatch):
+    sizes = {"a": 8, "b": 1, "c": 5, "d": 3, "e": 7}
+    shared = [Part(name, (0,), (size,), torch.float32) for name, size in sizes.items()]
+    own, empty = Part("rng.1.cpu", (0,), (20,), torch.uint8), Part("f", (9, 0), (0, 4), torch.float32)
+    monkeypatch.setattr(staging, "gather_objects", lambda mine, world: [[*shared, empty], [*shared, own]])
+    first, second = plan_parts([], replace(ALONE, size=2))
+    assert sorted(part.name for part in (*first, *second)) == [*sizes, own.name] and own in second
+    assert sum(part.bytes for part in first) == 56 and sum(part.bytes for part in second) == 60
 
 
 def test_a_large_part_is_divided_into_files_of_one_size(config, monkeypatch):
@@ -195,7 +207,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config, root,
         ("_update_pointers", "after"),
     )
     assert there == ["step-00000001"] + ["step-00000002"] * committed
-    assert all(damage_here(root / name) == [] for name in there)
+    assert all(damage(root / name) == [] for name in there)
     assert equal(second if committed else first, checkpoint_tensors(root / there[-1]))
 
     # the next start needs no help, and the remains go
@@ -223,7 +235,7 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
     with pytest.raises(RunError, match="could not write the checkpoint .*step-00000002.*the disk is broken"):
         saver.finished(wait=None)
     assert (root / "latest").read_text() == "step-00000001\n"
-    assert damage_here(root / "step-00000001") == []
+    assert damage(root / "step-00000001") == []
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
 
 
@@ -283,7 +295,7 @@ def test_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, 
     saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match=r"needed on the disk \(1.2 times its size\)"):
         saver.finished(wait=None)
-    assert damage_here(root / "step-00000001") == []
+    assert damage(root / "step-00000001") == []
 
 
 def test_a_checkpoint_of_that_name_is_never_overwritten(config, root):
@@ -372,14 +384,6 @@ def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_co
     assert done.returncode == 1 and "1" in re.findall(r"exitcode  : (-?\d+)", done.stderr)
     assert "could not write the checkpoint" in done.stderr and "File too large" in done.stderr
     assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000002"]
-    assert damage_here(root / "step-00000002") == []
+    assert damage(root / "step-00000002") == []
     assert run(run_config, "--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=2") == 0
     assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
-
-
-def test_a_saved_state_loads_into_another_one_bit_for_bit(config):
-    state, other = make_state(config), make_state(config, seed=5)
-    folder = save(make_saver(config, state), 7, val_loss=2.5)
-    progress = load_checkpoint(folder, other, config.model_config())
-    assert progress == Progress(7, 70, 2.5, 2.5) and equal(copies(state), copies(other))
-    assert folder.name == "step-00000007"

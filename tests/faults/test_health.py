@@ -14,10 +14,7 @@ from support.graphed_runs import Fake, build, graphed, rate, same, train, weight
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 import model
-from common.errors import UserError
-from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
-from training.cuda_graphs.parity import Snapshot
 from training.faults import replica_check as drift
 from training.faults.anomalies import MAX_PENDING, STUCK_ITERATIONS, AnomalyPolicy, Diverged
 from training.optimization import update_guard
@@ -226,19 +223,6 @@ def test_replays_judge_as_the_eager_step_does_and_a_spike_among_them_is_left_out
     assert results == expected
     assert [i for i, result in enumerate(results) if result[4]] == [20]
     assert same(all_state(parts), all_state(eager))
-
-
-def test_a_snapshot_holds_the_window(dataset):
-    parts = build(dataset, **SPIKES)
-    train(parts, iterations=range(3))
-    first, snapshot = all_state(parts), Snapshot(parts.state)
-    train(parts, iterations=range(2))
-    second = all_state(parts)
-    assert parts.state.update_guard.accepted == 5
-    snapshot.swap()
-    assert same(all_state(parts), first)
-    snapshot.put_back()
-    assert same(all_state(parts), second)
 
 
 def test_a_capture_that_judges_otherwise_is_refused(dataset):
@@ -552,31 +536,6 @@ def test_replicas_that_differ_are_never_saved(run, config, monkeypatch, tmp_path
     assert "after iteration 15 rank 1 holds different bits of head.weight" in error
     assert "last equal at iteration 8" in error
     assert checkpoints(tmp_path) == ["step-00000008"]
-
-
-class _no_pause:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
-
-
-# --- settings ---
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--on_nonfinite=ignore",
-        "--skip_spikes=-1",
-        "--max_skips=0",
-        "--drift_check_interval=-1",
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(config, flag):
-    with pytest.raises(UserError, match=flag[2:].split("=")[0]):
-        load_config([str(config), flag])
 
 
 # --- the real thing, on a GPU ---

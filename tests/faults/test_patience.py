@@ -21,13 +21,12 @@ from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.peaks import Peak
 from training.optimization.precision import LossScale
 from training.process.work_timer import WorkTimer
-from training.process.world import World
+from training.process.world import ALONE
 from training.records.clock import Clock
 from training.records.rows import Logger, Reading
 from training.records.run_record import RunRecord
 
 CPU = torch.device("cpu")
-ALONE = World(0, 0, 1, CPU)
 
 
 # --- when a run hangs ---
@@ -241,10 +240,10 @@ def test_sigterm_again_and_again_loses_no_checkpoint(run, tmp_path, monkeypatch)
 # --- when a rank is slow ---
 
 
-def named(seconds: list[float], times: int) -> list[tuple[int, bool]]:
+def named(seconds: list[float], times: int) -> list[tuple[int, str]]:
     detector, news = StragglerDetector(len(seconds)), []
     for _ in range(times):
-        news += [(change.rank, change.is_slow) for change in detector.changes(seconds)]
+        news += [(change.rank, change.kind) for change in detector.changes(seconds)]
     return news
 
 
@@ -260,11 +259,11 @@ def named(seconds: list[float], times: int) -> list[tuple[int, bool]]:
     ],
 )
 def test_a_straggler_takes_half_as_long_again_and_20_ms_more(own, usual, slow):
-    assert named([usual, usual, own, usual], 20) == ([(2, True)] if slow else [])
+    assert named([usual, usual, own, usual], 20) == ([(2, "straggler")] if slow else [])
 
 
 def test_a_rank_is_named_after_8_slow_iterations_in_a_row():
-    assert named([0.1, 0.1, 0.2], 7) == [] and named([0.1, 0.1, 0.2], 8) == [(2, True)]
+    assert named([0.1, 0.1, 0.2], 7) == [] and named([0.1, 0.1, 0.2], 8) == [(2, "straggler")]
     detector = StragglerDetector(3)
     for _ in range(5):  # 7 slow ones, and one that is not
         assert [change for _ in range(7) for change in detector.changes([0.1, 0.2, 0.1])] == []
@@ -273,7 +272,7 @@ def test_a_rank_is_named_after_8_slow_iterations_in_a_row():
 
 
 def test_two_of_four_slow_ranks_are_compared_with_the_fast_ones():
-    assert sorted(named([0.1, 0.3, 0.1, 0.3], 8)) == [(1, True), (3, True)]
+    assert sorted(named([0.1, 0.3, 0.1, 0.3], 8)) == [(1, "straggler"), (3, "straggler")]
 
 
 # --- warm-up windows ---

@@ -133,19 +133,6 @@ def test_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, n
     assert [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])] == before
 
 
-def test_the_suite_itself_passes_where_signals_are_ignored():
-    """As under nohup, and in the background of a script: a process that is started inherits it."""
-    kept = "test_exit_status_is_128_and_the_signal and (SIGINT or SIGHUP)"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", __file__, "-k", kept]
-
-    def ignore():
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=ignore, timeout=120)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-3000:]
-
-
 def test_a_stop_request_during_a_save_does_not_save_twice(run, config, tmp_path, monkeypatch):
     begin = evaluate_and_save.Saver.begin
 

@@ -180,6 +180,55 @@ def test_a_rank_that_reads_data_has_not_stalled_and_one_that_does_nothing_has(mo
         assert bool(watchdog.stalled_seconds) == stalled
 
 
+# --- who is behind, who has ended ---
+
+
+@pytest.mark.hang
+def test_the_report_of_a_hang_names_the_silent_first_and_then_who_is_behind(ranks, monkeypatch):
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    first, second, third, fourth = ranks(4)
+    first.processes |= fourth.processes
+    for peer, iteration, phase in ((first, 9, "training"), (second, 8, "evaluation"), (third, 9, "training")):
+        peer.publish(5, iteration, phase)
+    fourth.publish(4, 7, "training")
+    second.publish = None
+    publish = first.publish
+
+    def publish_all(ticks, *place):  # ranks 1 and 2 are alive, rank 3 is not
+        publish(ticks, *place)
+        Liveness.publish(second, ticks, 8, "evaluation")
+        Liveness.publish(third, ticks, 9, "training")
+
+    first.publish = publish_all
+    assert first.who_is_behind(6, 9, "training") == (
+        "rank 3 (node, process 103) is silent, last seen in iteration 7 (training); "
+        "rank 1 is alive, in iteration 8 (evaluation); rank 0, rank 2 are alive, in iteration 9 (training)"
+    )
+
+
+def test_the_first_reason_to_end_is_everyones(ranks):
+    first, second = ranks(2)
+    assert first.reason_to_end() is None
+    assert second.end_all("rank 1 failed") == "rank 1 failed"
+    assert first.end_all("lost contact") == first.reason_to_end() == "rank 1 failed"
+
+
+def test_a_process_that_has_ended_is_gone_and_one_that_lives_is_not(ranks):
+    """Also before torchrun has asked how it ended."""
+    ended, unasked = (subprocess.Popen(["true"], stdout=subprocess.PIPE) for _ in range(2))
+    ended.wait()
+    unasked.stdout.read()  # ends as the process does
+    first, *_ = ranks(4)
+    pids = enumerate([os.getpid(), ended.pid, os.getpid(), unasked.pid])
+    first.processes = {rank: Process("node", pid, 0, "a namespace") for rank, pid in pids}
+    first.join()
+    until = time.monotonic() + 5
+    while first.gone() != [1, 3] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert first.gone() == [1, 3]
+    unasked.wait()
+
+
 # --- which processes see each other ---
 
 

@@ -49,53 +49,36 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("moment", ["while it is hashed", "before its tensors are read"])
-@pytest.mark.parametrize("which", ["latest", "best"])
-def test_sampling_takes_the_next_newest_if_the_run_deletes_what_is_read(
+@pytest.mark.parametrize("which", ["latest", "step-00000004"])
+def test_a_checkpoint_that_is_deleted_while_sample_reads_it_is_one_message(
     trained,  # noqa: F811
-    capsys,
     monkeypatch,
     moment,
     which,
 ):
     module, name = (verification, "_problem") if "hashed" in moment else (loading, "open_tensors")
-    original, root = getattr(module, name), trained / "checkpoints"
-
-    def delete_first(folder, *arguments):
-        if len(step_folders(root)) == 2:
-            delete(folder)
-        return original(folder, *arguments)
-
-    monkeypatch.setattr(module, name, delete_first)
-    assert (
-        sample.main([f"--out_dir={trained}", f"--checkpoint={which}", "--device=cpu", "--prompt=AB"]) is None
-    )
-    assert f"checkpoint {step_folders(root)[0]}" in capsys.readouterr().out
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda folder, *rest: (delete(folder), original(folder, *rest))[1])
+    with pytest.raises(UserError, match="step-00000004 was deleted while it was read: start again"):
+        sample.main([f"--out_dir={trained}", f"--checkpoint={which}", "--device=cpu", "--prompt=AB"])
 
 
-@pytest.mark.parametrize("moment", ["while it is hashed", "before its tensors are read"])
-def test_an_evaluation_takes_the_next_newest_if_the_run_deletes_what_it_reads(
-    run, config, out, monkeypatch, moment
+def test_an_evaluation_uses_an_older_one_or_says_it_if_the_run_deletes_what_it_reads(
+    run, config, out, monkeypatch, capfd
 ):
     assert run(config) == 0
-    module, name = (verification, "_problem") if "hashed" in moment else (resume, "load_checkpoint")
-    original = getattr(module, name)
     root = out / "checkpoints"
-
-    def delete_first(folder, *arguments):
-        if len(step_folders(root)) == 2:
-            delete(folder)
-        return original(folder, *arguments)
-
-    monkeypatch.setattr(module, name, delete_first)
-    assert run(config, "--init_from=resume", "--eval_only=True") == 0
+    evaluates = [config, "--init_from=resume", "--eval_only=True"]
+    with monkeypatch.context() as patch:
+        load = resume.load_checkpoint
+        patch.setattr(
+            resume, "load_checkpoint", lambda folder, *rest: (delete(folder), load(folder, *rest))[1]
+        )
+        assert run(*evaluates) == 2
+    assert "step-00000004 was deleted while it was read" in capfd.readouterr().err
+    assert run(*evaluates) == 0
     (path,) = out.glob("eval_*.json")
     assert json.loads(path.read_text())["startup_info"]["resumed_from"] == str(root / "step-00000002")
-
-
-def test_a_checkpoint_that_is_named_and_deleted_is_one_message(trained, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(verification, "_problem", lambda folder, *_: delete(folder))
-    with pytest.raises(UserError, match="holds no checkpoint 'step-00000004'"):
-        sample.main([f"--out_dir={trained}", "--checkpoint=step-00000004", "--device=cpu"])
 
 
 @pytest.mark.parametrize("flags", [["--eval_interval=0"], ["--log_interval=99"]], ids=["row", "evaluation"])

@@ -19,10 +19,9 @@ from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
-from training.process.world import World
+from training.process.world import ALONE, World
 from training.strategies.parallelize import parallelize
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
 SMALL = {**TINY, "n_layer": 1, "n_embd": 8, "n_head": 2, "num_key_value_heads": 1, "d_ff": 16}
 
 
@@ -110,7 +109,7 @@ def make_ranks(
     for rank in range(ranks):
         world = replace(ALONE, rank=rank, local_rank=rank, size=ranks, local_size=ranks)
         saver = make_saver(config, make_state(config, seed, world), start)
-        everything = plan_parts(saver._tensors(), ALONE)[0]
+        everything = plan_parts(saver.state.all_parts(), ALONE)[0]
         shared = [part for part in everything if not part.name.startswith("rng.")]
         own = [part for part in everything if part.name.startswith("rng.")]
         saver.parts, saver.run = [*shared[rank::ranks], *own], run

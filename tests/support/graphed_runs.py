@@ -5,7 +5,6 @@ from collections import namedtuple
 
 import torch
 from support.helpers import TINY
-from torch.distributed.tensor import DTensor
 
 import model_builder
 from model import manual_attention
@@ -81,8 +80,7 @@ def train(parts: Parts, step=None, iterations=range(ITERATIONS), sums=SUMS) -> l
 
 def weights(parts: Parts) -> list[torch.Tensor]:
     """The weights and moments that this rank updates."""
-    tensors = parts.state.tensors().values()
-    return [(t.to_local() if isinstance(t, DTensor) else t).clone() for t in tensors]
+    return [tensor.clone() for tensor in parts.state.tensors().values()]
 
 
 def same(these: list[torch.Tensor], those: list[torch.Tensor]) -> bool:

@@ -12,7 +12,6 @@ sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the
 import torch
 import torch.distributed as dist
 from support.bad_losses import changed, no_gradient, times
-from torch.distributed.tensor import DTensor
 
 import model_builder
 import train
@@ -96,7 +95,7 @@ class Run:
         """All that an update changes on this rank."""
         held = [*self.state.tensors().values(), *self.state.update_guard.state().values()]
         held += [shard.parameter.data for shard in self.strategy.shards]
-        return [(t.to_local() if isinstance(t, DTensor) else t).clone() for t in held]
+        return [tensor.clone() for tensor in held]
 
     def suffer(self, fault: str) -> dict:
         """What an iteration with the fault does, on all ranks."""

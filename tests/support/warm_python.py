@@ -46,7 +46,6 @@ PRELOADED = (
     "tokenizers",
     "torch",
     "torch._dynamo",  # the first step of an optimizer imports it
-    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "torch.distributed.tensor",

@@ -9,7 +9,7 @@ from support.checkpoint_parts import copy_checkpoint, make_config, make_saver, m
 from training.checkpoints import retention
 from training.checkpoints.folder import delete, delete_remains, move_aside, step_folders
 from training.checkpoints.retention import Retention
-from training.checkpoints.verification import damage_here
+from training.checkpoints.verification import damage
 
 pytestmark = pytest.mark.retention
 
@@ -63,7 +63,7 @@ def test_the_newest_valid_ones_and_the_best_stay(make, root, keep):
             (folder / "state.json").unlink()
         if (folder / "manifest.json").exists():
             keeper.after_save(root)
-        valid = [s for s in steps(root) if damage_here(root / f"step-{s:08d}") == []]
+        valid = [s for s in steps(root) if damage(root / f"step-{s:08d}") == []]
         made_well = [s for s in range(1, step + 1) if s not in (5, 7, 8, 9, 10)]
         assert set(made_well[-keep:]) <= set(valid), (step, valid)
         best = 3 if step >= 3 else 1
@@ -94,7 +94,7 @@ def test_damage_that_comes_later_is_seen_before_the_next_deletion(make, root):
 
 def test_a_checkpoint_is_read_once_as_long_as_its_files_do_not_change(make, root, monkeypatch):
     read = []
-    monkeypatch.setattr(retention, "damage_here", lambda folder: read.append(folder.name) or [])
+    monkeypatch.setattr(retention, "damage", lambda folder: read.append(folder.name) or [])
     keeper = Retention(2)
     for step in (1, 2, 3, 4):
         make(root, step, val_loss=5.0 - step)
@@ -150,7 +150,7 @@ def test_no_link_is_followed_and_nothing_outside_is_touched(make, root, tmp_path
     delete_remains(root)
     Retention(1).after_save(root)
     assert steps(root) == [1, 4], "the link stays, the folder with a link in it is gone"
-    assert (outside / "file").read_text() == "mine" and damage_here(elsewhere) == []
+    assert (outside / "file").read_text() == "mine" and damage(elsewhere) == []
     delete(root / "step-00000001")
     assert (root / "step-00000001").is_symlink()
 

@@ -18,34 +18,6 @@ from plots.figure import save
 from tools.track import __main__ as track
 
 
-def fails(error):
-    def main():
-        raise error
-
-    return main
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (MemoryError(), "out of memory of the machine"),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-            "out of memory",
-        ),
-    ],
-)
-def test_what_the_machine_lacks_is_one_line(error, said, capsys):
-    assert run_command(fails(error)) == USER_ERROR
-    message = capsys.readouterr().err
-    assert said in message and message.count("\n") == 1
-
-
-def test_a_fault_of_the_program_is_no_message_of_the_machine():
-    with pytest.raises(RuntimeError, match="a bug"):
-        run_command(fails(RuntimeError("a bug")))
-
-
 def test_a_small_file_is_read_in_little_memory(tmp_path):
     """A reader that allows 1 GiB must not ask for it."""
     path = tmp_path / "small.json"

@@ -11,8 +11,7 @@ import pytest
 from common.errors import UserError
 from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
-from training.checkpoints.loading import check_architecture
-from training.checkpoints.resume import changed_settings, refuse_changes
+from training.checkpoints.resume import changed_settings, check_architecture, refuse_changes
 from training.checkpoints.saved_state import FORMAT, SavedState
 from training.configuration import rules
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
@@ -48,7 +47,8 @@ COMPUTED = {"dataset", "tokens_per_iter"}  # compared by content and as a produc
 def saved(config: TrainConfig, world_size: int = 1) -> SavedState:
     data = {"sha256": "0" * 64, "splits": {}}
     content = json.loads(json.dumps(config.to_dict()))
-    return SavedState(FORMAT, 10, 100, None, None, world_size, content, config.model_config(), data, "run_1")
+    facts = {"config": content, "model_config": config.model_config(), "data": data, "run": "run_1"}
+    return SavedState(10, 100, format=FORMAT, world_size=world_size, **facts)
 
 
 def test_every_guarded_key_is_in_the_table():

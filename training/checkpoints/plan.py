@@ -34,7 +34,7 @@ def plan_saves(config: TrainConfig, start: int) -> SavePlan:
     if config.eval_interval:
         every.append(config.eval_interval)
     ends = bool(config.always_save_checkpoint or config.checkpoint_interval)
-    count = _multiples(every, start, last - 1) + (ends or _is_multiple(last, every))
+    count = _multiples(every, start, last - 1) + (ends or any(last % n == 0 for n in every))
     most = None if seconds else count
     on_disk = None if config.keep_last is None else config.keep_last + bool(config.eval_interval) + 1
     if most is not None and start == 0:
@@ -67,7 +67,3 @@ def _multiples(every: list[int], first: int, last: int) -> int:
         both = math.lcm(*every)
         single -= last // both - first // both
     return single
-
-
-def _is_multiple(iteration: int, every: list[int]) -> bool:
-    return any(iteration % n == 0 for n in every)

@@ -22,29 +22,25 @@ from typing import Any
 from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
+from model_config import ModelConfig
 from training.batches.fingerprint import data_differences
 from training.checkpoints.folder import check_aside, find_checkpoint, rename_damaged, step_folders
-from training.checkpoints.loading import (
-    DELETIONS,
-    check_architecture,
-    deleted_too_fast,
-    is_there,
-    load_checkpoint,
-)
+from training.checkpoints.loading import load_checkpoint
 from training.checkpoints.plan import plan_saves
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.train_state import Progress, TrainState
-from training.checkpoints.verification import damage, damage_here, damaged
+from training.checkpoints.verification import damage, damaged
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.configuration.other_names import removed_settings
 from training.optimization.schedule import end_after_epochs, fix_schedule
 from training.process.redaction import redact_all, without_logins
-from training.process.world import World, gather_objects, may_restart, restart_count
+from training.process.world import World, from_main, may_restart, restart_count
 
 log = logging.getLogger("nanomfu")
 
 # where and how a run is started does not change what it computes
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
+FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
 EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what was there before this run
 
 
@@ -53,7 +49,7 @@ EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what 
 
 def choose_start(config: TrainConfig, world: World) -> TrainConfig:
     """The configuration, with init_from decided: 'scratch' or 'resume'. All ranks."""
-    return gather_objects(_choose_start(config) if world.is_main else None, world)[0]
+    return from_main(world, _choose_start, config)
 
 
 def _choose_start(config: TrainConfig) -> TrainConfig:
@@ -65,7 +61,10 @@ def _choose_start(config: TrainConfig) -> TrainConfig:
             return replace(config, init_from="resume", resume_from="latest")
         log.info("It had saved no checkpoint, so it begins again as it began")
     elif may_restart() and root.is_dir() and not config.eval_only:  # an evaluation saves nothing
-        _note_earlier(root / EARLIER, existing)
+        try:
+            write_json(root / EARLIER, existing)
+        except OSError as error:
+            raise UserError(f"{root} cannot be written: {error}; choose another --out_dir") from None
     if config.init_from == "auto":
         return replace(config, init_from="resume" if existing else "scratch")
     return config
@@ -76,13 +75,6 @@ def _modification_times(root: Path) -> dict[str, int]:
     there is any, init_from='auto' does not begin from scratch."""
     folders = [path for path in root.glob("step-*") if ".tmp-" not in path.name]
     return {path.name: path.lstat().st_mtime_ns for path in folders}
-
-
-def _note_earlier(path: Path, existing: dict[str, int]) -> None:
-    try:
-        write_json(path, existing)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}; choose another --out_dir") from None
 
 
 def _earlier(root: Path) -> dict[str, int]:
@@ -136,73 +128,38 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
         changed = changed_settings(saved, config)
         facts = saved.run, saved.iteration, saved.pretrained
         resume = Resume(config, checkpoint, changed, is_other_run, renamed, *facts)
-    if problem := gather_objects(
-        _aside_problem(resume.config, resume.start) if world.is_main else None, world
-    )[0]:
-        raise problem
+    from_main(world, _check_aside, resume.config, resume.start)
     return resume
 
 
-def _aside_problem(config: TrainConfig, start: int) -> UserError | None:
-    """Why this run must not move checkpoints aside, if it would. A restart goes on with what it has begun."""
+def _check_aside(config: TrainConfig, start: int) -> None:
+    """Raises UserError if this run would move checkpoints aside and must not. A restart goes on with what it
+    has begun."""
     if plan_saves(config, start).most and not restart_count():
-        try:
-            check_aside(Path(config.out_dir) / "checkpoints", start)
-        except UserError as error:
-            return error
-    return None
+        check_aside(Path(config.out_dir) / "checkpoints", start)
 
 
-def load_resume(
-    resume: Resume, state: TrainState, config: TrainConfig, data: dict
-) -> tuple[Resume, Progress]:
-    """Where the run continues: at its beginning, or at the checkpoint, which is loaded here. An evaluation
-    holds no lock: if the run that saves there has deleted the checkpoint, it takes the next newest. All
-    ranks. Raises UserError."""
-    for _ in range(DELETIONS):
-        if resume.checkpoint is None:
-            return resume, Progress(0, 0)
-        try:
-            progress = load_checkpoint(resume.checkpoint, state, config.model_config())
-            if resume.is_other_run and state.update_guard:
-                state.update_guard.forget()  # losses and norms may be others now, and no spikes
-            return resume, progress
-        except UserError:
-            if not _is_deleted(resume.checkpoint, config, state.world):
-                raise
-        resume = find_resume(config, state.world, data)
-    raise deleted_too_fast(Path(config.out_dir))
-
-
-def _is_deleted(folder: Path, config: TrainConfig, world: World) -> bool:
-    """Whether a training run has deleted the checkpoint that this evaluation reads. All ranks."""
-    return config.eval_only and gather_objects(not is_there(folder), world)[0]
+def load_resume(resume: Resume, state: TrainState) -> Progress:
+    """Where the run continues: at its beginning, or at the checkpoint, which is loaded here. All ranks.
+    Raises UserError."""
+    if resume.checkpoint is None:
+        return Progress(0, 0)
+    progress = load_checkpoint(resume.checkpoint, state)
+    if resume.is_other_run and state.update_guard:
+        state.update_guard.forget()  # losses and norms may be others now, and no spikes
+    return progress
 
 
 def _choose_checkpoint(config: TrainConfig, world: World) -> tuple[Path, SavedState, list[dict[str, str]]]:
-    for _ in range(DELETIONS):
-        candidates = gather_objects(_candidates(config, world), world)[0]
-        if isinstance(candidates, UserError):
-            raise candidates
-        if found := _first_whole(candidates, config, world):
-            return found
-    raise deleted_too_fast(Path(config.out_dir))
-
-
-def _first_whole(
-    candidates: list[Path], config: TrainConfig, world: World
-) -> tuple[Path, SavedState, list[dict[str, str]]] | None:
-    """The first checkpoint that can be trusted, what it says, and those that were renamed; None if one was
-    deleted meanwhile. All ranks. Raises UserError."""
+    """The first checkpoint that can be trusted, what it says, and those that were renamed. All ranks. Raises
+    UserError."""
     bad: dict[Path, str] = {}  # damaged checkpoint -> problem
-    for folder in candidates:
+    for folder in from_main(world, _candidates, config):
         problems = damage(folder, world)
         if not problems:
-            saved = read_state(folder)
+            saved = from_main(world, read_state, folder)
             return folder, saved, [_rename(one, bad[one], folder, config, world) for one in bad]
-        if _is_deleted(folder, config, world):
-            return None
-        if not gather_objects(damage_here(folder) if world.is_main else None, world)[0]:
+        if not from_main(world, damage, folder):
             raise UserError(
                 f"rank 0 finds {folder} whole, another rank does not: {'; '.join(problems)}; do all machines "
                 "see this disk, and the same on it?"
@@ -217,28 +174,36 @@ def _first_whole(
     )
 
 
-def _candidates(config: TrainConfig, world: World) -> list[Path] | UserError | None:
-    """The newest first. Folders without a manifest are included: they, too, are damaged checkpoints. Rank 0
-    alone looks."""
-    if not world.is_main:
-        return None
-    try:
-        chosen = find_checkpoint(Path(config.out_dir), config.resume_from)
-    except UserError as error:
-        return error
+def _candidates(config: TrainConfig) -> list[Path]:
+    """The newest first. Folders without a manifest are included: they, too, are damaged checkpoints."""
+    chosen = find_checkpoint(Path(config.out_dir), config.resume_from)
     return [chosen] if config.resume_from != "latest" else step_folders(chosen.parent)[::-1]
 
 
 def _rename(folder: Path, problem: str, instead: Path, config: TrainConfig, world: World) -> dict[str, str]:
     """Renames a damaged checkpoint, but not in an evaluation alone: it holds no lock, so a training run may
     be using that folder."""
-    renames = world.is_main and not config.eval_only
-    renamed = gather_objects(rename_damaged(folder) if renames else folder, world)[0]
+    renamed = folder if config.eval_only else from_main(world, rename_damaged, folder)
     log.warning("%s is damaged: %s. It is now %s; %s is used", folder, problem, renamed.name, instead.name)
     return {"checkpoint": str(folder), "problem": problem, "renamed": str(renamed)}
 
 
 # --- settings ---
+
+
+def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) -> None:
+    """Raises UserError that names every field in which the saved model differs from the configured one."""
+    was = saved.to_dict()
+    differences = [
+        f"{name}: checkpoint {was[name]!r}, configuration {value!r}"
+        for name, value in wanted.to_dict().items()
+        if was[name] != value and name not in FREE_TO_CHANGE
+    ]
+    if differences:
+        raise UserError(
+            f"{folder} holds another architecture: {'; '.join(differences)}; restore these keys, or choose "
+            "another --out_dir for the new model"
+        )
 
 
 def _with_moments(folder: Path, saved: str, config: TrainConfig) -> TrainConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.durable_file import write_bytes
 from training.checkpoints.folder import by_loss, complete_checkpoints, delete
-from training.checkpoints.verification import damage_here
+from training.checkpoints.verification import damage
 
 log = logging.getLogger("nanomfu")
 
@@ -28,7 +28,7 @@ class Retention:
     def is_valid(self, folder: Path) -> bool:
         stamp = _stamp(folder)
         if folder not in self.seen or self.seen[folder][0] != stamp:
-            problems = damage_here(folder)
+            problems = damage(folder)
             if problems:
                 log.warning("%s is damaged and does not count: %s", folder, "; ".join(problems))
             self.seen[folder] = stamp, not problems

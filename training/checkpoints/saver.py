@@ -32,7 +32,7 @@ from common.json_file import read_json
 from training.checkpoints.folder import MANIFEST, delete, delete_remains, move_aside
 from training.checkpoints.retention import Retention
 from training.checkpoints.saved_state import FORMAT, STATE
-from training.checkpoints.staging import Staging, local_tensors, plan_parts
+from training.checkpoints.staging import Staging, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import digest
@@ -112,7 +112,7 @@ class Saver:
         """Divides the work among the ranks, checks for free disk space, allocates the host memory. Returns
         what this rank writes. All ranks, before the first save. Raises UserError."""
         self.run = gather_objects(uuid.uuid4().hex[:8], self.world)[0]
-        plans = plan_parts(self._tensors(), self.world)
+        plans = plan_parts(self.state.all_parts(), self.world)
         self.parts = plans[self.world.rank]
         self.bytes = sum(part.bytes for plan in plans for part in plan)  # of a checkpoint
         if self.world.is_main:
@@ -148,7 +148,8 @@ class Saver:
         parts = self.prepare() if self.parts is None else self.parts
         save = Save(self.root, progress, f"{self.run}-{self.count}", self.count == 0, note)
         self.save, self.count = save, self.count + 1
-        tensors = local_tensors(parts, self._tensors())
+        held = self.state.all_parts()
+        tensors = [held[part] for part in parts]
         if self.staging:
             work = list(zip(parts, self.staging.copy(tensors), strict=True))
             self.thread = threading.Thread(target=self._run, args=(save, work), name="saver", daemon=True)
@@ -168,9 +169,6 @@ class Saver:
         if save and save.error:
             raise RunError(f"could not write the checkpoint {save.final}: {save.error}") from save.error
         return save
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**self.state.tensors(), **self.state.optional_tensors()}
 
     # --- in the thread; in the main thread if there is no host memory for the copy ---
 

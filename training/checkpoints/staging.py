@@ -1,16 +1,12 @@
-"""Plans what each rank writes of a checkpoint, and holds the host memory that it is copied to first.
-
-Each part of each tensor is written once. Replicated tensors are divided among the ranks, so each rank of DDP
-copies and writes a share of the model. The memory is kept from save to save.
-"""
+"""Plans what each rank writes of a checkpoint, and holds the host memory that it is copied to first. The
+memory is kept from save to save."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
 from training.checkpoints.tensor_files import Part
@@ -20,24 +16,21 @@ ALIGNMENT = 64  # bytes
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context
 
 
-def plan_parts(tensors: dict[str, torch.Tensor], world: World) -> list[list[Part]]:
-    """What each rank writes, divided by size. A tensor may be sharded, replicated, or a rank's own. All
-    ranks."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(tensors, is_coordinator=world.is_main)
-    plans, _ = planner.create_global_plan(gather_objects(planner.create_local_plan(), world))
-    return [[part for part in map(_part, plan.items) if part.bytes] for plan in plans]
-
-
-def _part(item) -> Part:
-    data = item.tensor_data
-    return Part(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype)
-
-
-def local_tensors(parts: list[Part], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """For each part that this rank writes, its own tensor."""
-    mine = [tensors[part.name] for part in parts]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in mine]
+def plan_parts(mine: Collection[Part], world: World) -> list[list[Part]]:
+    """What each rank writes: every part of every tensor once. What several ranks hold is divided among them,
+    so each rank of DDP copies and writes a share of the model. All ranks."""
+    holders: dict[Part, list[int]] = {}
+    for rank, parts in enumerate(gather_objects(list(mine), world)):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    plans: list[list[Part]] = [[] for _ in range(world.size)]
+    sizes = [0] * world.size
+    for part in sorted(holders, key=lambda part: (len(holders[part]), -part.bytes)):
+        if part.bytes:
+            writer = min(holders[part], key=sizes.__getitem__)
+            plans[writer].append(part)
+            sizes[writer] += part.bytes
+    return plans
 
 
 class Staging:

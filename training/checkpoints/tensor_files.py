@@ -47,6 +47,12 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, first_row: int = 0) -> Part:
+        """A tensor that is whole, or that begins at this row of the whole."""
+        offsets = (first_row, *(0,) * (tensor.ndim - 1))[: tensor.ndim]
+        return cls(name, offsets, tuple(tensor.shape), tensor.dtype)
+
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize

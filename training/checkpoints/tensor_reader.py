@@ -1,137 +1,93 @@
-"""Lets torch.distributed.checkpoint read the safetensors files of a checkpoint. torch's planners decide which
-rank writes what, and which parts of which files a rank reads (resharding); only the storage is ours.
-
-A module of its own: to import torch.distributed.checkpoint takes one to three seconds, and the commands that
-only read a configuration do without it.
+"""Reads rows of tensors that are stored in several safetensors files. So a rank reads its own rows, whichever
+strategy divided the tensors, and among how many ranks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
-from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.futures import Future
 
 from training.checkpoints.tensor_files import Part, Place, mapped
 
 
-class TensorFiles(StorageReader):
-    """Lets torch.distributed.checkpoint read such files. Raises ValueError if a tensor is incomplete.
+class TensorFiles:
+    """Tensors whose parts are rows that follow each other. Raises ValueError if one is incomplete.
 
     halves: names of tensors whose files have the even rows first, then the odd ones: Hugging Face's gate_proj
     and up_proj, and our own checkpoints of format 2. They are read as row 0, 1, 2, ...
     """
 
     def __init__(self, parts: Iterable[tuple[Part, Place]], halves: Collection[str] = ()):
-        self.places: dict[MetadataIndex, tuple[Part, Place]] = {}
-        tensors = defaultdict(list)
-        for part, place in parts:
-            tensors[part.name].append(part)
-            self.places[MetadataIndex(part.name, part.offsets)] = part, place
-        self.parts = {name: sorted(found, key=lambda part: part.offsets) for name, found in tensors.items()}
+        self.stored: dict[str, list[tuple[Part, Place]]] = defaultdict(list)
+        for part, place in sorted(parts, key=lambda item: item[0].offsets):
+            self.stored[part.name].append((part, place))
+        self.wholes = {name: _whole([part for part, _ in found]) for name, found in self.stored.items()}
         self.halves = frozenset(halves)
-        self.metadata = Metadata({name: _whole(name, found) for name, found in self.parts.items()})
-        for name in self.halves & self.parts.keys():
-            self.metadata.state_dict_metadata[name] = _whole(name, [_joined(name, self.parts[name])])
+        for name in self.halves & self.wholes.keys():
+            if not self.wholes[name].shape or self.wholes[name].end % 2:
+                raise ValueError(f"the rows of {name} are not pairs")
+
+    def load(self, part: Part, tensor: torch.Tensor) -> None:
+        """Copies a part of a tensor, its rows from here to there, into `tensor`. Raises ValueError."""
+        whole = self.wholes.get(part.name)
+        if whole is None or len(whole.shape) != len(part.shape) or whole.shape[1:] != part.shape[1:]:
+            raise ValueError(f"{part.name} is {whole and whole.shape}, and {part.shape} was asked for")
+        if not part.shape:
+            tensor.copy_(mapped(*self.stored[part.name][0]))
+            return
+        for where, rows in self._pieces(part.name, range(part.offsets[0], part.end)):
+            tensor[where].copy_(rows)
 
     def read_rows(self, name: str, rows: range) -> torch.Tensor:
         """These rows of a tensor; a copy in memory only if they are in several places."""
-        if name not in self.halves:
-            return self._stored_rows(name, rows)
-        if rows.step == 2:
-            half = self.parts[name][-1].end // 2
-            first = rows.start // 2 + half * (rows.start % 2)
-            return self._stored_rows(name, range(first, first + len(rows)))
-        assert rows.step == 1, rows
-        one, *_ = self.parts[name]
-        both = torch.empty(len(rows), *one.shape[1:], dtype=one.dtype)
-        for i in range(min(2, len(rows))):
-            both[i::2] = self.read_rows(name, rows[i::2])
-        return both
+        pieces = list(self._pieces(name, rows))
+        if len(pieces) == 1:
+            return pieces[0][1]
+        whole = self.wholes[name]
+        found = torch.empty(len(rows), *whole.shape[1:], dtype=whole.dtype)
+        for where, piece in pieces:
+            found[where] = piece
+        return found
 
-    def _stored_rows(self, name: str, rows: range) -> torch.Tensor:
+    def _pieces(self, name: str, rows: range) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(which of the rows, the file's content), for each part that has some of them."""
+        if name not in self.halves:
+            yield from self._stored_pieces(name, rows)
+            return
+        half = self.wholes[name].end // 2
+        for i in range(2 if rows.step == 1 else 1):
+            mine = rows[i::2] if rows.step == 1 else rows
+            first = mine.start // 2 + half * (mine.start % 2)
+            for where, piece in self._stored_pieces(name, range(first, first + len(mine))):
+                yield (slice(i + 2 * where.start, i + 2 * where.stop, 2) if rows.step == 1 else where), piece
+
+    def _stored_pieces(self, name: str, rows: range) -> Iterator[tuple[slice, torch.Tensor]]:
         """The same, counted in the order of the files."""
-        found = []
-        for part in self.parts[name]:
+        for part, place in self.stored[name]:
             start, step = part.offsets[0], rows.step
             mine = range(max(rows.start, start + (rows.start - start) % step), min(rows.stop, part.end), step)
             if mine:
-                tensor = mapped(*self.places[MetadataIndex(name, part.offsets)])
-                found.append(tensor[mine.start - start : mine.stop - start : step])
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def read_metadata(self) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan, planner) -> Future[None]:
-        for item in plan.items:
-            spans = list(zip(item.storage_offsets, item.lengths, strict=True))
-            if (name := item.storage_index.fqn) in self.halves:
-                first, length = spans[0]
-                tensor, spans[0] = self.read_rows(name, range(first, first + length)), (0, length)
-            else:
-                tensor = mapped(*self.places[item.storage_index])
-            for dim, (start, length) in enumerate(spans):
-                tensor = tensor.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(tensor)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def set_up_storage_reader(self, metadata, is_coordinator) -> None: ...
-
-    def prepare_local_plan(self, plan):
-        return plan
-
-    def prepare_global_plan(self, plans):
-        return plans
-
-    def reset(self, checkpoint_id=None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
-        return False
+                first = (mine.start - rows.start) // step
+                piece = mapped(part, place)[mine.start - start : mine.stop - start : step]
+                yield slice(first, first + len(mine)), piece
 
 
-def _whole(name: str, parts: list[Part]) -> TensorStorageMetadata:
-    """What torch's planner must know of a tensor: its size, which its parts must fill, and the parts."""
-    ends = [tuple(map(sum, zip(part.offsets, part.shape, strict=True))) for part in parts]
-    if len({(len(part.shape), part.dtype) for part in parts}) > 1:
-        raise ValueError(f"the parts of {name} are not of one kind")
-    size = torch.Size([max(along) for along in zip(*ends, strict=True)])
-    if not _fill(parts, size):
-        raise ValueError(f"the parts of {name} do not make {tuple(size)}")
-    chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in parts]
-    return TensorStorageMetadata(TensorProperties(dtype=parts[0].dtype), size, chunks)
-
-
-def _joined(name: str, parts: list[Part]) -> Part:
-    """Halves as one part, because none of theirs has rows that follow each other in the whole."""
-    one, last = parts[0], parts[-1]
-    if not one.shape or last.end % 2:
-        raise ValueError(f"the rows of {name} are not pairs")
-    return one._replace(shape=(last.end, *one.shape[1:]))
-
-
-def _fill(parts: list[Part], size: torch.Size) -> bool:
-    """Whether the parts, rows of the tensor as every strategy divides it, follow each other without a gap."""
-    if len(parts) == 1:
-        return not any(parts[0].offsets)
+def _whole(parts: list[Part]) -> Part:
+    """The tensor that these parts make: rows, as every strategy divides it, without a gap."""
+    first = parts[0]
+    if len(parts) > 1 and not first.shape:
+        raise ValueError(f"{first.name} is there twice")
     end = 0
-    for part in sorted(parts, key=lambda part: part.offsets):
-        is_next = part.offsets[:1] == (end,) and not any(part.offsets[1:]) and part.shape[1:] == size[1:]
-        if not is_next:
-            return False
-        end += part.shape[0]
-    return True
+    for part in parts:
+        if (
+            part.dtype != first.dtype
+            or part.shape[1:] != first.shape[1:]
+            or len(part.shape) != len(first.shape)
+        ):
+            raise ValueError(f"the parts of {part.name} are not of one kind")
+        if part.offsets != (end, *(0,) * (len(part.shape) - 1))[: len(part.shape)]:
+            raise ValueError(f"the parts of {part.name} do not make a whole")
+        end += part.shape[0] if part.shape else 0
+    return first._replace(shape=(end, *first.shape[1:])) if first.shape else first

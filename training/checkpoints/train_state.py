@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import UserError
+from training.checkpoints.tensor_files import Part
 from training.optimization.low_precision import LowPrecisionState
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
-from training.strategies.strategy import Strategy
+from training.strategies.strategy import Shard, Strategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight, beside the number of its steps
 SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}  # beside moments of 8 bits
@@ -33,6 +34,15 @@ def moments_of(adam: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: adam[name] for name in (*MOMENTS, *SCALES.values()) if name in adam}
 
 
+def part_of(shard: Shard, name: str, tensor: torch.Tensor) -> Part:
+    """The place of a tensor that has the rows of shard.local."""
+    return Part.of(name, tensor, shard.start // shard.parameter.shape[1:].numel())
+
+
+def whole_parts(tensors: dict[str, torch.Tensor]) -> dict[Part, torch.Tensor]:
+    return {Part.of(name, tensor): tensor for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands: everything a resume needs that is not a tensor."""
@@ -41,13 +51,14 @@ class Progress:
     samples_seen: int  # sequences, over all GPUs
     best_val_loss: float | None = None
     val_loss: float | None = None
-    # what these losses are the mean of (training/evaluation.py), and since which iteration
+    # what these losses are the mean of (training/evaluation.py), and since which iteration; earlier versions
+    # did not save it
     measure: str | None = None
     measured_since: int = 0
 
 
 class TrainState:
-    """The tensors of a run by name; a shard's tensor knows its place in the whole. Loading is in place."""
+    """The tensors of a run, as far as this rank holds them. Loading is in place."""
 
     def __init__(
         self,
@@ -61,15 +72,23 @@ class TrainState:
         self.strategy, self.optimizer, self.loss_scale, self.world = strategy, optimizer, loss_scale, world
         self.update_guard, self.low_precision = update_guard, low_precision or LowPrecisionState()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {}
+    def parts(self) -> dict[Part, torch.Tensor]:
+        """Weights and what the optimizer keeps of them, each with its place in the whole tensor."""
+        parts: dict[Part, torch.Tensor] = {}
         for shard in self.strategy.shards:
-            adam = self.optimizer.state[shard.local]
-            tensors[f"model.{shard.name}"] = self.strategy.as_global(shard, shard.local.detach())
-            for name, tensor in moments_of(adam).items():
-                tensors[f"optimizer.{shard.name}.{name}"] = self.strategy.as_global(shard, tensor)
-            tensors[f"optimizer.{shard.name}.step"] = adam["step"]
-        return tensors
+            adam, name = self.optimizer.state[shard.local], f"optimizer.{shard.name}"
+            held = {f"model.{shard.name}": shard.local.detach()}
+            held |= {f"{name}.{moment}": tensor for moment, tensor in moments_of(adam).items()}
+            parts |= {part_of(shard, name, tensor): tensor for name, tensor in held.items()}
+            parts[Part.of(f"{name}.step", adam["step"])] = adam["step"]
+        return parts
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {part.name: tensor for part, tensor in self.parts().items()}
+
+    def all_parts(self) -> dict[Part, torch.Tensor]:
+        """What this rank has for a checkpoint."""
+        return self.parts() | whole_parts(self.optional_tensors())
 
     def optional_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint may lack: this rank's random generators, float16's loss scale, the update

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import model_builder
 from common.errors import UserError
@@ -28,10 +27,10 @@ from training.checkpoints.saved_state import (
     file_of,
     read_state,
 )
-from training.checkpoints.tensor_files import SUFFIX, read_header
+from training.checkpoints.tensor_files import SUFFIX, Part, read_header
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import SCALES
-from training.process.world import World, gather_objects
+from training.process.world import ALONE, World, from_main, gather_objects
 
 HASH_THREADS = 4  # files hashed in parallel
 HASH_CHUNK = 1 << 22  # bytes
@@ -41,25 +40,19 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in a checkpoint
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def verify_checkpoint(folder: Path, world: World) -> None:
-    """Raises UserError that names what is wrong. All ranks, each for its share of the files."""
-    if problems := damage(folder, world):
-        raise damaged(folder, problems)
-
-
-def damage(folder: Path, world: World) -> list[str]:
-    """The problems of a checkpoint; none if it can be trusted. All ranks."""
+def damage(folder: Path, world: World = ALONE) -> list[str]:
+    """The problems of a checkpoint; none if it can be trusted. All ranks of `world`."""
     shares = gather_objects(_file_problems(folder, world.rank, world.size), world)
     problems = list(dict.fromkeys(problem for share in shares for problem in share))
-    return problems or gather_objects(_content_problems(folder) if world.is_main else None, world)[0]
-
-
-def damage_here(folder: Path) -> list[str]:
-    """The same, found by this process alone."""
-    return _file_problems(folder) or _content_problems(folder)
+    return problems or from_main(world, _content_problems, folder)
 
 
 def damaged(folder: Path, problems: list[str]) -> UserError:
+    if not (folder / MANIFEST).is_file():
+        return UserError(
+            f"the checkpoint {folder} was deleted while it was read: start again, or raise keep_last of the "
+            "run that saves there"
+        )
     others = [p.name for p in complete_checkpoints(folder.parent) if p != folder]
     older = f"others are {', '.join(others[-3:])}" if others else "there is no other one"
     return UserError(f"the checkpoint {folder} is damaged: {'; '.join(problems)}; {older}")
@@ -68,7 +61,7 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 # --- the files ---
 
 
-def _file_problems(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+def _file_problems(folder: Path, share: int, shares: int) -> list[str]:
     """Compares every file of this share with the manifest. Names the first problems."""
     try:
         files = sorted(recorded_files(folder).items())[share::shares]
@@ -132,8 +125,7 @@ def _content_problems(folder: Path) -> list[str]:
     user which version it needs."""
     try:
         state = read_state(folder)
-        metadata = open_tensors(folder, state).read_metadata().state_dict_metadata
-        _check_tensors(metadata, state.model_config)
+        _check_tensors(open_tensors(folder, state).wholes, state.model_config)
     except UnknownFormat:
         return []
     except (ValueError, OSError) as error:
@@ -152,7 +144,7 @@ def open_tensors(folder: Path, saved: SavedState) -> TensorFiles:
     return TensorFiles(parts, {n for n in names if ".ffn.up." in n and not n.endswith(".step")})
 
 
-def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:
+def _check_tensors(saved: dict[str, Part], config: ModelConfig) -> None:
     """Raises ValueError unless every weight is there with its moments, in its shape, as floating point or as
     bytes with their scales."""
     try:
@@ -171,13 +163,12 @@ def _check_tensors(saved: dict[str, Any], config: ModelConfig) -> None:
 
 
 def _check_tensor(
-    name: str, saved: dict[str, Any], shape: torch.Size, dtype: torch.dtype | None = None
+    name: str, saved: dict[str, Part], shape: torch.Size, dtype: torch.dtype | None = None
 ) -> None:
     """dtype: None is any floating point."""
     found = saved.get(name)
-    if not isinstance(found, TensorStorageMetadata):
+    if found is None:
         raise ValueError(f"the tensor {name} is missing")
-    kind = found.properties.dtype
-    if found.size != shape or not (kind == dtype if dtype else kind.is_floating_point):
+    if found.shape != shape or not (found.dtype == dtype if dtype else found.dtype.is_floating_point):
         wanted = dtype or "of floating point and"
-        raise ValueError(f"the tensor {name} is {kind} {tuple(found.size)}, not {wanted} {tuple(shape)}")
+        raise ValueError(f"the tensor {name} is {found.dtype} {found.shape}, not {wanted} {tuple(shape)}")

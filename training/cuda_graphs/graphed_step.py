@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -55,27 +55,14 @@ class Reference(NamedTuple):
     waits: list[str]  # places in the code where it waited for the GPU
 
 
-def graphed(
-    step: Step,
-    state: TrainState,
-    paused: Callable[[], AbstractContextManager],
-    start: int,
-    info: dict[str, Any],
-) -> Step:
-    """The same step, replayed from a CUDA graph once a capture of it is trusted. `paused` stops the clock of
-    the log rows, so that no log row's time contains a capture. `start` is this process's first iteration.
-    `info`, the record's startup_info, gets the outcome during the run."""
-    graphed_step = GraphedStep(step, state, CudaGraphs(), paused, start)
-    info["cuda_graphs"] = graphed_step.choice
-    return graphed_step
-
-
 class GraphedStep:
     """The eager step and, once a capture is trusted, replays of it; with the eager step's signature.
 
     An iteration that also sums the gradients is a second capture, made when it is first asked for. A pass
     over the gradients in every iteration would cost 1 % of a large model's time and more of a small one's,
     and an eager iteration between replays would need memory for its own activations. The captures share it.
+    `paused` stops the clock of the log rows, so that no row's time has a capture in it; `start` is the
+    first iteration. `choice` says what runs: the record has it, and so gets the outcome during the run.
     """
 
     def __init__(
@@ -96,7 +83,6 @@ class GraphedStep:
         self.snapshot: Snapshot | None = None
         self.references: list[Reference] = []
         reason = f"the run ended within its first {EAGER_ITERS} iterations"
-        # for the run record
         self.choice: dict[str, str | None] = {"asked": "CUDA Graph", "used": "eager step", "reason": reason}
 
     def __call__(

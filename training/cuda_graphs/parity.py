@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from training.checkpoints.train_state import TrainState
 from training.optimization.step import StepResult
@@ -110,10 +109,9 @@ def _relative(distance: float, scale: float) -> float:
 
 
 def _tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Everything that an iteration changes in place on this rank, by name: of a sharded tensor, its shard."""
+    """Everything that an iteration changes in place on this rank, by name."""
     guard = state.update_guard.state() if state.update_guard else {}
-    own = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.tensors().items()}
-    return {**own, **state.loss_scale.state(), **guard, **state.low_precision.state()}
+    return {**state.tensors(), **state.loss_scale.state(), **guard, **state.low_precision.state()}
 
 
 def _generators(state: TrainState) -> dict[str, torch.Tensor]:

@@ -126,6 +126,7 @@ class Liveness:
         self._try(lambda store: store.set(f"progress/{self.rank}", ENDED.decode()))
 
     def name(self, rank: int) -> str:
+        """As messages name it, with its machine and process."""
         if rank not in self.processes:
             return f"rank {rank}"
         return f"rank {rank} ({self.processes[rank].host}, process {self.processes[rank].pid})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs
@@ -43,32 +43,22 @@ class Stragglers:
         consensus.ask("own_seconds", self.timer.seconds())
         if self.detector is None:
             return
-        for change in self.detector.changes(consensus.by_rank("own_seconds")):
-            log.warning(f"{self.watchdog.name(change.rank)} {change}")
+        for rank, kind, own, median in self.detector.changes(consensus.by_rank("own_seconds")):
+            is_slow = kind == "straggler"
+            what = "is a straggler, the others wait for it" if is_slow else "is no straggler any more"
+            name = self.watchdog.liveness.name(rank)
+            log.warning(f"{name} {what}: {own:.0f} ms of own work an iteration; the median rank {median:.0f}")
             if self.record is not None:
-                self.record.add_event(iteration, change.kind, rank=change.rank, **change.times)
+                self.record.add_event(iteration, kind, rank=rank, own_ms=own, median_ms=median)
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A rank has become slow, or is no longer slow."""
 
     rank: int
-    is_slow: bool
+    kind: str  # of the event
     own_ms: float
     median_ms: float  # of all ranks
-
-    def __str__(self) -> str:
-        what = "is a straggler, the others wait for it" if self.is_slow else "is no straggler any more"
-        return f"{what}: {self.own_ms:.0f} ms of own work an iteration; the median rank {self.median_ms:.0f}"
-
-    @property
-    def kind(self) -> str:
-        return "straggler" if self.is_slow else "no_straggler"
-
-    @property
-    def times(self) -> dict[str, float]:
-        return {"own_ms": self.own_ms, "median_ms": self.median_ms}
 
 
 class StragglerDetector:
@@ -87,10 +77,8 @@ class StragglerDetector:
         for rank, own in enumerate(seconds):
             is_slow = own > SLOW * usual and own - usual > SLOW_SECONDS
             self.slow_for[rank] = self.slow_for[rank] + 1 if is_slow else 0
-            if self.slow_for[rank] == IN_A_ROW:
-                self.named.add(rank)
-                changes.append(Change(rank, True, 1000 * own, 1000 * usual))
-            elif not is_slow and rank in self.named:
-                self.named.discard(rank)
-                changes.append(Change(rank, False, 1000 * own, 1000 * usual))
+            if self.slow_for[rank] == IN_A_ROW or (not is_slow and rank in self.named):
+                self.named ^= {rank}
+                kind = "straggler" if is_slow else "no_straggler"
+                changes.append(Change(rank, kind, 1000 * own, 1000 * usual))
         return changes

@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -156,10 +157,6 @@ class Watchdog:
         assert self._consensus, "join() comes first"
         return self._consensus
 
-    def name(self, rank: int) -> str:
-        """A rank as messages name it, with its machine and process."""
-        return self.liveness.name(rank)
-
     def check(self, iteration: int | None = None, at_once: bool = False) -> None:
         """Called before every iteration, and between the steps of a long task. All ranks tell each other what
         they were asked. Raises Stopped on all ranks if one was asked to stop."""
@@ -259,17 +256,17 @@ class Watchdog:
         if self.first is None:
             within(SAY_TIMEOUT_S, log.info, f"{name} before the first iteration: there is nothing to save")
             # torchrun sends it, too, when another process of this machine has failed
-            mine = f"{self.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
+            mine = (
+                f"{self.liveness.name(self.liveness.rank)} {what or f'got {name}'} before its first iteration"
+            )
             self.liveness.tell_all(self._why_others_end() or f"{mine}: there is nothing to save")
             if self.liveness.broken and self.liveness.is_first_here():
                 print_last(f"error: {self.liveness.store_is_lost()}")
-            self._complete_record("interrupted")
-            leave_now(128 + number)
+            self._leave_with("interrupted", 128 + number)
         is_second = self.stop_asked_at and time.monotonic() - self.stop_asked_at > SECOND_SIGNAL_S
         if number == signal.SIGINT and is_second and self.final_status is None:
             print_last("interrupted again: ending without a checkpoint")
-            self._complete_record("interrupted")
-            leave_now(128 + number)
+            self._leave_with("interrupted", 128 + number)
         self.consensus.ask("stop", number)
         if not self.stop_asked_at:
             self.stop_asked_at = time.monotonic()
@@ -280,7 +277,7 @@ class Watchdog:
         if reason:
             return reason
         gone = self.liveness.gone()
-        return f"{', '.join(map(self.name, gone))} has ended" if gone else None
+        return f"{', '.join(map(self.liveness.name, gone))} has ended" if gone else None
 
     def _end_hanging_run(self, minutes: float, ticks: int) -> None:
         """Names the ranks that are behind, writes traces that show the reason, and ends this process."""
@@ -306,8 +303,7 @@ class Watchdog:
         if is_cause or self.liveness.is_first_here():
             print_last(f"error: {reason}")
         within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"error: {reason}")
-        self._complete_record("failed")
-        leave_now(FAILED)
+        self._leave_with("failed", FAILED)
 
     def _end_unsupervised_run(self, error: BaseException) -> None:
         """Ends this process because of an error in the watchdog itself."""
@@ -315,18 +311,21 @@ class Watchdog:
             leave_now(self.final_status)
         try:
             reason = redact(f"the watchdog failed: {type(error).__name__}: {error}")
-            lines = redact("".join(traceback.format_exception(error)))
+            message = redact("".join(traceback.format_exception(error))) + f"error: {reason}"
             self.liveness.end_all(reason)
-            tell_launcher(f"{lines}error: {reason}")
-            print_last(f"{lines}error: {reason}")
-            within(SHUTDOWN_TIMEOUT_S, write_to_log_file, f"{lines}error: {reason}")
-            self._complete_record("failed")
+            tell_launcher(message)
+            print_last(message)
+            within(SHUTDOWN_TIMEOUT_S, write_to_log_file, message)
         finally:
-            leave_now(FAILED)
+            self._leave_with("failed", FAILED)
 
-    def _complete_record(self, status: str) -> None:
-        if self.logger is not None:
-            within(SHUTDOWN_TIMEOUT_S, self.logger.close, status)
+    def _leave_with(self, record_status: str, exit_status: int) -> NoReturn:
+        """Completes the record, if there is one and its disk answers, and ends this process."""
+        try:
+            if self.logger is not None:
+                within(SHUTDOWN_TIMEOUT_S, self.logger.close, record_status)
+        finally:
+            leave_now(exit_status)
 
 
 def is_lost_contact(error: BaseException) -> bool:

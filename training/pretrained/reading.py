@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 import model_builder
 from common.errors import UserError
@@ -19,11 +18,10 @@ from data.tokenizers.tokenizer import open_tokenizer
 from model import Attend, Transformer, manual_attention
 from model_config import ModelConfig
 from training.checkpoints.folder import step_folders
-from training.checkpoints.loading import no_group_warning
 from training.checkpoints.resume import Resume
-from training.checkpoints.tensor_files import is_finite
+from training.checkpoints.tensor_files import Part, is_finite
 from training.checkpoints.tensor_reader import TensorFiles
-from training.checkpoints.train_state import TrainState
+from training.checkpoints.train_state import TrainState, part_of, whole_parts
 from training.checkpoints.verification import digest
 from training.configuration.dataset_name import first_folder
 from training.configuration.keys import TrainConfig
@@ -40,7 +38,7 @@ from training.pretrained.folder import (
 from training.pretrained.names import in_pairs, pieces
 from training.pretrained.same_tokenizer import is_tokenizer_of, not_of_dataset
 from training.pretrained.tokenizer_files import VOCABULARIES
-from training.process.world import World, gather_objects
+from training.process.world import World, agree, gather_objects
 
 log = logging.getLogger("nanomfu")
 
@@ -84,8 +82,8 @@ def begin_with_weights(config: TrainConfig, resume: Resume, state: TrainState) -
             log.info(f"init_weights={config.init_weights} is not read: the weights are the checkpoint's")
         return resume.pretrained
     began = time.monotonic()
-    read = _agree(_read(config, state), state.world)
-    _agree(_not_finite((shard.name, shard.local) for shard in state.strategy.shards), state.world)
+    read = agree(state.world, _read, config, state)
+    agree(state.world, _check_finite, [(shard.name, shard.local) for shard in state.strategy.shards])
     state.strategy.publish()
     facts = _compare(read, state.world)
     log.info(f"Weights of {config.init_weights} read in {time.monotonic() - began:.1f} s")
@@ -103,61 +101,50 @@ def load_pretrained(
     reader = _open(weights, architecture, config)
     check_tied(weights, config)
     model = model_builder.build_model(config, attend).init_weights(device, seed=0)
-    _load(weights, reader, {name: p.detach() for name, p in model.named_parameters()})
-    if problem := _not_finite(model.named_parameters()):
-        raise problem
+    parameters = [(name, p.detach()) for name, p in model.named_parameters()]
+    _load(weights, reader, whole_parts(dict(parameters)))
+    _check_finite(parameters)
     return weights, model
 
 
-def _read(config: TrainConfig, state: TrainState) -> dict[str, Any] | UserError:
+def _read(config: TrainConfig, state: TrainState) -> dict[str, Any]:
     """Reads this rank's part, and hashes its share of the files that its machine reads. Returns what is to be
-    compared with the other ranks."""
+    compared with the other ranks. Raises UserError."""
     assert config.init_weights is not None
     world = state.world
     try:
         weights = locate(config.init_weights)
         architecture = weights.architecture()
         reader = _open(weights, architecture, config.model_config())
-        strategy = state.strategy
-        shards = {s.name: strategy.as_global(s, s.local.detach()) for s in strategy.shards}
-        _load(weights, reader, shards)
+        shards = [(shard, shard.local.detach()) for shard in state.strategy.shards]
+        _load(weights, reader, {part_of(s, s.name, tensor): tensor for s, tensor in shards})
         mine = list_files(weights.folder)[world.local_rank :: world.local_size]
         return describe(weights, architecture, {name: digest(weights.folder / name) for name in mine})
-    except UserError as error:
-        return error
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
-        return UserError(f"the weights of {config.init_weights} cannot be read: {error}")
+        raise UserError(f"the weights of {config.init_weights} cannot be read: {error}") from error
 
 
 def _open(weights: Weights, architecture: Architecture, config: ModelConfig) -> TensorFiles:
     return TensorFiles(match(weights, architecture, config), in_pairs(pieces(config)))
 
 
-def _load(weights: Weights, reader: TensorFiles, tensors: dict[str, torch.Tensor]) -> None:
-    """No rank waits for another here: what a rank reads follows from its own tensors."""
+def _load(weights: Weights, reader: TensorFiles, tensors: dict[Part, torch.Tensor]) -> None:
     try:
-        with no_group_warning():
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except (dcp.api.CheckpointException, RuntimeError) as error:
+        for part, tensor in tensors.items():
+            reader.load(part, tensor)
+    except RuntimeError as error:
         raise UserError(f"the weights in {weights.folder} cannot be read: {error}") from error
 
 
-def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> UserError | None:
+def _check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         if not is_finite(tensor.detach()):
-            return UserError(
+            raise UserError(
                 f"{name} of the weights has a value that is NaN or infinite, or that "
                 f"{str(tensor.dtype).removeprefix('torch.')} cannot hold; get the weights again"
             )
-    return None
-
-
-def _agree(outcome: Any, world: World) -> Any:
-    """This rank's outcome. Raises the first UserError of any rank, on every rank."""
-    failures = gather_objects(outcome if isinstance(outcome, UserError) else None, world)
-    if failure := next(filter(None, failures), None):
-        raise failure
-    return outcome
 
 
 def _compare(read: dict[str, Any], world: World) -> dict[str, Any]:

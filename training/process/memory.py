@@ -2,8 +2,8 @@
 the run record whose names end in _gb are GiB, as torch and nvidia-smi count.
 
 A container or a job of Slurm may have less than the machine: the kernel's cgroups limit it, and kill a
-process that goes beyond. Source: cgroups(7), cgroup_namespaces(7), and cgroup-v1/memory and cgroup-v2 in
-the kernel's documentation.
+process that goes beyond. Source: cgroups(7), and cgroup-v1/memory and cgroup-v2 in the kernel's
+documentation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CGROUP_FILES = {
     "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
-MOUNT = r"\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)"  # its root and its place, see proc(5)
+MOUNT = Path("/sys/fs/cgroup")  # where every distribution and container has them
 
 
 def resident_bytes() -> float:
@@ -63,41 +63,18 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cgroups() -> Iterator[tuple[str, Path]]:
-    """(version, folder) of this process's cgroups with memory, from its own to the highest that can be
-    seen."""
-    own = {}
+    """(version, folder) of this process's cgroups with memory: its own, then those above it."""
     for line in _lines(PROCESS / "cgroup"):  # such as 4:cpu,memory:/job_1/step_0, or 0::/job_1/step_0
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers or "memory" in controllers.split(","):
-            own["cgroup" if controllers else "cgroup2"] = path
-    for mount in filter(None, (re.fullmatch(MOUNT, line) for line in _lines(PROCESS / "mountinfo"))):
-        root, place, version, options = mount.groups()
-        if version not in own or (version == "cgroup" and "memory" not in options.split(",")):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "memory" not in controllers.split(","):
             continue
-        top = Path(_unescaped(place))
-        folder = _folder(top, _unescaped(root).rstrip("/"), own[version])
-        while folder and folder.is_relative_to(top):
-            yield version, folder
-            folder = folder.parent
-
-
-def _folder(top: Path, root: str, path: str) -> Path | None:
-    """The folder of the cgroup `path` below `top`, where the cgroup `root` is mounted; None if it is not
-    there. In a cgroup namespace both are relative to the namespace's own cgroup, so one that is above or
-    beside it begins with '..'."""
-    if path.startswith(f"{root}/") or path == root:
-        below = path[len(root) :].strip("/")
-        return top if ".." in below.split("/") else top / below
-    if ".." not in root:
-        return None
-    # The names between root and the namespace's cgroup are not told: the folder is the one that lists us.
-    listings = top.glob("*/" * root.count("..") + f"{path.strip('/')}/cgroup.procs".lstrip("/"))
-    return next((listing.parent for listing in listings if os.getpid() in _numbers(listing)), top)
-
-
-def _unescaped(path: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+        version, top = ("cgroup", MOUNT / "memory") if controllers else ("cgroup2", MOUNT)
+        names = [] if ".." in path.split("/") else path.strip("/").split("/")
+        # a container's own cgroup is mounted as the top, so the names above it are not there
+        while names and not top.joinpath(*names).is_dir():
+            names.pop(0)
+        for count in range(len(names), -1, -1):
+            yield version, top.joinpath(*names[:count])
 
 
 def _numbers(path: Path, name: str = "") -> list[int]:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from training.configuration.keys import TrainConfig
 # torch 2.13 renamed these two and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Result = TypeVar("Result")
 
 NO_LIMIT = datetime.timedelta(days=365)  # torch must be given some
 # A collective's own timeout comes so much later than the watchdog's, which ends the process first.
@@ -43,6 +45,9 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def launch_info() -> tuple[int, int, int]:
@@ -294,6 +299,30 @@ def gather_objects(value: object, world: World) -> list:
     values = [None] * world.size
     dist.all_gather_object(values, value)
     return values
+
+
+def agree(world: World, action: Callable[..., Result], *arguments: object) -> Result:
+    """This rank's action(*arguments). If it raises UserError on any rank, every rank raises it. All ranks."""
+    outcome = _outcome(action, *arguments)
+    failures = gather_objects(outcome if isinstance(outcome, UserError) else None, world)
+    if failure := next(filter(None, failures), None):
+        raise failure
+    return cast("Result", outcome)
+
+
+def from_main(world: World, action: Callable[..., Result], *arguments: object) -> Result:
+    """Rank 0's action(*arguments), on every rank, also if it raises UserError. All ranks."""
+    outcome = gather_objects(_outcome(action, *arguments) if world.is_main else None, world)[0]
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
+
+
+def _outcome(action: Callable[..., Result], *arguments: object) -> Result | UserError:
+    try:
+        return action(*arguments)
+    except UserError as error:
+        return error
 
 
 # Settings that may differ between machines: what they name is compared by content, or they change no result.

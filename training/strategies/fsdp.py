@@ -19,7 +19,7 @@ from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import World
 from training.strategies.fused_sums import FusedSums, fuses_gradient_sums
-from training.strategies.strategy import Shard, norm, whole_shape
+from training.strategies.strategy import Shard, norm
 
 
 class Fsdp:
@@ -143,11 +143,6 @@ class Fsdp:
         sums = self.sums.buckets if self.sums else []
         left = any(shard.parameter.grad is not None for shard in self.shards)
         return left or any(bool(bucket.flat.any()) for bucket in sums)  # sync point
-
-    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        parameter, (shape, stride) = _sharded(shard.parameter), whole_shape(shard, tensor)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _sharded(tensor: torch.Tensor | None) -> DTensor:

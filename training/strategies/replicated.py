@@ -284,9 +284,6 @@ class Replicated:
             for shard in self.shards:
                 shard.local.grad = None
 
-    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def working_copies(self) -> dict[str, torch.Tensor]:
         copies = [s for s in self.shards if s.parameter.data_ptr() != s.local.data_ptr()]
         return {shard.name: shard.parameter.data for shard in copies}

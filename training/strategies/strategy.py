@@ -74,9 +74,6 @@ class Strategy(Protocol):
 
     def clear_gradients(self) -> None: ...
 
-    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        """For checkpoints: turns a tensor with the rows of shard.local into the whole that it is part of."""
-
     def working_copies(self) -> dict[str, torch.Tensor]:
         """{name: weight that this rank computes with}, for weights that are whole and are not the optimizer's
         own tensors."""
@@ -89,12 +86,6 @@ class Strategy(Protocol):
 
     def has_gradients(self) -> bool:
         """Whether any gradient is not zero. Sync point."""
-
-
-def whole_shape(shard: Shard, tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and stride of the whole of a contiguous tensor with the rows of shard.local."""
-    columns = tensor.shape[1:]
-    return torch.Size((len(shard.parameter), *columns)), (columns.numel(), 1)[-tensor.ndim :]
 
 
 def norm(grads: list[torch.Tensor]) -> torch.Tensor:

@@ -6,9 +6,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardOn
 
 from model import Transformer
 from ops.linear import refresh_weights
@@ -16,7 +13,7 @@ from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer
 from training.process.world import Waits, World, all_gather, reduce_scatter, start_together
 from training.strategies.replicated import Bucket, Replicated, padded_shape
-from training.strategies.strategy import Shard, norm, norms, whole_shape
+from training.strategies.strategy import Shard, norm, norms
 
 
 class Zero1(Replicated):
@@ -29,7 +26,6 @@ class Zero1(Replicated):
     """
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
-        self.mesh = init_device_mesh(world.device.type, (world.size,))
         # name -> the working matrix with its padding, which is what is gathered
         self.padded: dict[str, torch.Tensor] = {}
         super().__init__(model, config, world, timer)
@@ -48,7 +44,7 @@ class Zero1(Replicated):
         return Shard(name, parameter, nn.Parameter(own), working_copy=copy, start=start)
 
     def _span(self, matrix: torch.Tensor) -> slice:
-        """This rank's rows of a matrix; the last ranks may have fewer, as in DTensor's Shard(0)."""
+        """This rank's rows of a matrix; the last ranks may have fewer, as with FSDP."""
         rows = -(-len(matrix) // self.world.size)
         return slice(self.world.rank * rows, (self.world.rank + 1) * rows)
 
@@ -88,11 +84,3 @@ class Zero1(Replicated):
         for gather in gathers:
             gather.wait()
         refresh_weights(self.module)
-
-    def as_global(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
-        if not shard.is_matrix:
-            return tensor
-        shape, stride = whole_shape(shard, tensor)
-        return DTensor.from_local(
-            tensor, self.mesh, [ShardOn(0)], run_check=False, shape=shape, stride=stride
-        )
