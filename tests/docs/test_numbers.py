@@ -14,7 +14,7 @@ from tools.plan.law import HOFFMANN
 from tools.plan.search import plan, plan_flops
 from tools.plan.shapes import FAMILIES, shape_of
 from training.configuration.files_and_flags import load_config
-from training.records.memory_estimate import estimate_memory
+from training.memory.estimate import estimate_memory
 
 S = 2048
 

@@ -15,8 +15,8 @@ from ops.quantization.adamw_8bit import Scalars, dequantize, empty_moment, plain
 from training.checkpoints.plan import checkpoint_bytes
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
+from training.memory.estimate import estimate_memory
 from training.optimization.optimizer import build_optimizer
-from training.records.memory_estimate import estimate_memory
 from training.strategies.strategy import Shard
 
 RATE, EPS, DECAY = 1e-3, 1e-8, 0.1

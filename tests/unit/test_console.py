@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from support.helpers import TINY, last_run, make_dataset, write_config
 
-from training.records import rows, units
+from common import units
+from training.records import rows
 from training.records.console_lines import ProgressText, console_lines
 
 ZERO = re.compile(r"(?<![\d.,])0(?:\.0+)? (?:[TGMk]F|[BMK] tokens|[TGM]B\b)")

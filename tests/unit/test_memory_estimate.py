@@ -8,7 +8,7 @@ from support.helpers import ROOT
 import model_builder
 from tools.tune.settings import RECOMPUTATION
 from training.configuration.files_and_flags import load_config
-from training.records.memory_estimate import estimate_memory, needed_memory, reserved_memory
+from training.memory.estimate import estimate_memory, needed_memory, reserved_memory
 
 # The promise is 3 %. On the GPU that the runs were measured on, all of them agree within 0.1 %.
 ACCURACY = 0.001
@@ -175,7 +175,7 @@ def test_low_precision_keeps_its_copies_of_what_the_levels_make_again_in_bfloat1
 
 def test_emulated_fp8_with_one_scale_has_one_form_of_each_operand(monkeypatch):
     """As on an A100. MXFP8's blocks lie along rows in one form and along columns in the other."""
-    monkeypatch.setattr("training.records.memory_sizes.multiplies_in_bf16", lambda recipe, device: True)
+    monkeypatch.setattr("training.memory.sizes.multiplies_in_bf16", lambda recipe, device: True)
     flags = "batch_size=8 low_precision_scope=layers_and_head low_precision="
     one, two = (estimate(QWEN, flags + recipe) for recipe in ("fp8_tensorwise", "mxfp8"))
     tokens, vocabulary, width, up = 8 * 2048, 151_936, 2048, 2 * 6144

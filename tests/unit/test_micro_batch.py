@@ -14,13 +14,13 @@ from training.batches.loader import IterationBatches
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.evaluation import eval_batches
-from training.hardware import gpu_memory
-from training.hardware.gpu_memory import CARDS, DeviceMemory, card_memory, device_memory, find_card
 from training.hardware.peaks import table_peak
+from training.memory import micro_batch
+from training.memory.gpus import CARDS, DeviceMemory, card_memory, device_memory, find_card
+from training.memory.micro_batch import FAST_PART, choose, resolve_micro_batch
 from training.process.memory import GIB
 from training.process.world import World
-from training.records import dry_run, micro_batch
-from training.records.micro_batch import FAST_PART, choose, resolve_micro_batch
+from training.records import dry_run
 
 FULL = sorted(path.name for path in ROOT.glob("config/full_*.py"))
 PUBLISHED_TOKENS = {
@@ -270,7 +270,7 @@ def test_a_limit_for_this_process_is_honored(monkeypatch):
 
 
 def test_processes_share_the_memory_of_a_cpu(monkeypatch):
-    monkeypatch.setattr(gpu_memory, "host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr("training.memory.gpus.host_bytes", lambda: 64 * GIB)
     assert device_memory(torch.device("cpu"), 4).gib == 8.0
 
 

@@ -15,8 +15,8 @@ from training.checkpoints.saved_state import _model_config, _settings
 from training.configuration.files_and_flags import load_config
 from training.configuration.help import help_text
 from training.configuration.keys import TrainConfig
+from training.memory.estimate import estimate_memory
 from training.records.dry_run import dry_run
-from training.records.memory_estimate import estimate_memory
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32, n_kv_head=2)
 LINEAR = {"rope_type": "linear", "factor": 2.0}

@@ -10,7 +10,7 @@ from mfu_versions import model_builder_v1 as v1
 from mfu_versions import model_builder_v2 as v2
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
-from training.records.memory_estimate import estimate_memory
+from training.memory.estimate import estimate_memory
 from training.records.utilization import audit_flops
 
 # What the models' config.json on the hub says, and how many parameters the hub shows.

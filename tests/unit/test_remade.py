@@ -23,11 +23,11 @@ from ops.norm import no_delta
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.hardware.attention_kernels import _sdpa_default
+from training.memory.activations import kept_by_a_block
+from training.memory.sizes import Sizes
 from training.optimization import compile as compile_module
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.low_precision import use_low_precision
-from training.records.activation_memory import kept_by_a_block
-from training.records.memory_sizes import Sizes
 from training.records.utilization import recomputed_flops
 
 LEVELS = ("memory_bound", "attention")

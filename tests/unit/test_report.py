@@ -5,11 +5,11 @@ from support.helpers import ROOT, STATED, TINY, write_config
 
 import model_builder
 from training.configuration.files_and_flags import load_config
-from training.hardware.gpu_memory import DeviceMemory
 from training.hardware.peaks import Peak
+from training.memory.estimate import estimate_memory
+from training.memory.gpus import DeviceMemory
+from training.memory.micro_batch import choose
 from training.records import report
-from training.records.memory_estimate import estimate_memory
-from training.records.micro_batch import choose
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 

@@ -22,10 +22,10 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
 from training.hardware.capability import Capability, capability
 from training.hardware.description import describe_hardware
-from training.hardware.gpu_memory import DeviceMemory, device_memory
+from training.memory.estimate import needed_memory
+from training.memory.gpus import DeviceMemory, device_memory
+from training.memory.micro_batch import SMALLEST_PART, choose, settings_that_fit
 from training.process.memory import GIB
-from training.records.memory_estimate import needed_memory
-from training.records.micro_batch import SMALLEST_PART, choose, settings_that_fit
 
 Setting = dict[str, Any]  # {key of TUNED: value}
 

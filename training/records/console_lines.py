@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from training.records import units
+from common import units
 
 
 def console_lines(

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import torch
 
+from common import units
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import NATIVE, emulation_warnings, low_precision_support
 from training.hardware.description import describe_hardware
-from training.hardware.gpu_memory import (
+from training.hardware.peaks import Peak, table_peak
+from training.memory.gpus import (
     Card,
     DeviceMemory,
     card_capability,
@@ -22,10 +24,8 @@ from training.hardware.gpu_memory import (
     device_memory,
     find_card,
 )
-from training.hardware.peaks import Peak, table_peak
+from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
 from training.process.world import machine_size
-from training.records import units
-from training.records.micro_batch import MicroBatch, choose, settings_that_fit
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops

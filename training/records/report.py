@@ -8,13 +8,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from common import units
 from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
-from training.records import units
 from training.records.machine import machine_lines, speed_line
 from training.records.run_record import RunRecord, accumulation_steps
 from training.strategies.parallelize import parallelism_line

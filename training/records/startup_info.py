@@ -15,13 +15,13 @@ from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
+from training.memory.estimate import estimate_memory
+from training.memory.micro_batch import MicroBatch
 from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
 from training.records.machine import machine_info
-from training.records.memory_estimate import estimate_memory
-from training.records.micro_batch import MicroBatch
 from training.strategies.fused_sums import describe_fusion
 from training.strategies.parallelize import strategy_name
 

@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_builder
+from common import units
 from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.optimization.compile import is_recomputed
-from training.records import units
 from training.records.machine import summarize_gpus
 from training.records.percentiles import spread
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from model_config import ModelConfig
 from training.configuration.recomputation import REMAKING
+from training.memory.sizes import Moment, Sizes
 from training.optimization.compile import is_recomputed
-from training.records.memory_sizes import Moment, Sizes
 
 
 def loss_moment(s: Sizes) -> Moment:

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import model_builder
+from common import units
 from common.errors import UserError
 from training.configuration.batch import EVAL_BATCH, divisors, is_auto, sequences_per_gpu
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import check
-from training.hardware.gpu_memory import CPU_NAME, DeviceMemory, device_memory
+from training.memory.estimate import needed_memory
+from training.memory.gpus import CPU_NAME, DeviceMemory, device_memory
 from training.process.world import World, gather_objects
-from training.records import units
-from training.records.memory_estimate import needed_memory
 
 # More is not faster: Qwen3 1.8B on one H200 had 61.4 % MFU with 16 x 2048, 60.3 % with 22 x 2048 (LOG.md).
 MOST_TOKENS = 32_768

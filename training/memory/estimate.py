@@ -22,9 +22,9 @@ from model_config import ModelConfig
 from ops.quantization import adamw_8bit
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs, shards_optimizer
+from training.memory.activations import block_backward, head_backward, loss_moment
+from training.memory.sizes import BYTES, Moment, Sizes
 from training.process.memory import GIB
-from training.records.activation_memory import block_backward, head_backward, loss_moment
-from training.records.memory_sizes import BYTES, Moment, Sizes
 
 MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
 # Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
