@@ -1,11 +1,8 @@
 """The memory estimate is what was measured, in a table of runs; each of its terms is there for a reason."""
 
-import functools
-
 import pytest
 from support.helpers import ROOT
 
-import model_builder
 from tools.tune.settings import RECOMPUTATION
 from training.configuration.files_and_flags import load_config
 from training.memory.estimate import estimate_memory, needed_memory, reserved_memory
@@ -100,17 +97,10 @@ EARLIER = [
 MOST_SAVED = 0.055  # of a peak, by what changed since
 
 
-@functools.cache
-def parameters_of(model) -> int:
-    return model_builder.build_model(model).count_parameters()["total"]
-
-
 def arguments(name: str, flags: str = "", processes: int = 1):
     """What estimate_memory takes."""
     stated = [f"--{flag}" for flag in f"batch_size=16 gradient_accumulation_steps=2 {flags}".split()]
-    config = load_config([str(ROOT / "config" / f"{name}.py"), *stated], processes)
-    model = config.model_config()
-    return model, parameters_of(model), config, processes
+    return load_config([str(ROOT / "config" / f"{name}.py"), *stated], processes), processes
 
 
 def estimate(name: str, flags: str = "", processes: int = 1) -> dict[str, float]:

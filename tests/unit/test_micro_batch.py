@@ -16,6 +16,7 @@ from training.configuration.keys import TrainConfig
 from training.evaluation import eval_batches
 from training.hardware.peaks import table_peak
 from training.memory import micro_batch
+from training.memory.estimate import needed_memory
 from training.memory.gpus import CARDS, DeviceMemory, card_memory, device_memory, find_card
 from training.memory.micro_batch import FAST_PART, choose, resolve_micro_batch
 from training.process.memory import GIB
@@ -34,23 +35,6 @@ PUBLISHED_TOKENS = {
 }
 QWEN = "full_qwen3_1.8b_optimal.py"
 CHOSEN = {"batch_size", "gradient_accumulation_steps", "loss_chunks", "eval_batch_size"}
-
-
-@pytest.fixture(autouse=True)
-def counted_once(monkeypatch):
-    """The parameters of a model, which no test here changes, are counted once."""
-    monkeypatch.setattr(micro_batch, "_count_parameters", parameters)
-
-
-COUNT = micro_batch._count_parameters
-KNOWN: dict[tuple, int] = {}
-
-
-def parameters(config: TrainConfig) -> int:
-    key = config.arch_preset, config.n_layer, config.n_embd, config.d_ff
-    if key not in KNOWN:
-        KNOWN[key] = COUNT(config)
-    return KNOWN[key]
 
 
 def full(name: str, *flags: str, processes: int = 1) -> TrainConfig:
@@ -111,7 +95,7 @@ ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def needed(config: TrainConfig, **numbers) -> float:
-    return micro_batch._measure(config, 1, parameters(config))(dataclasses.replace(config, **numbers))
+    return needed_memory(dataclasses.replace(config, **numbers), 1)
 
 
 def with_memory_for(**numbers) -> tuple[int, int]:

@@ -238,10 +238,9 @@ def test_only_rope_scaling_is_an_object_among_the_settings():
 # --- what is said of them ---
 
 
-def memory(parameters=10**6, **overrides):
+def memory(**overrides):
     config = TrainConfig(arch_preset="llama", n_layer=2, n_head=4, n_embd=64, d_ff=96, batch_size=8)
-    config = replace(config, **overrides)
-    return estimate_memory(config.model_config(), parameters, config, 1)
+    return estimate_memory(replace(config, **overrides), 1)
 
 
 @pytest.mark.parametrize("low_precision", ["none", "fp8_tensorwise"])

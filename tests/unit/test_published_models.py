@@ -104,7 +104,7 @@ def test_the_header_has_the_count_the_source_and_the_estimated_memory(name):
     assert f": {parameters:,} parameters, the published number" in header
     assert f" {model.vocab_size * model.n_embd:,} are the tied embedding" in header
     assert re.search(r"Source: https://huggingface\.co/[\w.-]+/[\w.-]+/blob/main/config\.json", header)
-    estimate = sum(estimate_memory(model, parameters, config, 1).values())
+    estimate = sum(estimate_memory(config, 1).values())
     assert f"; {estimate:.1f} GiB estimated on one" in header and estimate < 125
     assert "Unmeasured." in header or re.search(r"Measured \d{4}-\d\d-\d\d .* tokens/s", header, re.DOTALL)
     tokens = config.samples_per_iter(8) * config.block_size

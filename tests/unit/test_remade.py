@@ -195,8 +195,7 @@ def assert_kept_as_estimated(kind: str, level: str):
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         y, (delta, _) = model.blocks[0](x, no_delta(x), rotary)
     config = configure(kind, level, compile=True)
-    sizes = Sizes.of(config.model_config(), 1, config, 1)
-    assert sum(kept.values()) / (B * T) == pytest.approx(kept_by_a_block(sizes, 0), rel=0.03)
+    assert sum(kept.values()) / (B * T) == pytest.approx(kept_by_a_block(Sizes(config, 1), 0), rel=0.03)
 
 
 @pytest.mark.parametrize("level", ["none", *LEVELS])

@@ -20,9 +20,7 @@ QWEN = "full_qwen3_1.8b_optimal.py"
 
 def estimate(*flags: str, processes: int = 1, config: str = QWEN) -> dict[str, float]:
     loaded = load_config([str(ROOT / "config" / config), *STATED, *flags], processes)
-    model = loaded.model_config()
-    parameters = model_builder.build_model(model).count_parameters()["total"]
-    return estimate_memory(model, parameters, loaded, processes)
+    return estimate_memory(loaded, processes)
 
 
 def total(*flags: str, processes: int = 1, config: str = QWEN) -> float:

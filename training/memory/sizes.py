@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
+import model_builder
 from model_config import ModelConfig
 from ops.recipes import ONE_SCALE
 from training.configuration.keys import TrainConfig
+from training.configuration.recomputation import REMAKING
 from training.configuration.rules import shards_optimizer
 from training.hardware.capability import multiplies_in_bf16
 from training.process.world import machine_size
@@ -16,73 +18,40 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Moment = dict[str, float]  # item -> bytes
 
 
-@dataclass(frozen=True)
+@functools.cache
+def count_parameters(model: ModelConfig) -> int:
+    return int(model_builder.build_model(model).count_parameters()["total"])  # on the meta device
+
+
 class Sizes:
-    """The configuration in numbers: bytes, unless the name says otherwise."""
+    """The configuration in numbers, which do not change."""
 
-    model: ModelConfig
-    config: TrainConfig
-    parameters: int  # elements
-    block: int  # elements of one block's matrices
-    head: int  # elements of the output head's matrix
-    rest: int  # elements outside of the blocks: embeddings and head, once if they are tied
-    shards: int  # into so many parts FSDP cuts everything; 1: whole
-    adam_shards: int  # into so many parts the optimizer's weights and moments are cut
-    stored: int  # of an element, in param_dtype
-    compute: int  # of an element, in dtype
-    reduce: int  # of an element, in reduce_dtype
-    processes: int
-    tokens: int  # of a micro-step, on this GPU
-
-    @classmethod
-    def of(cls, model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> Sizes:
-        block = block_weights(model)
-        shards = 1
-        if config.use_fsdp:
-            shards = min(machine_size(), world_size) if config.fsdp_sharding == "hybrid" else world_size
-        return cls(
-            model=model,
-            config=config,
-            parameters=parameters,
-            block=block,
-            head=model.vocab_size * model.n_embd,
-            rest=parameters - model.n_layer * block,
-            shards=shards,
-            adam_shards=world_size if shards_optimizer(config, world_size) else shards,
-            stored=BYTES[config.param_dtype],
-            compute=BYTES[config.dtype],
-            reduce=BYTES[config.reduce_dtype],
-            processes=world_size,
-            tokens=config.micro_batch * config.block_size,
-        )
-
-    @property
-    def low_blocks(self) -> range:
-        """The blocks in low precision."""
-        if self.config.low_precision == "none":
-            return range(0)
-        return range(
-            self.config.low_precision_skip_first, self.model.n_layer - self.config.low_precision_skip_last
-        )
-
-    @property
-    def low_head(self) -> bool:
-        return self.config.low_precision != "none" and self.config.low_precision_scope == "layers_and_head"
-
-    @property
-    def emulated(self) -> bool:
-        """Whether operands in low precision are bf16 (ops/emulation.py), not fp8."""
-        return multiplies_in_bf16(self.config.low_precision, self.config.device)
-
-    @property
-    def both_forms(self) -> int:
-        """Bytes of an element of an activation or a gradient that is quantized for both of its matmuls."""
-        if not self.emulated:
-            return 2  # two forms
-        return self.compute * (1 if self.config.low_precision in ONE_SCALE else 2)  # with one scale, one form
-
-
-def block_weights(model: ModelConfig) -> int:
-    """Elements of one block's matrices: qkv, out, up (gate and up, if gated) and down."""
-    attention = 2 * model.n_embd * (model.attention_width + model.n_kv_head * model.head_dim)
-    return attention + (3 if model.ffn_type == "swiglu" else 2) * model.n_embd * model.d_ff
+    def __init__(self, config: TrainConfig, world_size: int):
+        model = config.model_config()
+        self.config, self.model, self.processes = config, model, world_size
+        self.tokens = config.micro_batch * config.block_size  # of a micro-step, on this GPU
+        self.gated = model.ffn_type == "swiglu"
+        self.up = model.d_ff * (2 if self.gated else 1)  # columns of the feed-forward layer's first matmul
+        # elements: of the model, of a block's matrices, of the head's; of embeddings and head, once if tied
+        self.parameters = count_parameters(model)
+        attention = 2 * (model.attention_width + model.n_kv_head * model.head_dim)
+        self.block = model.n_embd * (attention + self.up + model.d_ff)
+        self.head = model.vocab_size * model.n_embd
+        self.rest = self.parameters - model.n_layer * self.block
+        # parts: into which FSDP cuts everything, and into which the optimizer's weights and moments are cut
+        group = min(machine_size(), world_size) if config.fsdp_sharding == "hybrid" else world_size
+        self.shards = group if config.use_fsdp else 1
+        self.adam_shards = world_size if shards_optimizer(config, world_size) else self.shards
+        # bytes of an element: of a stored weight, of an activation, of a gradient that is sent
+        self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
+        self.reduce = BYTES[config.reduce_dtype]
+        # low precision: of which blocks, of the head; whether in bf16 (ops/emulation.py); bytes of an element
+        # that is quantized for both of its matmuls: in two forms, or in one if it is bf16 with one scale
+        recipe = config.low_precision
+        blocks = range(config.low_precision_skip_first, model.n_layer - config.low_precision_skip_last)
+        self.low_blocks = range(0) if recipe == "none" else blocks
+        self.low_head = recipe != "none" and config.low_precision_scope == "layers_and_head"
+        self.emulated = multiplies_in_bf16(recipe, config.device)
+        self.both_forms = 2 if not self.emulated else self.compute * (1 if recipe in ONE_SCALE else 2)
+        # whether parts of every block are made again (ops/remade.py)
+        self.remakes = config.activation_checkpointing in REMAKING

@@ -70,7 +70,7 @@ def startup_info(
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "micro_batch": micro_batch.to_dict(),
-        "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),
+        "estimated_memory_gb": estimate_memory(config, world_size),
         "warnings": [
             *_attention_warnings(attention),
             *schedule_warnings(config),
