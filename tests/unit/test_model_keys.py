@@ -263,9 +263,9 @@ def test_wider_heads_are_estimated_to_need_more_memory(low_precision, qk_norm):
 def test_the_report_shows_the_keys(load):
     wide = load("--head_dim=16", "--qkv_bias=True", SCALING_FLAG)
     lines = "\n".join(dry_run(wide, 1))
-    assert "Head width:                  16, together 64 of a width of 32" in lines
-    assert "Bias, dropout:               q, k, v alone, 0" in lines
-    assert "rope, theta 1e+06, scaled (linear, factor 2), up to 32 tokens" in lines
+    assert "head_dim:                    16\n" in lines
+    assert "qkv_bias:                    True\n" in lines
+    assert "rope_scaling:                {'rope_type': 'linear', 'factor': 2.0}\n" in lines
     assert "Audit by FlopCounterMode:    exact" in lines
     usual = "\n".join(dry_run(load(), 1))
-    assert "Head width:                  8\n" in usual and "scaled" not in usual
+    assert "head_dim:                    8\n" in usual and "rope_scaling:                None\n" in usual

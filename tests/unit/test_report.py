@@ -9,7 +9,6 @@ from training.hardware.peaks import Peak
 from training.memory.estimate import estimate_memory
 from training.memory.gpus import DeviceMemory
 from training.memory.micro_batch import choose
-from training.records import report
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 
@@ -104,16 +103,17 @@ def test_recomputing_everything_keeps_both_inputs_of_each_block():
 def lines(tmp_path):
     """lines(*flags): 'name' -> text of the report of a tiny run, and 'warnings', which follow it."""
 
-    def lines(*flags: str, processes: int = 1, attention: dict | None = None) -> dict[str, str]:
+    def lines(*flags: str, processes: int = 1, attention: dict | None = None, peak=NO_PEAK) -> dict[str, str]:
         path = write_config(tmp_path / "run.py", **{**TINY, "dtype": "bfloat16", "compile": True})
         config = load_config([str(path), *flags], processes)
         config, micro_batch = choose(config, processes, DeviceMemory(16.0, "a GPU"))
         flops = model_builder.count_flops(config.model_config(), config.block_size)
         audit = {"exact": True, "counted_flops_per_sequence": 1}
         flops |= {"calculation_method": "", "totals": {}, "audit": audit}
-        machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "gpu_name"))
+        machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver"))
+        machine["gpu_name"] = "NVIDIA H200"
         attention = {"line": "", **(attention or {})}
-        info = startup_info(config, flops, NO_PEAK, machine, attention, processes, micro_batch)
+        info = startup_info(config, flops, peak, machine, attention, processes, micro_batch)
         rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
         found = {name.strip(): text.strip() for name, text in rows}
         return {**found, "warnings": "\n".join(info["warnings"])}
@@ -160,8 +160,7 @@ def test_the_report_names_what_is_compiled_recomputed_and_sharded(lines):
     )
 
 
-def test_unequal_gpus_are_all_named():
-    facts = {"gpu_name": "NVIDIA H200", "num_gpus": 3}
-    assert report._gpus({**facts, "peak": {}}) == "3 x NVIDIA H200"
-    of = {"NVIDIA H200": 1, "NVIDIA L40S": 2}
-    assert report._gpus({**facts, "peak": {"gpus": of}}) == "1 x NVIDIA H200, 2 x NVIDIA L40S"
+def test_unequal_gpus_are_all_named(lines):
+    assert lines(processes=3)["Device"] == "3 x NVIDIA H200"
+    unequal = Peak(None, "none", "no peak", gpus={"NVIDIA H200": 1, "NVIDIA L40S": 2})
+    assert lines(processes=3, peak=unequal)["Device"] == "1 x NVIDIA H200, 2 x NVIDIA L40S"

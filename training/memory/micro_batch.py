@@ -177,7 +177,8 @@ def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory
     none, a line that says so."""
     tokens = config.tokens_per_iter if is_auto(config) else None
     tokens = tokens or config.samples_per_iter(world_size) * config.block_size
-    free = replace(config, **dict.fromkeys(NUMBERS, AUTO), tokens_per_iter=tokens, eval_only=False)
+    numbers: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
+    free = replace(config, **numbers, tokens_per_iter=tokens, eval_only=False)
     stated = () if is_auto(config) else NUMBERS  # numbers of the user's, which flags replace
     found = (_line(free, stated, remedy, world_size, memory) for remedy in REMEDIES)
     lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
