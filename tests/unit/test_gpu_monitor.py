@@ -193,22 +193,6 @@ def test_a_gpu_that_nvml_does_not_know_is_the_reason(nvml):
     assert reason == "NVML, the library of NVIDIA's driver, does not answer: Not Found: MIG-cc"
 
 
-def test_a_driver_that_is_not_loaded_is_the_reason(nvml, monkeypatch):
-    def fails():
-        raise FakeError("Driver Not Loaded")
-
-    monkeypatch.setattr(nvml, "nvmlInit", fails)
-    row = everything(watched())
-    reason = row.pop("gpu_reason")
-    assert row == NO_SAMPLE
-    assert reason == "NVML, the library of NVIDIA's driver, does not answer: Driver Not Loaded"
-
-
-def test_a_missing_library_is_the_reason(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "the nvidia-ml-py library is missing" in everything(watched())["gpu_reason"]
-
-
 def test_a_gpu_that_fell_off_the_bus_is_the_reason_in_later_rows_alone(nvml, monkeypatch):
     def lost(*arguments):
         raise FakeError("GPU is lost")
@@ -280,12 +264,6 @@ def test_the_machine_is_described_with_limits_and_links(nvml, tmp_path):
     assert lines["Host"].endswith("driver 580.1")
     assert lines["  power limit"] == "700 W"
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
-
-
-def test_gpus_without_nvlink_are_connected_by_pcie(nvml):
-    nvml.p2p = 5
-    assert machine_info(watched())["links"] == {"PCIe and the link between NUMA nodes": "all pairs"}
-    assert machine_info(watched(UUIDS[:1]))["links"] == {}
 
 
 def test_pairs_of_gpus_are_told_apart(nvml, monkeypatch):

@@ -4,7 +4,7 @@ How it works
     What is there at rest (weights, Adam moments, ...) comes from the strategy and the dtypes. On top of it, a
     few moments of an iteration are candidates for the fullest one, and the fullest counts: the loss, the
     backward of the head, the backward of a block, and the end of the backward. Each term here and in
-    activation_memory.py is a tensor that the code named beside it keeps, so a reader can check it by hand.
+    activations.py is a tensor that the code named beside it keeps, so a reader can check it by hand.
     The sum is what torch.cuda.max_memory_allocated will say; tests/unit/test_memory_estimate.py has a table
     of measured runs.
 What it assumes
