@@ -204,12 +204,6 @@ def test_record_has_every_field_that_design_names(whole):
     assert lacking(whole[1], RECORD) == []
 
 
-def test_accumulation_steps_are_recorded_per_gpu_and_globally(whole):
-    config = whole[1]["config"]
-    assert config.get("gradient_accumulation_steps_per_gpu") == 2
-    assert config.get("gradient_accumulation_steps_global") == 2  # one process
-
-
 def test_every_row_has_every_field(whole):
     rows = whole[1]["training_iterations"]
     assert [row["iter"] for row in rows] == list(range(12))

@@ -1,6 +1,7 @@
 """Free memory is that of the machine, the container or the job, whichever is least. Each case plants what the
 kernel shows a process: /proc/self/cgroup, /proc/self/mountinfo, /proc/meminfo, and the folders of cgroups."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -37,37 +38,35 @@ def machine(tmp_path, monkeypatch):
     return plant
 
 
+FILES = {  # of a cgroup of each version: its limit, what is used, the file cache in memory.stat
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", str(NO_LIMIT_V1)),
+    2: ("memory.max", "memory.current", "inactive_file", "max"),
+}
+
+
 @pytest.fixture
 def v2(tmp_path):
-    """v2(folder, max, current, inactive): a cgroup of version 2, in GiB."""
+    """v2(folder, limit, used, inactive): a cgroup of version 2, in GiB."""
 
-    def make(folder: str, limit: float | None, used: float, inactive: float = 0.0, high: float | None = None):
+    def make(
+        folder: str, limit: float | None, used: float, inactive=0.0, high: float | None = None, version=2
+    ):
         path = tmp_path / folder
         path.mkdir(parents=True, exist_ok=True)
-        for name, value in (("max", limit), ("high", high)):
-            text = "max" if value is None else str(int(value * GIB))
-            (path / f"memory.{name}").write_text(f"{text}\n")
-        (path / "memory.current").write_text(f"{int(used * GIB)}\n")
-        stat = f"anon 5\nfile 7\nactive_file 9\ninactive_file {int(inactive * GIB)}\n"
-        (path / "memory.stat").write_text(stat)
+        limit_file, usage, cache, no_limit = FILES[version]
+        for name, value in ((limit_file, limit), ("memory.high", high)):
+            (path / name).write_text(f"{no_limit if value is None else int(value * GIB)}\n")
+        (path / usage).write_text(f"{int(used * GIB)}\n")
+        stat = f"anon 5\nfile 7\nactive_file 9\n{cache} {int(inactive * GIB)}\n"
+        # version 1 also has the part of the cgroup itself, without those below it
+        (path / "memory.stat").write_text(stat + "inactive_file 1\n" * (version == 1))
 
     return make
 
 
 @pytest.fixture
-def v1(tmp_path):
-    """v1(folder, limit, usage, inactive): a cgroup of version 1, in GiB. memory.stat also has the part of the
-    cgroup itself, without those below it."""
-
-    def make(folder: str, limit: float | None, used: float, inactive: float = 0.0):
-        path = tmp_path / folder
-        path.mkdir(parents=True, exist_ok=True)
-        stated = NO_LIMIT_V1 if limit is None else int(limit * GIB)
-        (path / "memory.limit_in_bytes").write_text(f"{stated}\n")
-        (path / "memory.usage_in_bytes").write_text(f"{int(used * GIB)}\n")
-        (path / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {int(inactive * GIB)}\n")
-
-    return make
+def v1(v2):
+    return functools.partial(v2, version=1)
 
 
 def seen() -> tuple[float, float]:

@@ -18,7 +18,7 @@ from training.hardware.peaks import table_peak
 from training.memory import micro_batch
 from training.memory.estimate import needed_memory
 from training.memory.gpus import CARDS, DeviceMemory, card_memory, device_memory, find_card
-from training.memory.micro_batch import FAST_PART, choose, resolve_micro_batch
+from training.memory.micro_batch import choose, resolve_micro_batch
 from training.process.memory import GIB
 from training.process.world import World
 from training.records import dry_run
@@ -92,38 +92,27 @@ def needed(config: TrainConfig, **numbers) -> float:
     return needed_memory(dataclasses.replace(config, **numbers), 1)
 
 
-def with_memory_for(**numbers) -> tuple[int, int]:
-    """(batch_size, loss_chunks) that Qwen3 1.8B gets in exactly the memory that these need."""
-    config = full(QWEN)
-    memory = DeviceMemory(needed(config, gradient_accumulation_steps=1, **numbers), "a GPU")
+@pytest.mark.parametrize(
+    ("memory_of", "made"),  # Qwen3 1.8B: (batch_size, loss_chunks) whose memory there is, and what is chosen
+    [
+        ((16, 1), (16, 1)),  # the largest that fits
+        ((12, 1), (12, 1)),
+        ((64, 1), (16, 1)),  # up to where more is not faster
+        ((12, 4), (8, 1)),  # from 16,384 tokens on in one part, though 12 x 2048 would fit in four
+        ((6, 2), (6, 2)),  # fewer tokens grow by more parts,
+        ((6, 1), (6, 1)),
+        ((1, 4), (1, 4)),  # which are small only where nothing else fits
+    ],
+)
+def test_what_is_chosen_in_exactly_the_memory_of_other_numbers(memory_of, made):
+    config, (batch_size, parts) = full(QWEN), memory_of
+    numbers = {"batch_size": batch_size, "loss_chunks": parts, "gradient_accumulation_steps": 1}
+    memory = DeviceMemory(needed(config, **numbers), "a GPU")
     resolved, found = choose(config, 1, memory)
     assert found.fits and found.needed_gib <= memory.gib
     changed = {name for name, value in resolved.to_dict().items() if value != config.to_dict()[name]}
     assert changed <= CHOSEN
-    return resolved.batch_size, resolved.loss_chunks
-
-
-def test_the_largest_micro_batch_that_fits_is_chosen_up_to_where_more_is_not_faster():
-    for batch_size in (16, 12, 8):
-        assert with_memory_for(batch_size=batch_size, loss_chunks=1) == (batch_size, 1)
-    assert with_memory_for(batch_size=64, loss_chunks=1) == (16, 1)
-
-
-def test_large_micro_batches_keep_their_logits_in_one_part():
-    """12 x 2048 in four parts needs little more than 8 x 2048 in one, which has 16,384 tokens."""
-    assert needed(full(QWEN), batch_size=12, loss_chunks=4, gradient_accumulation_steps=1) < 80
-    assert with_memory_for(batch_size=12, loss_chunks=4) == (8, 1)
-
-
-def test_small_micro_batches_grow_by_more_parts_of_the_logits():
-    grown, parts = with_memory_for(batch_size=6, loss_chunks=2)
-    assert (grown, parts) == (6, 2) and grown * 2048 / parts >= FAST_PART
-    assert with_memory_for(batch_size=6, loss_chunks=1) == (6, 1)
-
-
-def test_parts_become_small_only_where_nothing_else_fits():
-    assert with_memory_for(batch_size=1, loss_chunks=1)[0] == 1
-    assert with_memory_for(batch_size=1, loss_chunks=4) == (1, 4)
+    assert (resolved.batch_size, resolved.loss_chunks) == made
 
 
 def test_a_stated_micro_batch_gets_the_fewest_parts_with_which_it_fits():
@@ -136,12 +125,6 @@ def test_a_stated_micro_batch_gets_the_fewest_parts_with_which_it_fits():
         assert choose(dataclasses.replace(config, device="cpu"), 1, memory)[0].loss_chunks == 1
     config, found = choose(config, 1, DeviceMemory(20, "a GPU"))
     assert config.loss_chunks == 1 and not found.fits and found.warnings()
-
-
-def test_a_stated_number_of_parts_is_kept():
-    config, _ = chosen(QWEN, "A6000", "--loss_chunks=8")
-    assert config.loss_chunks == 8
-    assert load_config([str(ROOT / "config/quickstart.py")]).logit_parts == 1
 
 
 def test_all_ranks_choose_for_the_smallest_memory(monkeypatch):
@@ -245,11 +228,6 @@ def test_a_limit_for_this_process_is_honored(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fractions.get)
     assert device_memory(torch.device("cuda", 0), 8) == DeviceMemory(40.0, "X")
     assert device_memory(torch.device("cuda"), 8) == DeviceMemory(80.0, "X")
-
-
-def test_processes_share_the_memory_of_a_cpu(monkeypatch):
-    monkeypatch.setattr("training.memory.gpus.host_bytes", lambda: 64 * GIB)
-    assert device_memory(torch.device("cpu"), 4).gib == 8.0
 
 
 def test_a_gpu_is_found_by_its_short_and_by_its_whole_name_and_has_its_own_peak():
