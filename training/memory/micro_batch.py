@@ -126,16 +126,24 @@ def _candidates(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     A number that the user states stays. With a stated micro-batch, loss_chunks='auto' is the fewest parts
     that fit on a GPU, none below SMALLEST_PART tokens; 1 if none fits.
     """
-    T = config.block_size
-    batches = _batch_sizes(config, world_size)
+    T, batches, leasts = config.block_size, _batch_sizes(config, world_size), (FAST_PART, SMALLEST_PART)
     if config.batch_size == AUTO:
-        yield from (_with(config, B, 1, world_size) for B in batches if B * T >= ENOUGH_TOKENS)
-        for least in (FAST_PART, SMALLEST_PART):
-            for B in batches:
-                yield from (_with(config, B, parts, world_size) for parts in _parts(B * T, least))
+        numbers = [(B, 1) for B in batches if B * T >= ENOUGH_TOKENS]
+        numbers += [(B, parts) for least in leasts for B in batches for parts in _parts(B * T, least)]
     else:
-        parts = _parts(batches[0] * T, SMALLEST_PART) if config.device == "cuda" else [1]
-        yield from (_with(config, batches[0], count, world_size) for count in (*parts, 1))
+        several = _parts(batches[0] * T, SMALLEST_PART) if config.device == "cuda" else []
+        numbers = [(batches[0], parts) for parts in (*several, 1)]
+    steps, parts = config.gradient_accumulation_steps, config.loss_chunks
+    sequences = 0 if steps != AUTO or config.eval_only else sequences_per_gpu(config, world_size)
+    evaluation = config.eval_batch_size or (EVAL_BATCH if config.batch_size == AUTO else None)
+    for B, fewest in numbers:
+        yield replace(
+            config,
+            batch_size=B,
+            gradient_accumulation_steps=max(1, sequences // B) if steps == AUTO else steps,
+            loss_chunks=fewest if parts == AUTO else parts,
+            eval_batch_size=evaluation,
+        )
 
 
 def _batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
@@ -152,21 +160,6 @@ def _parts(tokens: int, least: int) -> list[int]:
     """1, 2, 4, ... equal parts of the logits, none below `least` tokens; one part may be of any size."""
     powers = (2**n for n in range(1, tokens.bit_length()))
     return [1] + [parts for parts in powers if tokens % parts == 0 and tokens // parts >= least]
-
-
-def _with(config: TrainConfig, batch_size: int, parts: int, world_size: int) -> TrainConfig:
-    steps = config.gradient_accumulation_steps
-    if steps == AUTO:
-        steps = 1 if config.eval_only else sequences_per_gpu(config, world_size) // batch_size
-    chunks = parts if config.loss_chunks == AUTO else config.loss_chunks
-    evaluation = config.eval_batch_size or (EVAL_BATCH if config.batch_size == AUTO else None)
-    return replace(
-        config,
-        batch_size=batch_size,
-        gradient_accumulation_steps=steps,
-        loss_chunks=chunks,
-        eval_batch_size=evaluation,
-    )
 
 
 # --- if it does not fit ---
