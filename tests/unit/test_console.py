@@ -100,12 +100,6 @@ def test_progress_counts_the_time_since_the_first_row():
     assert progress.text(300, now=1200.0) == "100 %"
 
 
-def test_a_resumed_run_takes_the_speed_of_this_process_only():
-    progress = ProgressText(1000)
-    assert progress.text(901, now=5.0) == "90 %"
-    assert progress.text(911, now=15.0) == "91 %, 01:29 left"
-
-
 def test_a_log_shows_how_far_the_run_is_and_the_time_left(trained):
     first_lines = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", trained("--max_iters=4"), re.M)
     assert [line.partition(" %")[0] for line in first_lines] == ["25", "50", "75", "100"]
