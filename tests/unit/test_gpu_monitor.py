@@ -1,7 +1,6 @@
 """Clocks and power of the GPUs in the log rows, from an NVML that is made here: two GPUs joined by NVLink;
 the second has no power meter."""
 
-import itertools
 import sys
 import threading
 import time
@@ -295,18 +294,6 @@ def test_without_nvml_the_report_says_why(monkeypatch):
     assert text.startswith("not sampled: the nvidia-ml-py library is missing")
 
 
-def test_a_cpu_has_only_a_host_and_a_dry_run_nothing():
-    info = {
-        "machine": machine_info(GpuMonitor([])),
-        "hardware": {},
-        "software": {"driver": None, "cuda": None},
-    }
-    assert [name for name, _ in machine_lines(info)] == ["Host"]
-    assert info["machine"]["gpu_reason"] == "the run uses no GPU"
-    del info["machine"]
-    assert machine_lines(info) == []
-
-
 # --- several rows ---
 
 
@@ -323,13 +310,6 @@ def test_the_summary_leaves_rows_without_a_sample_out():
     assert found["sm_clock_mhz"] == {"median": 1200, "p10": 1000, "p90": 2000}
     assert found["throttle"] == {"power_limit": pytest.approx(0.8)}  # of 5 samples, not of rows
     assert found["gpu_reason"] is None
-
-
-def test_a_summary_without_a_sample_says_why():
-    found = summarize_gpus(list(itertools.repeat(GpuMonitor([]).take([(0.0, 1.0)]), 3)))
-    assert found == {**{name: None for name in NO_SAMPLE if name != "gpu_samples"}} | {
-        "gpu_reason": "the run uses no GPU"
-    }
 
 
 def test_the_end_of_the_log_has_clock_and_power_beside_the_mfu():
