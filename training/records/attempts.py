@@ -137,12 +137,11 @@ def _journal(path: Path, lines_in_record: int, attempts: int) -> list[tuple[str,
     for line in filter(None, lines):
         try:
             content = plain(parse_object(line))
-        except ValueError:
+            section, entry = content["section"], content["entry"]
+            if content["line"] >= lines_in_record and section in SECTIONS and _is_entry(entry, attempts):
+                found.append((section, entry))
+        except (ValueError, KeyError, TypeError):  # not what a run writes
             continue
-        number, section, entry = (content.get(name) for name in ("line", "section", "entry"))
-        is_new = _is_count(number) and number >= lines_in_record
-        if is_new and section in SECTIONS and _is_entry(entry, attempts):
-            found.append((section, entry))
     return found
 
 
