@@ -60,6 +60,7 @@ from training.hardware.description import describe_hardware
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
 from training.inputs import check_inputs
+from training.memory.micro_batch import resolve_micro_batch
 from training.optimization.compile import compile_and_checkpoint, start_compilers
 from training.optimization.ffn_backend import use_ffn_backend
 from training.optimization.low_precision import (
@@ -87,7 +88,6 @@ from training.process.world import (
 )
 from training.records.clock import Clock
 from training.records.dry_run import dry_run
-from training.records.micro_batch import resolve_micro_batch
 from training.records.profiler import Profiler, make_profiler
 from training.records.report import announce, closing_lines
 from training.records.rows import Logger

@@ -24,9 +24,9 @@ from common.errors import UserError
 from ops.emulation import mxfp8_operand, nvfp4_amaxes, nvfp4_operand
 from ops.quantization.random_bits import random_key
 from training.configuration.keys import TrainConfig
+from training.memory.micro_batch import resolve_micro_batch
 from training.pretrained.settings import load_run_config
 from training.process.world import World, check_device
-from training.records.micro_batch import resolve_micro_batch
 
 WARPS, COLUMN_WORDS = (2, 4, 8), (1, 2)  # what sweep() tries
 BYTES = {"mxfp8": 6, "nvfp4": 8}  # of an element: read once or twice in bf16, written twice

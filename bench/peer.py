@@ -39,12 +39,12 @@ from training.configuration.keys import TrainConfig
 from training.configuration.seeds import DROPOUT, stream_seed
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import resolve_peak
+from training.memory.micro_batch import resolve_micro_batch
 from training.optimization.schedule import learning_rate
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
 from training.process.memory import GIB
 from training.process.world import World, check_device, init_world, launch_info
-from training.records.micro_batch import resolve_micro_batch
 from training.records.utilization import utilization
 
 Step = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # (x, y, learning rate) -> mean loss

@@ -38,10 +38,10 @@ from training.batches.loader import Loader
 from training.batches.sources import make_windows, open_sources
 from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import GpuMonitor, watch_gpus
+from training.memory.micro_batch import resolve_micro_batch
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
 from training.process.world import World, check_device, is_launched, launch_info, machine_size
-from training.records.micro_batch import resolve_micro_batch
 
 # What torchrun tells its processes; torchtitan reads it in a run of one process, too. Port 0: any free one.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -36,10 +36,10 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import multiplies_in_bf16
 from training.hardware.peaks import Peak, resolve_peak
+from training.memory.micro_batch import resolve_micro_batch
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import leave_now
 from training.process.world import World, check_device
-from training.records.micro_batch import resolve_micro_batch
 
 HEAD = "lm_head"  # the one matmul outside the blocks
 FRESH = "--fresh"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ROOT
-from training.hardware.gpu_memory import CARDS, card_memory
-from training.records.micro_batch import choose
+from training.memory.gpus import CARDS, card_memory
+from training.memory.micro_batch import choose
 
 GPUS = {"A6000": "48 GB", "H100": "80 GB", "H200": "141 GB", "B200": "180 GB"}
 PUBLISHED = {  # tokens for 1.36e21 FLOPs, in 1e6

@@ -4,6 +4,7 @@ checks that:
     evaluation, evaluate_and_save    called directly by the loop
     faults/           detects what can end or damage a run
     records/          reports what a run does
+    memory/           what fits
     cuda_graphs/      captures and replays the step
     checkpoints/      saves, verifies, resumes
     optimization/     step, optimizer, schedule

@@ -28,8 +28,8 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.keys import KEYS, TrainConfig
 from training.hardware import attention_kernels
 from training.hardware.peaks import PRECISIONS
+from training.memory.estimate import BYTES
 from training.process.exit_status import STOP_SIGNALS
-from training.records.memory_estimate import BYTES
 from training.records.utilization import FORMULAS
 
 SOURCES = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in product_files()}

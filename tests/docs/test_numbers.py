@@ -14,7 +14,7 @@ from tools.plan.law import HOFFMANN
 from tools.plan.search import plan, plan_flops
 from tools.plan.shapes import FAMILIES, shape_of
 from training.configuration.files_and_flags import load_config
-from training.records.memory_estimate import estimate_memory
+from training.memory.estimate import estimate_memory
 
 S = 2048
 
@@ -73,9 +73,7 @@ def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
         flags_of_phase = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
         config = full("full_qwen3_1.8b_b200_optimal.py", *flags_of_phase, *flags)
         assert tokens == f"{config.samples_per_iter(8) * config.block_size:,}"
-        model = config.model_config()
-        parameters = model_builder.build_model(model).count_parameters()["total"]
-        estimate = sum(estimate_memory(model, parameters, config, 8).values())
+        estimate = sum(estimate_memory(config, 8).values())
         assert estimated == f"{estimate:.1f}"
         assert estimate == pytest.approx(float(measured), rel=0.01)
 

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import resource
 import shutil
 import sys
 import time
@@ -380,25 +379,3 @@ def test_rows_that_neither_the_json_nor_the_journal_has_are_counted_as_lost(atte
         RunError, match="2 rows and events are lost, as run_.*jsonl could not be written either"
     ):
         content.finish("completed", {})
-
-
-@pytest.mark.slow
-def test_disk_that_is_full_all_along_is_a_failure_once_the_training_is_over(tmp_path):
-    """A limit on the size of files stands in for the disk: the log and the record soon do not fit."""
-    dataset = make_dataset(tmp_path / "tokens")
-    keys = {**TINY, "max_iters": 12, "always_save_checkpoint": False}
-    config = write_config(tmp_path / "run.py", **keys, dataset=dataset, out_dir=tmp_path / "out")
-    done = warm_python.run(
-        [sys.executable, "train.py", config],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
-    )
-    assert done.returncode == 1, done.stderr
-    assert "📍 Iter     11" in done.stdout and "Traceback" not in done.stderr
-    assert "rows and events are lost, as" in done.stderr
-    assert done.stderr.count("File too large") == 1, "of the log, which says so on stderr, once"
-    assert 2 <= done.stdout.count("could not write") <= 3, "of the record: when it begins, and at the end"

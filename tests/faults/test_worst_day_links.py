@@ -62,7 +62,7 @@ def test_no_file_of_a_run_is_written_through_a_link(run, config, out, plant, mon
     pid, root = os.getpid(), out / "checkpoints"
     for path in (
         out / f".write_test_{pid}",
-        out / "run_x.json.tmp",
+        out / "record.tmp",
         out / "run_x.jsonl",
         root / "earlier.json",
         root / f"earlier.json.tmp{pid}",

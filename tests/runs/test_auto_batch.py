@@ -7,9 +7,9 @@ import pytest
 from support.helpers import TINY, last_run, make_dataset, write_config
 
 from training.configuration.files_and_flags import load_config
-from training.hardware.gpu_memory import DeviceMemory
-from training.records import micro_batch
-from training.records.micro_batch import choose
+from training.memory import micro_batch
+from training.memory.gpus import DeviceMemory
+from training.memory.micro_batch import choose
 
 AUTO = {"batch_size": "auto", "gradient_accumulation_steps": "auto", "tokens_per_iter": 8 * 32}
 KEYS = {**TINY, **AUTO, "eval_interval": 2, "eval_batch_size": 4, "gradient_log_interval": 0}

@@ -70,9 +70,3 @@ def test_first_error_is_reported_and_those_of_closing_are_named(
     for owner in CLOSED:
         assert f"then, while the run was being closed: OSError: {owner.__name__} cannot" in output.out
     assert last_run(tmp_path / "out")["status"] == "failed"
-
-
-def test_run_that_ends_well_is_closed_in_order(start, closed, tmp_path):
-    assert start() == 0
-    assert closed == [owner.__name__ for owner in CLOSED]
-    assert last_run(tmp_path / "out")["status"] == "completed"

@@ -20,9 +20,9 @@ from tools import export_hf
 from tools.seal import __main__ as seal
 from tools.track import __main__ as track
 from training.configuration.files_and_flags import load_config
-from training.hardware.gpu_memory import CARDS, card_memory
+from training.memory.gpus import CARDS, card_memory
+from training.memory.micro_batch import choose
 from training.records.attempts import find_history
-from training.records.micro_batch import choose
 from training.records.rows import Logger
 
 TEXT = (ROOT / "tests/runs/published_commands.txt").read_text()

@@ -1,10 +1,8 @@
 """The run record holds what users read, parses at every moment of a run, and says how it ended."""
 
-import datetime
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,141 +21,72 @@ SHIPPED = [  # without those whose model's shape comes with weights that are not
     path for path in sorted((ROOT / "config").glob("*.py")) if "init_weights" not in path.read_text()
 ]
 SECTIONS = ("MODEL ARCHITECTURE", "TRAINING CONFIGURATION", "HARDWARE", "THEORETICAL PERFORMANCE")
-NUMBER, MAYBE = (int, float), type(None)
-
-# name -> type, nested as in the record
+# {type: paths of fields of this type}; a type with None may be null
+NONE = type(None)
 RECORD = {
-    "run_name": str,
-    "start_time": str,
-    "end_time": str,
-    "status": str,
-    "config": {
-        "dataset": str,
-        "wandb_run_name": (str, MAYBE),
-        "gradient_accumulation_steps": int,
-        "gradient_accumulation_steps_per_gpu": int,
-        "gradient_accumulation_steps_global": int,
-    },
-    "startup_info": {
-        "model": {
-            "total_params": int,
-            "trainable_params": int,
-            "non_embedding_params": int,
-            "architecture": {"n_layer": int, "n_head": int, "n_kv_head": int, "n_embd": int, "d_ff": int},
-        },
-        "optimizer": {"type": str, "param_groups": list},
-        "hardware": {
-            "gpu_name": str,
-            "num_gpus": int,
-            "gpu_memory_gb": (float, MAYBE),
-            "precision": str,
-            "parallelism": str,
-            "peak": {"tflops_per_gpu": (float, MAYBE), "source": str},
-        },
-        "software": {"python": str, "torch": str, "numpy": str, "cuda": (str, MAYBE), "nccl": (str, MAYBE)},
-        "git": {"commit": (str, MAYBE)},
-        "machine": {"host": str, "gpus": (list, MAYBE), "gpu_reason": (str, MAYBE)},
-        "attention": {"asked": str, "used": str},
-        "flops": {
-            "flops_per_token": int,
-            "flops_per_token_causal": int,
-            "calculation_method": str,
-            "totals": {
-                "nanogpt_legacy_v1": int,
-                "combined_formula_v2": int,
-                "component_summation_v2025": int,
-            },
-            "audit": {"exact": bool, "counted_flops_per_sequence": int, "formula_flops_per_sequence": int},
-        },
-    },
-    "attempt": int,
-    "attempts": list,
-    "training_iterations": list,
-    "training_progress": list,
-    "eval_steps": list,
-    "checkpoints": list,
-    "events": list,
-    "superseded": dict,
-    "summary": {
-        "final_iter": int,
-        "best_val_loss": (float, MAYBE),
-        "time_ms": {"median": float},
-        "tokens_per_sec": {"median": float},
-        "tokens_per_sec_per_gpu": {"median": float},
-    },
+    str: """run_name start_time end_time status config.dataset startup_info.optimizer.type
+        startup_info.hardware.gpu_name startup_info.hardware.precision startup_info.hardware.parallelism
+        startup_info.hardware.peak.source startup_info.software.python startup_info.software.torch
+        startup_info.software.numpy startup_info.machine.host startup_info.attention.asked
+        startup_info.attention.used startup_info.flops.calculation_method""",
+    int: """config.gradient_accumulation_steps config.gradient_accumulation_steps_per_gpu
+        config.gradient_accumulation_steps_global startup_info.model.total_params
+        startup_info.model.trainable_params startup_info.model.non_embedding_params
+        startup_info.model.architecture.n_layer startup_info.model.architecture.n_head
+        startup_info.model.architecture.n_kv_head startup_info.model.architecture.n_embd
+        startup_info.model.architecture.d_ff startup_info.hardware.num_gpus
+        startup_info.flops.flops_per_token startup_info.flops.flops_per_token_causal
+        startup_info.flops.totals.nanogpt_legacy_v1 startup_info.flops.totals.combined_formula_v2
+        startup_info.flops.totals.component_summation_v2025
+        startup_info.flops.audit.counted_flops_per_sequence
+        startup_info.flops.audit.formula_flops_per_sequence attempt summary.final_iter""",
+    float: "summary.time_ms.median summary.tokens_per_sec.median summary.tokens_per_sec_per_gpu.median",
+    bool: "startup_info.flops.audit.exact",
+    list: """startup_info.optimizer.param_groups attempts training_iterations training_progress eval_steps
+        checkpoints events""",
+    dict: "superseded",
+    (str, NONE): """config.wandb_run_name startup_info.software.cuda startup_info.software.nccl
+        startup_info.git.commit startup_info.machine.gpu_reason""",
+    (float, NONE): """startup_info.hardware.gpu_memory_gb startup_info.hardware.peak.tflops_per_gpu
+        summary.best_val_loss""",
+    (list, NONE): "startup_info.machine.gpus",
 }
 ROW = {
-    "iter": int,
-    "attempt": int,
-    "loss": float,
-    "time_ms": float,
-    "lr": float,
-    "mfu": (dict, MAYBE),
-    "mfu_reason": (str, MAYBE),
-    "memory": (dict, MAYBE),
-    "gradients": {"global_norm": float},
-    "sm_clock_mhz": (float, MAYBE),
-    "power_w": (float, MAYBE),
-    "temperature_c": (float, MAYBE),
-    "throttle": (dict, MAYBE),
-    "gpu_samples": int,
-    "gpu_reason": (str, MAYBE),
+    int: "iter attempt gpu_samples",
+    float: "loss time_ms lr gradients.global_norm",
+    (dict, NONE): "mfu memory throttle",
+    (str, NONE): "mfu_reason gpu_reason",
+    (float, NONE): "sm_clock_mhz power_w temperature_c",
 }
 MFU = {
-    "mfu": float,
-    "mfu_percent": float,
-    "hfu_percent": float,
-    "mfu_causal_percent": float,
-    "flops_per_token": int,
-    "tokens_per_sec": float,
-    "tokens_per_sec_per_gpu": float,
-    "tokens_per_iter": int,
-    "achieved_tflops": float,
-    "achieved_tflops_per_gpu": float,
-    "flops_achieved": float,
-    "hardware_peak_flops": float,
-    "hardware_peak_tflops": float,
-    "gpu_name": str,
-    "precision": str,
-    "num_gpus": int,
-    "sparse_mode": bool,
-    "gqa_group_size": int,
-    "attention_flops_per_layer": int,
-    "ffn_flops_per_layer": int,
-    "logit_flops": int,
-    "attention_to_ffn_ratio": float,
-    "architecture": str,
-    "calculation_method": str,
+    float: """mfu mfu_percent hfu_percent mfu_causal_percent tokens_per_sec tokens_per_sec_per_gpu
+        achieved_tflops achieved_tflops_per_gpu flops_achieved hardware_peak_flops hardware_peak_tflops
+        attention_to_ffn_ratio""",
+    int: """flops_per_token tokens_per_iter num_gpus gqa_group_size attention_flops_per_layer
+        ffn_flops_per_layer logit_flops""",
+    str: "gpu_name precision architecture calculation_method",
+    bool: "sparse_mode",
 }
 FLAT_ROW = {
-    "iter": int,
-    "loss": float,
-    "mfu": float,
-    "tokens_per_sec": float,
-    "memory_allocated_gb": float,
-    "memory_kind": str,
-    "dt_ms": float,
+    int: "iter",
+    float: "loss mfu tokens_per_sec memory_allocated_gb dt_ms",
+    str: "memory_kind",
 }
-EVAL_STEP = {"iter": int, "train_loss": float, "val_loss": float, "lr": float}
-CHECKPOINT = {"iter": int, "val_loss": (float, MAYBE), "path": str}
+EVAL_STEP = {int: "iter", float: "train_loss val_loss lr"}
+CHECKPOINT = {int: "iter", (float, NONE): "val_loss", str: "path"}
 
 
-def lacking(content, wanted, where: str = "") -> list[str]:
+def lacking(content: dict, wanted: dict) -> list[str]:
     """Every field of `wanted` that `content` lacks, or holds with another type."""
-    if not isinstance(wanted, dict):
-        right = isinstance(content, wanted) and (bool in _types(wanted) or not isinstance(content, bool))
-        return [] if right else [f"{where} is {content!r}"]
-    if not isinstance(content, dict):
-        return [f"{where} is {content!r}"]
     faults = []
-    for name, kind in wanted.items():
-        path = f"{where}.{name}" if where else name
-        faults += lacking(content[name], kind, path) if name in content else [f"{path} is missing"]
+    for kind, paths in wanted.items():
+        for path in paths.split():
+            value: object = content
+            for name in path.split("."):
+                value = value.get(name, ...) if isinstance(value, dict) else ...
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                faults.append(f"{path} is {value!r}")
     return faults
-
-
-def _types(wanted) -> tuple:
-    return wanted if isinstance(wanted, tuple) else (wanted,)
 
 
 def parse(text: str) -> dict:
@@ -204,27 +133,6 @@ def whole(tmp_path_factory):
 
 def test_record_has_every_field_that_design_names(whole):
     assert lacking(whole[1], RECORD) == []
-
-
-def test_record_is_named_by_its_start(whole):
-    _, record, _, out_dir = whole
-    (path,) = out_dir.glob("run_*.json")
-    assert record["run_name"] == path.stem
-    datetime.datetime.strptime(path.stem, "run_%Y%m%d_%H%M%S")
-    start, end = (datetime.datetime.fromisoformat(record[f"{name}_time"]) for name in ("start", "end"))
-    assert start <= end and record["status"] == "completed"
-
-
-def test_config_of_the_record_is_every_key_as_it_ran(whole):
-    config = whole[1]["config"]
-    assert config["n_embd"] == TINY["n_embd"] and config["max_iters"] == 12
-    assert config["wandb_run_name"] is None and config["backend"] is None
-
-
-def test_accumulation_steps_are_recorded_per_gpu_and_globally(whole):
-    config = whole[1]["config"]
-    assert config.get("gradient_accumulation_steps_per_gpu") == 2
-    assert config.get("gradient_accumulation_steps_global") == 2  # one process
 
 
 def test_every_row_has_every_field(whole):
@@ -365,12 +273,6 @@ def test_save_log_to_json_false_leaves_a_log_and_no_json(run, config, tmp_path):
     assert not list(tmp_path.glob("out/*.json")) and len(list(tmp_path.glob("out/run_*.log"))) == 1
 
 
-def test_two_runs_in_one_second_keep_their_own_records(run, config, tmp_path):
-    for _ in range(3):
-        assert run(config, "--max_iters=1", "--always_save_checkpoint=False") == 0
-    assert len(list(tmp_path.glob("out/run_*.json"))) == len(list(tmp_path.glob("out/run_*.log"))) == 3
-
-
 # --- the clock ---
 
 
@@ -463,14 +365,6 @@ def test_run_in_which_every_update_is_skipped_does_not_go_on_to_the_end(record, 
     assert content["status"] == "failed" and len(content["training_iterations"]) < 60
 
 
-def test_log_of_a_failed_run_says_why_it_failed(record, tmp_path, monkeypatch):
-    forward = model.Transformer.forward
-    monkeypatch.setattr(model.Transformer, "forward", lambda *args: forward(*args) * float("nan"))
-    record(status=1)
-    (path,) = tmp_path.glob("out/run_*.log")
-    assert "the loss of iteration 0 is nan" in path.read_text()
-
-
 def test_crash_shows_the_traceback_and_leaves_a_failed_record(record, monkeypatch, capfd):
     def crash(*_):
         raise RuntimeError("something of ours broke")
@@ -510,34 +404,11 @@ def test_signal_ends_a_run_as_interrupted(record, monkeypatch, number):
 ENDLESS = ("--max_iters=1000000", "--always_save_checkpoint=False")
 
 
-def wait_for(process, text: str, timeout: float = 60):
-    """Reads the output of the process until it shows the text."""
-    shown, until = "", time.monotonic() + timeout
-    while text not in shown:
-        ready, _, _ = select.select([process.stdout], [], [], max(0, until - time.monotonic()))
-        part = os.read(process.stdout.fileno(), 1 << 16).decode(errors="replace") if ready else ""
-        assert part, f"{text!r} did not come: {shown[-2000:]}"
-        shown += part
-
-
 def end(process):
     """SIGKILL to its group, unless it has ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-
-
-def test_ctrl_c_leaves_an_interrupted_record_and_exit_status_130(config, tmp_path):
-    process = start_train(config, *ENDLESS)
-    try:
-        wait_for(process, "📍 Iter      2")  # so that rows 0 and 1 are in the record
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
-    finally:
-        end(process)
-    assert process.returncode == 130 and "Traceback" not in error
-    content = last_run(tmp_path / "out")
-    assert content["status"] == "interrupted" and len(content["training_iterations"]) >= 2
 
 
 @pytest.mark.history
@@ -576,12 +447,6 @@ def test_dry_run_of_a_shipped_config_reports_and_writes_nothing(run, path, tmp_p
     assert all(section in printed.out for section in SECTIONS) and "exact" in printed.out
     assert "STARTING TRAINING" not in printed.out and printed.err == ""
     assert list(tmp_path.iterdir()) == []
-
-
-def test_dry_run_states_the_peak_that_the_user_states(run, config, tmp_path, capfd):
-    assert run(config, "--dry_run=True", "--peak_tflops=2250") == 0
-    assert "2250.0 TFLOPS" in capfd.readouterr().out
-    assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_needs_no_data_and_no_gpu(run, config, capfd):

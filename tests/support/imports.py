@@ -27,6 +27,7 @@ ORDER = (
     "training/*",
     "training/faults/*",
     "training/records/*",
+    "training/memory/*",
     "training/cuda_graphs/*",
     "training/pretrained/*",
     "training/checkpoints/*",

@@ -6,7 +6,7 @@ from tools.tune.ladder import Result
 from tools.tune.settings import Machine, Settings
 from training.configuration.files_and_flags import load_config
 from training.hardware.capability import lookup
-from training.hardware.gpu_memory import DeviceMemory
+from training.memory.gpus import DeviceMemory
 
 SEQUENCES = 48  # of a GPU, in an iteration: 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 divide them
 GAINS = {  # the speed of a value, as a multiple of the careful one's

@@ -15,8 +15,8 @@ from ops.quantization.adamw_8bit import Scalars, dequantize, empty_moment, plain
 from training.checkpoints.plan import checkpoint_bytes
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
+from training.memory.estimate import estimate_memory
 from training.optimization.optimizer import build_optimizer
-from training.records.memory_estimate import estimate_memory
 from training.strategies.strategy import Shard
 
 RATE, EPS, DECAY = 1e-3, 1e-8, 0.1
@@ -250,8 +250,7 @@ def test_the_estimate_counts_what_is_allocated(dataset):
         parts = build(dataset, **keys, adam_dtype=adam, gradient_dtype=sums)
         strategy, state = parts.state.strategy, parts.state.optimizer.state
         moments = [t for s in strategy.shards for name, t in state[s.local].items() if name != "step"]
-        model, parameters = parts.config.model_config(), sum(s.local.numel() for s in strategy.shards)
-        items = estimate_memory(model, parameters, parts.config, 1)
+        items = estimate_memory(parts.config, 1)
         held = sum(t.nbytes for t in moments) / 2**30
         assert items[f"Adam moments ({adam})"] == pytest.approx(held, rel=0.03)
         parts.step(*parts.loader.next(), 1e-2)

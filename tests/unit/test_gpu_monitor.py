@@ -1,7 +1,6 @@
 """Clocks and power of the GPUs in the log rows, from an NVML that is made here: two GPUs;
 the second has no power meter."""
 
-import itertools
 import sys
 import threading
 import time
@@ -161,22 +160,6 @@ def test_a_gpu_that_nvml_does_not_know_is_the_reason(nvml):
     assert reason == "NVML, the library of NVIDIA's driver, does not answer: Not Found: MIG-cc"
 
 
-def test_a_driver_that_is_not_loaded_is_the_reason(nvml, monkeypatch):
-    def fails():
-        raise FakeError("Driver Not Loaded")
-
-    monkeypatch.setattr(nvml, "nvmlInit", fails)
-    row = everything(watched())
-    reason = row.pop("gpu_reason")
-    assert row == NO_SAMPLE
-    assert reason == "NVML, the library of NVIDIA's driver, does not answer: Driver Not Loaded"
-
-
-def test_a_missing_library_is_the_reason(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "the nvidia-ml-py library is missing" in everything(watched())["gpu_reason"]
-
-
 def test_a_gpu_that_fell_off_the_bus_is_the_reason_in_later_rows_alone(nvml, monkeypatch):
     def lost(*arguments):
         raise FakeError("GPU is lost")
@@ -233,8 +216,19 @@ def test_the_machine_is_described_with_limits(nvml):
     info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1", "cuda": "13.0"}}
     lines = dict(machine_lines(info))
     assert lines["Host"].endswith("driver 580.1")
-    assert lines["  limits of a GPU"] == "700 W, 1,980 MHz"
+    assert lines["  power limit"] == "700 W"
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
+
+
+def test_without_nvml_the_report_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    info = {
+        "machine": machine_info(watched()),
+        "hardware": {"num_gpus": 1},
+        "software": {"driver": "580.1", "cuda": "13.0"},
+    }
+    text = dict(machine_lines(info))["  clocks and power"]
+    assert text.startswith("not sampled: the nvidia-ml-py library is missing")
 
 
 # --- several rows ---
@@ -253,13 +247,6 @@ def test_the_summary_leaves_rows_without_a_sample_out():
     assert found["sm_clock_mhz"] == {"median": 1200, "p10": 1000, "p90": 2000}
     assert found["throttle"] == {"power_limit": pytest.approx(0.8)}  # of 5 samples, not of rows
     assert found["gpu_reason"] is None
-
-
-def test_a_summary_without_a_sample_says_why():
-    found = summarize_gpus(list(itertools.repeat(GpuMonitor([]).take([(0.0, 1.0)]), 3)))
-    assert found == {**{name: None for name in NO_SAMPLE if name != "gpu_samples"}} | {
-        "gpu_reason": "the run uses no GPU"
-    }
 
 
 def test_the_end_of_the_log_has_clock_and_power_beside_the_mfu():

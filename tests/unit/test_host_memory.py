@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.hardware.gpu_memory import device_memory
+from training.memory.gpus import device_memory
 from training.process import memory
 from training.process.memory import GIB, free_host_bytes, host_bytes
 

@@ -14,8 +14,8 @@ from model_config import ModelConfig, model_config
 from training.checkpoints.saved_state import _model_config, _settings
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
+from training.memory.estimate import estimate_memory
 from training.records.dry_run import dry_run
-from training.records.memory_estimate import estimate_memory
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32, n_kv_head=2)
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -183,10 +183,9 @@ def test_only_rope_scaling_is_an_object_among_the_settings():
 # --- what is said of them ---
 
 
-def memory(parameters=10**6, **overrides):
+def memory(**overrides):
     config = TrainConfig(arch_preset="llama", n_layer=2, n_head=4, n_embd=64, d_ff=96, batch_size=8)
-    config = replace(config, **overrides)
-    return estimate_memory(config.model_config(), parameters, config, 1)
+    return estimate_memory(replace(config, **overrides), 1)
 
 
 @pytest.mark.parametrize("low_precision", ["none", "fp8_tensorwise"])
@@ -209,9 +208,9 @@ def test_wider_heads_are_estimated_to_need_more_memory(low_precision, qk_norm):
 def test_the_report_shows_the_keys(load):
     wide = load("--head_dim=16", "--qkv_bias=True", SCALING_FLAG)
     lines = "\n".join(dry_run(wide, 1))
-    assert "Head width:                  16, together 64 of a width of 32" in lines
-    assert "Bias, dropout:               q, k, v alone, 0" in lines
-    assert "rope, theta 1e+06, scaled (linear, factor 2), up to 32 tokens" in lines
+    assert "head_dim:                    16\n" in lines
+    assert "qkv_bias:                    True\n" in lines
+    assert "rope_scaling:                {'rope_type': 'linear', 'factor': 2.0}\n" in lines
     assert "Audit by FlopCounterMode:    exact" in lines
     usual = "\n".join(dry_run(load(), 1))
-    assert "Head width:                  8\n" in usual and "scaled" not in usual
+    assert "head_dim:                    8\n" in usual and "rope_scaling:                None\n" in usual

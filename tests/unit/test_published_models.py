@@ -8,7 +8,7 @@ from support.helpers import ROOT
 
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.files_and_flags import load_config
-from training.records.memory_estimate import estimate_memory
+from training.memory.estimate import estimate_memory
 
 # What the models' config.json on the hub says, and how many parameters the hub shows.
 QWEN = dict(vocab_size=151936, rms_norm_eps=1e-6, tie_word_embeddings=True)
@@ -101,7 +101,7 @@ def test_the_header_has_the_count_the_source_and_the_estimated_memory(name):
     assert f": {parameters:,} parameters, the published number" in header
     assert f" {model.vocab_size * model.n_embd:,} are the tied embedding" in header
     assert re.search(r"Source: https://huggingface\.co/[\w.-]+/[\w.-]+/blob/main/config\.json", header)
-    estimate = sum(estimate_memory(model, parameters, config, 1).values())
+    estimate = sum(estimate_memory(config, 1).values())
     assert f"; {estimate:.1f} GiB estimated on one" in header and estimate < 125
     assert "Unmeasured." in header or re.search(r"Measured \d{4}-\d\d-\d\d .* tokens/s", header, re.DOTALL)
     tokens = config.samples_per_iter(8) * config.block_size

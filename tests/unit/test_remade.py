@@ -23,11 +23,11 @@ from ops.norm import no_delta
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.hardware.attention_kernels import _sdpa_default
+from training.memory.activations import kept_by_a_block
+from training.memory.sizes import Sizes
 from training.optimization import compile as compile_module
 from training.optimization.compile import compile_and_checkpoint
 from training.optimization.low_precision import use_low_precision
-from training.records.activation_memory import kept_by_a_block
-from training.records.memory_sizes import Sizes
 from training.records.utilization import recomputed_flops
 
 LEVELS = ("memory_bound", "attention")
@@ -195,8 +195,7 @@ def assert_kept_as_estimated(kind: str, level: str):
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         y, (delta, _) = model.blocks[0](x, no_delta(x), rotary)
     config = configure(kind, level, compile=True)
-    sizes = Sizes.of(config.model_config(), 1, config, 1)
-    assert sum(kept.values()) / (B * T) == pytest.approx(kept_by_a_block(sizes, 0), rel=0.03)
+    assert sum(kept.values()) / (B * T) == pytest.approx(kept_by_a_block(Sizes(config, 1), 0), rel=0.03)
 
 
 @pytest.mark.parametrize("level", ["none", *LEVELS])

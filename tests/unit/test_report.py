@@ -5,11 +5,10 @@ from support.helpers import ROOT, STATED, TINY, write_config
 
 import model_builder
 from training.configuration.files_and_flags import load_config
-from training.hardware.gpu_memory import DeviceMemory
 from training.hardware.peaks import Peak
-from training.records import report
-from training.records.memory_estimate import estimate_memory
-from training.records.micro_batch import choose
+from training.memory.estimate import estimate_memory
+from training.memory.gpus import DeviceMemory
+from training.memory.micro_batch import choose
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 
@@ -20,9 +19,7 @@ QWEN = "full_qwen3_1.8b_optimal.py"
 
 def estimate(*flags: str, processes: int = 1, config: str = QWEN) -> dict[str, float]:
     loaded = load_config([str(ROOT / "config" / config), *STATED, *flags], processes)
-    model = loaded.model_config()
-    parameters = model_builder.build_model(model).count_parameters()["total"]
-    return estimate_memory(model, parameters, loaded, processes)
+    return estimate_memory(loaded, processes)
 
 
 def total(*flags: str, processes: int = 1, config: str = QWEN) -> float:
@@ -30,22 +27,6 @@ def total(*flags: str, processes: int = 1, config: str = QWEN) -> float:
 
 
 # --- memory ---
-
-
-@pytest.mark.parametrize("config", [path.name for path in FULL])
-def test_every_setting_that_saves_memory_is_estimated_to_save_some(config):
-    plain = total(config=config)
-    for less in (
-        "--batch_size=4",
-        "--loss_chunks=4",
-        "--activation_checkpointing=selective",
-        "--adam_dtype=bfloat16",
-        "--param_dtype=bfloat16",
-    ):
-        assert total(less, config=config) < plain, less
-    selective, full = (f"--activation_checkpointing={mode}" for mode in ("selective", "full"))
-    assert total(full, config=config) < total(selective, config=config)
-    assert total("--loss_chunks=8", config=config) < total("--loss_chunks=4", config=config)
 
 
 def test_sharding_saves_what_it_shards():
@@ -87,18 +68,6 @@ def test_the_estimate_holds_what_is_known_by_counting():
     assert not any(name.startswith("working") for name in halves)  # the optimizer's own are used
 
 
-def test_recomputing_everything_keeps_both_inputs_of_each_block():
-    """Until the backward, where the block at work has all its activations instead, and the gradients of its
-    output and of SwiGLU's input (six times as wide) are there."""
-    none, flag = estimate(), "--activation_checkpointing=full"
-    one_block, stream = none["activations"] / 24, 2 * 16 * 2048 * 2048 / 2**30
-    after_forward = estimate(flag)  # its logits are larger than a block's activations
-    assert after_forward["activations"] == pytest.approx(24 * 2 * stream)
-    in_backward = estimate(flag, "--loss_chunks=64")
-    assert in_backward["activations"] == pytest.approx((23 * 2 + 1 + 6) * stream + one_block)
-    assert "logits" in after_forward and "logits" not in in_backward
-
-
 # --- text ---
 
 
@@ -106,16 +75,17 @@ def test_recomputing_everything_keeps_both_inputs_of_each_block():
 def lines(tmp_path):
     """lines(*flags): 'name' -> text of the report of a tiny run, and 'warnings', which follow it."""
 
-    def lines(*flags: str, processes: int = 1, attention: dict | None = None) -> dict[str, str]:
+    def lines(*flags: str, processes: int = 1, attention: dict | None = None, peak=NO_PEAK) -> dict[str, str]:
         path = write_config(tmp_path / "run.py", **{**TINY, "dtype": "bfloat16", "compile": True})
         config = load_config([str(path), *flags], processes)
         config, micro_batch = choose(config, processes, DeviceMemory(16.0, "a GPU"))
         flops = model_builder.count_flops(config.model_config(), config.block_size)
         audit = {"exact": True, "counted_flops_per_sequence": 1}
         flops |= {"calculation_method": "", "totals": {}, "audit": audit}
-        machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "gpu_name"))
+        machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver"))
+        machine["gpu_name"] = "NVIDIA H200"
         attention = {"line": "", **(attention or {})}
-        info = startup_info(config, flops, NO_PEAK, machine, attention, processes, micro_batch)
+        info = startup_info(config, flops, peak, machine, attention, processes, micro_batch)
         rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
         found = {name.strip(): text.strip() for name, text in rows}
         return {**found, "warnings": "\n".join(info["warnings"])}
@@ -162,8 +132,7 @@ def test_the_report_names_what_is_compiled_recomputed_and_sharded(lines):
     )
 
 
-def test_unequal_gpus_are_all_named():
-    facts = {"gpu_name": "NVIDIA H200", "num_gpus": 3}
-    assert report._gpus({**facts, "peak": {}}) == "3 x NVIDIA H200"
-    of = {"NVIDIA H200": 1, "NVIDIA L40S": 2}
-    assert report._gpus({**facts, "peak": {"gpus": of}}) == "1 x NVIDIA H200, 2 x NVIDIA L40S"
+def test_unequal_gpus_are_all_named(lines):
+    assert lines(processes=3)["Device"] == "3 x NVIDIA H200"
+    unequal = Peak(None, "none", "no peak", gpus={"NVIDIA H200": 1, "NVIDIA L40S": 2})
+    assert lines(processes=3, peak=unequal)["Device"] == "1 x NVIDIA H200, 2 x NVIDIA L40S"

@@ -24,8 +24,8 @@ from tools.plan.law import HOFFMANN, Law
 from tools.plan.search import plan, plan_flops, plans_of
 from tools.plan.shapes import BLOCK_SIZE, FAMILIES, Shape, shape_for, shape_of, shapes_of
 from training.configuration.files_and_flags import load_config
-from training.hardware.gpu_memory import find_card
 from training.hardware.peaks import table_peak
+from training.memory.gpus import find_card
 
 AMOUNT = real_number(1e-6, 1e30)  # far above any budget, far below an overflow
 TITLE = "Compute-optimal models, and smaller ones for more tokens at the same FLOPs"

@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-import model_builder
 from common.errors import UserError
 from training.configuration.batch import divisors, is_auto
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
 from training.hardware.capability import Capability, capability
 from training.hardware.description import describe_hardware
-from training.hardware.gpu_memory import DeviceMemory, device_memory
+from training.memory.estimate import needed_memory
+from training.memory.gpus import DeviceMemory, device_memory
+from training.memory.micro_batch import SMALLEST_PART, choose, settings_that_fit
 from training.process.memory import GIB
-from training.records.memory_estimate import needed_memory
-from training.records.micro_batch import SMALLEST_PART, choose, settings_that_fit
 
 Setting = dict[str, Any]  # {key of TUNED: value}
 
@@ -97,7 +96,6 @@ class Settings:
 
     def __init__(self, base: TrainConfig, processes: int, machine: Machine, fixed: set[str]):
         self.base, self.processes, self.machine, self.fixed = base, processes, machine, fixed
-        self.parameters = model_builder.build_model(base.model_config()).count_parameters()["total"]
         own, found = choose(base, processes, machine.memory)  # 'auto' as numbers
         self.runs_as_it_is = found.fits or not is_auto(base)  # else train.py would refuse it
         self.eval_batch = own.eval_batch_size or own.micro_batch  # losses of evaluations stay comparable
@@ -162,7 +160,7 @@ class Settings:
 
     def needed(self, setting: Setting) -> float:
         """GiB that a process must have free, by the estimate with its reserve."""
-        return needed_memory(self.base.model_config(), self.parameters, self.config(setting), self.processes)
+        return needed_memory(self.config(setting), self.processes)
 
     def fits(self, setting: Setting) -> bool:
         return self.needed(setting) <= self.machine.memory.gib

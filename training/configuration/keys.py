@@ -24,7 +24,7 @@ from training.configuration.key_line import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: config/ and data/ are in it
-AUTO: Literal["auto"] = "auto"  # the run chooses: training/records/micro_batch.py
+AUTO: Literal["auto"] = "auto"  # the run chooses: training/memory/micro_batch.py
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,11 @@ def journal_path(record_path: Path) -> Path:
 def find_history(out_dir: Path, run_name: str | None, launch: dict | None) -> dict | None:
     """The record of the previous attempt: the newest that continues the run which wrote the checkpoint or,
     without a checkpoint, that this same torchrun started. None if there is none: the history begins here."""
-    restarted = launch if launch and launch["restarts"] else None
-    if not run_name and not restarted:
+    if not run_name and not (launch and launch["restarts"]):
         return None
     for path in sorted(run_records(out_dir), key=_changed_at, reverse=True):
         record = _read(path)
-        if record and run_name and _is_part_of(record, run_name):
-            return record
-        if record and not run_name and restarted and _started_by(record, restarted):
+        if record and (_has_attempt(record, run_name) if run_name else _started_by(record, launch)):
             return record
         if not run_name or path.stem == run_name:  # older records cannot contain it
             break
@@ -54,14 +51,14 @@ def _changed_at(path: Path) -> int:
         return 0
 
 
-def _is_part_of(record: dict, run_name: str) -> bool:
+def _has_attempt(record: dict, run_name: str) -> bool:
     return run_name in (attempt["run_name"] for attempt in _attempts(record))
 
 
-def _started_by(record: dict, launch: dict) -> bool:
+def _started_by(record: dict, launch: dict | None) -> bool:
     # redacted, as it is in the record: the environment is still the same torchrun's
     found = record["startup_info"].get("launch")
-    return isinstance(found, dict) and found.get("id") == redact(launch["id"])
+    return launch is not None and isinstance(found, dict) and found.get("id") == redact(launch["id"])
 
 
 def _read(path: Path) -> dict | None:
@@ -97,34 +94,28 @@ def plain(value: Any) -> Any:
 
 
 def _check(record: dict) -> None:
-    """Raises ValueError if this is not a record."""
-    superseded = record.get("superseded", {})
-    _demand(isinstance(record.get("run_name"), str), "run_name")
-    _demand(isinstance(record.get("startup_info"), dict), "startup_info")
-    _demand(_is_count(record.get("journal_lines", 0)), "journal_lines")
-    _demand(_are_objects(record.get("attempts", [])), "attempts")
-    _demand(isinstance(superseded, dict) and all(map(_are_objects, superseded.values())), "superseded")
-    for attempt in _attempts(record):
-        name = attempt.get("run_name")
-        _demand(isinstance(name, str) and RUN_NAME.fullmatch(name) is not None, "attempts[].run_name")
-    for section in SECTIONS:
-        _demand(_are_objects(record.setdefault(section, [])), section)
-        for entry in record[section]:
+    """Raises ValueError if this is not a record. Fills in what records of earlier versions lack."""
+    try:
+        attempts, sections = _attempts(record), [record.setdefault(section, []) for section in SECTIONS]
+        entries = [entry for section in sections for entry in section]
+        for entry in entries:
             entry.setdefault("attempt", 1)
-            _demand(_is_entry(entry, len(_attempts(record))), f"an entry of {section}")
-
-
-def _demand(condition: bool, name: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is not what a run writes")
+        superseded = [entry for section in record.get("superseded", {}).values() for entry in section]
+        right = (
+            all(isinstance(section, list) for section in sections)
+            and all(isinstance(one, dict) for one in (record["startup_info"], *superseded))
+            and all(RUN_NAME.fullmatch(attempt["run_name"]) for attempt in attempts)
+            and all(_is_entry(entry, len(attempts)) for entry in entries)
+            and _is_count(record.get("journal_lines", 0))
+        )
+    except (AttributeError, KeyError, TypeError):  # something is no object, or has no name
+        right = False
+    if not right:
+        raise ValueError("it is not what a run writes")
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _are_objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _is_entry(entry: object, attempts: int) -> bool:
@@ -146,12 +137,11 @@ def _journal(path: Path, lines_in_record: int, attempts: int) -> list[tuple[str,
     for line in filter(None, lines):
         try:
             content = plain(parse_object(line))
-        except ValueError:
+            section, entry = content["section"], content["entry"]
+            if content["line"] >= lines_in_record and section in SECTIONS and _is_entry(entry, attempts):
+                found.append((section, entry))
+        except (ValueError, KeyError, TypeError):  # not what a run writes
             continue
-        number, section, entry = (content.get(name) for name in ("line", "section", "entry"))
-        is_new = _is_count(number) and number >= lines_in_record
-        if is_new and section in SECTIONS and _is_entry(entry, attempts):
-            found.append((section, entry))
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from training.records import units
+from tqdm import tqdm
+
+from common import units
 
 
 def console_lines(
@@ -50,7 +52,7 @@ class ProgressText:
         self.first: tuple[int, float] | None = None  # iterations done and time of this process's first row
 
     def text(self, done: int, now: float) -> str:
-        """'12 %, 2 min 05 s left' after so many iterations. The time counts evaluations and checkpoints, but
+        """'12 %, 02:05 left' after so many iterations. The time counts evaluations and checkpoints, but
         not the first row, whose iteration includes compilation."""
         share = f"{100 * done / self.max_iters:.0f} %"
         if self.first is None:
@@ -58,4 +60,4 @@ class ProgressText:
             return share
         since = done - self.first[0]
         left = (self.max_iters - done) * (now - self.first[1]) / since if since else 0.0
-        return f"{share}, {units.duration(left)} left" if done < self.max_iters else f"{share}"
+        return f"{share}, {tqdm.format_interval(round(left))} left" if done < self.max_iters else f"{share}"

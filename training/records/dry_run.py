@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import torch
 
+from common import units
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import NATIVE, emulation_warnings, low_precision_support
 from training.hardware.description import describe_hardware
-from training.hardware.gpu_memory import (
+from training.hardware.peaks import Peak, table_peak
+from training.memory.gpus import (
     Card,
     DeviceMemory,
     card_capability,
@@ -22,10 +24,8 @@ from training.hardware.gpu_memory import (
     device_memory,
     find_card,
 )
-from training.hardware.peaks import Peak, table_peak
+from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
 from training.process.world import machine_size
-from training.records import units
-from training.records.micro_batch import MicroBatch, choose, settings_that_fit
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops
@@ -38,24 +38,23 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     """The lines of the report, for the GPU that --gpu names."""
     if config.gpu is not None and config.device == "cpu":
         raise UserError("gpu and device='cpu' contradict each other; leave one of them out")
-    card = find_card(config.gpu or ASSUMED)
+    card, asked = find_card(config.gpu or ASSUMED), config
     memory = _memory(config, card)
-    asked = config
     config, micro_batch = choose(config, world_size, memory)
-    line = f"asked for {config.attention_backend}; chosen on the device, not in a dry run"
+    attention = {"line": f"asked for {config.attention_backend}; chosen on the device, not in a dry run"}
     machine = {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"}
+    flops, peak, warnings = count_flops(config), _peak(config, card), []
     if config.gpu:
         machine |= {"gpu_name": f"{card.device} (dry run)", "gpu_memory_gb": card.gib}
-    flops, peak = count_flops(config), _peak(config, card if config.gpu else None)
-    info = startup_info(config, flops, peak, machine, {"line": line}, world_size, micro_batch)
+        warnings = _problems(config, card)
+    info = startup_info(config, flops, peak, machine, attention, world_size, micro_batch)
     if config.gpu and config.low_precision != "none":
-        native = _is_native(config, card)
-        info["low_precision"] = {"executed": "native" if native else "emulated: slower than bf16"}
+        executed = "native" if _is_native(config, card) else "emulated: slower than bf16"
+        info["low_precision"] = {"executed": executed}
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
-    problems = _problems(config, card) if config.gpu else []
-    return [*lines, *(f"\nwarning: {text}" for text in [*info["warnings"], *problems])]
+    return [*lines, *(f"\nwarning: {text}" for text in [*info["warnings"], *warnings])]
 
 
 def _memory(config: TrainConfig, card: Card) -> DeviceMemory:
@@ -66,17 +65,16 @@ def _memory(config: TrainConfig, card: Card) -> DeviceMemory:
     return DeviceMemory(card.gib, f"{card.device}, as --gpu names none") if is_auto(config) else ANY
 
 
-def _peak(config: TrainConfig, card: Card | None) -> Peak:
+def _peak(config: TrainConfig, card: Card) -> Peak:
     """The stated peak, or that of the GPU that --gpu names."""
+    sparse = config.use_sparse_specs
     if isinstance(config.peak_tflops, float):
-        return Peak(config.peak_tflops, "stated by peak_tflops", None, config.use_sparse_specs)
-    if card is None:
+        return Peak(config.peak_tflops, "stated by peak_tflops", None, sparse)
+    if not config.gpu:
         reason = "a dry run looks at no device; name one with --gpu=H100, or state one with --peak_tflops=..."
-        return Peak(None, "none", reason, config.use_sparse_specs)
-    peak, fp8 = (
-        table_peak(card.device, precision, config.use_sparse_specs) for precision in (config.dtype, "fp8")
-    )
-    return replace(peak, fp8=fp8) if _is_native(config, card) else peak
+        return Peak(None, "none", reason, sparse)
+    peak = table_peak(card.device, config.dtype, sparse)
+    return replace(peak, fp8=table_peak(card.device, "fp8", sparse)) if _is_native(config, card) else peak
 
 
 def _is_native(config: TrainConfig, card: Card) -> bool:
@@ -88,23 +86,18 @@ def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: 
     """Whether the run fits, with what margin, and the settings that would."""
     spare = memory.gib - found.needed_gib
     margin = f"{units.memory(abs(spare))} ({100 * abs(spare) / memory.gib:.0f} %)"
-    lines = [
-        "",
-        "=" * 78,
-        "DOES IT FIT",
-        "=" * 78,
-        f"{'Memory of:':<28} {memory.device}, {units.memory(memory.gib)}",
-    ]
-    if found.fits:
-        return [*lines, f"{'Fits:':<28} yes, with {margin} to spare"]
-    if config.eval_only:
-        return [*lines, f"{'Fits:':<28} training does not; an evaluation alone needs less than the estimate"]
-    fits = settings_that_fit(config, world_size, memory) or ["nothing that was tried: it needs more GPUs"]
+    answer, others = f"yes, with {margin} to spare", []
+    if not found.fits and config.eval_only:
+        answer = "training does not; an evaluation alone needs less than the estimate"
+    elif not found.fits:
+        answer = f"no, {margin} is missing"
+        fits = settings_that_fit(config, world_size, memory)
+        others = ["Settings that would:", *(f"  {setting}" for setting in fits)]
     return [
-        *lines,
-        f"{'Fits:':<28} no, {margin} is missing",
-        "Settings that would:",
-        *(f"  {s}" for s in fits),
+        *("", "=" * 78, "DOES IT FIT", "=" * 78),
+        f"{'Memory of:':<28} {memory.device}, {units.memory(memory.gib)}",
+        f"{'Fits:':<28} {answer}",
+        *others,
     ]
 
 

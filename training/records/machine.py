@@ -32,21 +32,14 @@ def machine_lines(info: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     driver = f", driver {software['driver']}" if software["driver"] else ""
     lines = [("Host", machine["host"] + driver)]
-    if not software["cuda"]:
-        return lines
-    if not machine["gpus"]:
-        return [*lines, ("  clocks and power", f"not sampled: {machine['gpu_reason']}")]
-    sampled, count = machine["gpus_sampled"], info["hardware"]["num_gpus"]
-    lines.append(("  limits of a GPU", "; ".join(dict.fromkeys(map(_limits, machine["gpus"])))))
-    return [*lines, ("  clocks and power", f"of {sampled} of {count} GPUs, in every log row")]
-
-
-def _limits(gpu: dict[str, Any]) -> str:
-    parts = {
-        "power_limit_w": "{:,.0f} W",
-        "max_sm_clock_mhz": "{:,.0f} MHz",
-    }
-    return ", ".join(text.format(gpu[name]) for name, text in parts.items() if gpu[name]) or "not known"
+    if software["cuda"] and machine["gpus"]:
+        sampled, count = machine["gpus_sampled"], info["hardware"]["num_gpus"]
+        limits = dict.fromkeys(f"{watts:,.0f} W" for watts in known(machine["gpus"], "power_limit_w"))
+        lines.append(("  power limit", ", ".join(limits) or "not known"))
+        lines.append(("  clocks and power", f"of {sampled} of {count} GPUs, in every log row"))
+    elif software["cuda"]:
+        lines.append(("  clocks and power", f"not sampled: {machine['gpu_reason']}"))
+    return lines
 
 
 # --- clocks and power of several rows ---
@@ -54,18 +47,14 @@ def _limits(gpu: dict[str, Any]) -> str:
 
 def summarize_gpus(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Spread of the figures, share of the samples with each throttle reason, and why there is none."""
-    found: dict[str, Any] = {name: spread(known(rows, name)) for name in FIELDS}
+    figures: dict[str, Any] = {name: spread(known(rows, name)) for name in FIELDS}
     sampled = [row for row in rows if row.get("throttle") is not None]
-    samples = sum(row["gpu_samples"] for row in sampled)
-    counts: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
     for row in sampled:
-        for name, share in row["throttle"].items():
-            counts[name] += share * row["gpu_samples"]
-    return {
-        **found,
-        "throttle": {name: n / samples for name, n in counts.most_common()} if sampled else None,
-        "gpu_reason": missing_reason(rows),
-    }
+        samples.update({name: share * row["gpu_samples"] for name, share in row["throttle"].items()})
+    count = sum(row["gpu_samples"] for row in sampled)
+    throttle = {name: number / count for name, number in samples.most_common()} if sampled else None
+    return {**figures, "throttle": throttle, "gpu_reason": missing_reason(rows)}
 
 
 def known(rows: list[dict[str, Any]], name: str) -> list[float]:
@@ -83,16 +72,11 @@ def speed_line(summary: dict[str, Any]) -> str | None:
     """MFU with clock and power, for the end of the log; None where no clock was sampled."""
     if not summary.get("sm_clock_mhz"):
         return None
-    mfu = summary["mfu_percent"]
+    mfu, throttle = summary["mfu_percent"], summary["throttle"] or {}
     figures = [f"MFU {mfu['median']:.2f} %"] if mfu else []
     figures += [text.format(summary[name]["median"]) for name, text in GPU_FORMATS.items() if summary[name]]
-    reasons = (
-        [
-            f"{name.replace('_', ' ')} in {100 * share:.0f} % of the samples"
-            for name, share in summary["throttle"].items()
-        ]
-        if summary["throttle"]
-        else []
-    )
+    reasons = [
+        f"{name.replace('_', ' ')} in {100 * share:.0f} % of the samples" for name, share in throttle.items()
+    ]
     lowered = f"; clock lowered by {', '.join(reasons)}" if reasons else ""
     return f"{', '.join(figures)} (medians after warm-up){lowered}"

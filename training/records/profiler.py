@@ -14,7 +14,7 @@ import logging
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -46,28 +46,15 @@ class Window(NamedTuple):
     operators: bool  # records them with their shapes
 
 
-class Profiler(Protocol):
-    def before(self, iteration: int) -> None:
-        """Called before the batch of each iteration is taken. All ranks."""
-
-
-class NoProfiler:
-    """profile=None."""
-
-    def before(self, iteration: int) -> None:
-        """There is nothing to record."""
-
-
 def make_profiler(config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int) -> Profiler:
     """What the loop calls. `start` is the first iteration of this process."""
-    if config.profile is None:
-        return NoProfiler()
-    if config.max_iters - start < ITERATIONS:  # no error: the run itself may be the end of a resumed one
+    if config.profile is not None and config.max_iters - start < ITERATIONS:
+        # no error: the run itself may be the end of a resumed one
         log.warning(
             f"profile={config.profile!r} records nothing: it needs {ITERATIONS} iterations, and {start} to "
             f"max_iters={config.max_iters} are too few; state --max_iters={start + ITERATIONS}"
         )
-    return TimeProfiler(config, world, loader, clock, start)
+    return Profiler(config, world, loader, clock, start)
 
 
 def windows(on_gpu: bool) -> list[Window]:
@@ -89,25 +76,26 @@ def facts_path(out_dir: Path, rank: int) -> Path:
     return out_dir / f"profile_rank{rank}.json"
 
 
-class TimeProfiler:
-    """profile='time'. Every rank writes its own traces. It synchronizes the device only at both ends of a
-    window."""
+class Profiler:
+    """profile='time'; None records nothing. Every rank writes its own traces. It synchronizes the device only
+    at both ends of a window."""
 
     def __init__(self, config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int):
         self.out_dir, self.world, self.loader = Path(config.out_dir), world, loader
         self.clock, self.start = clock, start
         self.on_gpu = world.device.type == "cuda"
-        self.windows = windows(self.on_gpu)
+        self.windows = windows(self.on_gpu) if config.profile else []
         self.running = False
         # of the window: one before each iteration, one after the last
         self.marks: list[dict[str, float]] = []
         self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
-        if self.on_gpu:
+        if self.windows and self.on_gpu:
             gpu = torch.cuda.get_device_properties(world.device)
             compute = capability(world.device).compute
             self.facts |= {"multiprocessors": gpu.multi_processor_count, "capability": compute}
 
     def before(self, iteration: int) -> None:
+        """Called before the batch of each iteration is taken. All ranks."""
         if not self.windows:
             return
         window, number = self.windows[0], iteration - self.start

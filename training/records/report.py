@@ -8,13 +8,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from common import units
 from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
-from training.records import units
 from training.records.machine import machine_lines, speed_line
 from training.records.run_record import RunRecord, accumulation_steps
 from training.strategies.parallelize import parallelism_line
@@ -22,6 +22,9 @@ from training.strategies.parallelize import parallelism_line
 log = logging.getLogger("nanomfu")
 
 Section = list[tuple[str, str]]
+
+WINDOWS = {"stream": "tokens cut anywhere", "truncate": "whole documents, long ones cut off"}
+MASKS = {True: "documents do not see each other", False: "no mask between documents"}
 
 
 def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None, start: int) -> None:
@@ -55,15 +58,14 @@ def closing_lines(
 ) -> list[str]:
     """The last lines of a run. waited_seconds: total time that the loop waited for batches. summary: the
     record's."""
-    lines = [
-        f"\nRun record:  {run_path}" if config.save_log_to_json else "",
-        f"Log:         {run_path.with_suffix('.log')}",
-    ]
-    if checkpoint:
-        lines.append(f"Checkpoint:  {checkpoint}")
-    if speed := speed_line(summary):
-        lines.append(f"GPU:         {speed}")
-    return [*lines, f"Data:        total time the loop waited for batches: {waited_seconds:.2f} s"]
+    lines = {
+        "Run record": run_path if config.save_log_to_json else None,
+        "Log": run_path.with_suffix(".log"),
+        "Checkpoint": checkpoint,
+        "GPU": speed_line(summary),
+        "Data": f"total time the loop waited for batches: {waited_seconds:.2f} s",
+    }
+    return ["", *(f"{name + ':':<12} {text}" for name, text in lines.items() if text)]
 
 
 # --- text ---
@@ -85,47 +87,14 @@ def report_lines(config: TrainConfig, info: dict, start: int = 0) -> list[str]:
 
 
 def _architecture(info: dict) -> Section:
-    model, counts = info["model"]["architecture"], info["model"]
-    group = model["n_head"] // model["n_kv_head"]
-    return [
-        ("Preset", model["arch"]),
-        (
-            "Layers, heads, width, FFN",
-            f"{model['n_layer']}, {model['n_head']}, {model['n_embd']}, {model['d_ff']}",
-        ),
-        (
-            "Key/value heads",
-            f"{model['n_kv_head']} (group of {group})" if group > 1 else str(model["n_kv_head"]),
-        ),
-        ("Head width", _head_width(model)),
-        ("Vocabulary", f"{model['vocab_size']:,}{' (tied)' if model['weight_tying'] else ''}"),
-        ("Positions", _positions(model)),
-        (
-            "Normalization",
-            f"{model['normalization']}, eps {model['norm_eps']:g}{', QK-norm' * model['qk_norm']}",
-        ),
-        ("Feed-forward", f"{model['ffn_type']}, {model['activation']}"),
-        (
-            "Bias, dropout",
-            f"{'q, k, v alone' if model['qkv_bias'] else model['bias']}, {model['dropout']:g}",
-        ),
-        ("Parameters", f"{counts['total_params']:,}"),
-        ("  trainable", f"{counts['trainable_params']:,}"),
+    """The shape of the model, each field by its name in model_config.py."""
+    model = info["model"]
+    fields = [
+        (name, f"{value:,}" if type(value) is int else str(value))
+        for name, value in model["architecture"].items()
     ]
-
-
-def _head_width(model: dict) -> str:
-    together = model["n_head"] * model["head_dim"]
-    if together == model["n_embd"]:
-        return str(model["head_dim"])
-    return f"{model['head_dim']}, together {together:,} of a width of {model['n_embd']:,}"
-
-
-def _positions(model: dict) -> str:
-    theta = f", theta {model['rope_theta']:g}" if model["position_encoding"] == "rope" else ""
-    scaling = model["rope_scaling"]
-    scaled = f", scaled ({scaling['rope_type']}, factor {scaling['factor']:g})" if scaling else ""
-    return f"{model['position_encoding']}{theta}{scaled}, up to {model['block_size']:,} tokens"
+    counts = [("Parameters", "total_params"), ("  trainable", "trainable_params")]
+    return fields + [(name, f"{model[key]:,}") for name, key in counts]
 
 
 def _training(config: TrainConfig, info: dict) -> Section:
@@ -133,33 +102,30 @@ def _training(config: TrainConfig, info: dict) -> Section:
     per_gpu, everywhere = accumulation_steps(config, gpus).values()
     warmup, end = warmup_and_decay_iters(config)
     schedule = f"{config.learning_rate:g} to {config.min_lr:g}, {config.lr_schedule}, warm-up {warmup:,}"
-    if config.lr_schedule != "constant":
-        schedule += f", decay to iteration {end:,}"
-    groups = info["optimizer"]["param_groups"]
-    return [
+    decay = "" if config.lr_schedule == "constant" else f", decay to iteration {end:,}"
+    groups, level = info["optimizer"]["param_groups"], config.activation_checkpointing
+    recomputed = "" if level == "none" else f", activation checkpointing {level}"
+    fp8 = info.get("fp8_weight_gradients")
+    rows = [
         *_datasets(config, info),
         ("Micro-batch per GPU", _micro_batch(config, info)),
         ("Accumulation steps", f"{per_gpu} per GPU ({everywhere} over {gpus} GPU{'s' * (gpus > 1)})"),
         ("Tokens per iteration", _tokens_per_iter(info)),
         ("Iterations", _iterations(config, info)),
-        ("Learning rate", schedule),
+        ("Learning rate", schedule + decay),
         ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
         ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
         ("Precision", _precision(config, info)),
-        *_fp8_weight_gradients(info),
-        ("torch.compile", _compilation(config)),
+        ("  fp8 weight gradients", f"added to their sums: {fp8}" if fp8 else ""),
+        ("torch.compile", f"{config.compile}{recomputed}"),
         ("Attention backend", info["attention"]["line"]),
-        *([("Feed-forward backend", info["ffn_backend"]["line"])] if "ffn_backend" in info else []),
+        ("Feed-forward backend", info.get("ffn_backend", {}).get("line", "")),
         ("CUDA Graph", _cuda_graphs(config)),
-        ("Windows", _windows(config)),
+        ("Windows", f"{WINDOWS[config.packing]}; {MASKS[config.doc_masking]}"),
         ("DataLoader", _dataloader(config)),
     ]
-
-
-def _fp8_weight_gradients(info: dict) -> Section:
-    found = info.get("fp8_weight_gradients")
-    return [("  fp8 weight gradients", f"added to their sums: {found}")] if found else []
+    return [(name, text) for name, text in rows if text]
 
 
 def _micro_batch(config: TrainConfig, info: dict) -> str:
@@ -185,7 +151,7 @@ def _iterations(config: TrainConfig, info: dict) -> str:
     text = f"{config.max_iters:,} ({units.tokens(config.max_iters * info['tokens_per_iter'])})"
     if config.max_epochs is None:
         return text
-    if "data" not in info:
+    if "data" not in info:  # a dry run opens none
         return f"at most {text}; max_epochs={config.max_epochs:g} is counted in the data"
     samples = info["data"]["sources"][0]["samples_per_epoch"]
     return f"{text}; max_epochs={config.max_epochs:g} of {samples:,} samples"
@@ -210,23 +176,17 @@ def _checkpoints(config: TrainConfig, info: dict, start: int) -> Section:
     ]
 
 
-def _windows(config: TrainConfig) -> str:
-    cut = {"stream": "tokens cut anywhere", "truncate": "whole documents, long ones cut off"}[config.packing]
-    seen = "documents do not see each other" if config.doc_masking else "no mask between documents"
-    return f"{cut}; {seen}"
-
-
 def _datasets(config: TrainConfig, info: dict) -> Section:
-    if "data" not in info:  # a dry run opens none
+    if "data" not in info:
         return [("Dataset", config.dataset)]
     sources = info["data"]["sources"]
     rows = [("Dataset", f"{len(sources)} sources, mixed by weight")] if len(sources) > 1 else []
     for source in sources:
-        text = f"{units.tokens(source['tokens']['train'])}, {source['epochs']:.3g} epochs"
+        size = f"{units.tokens(source['tokens']['train'])}, {source['epochs']:.3g} epochs"
+        name, share = "Dataset", source["name"]
         if len(sources) > 1:
-            rows.append((f"  {source['name']}", f"{100 * source['weight']:.4g} % of samples, {text}"))
-        else:
-            rows.append(("Dataset", f"{source['name']}, {text}"))
+            name, share = f"  {source['name']}", f"{100 * source['weight']:.4g} % of samples"
+        rows.append((name, f"{share}, {size}"))
         if packing := source.get("packing"):
             cut = packing["tokens_cut_off"] / source["tokens"]["train"]
             text = f"{packing['documents']:,} documents in {packing['windows']:,} windows"
@@ -250,13 +210,6 @@ def _precision(config: TrainConfig, info: dict) -> str:
     return text
 
 
-def _compilation(config: TrainConfig) -> str:
-    text = str(config.compile)
-    if config.activation_checkpointing != "none":
-        text += f", activation checkpointing {config.activation_checkpointing}"
-    return text
-
-
 def _cuda_graphs(config: TrainConfig) -> str:
     if not config.use_cuda_graphs:
         return "off, the eager step runs"
@@ -275,16 +228,16 @@ def _dataloader(config: TrainConfig) -> str:
 def _hardware(config: TrainConfig, info: dict) -> Section:
     hardware, software = info["hardware"], info["software"]
     memory = f" ({hardware['gpu_memory_gb']:.1f} GB)" if hardware.get("gpu_memory_gb") else ""
+    gpus = hardware["peak"].get("gpus") or {hardware["gpu_name"]: hardware["num_gpus"]}
+    peaks = {"Peak per GPU": "peak", "  fp8": "peak_fp8"}
     estimate = info["estimated_memory_gb"]
-    total = sum(estimate.values())
     return [
-        ("Device", f"{_gpus(hardware)}{memory}"),
+        ("Device", ", ".join(f"{count} x {name}" for name, count in gpus.items()) + memory),
         *machine_lines(info),
         ("Parallelism", parallelism_line(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),
-        ("Peak per GPU", _peak(hardware["peak"])),
-        *([("  fp8", _peak(hardware["peak_fp8"]))] if "peak_fp8" in hardware else []),
-        ("Estimated memory per GPU", units.memory(total)),
+        *((name, _peak(hardware[key])) for name, key in peaks.items() if key in hardware),
+        ("Estimated memory per GPU", units.memory(sum(estimate.values()))),
         *((f"  {name}", units.memory(size)) for name, size in estimate.items()),
         ("  with a reserve", _fit(info["micro_batch"])),
     ]
@@ -298,18 +251,11 @@ def _fit(micro_batch: dict) -> str:
     return f"{units.memory(needed)} of {units.memory(available)}: {verdict} by the estimate"
 
 
-def _gpus(hardware: dict) -> str:
-    """'8 x NVIDIA H200'; memory and other facts are rank 0's."""
-    gpus = hardware["peak"].get("gpus") or {hardware["gpu_name"]: hardware["num_gpus"]}
-    return ", ".join(f"{count} x {name}" for name, count in gpus.items())
-
-
 def _peak(peak: dict) -> str:
     if peak["tflops_per_gpu"] is None:
         return f"none ({peak['reason']})"
-    return (
-        f"{units.flops(peak['tflops_per_gpu'] * 1e12)}LOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
-    )
+    flops = units.flops(peak["tflops_per_gpu"] * 1e12)
+    return f"{flops}LOPS{' 2:4 sparse' * peak['sparse']} ({peak['source']})"
 
 
 def _performance(info: dict) -> Section:
@@ -319,11 +265,9 @@ def _performance(info: dict) -> Section:
     rows += [
         ("  causal half of the scores", f"{flops['flops_per_token_causal']:,}"),
         ("Audit by FlopCounterMode", _audit(flops["audit"])),
-        (
-            "Attention/FFN FLOPs",
-            "not given by this formula" if (r := flops["attention_to_ffn_ratio"]) is None else f"{r:.4f}",
-        ),
     ]
+    if ratio := flops["attention_to_ffn_ratio"]:  # v1 has none
+        rows.append(("Attention/FFN FLOPs", f"{ratio:.4f}"))
     if peak["tflops_per_gpu"]:
         tokens = peak["tflops_per_gpu"] * 1e12 * info["hardware"]["num_gpus"] / flops["flops_per_token"]
         rows += [(f"Tokens/s at {percent} % MFU", f"{tokens * percent / 100:,.0f}") for percent in (100, 50)]

@@ -45,13 +45,10 @@ def new_record_path(config: TrainConfig) -> Path:
     so that `run_*.json` does not find it."""
     out_dir, kind = Path(config.out_dir), "eval" if config.eval_only else "run"
     name = f"{kind}_{datetime.now():%Y%m%d_%H%M%S}"
-    candidates = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
+    paths = [out_dir / f"{name}.json"] + [out_dir / f"{name}_{i}.json" for i in range(2, 100)]
     # lexists: a link that leads nowhere would be written through
-    return next(path for path in candidates if not any(map(os.path.lexists, _files_of(path))))
-
-
-def _files_of(path: Path) -> list[Path]:
-    return [path, path.with_suffix(".log"), journal_path(path)]
+    files = {path: (path, path.with_suffix(".log"), journal_path(path)) for path in paths}
+    return next(path for path in paths if not any(map(os.path.lexists, files[path])))
 
 
 def open_log(config: TrainConfig, world: World) -> Path:
@@ -104,11 +101,6 @@ class RunRecord:
             "summary": None,
             "journal_lines": 0,  # those that are in this file already
         }
-        for attempt in earlier["attempts"]:  # removes what a kill during a rewrite left
-            with contextlib.suppress(OSError):
-                (path.parent / f"{os.path.basename(str(attempt['run_name']))}.json.tmp").unlink(
-                    missing_ok=True
-                )
         self.journal = Journal(journal_path(path)) if enabled else None
         self.follower: Follower | None = None  # sends this record to trackers
         self.newest = start  # the highest iteration of an entry
@@ -282,7 +274,7 @@ def _text(content: dict) -> Iterator[str]:
 
 
 def _replace(path: Path, text: Iterator[str]) -> None:
-    temporary = path.with_suffix(".json.tmp")
+    temporary = path.with_name("record.tmp")  # one name, so that what kills leave does not pile up
     with create(temporary) as file:
         file.writelines(part.encode() for part in text)
         file.flush()

@@ -15,16 +15,17 @@ from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
+from training.memory.estimate import estimate_memory
+from training.memory.micro_batch import MicroBatch
 from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
 from training.process.world import launch_record
 from training.records.machine import machine_info
-from training.records.memory_estimate import estimate_memory
-from training.records.micro_batch import MicroBatch
 from training.strategies.fused_sums import describe_fusion
 from training.strategies.parallelize import strategy_name
 
+OTHER_ATTENTION = "attention_backend={asked!r} runs as {used} [{kernel}]: {reason}"  # it may be much slower
 # versions that a number depends on
 SOFTWARE = ("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver")
 
@@ -44,7 +45,7 @@ def startup_info(
     model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
     obstacle = cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
-    graphs = {"asked": "CUDA Graph", "used": "eager step", "reason": obstacle}
+    graphs = {"cuda_graphs": {"asked": "CUDA Graph", "used": "eager step", "reason": obstacle}}
     return {
         "model": {
             "total_params": counts["total"],
@@ -66,26 +67,18 @@ def startup_info(
         "attention": attention,
         **describe_ffn_backend(config),
         **describe_fusion(config),
-        **({"cuda_graphs": graphs} if obstacle else {}),
+        **(graphs if obstacle else {}),
         "flops": flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
         "micro_batch": micro_batch.to_dict(),
-        "estimated_memory_gb": estimate_memory(model_config, counts["total"], config, world_size),
+        "estimated_memory_gb": estimate_memory(config, world_size),
         "warnings": [
-            *_attention_warnings(attention),
+            *([OTHER_ATTENTION.format(**attention)] if attention.get("reason") else []),
             *schedule_warnings(config),
             *optimizer_warnings(config),
             *micro_batch.warnings(),
         ],
     }
-
-
-def _attention_warnings(attention: dict[str, Any]) -> list[str]:
-    """Another kernel than the one asked for, or than the best one that it stands for, may be much slower."""
-    if not attention.get("reason"):
-        return []
-    used = f"{attention['used']} [{attention['kernel']}]"
-    return [f"attention_backend={attention['asked']!r} runs as {used}: {attention['reason']}"]
 
 
 def run_info(
@@ -106,17 +99,11 @@ def run_info(
         "data": describe_sources(sources, windows, samples, fingerprint),
         "launch": launch_record(),
         "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,
-        "pretrained": _without_config(pretrained),
+        # without their config.json, which is in each checkpoint
+        "pretrained": pretrained and {key: value for key, value in pretrained.items() if key != "config"},
         "changed_since_checkpoint": resume.changed,
         "checkpoints_set_aside": resume.renamed,
     }
-
-
-def _without_config(pretrained: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Source, commit and files of the first weights. Their config.json is in each checkpoint."""
-    if pretrained is None:
-        return None
-    return {name: value for name, value in pretrained.items() if name != "config"}
 
 
 def git_state() -> dict:

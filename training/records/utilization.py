@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import model_builder
+from common import units
 from mfu_versions import model_builder_v1, model_builder_v2, model_builder_v3
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak
 from training.optimization.compile import is_recomputed
-from training.records import units
 from training.records.machine import summarize_gpus
 from training.records.percentiles import spread
 
@@ -62,6 +62,7 @@ def utilization(
     achieved = tokens_per_sec * flops["flops_per_token"]  # FLOP/s, all GPUs
     hardware_peak = peak.flops * num_gpus
     mfu = achieved / hardware_peak
+    hfu = None if recomputed is None else 100 * (mfu + tokens_per_sec * recomputed / hardware_peak)
     most = peak.fp8 if peak.fp8 and peak.fp8.flops else peak
     limit = (most.flops or peak.flops) * num_gpus
     if achieved > limit:
@@ -73,9 +74,7 @@ def utilization(
     return {
         "mfu": mfu,
         "mfu_percent": 100 * mfu,
-        "hfu_percent": None
-        if recomputed is None
-        else 100 * (mfu + tokens_per_sec * recomputed / hardware_peak),
+        "hfu_percent": hfu,
         "mfu_causal_percent": 100 * tokens_per_sec * flops["flops_per_token_causal"] / hardware_peak,
         "flops_per_token": flops["flops_per_token"],
         "flops_per_token_causal": flops["flops_per_token_causal"],
@@ -100,11 +99,11 @@ def utilization(
 def _fp8_utilization(achieved: float, mfu: float, fp8: Peak, num_gpus: int) -> dict:
     """The MFU of an fp8 run against both peaks, each under its own name. mfu itself uses the bf16 peak, so
     that it can be compared with runs in bf16."""
-    peak = None if fp8.flops is None else fp8.flops * num_gpus
+    peak = fp8.flops and fp8.flops * num_gpus
     return {
         "mfu_bf16_percent": 100 * mfu,
-        "mfu_fp8_percent": 100 * achieved / peak if peak else None,
-        "hardware_peak_fp8_tflops": peak / 1e12 if peak else None,
+        "mfu_fp8_percent": peak and 100 * achieved / peak,
+        "hardware_peak_fp8_tflops": peak and peak / 1e12,
     }
 
 

@@ -20,19 +20,6 @@ def memory(gib: float) -> str:
     return f"{gib:.2f} GB" if gib >= 0.1 else f"{1024 * gib:.2f} MB"
 
 
-def duration(seconds: float) -> str:
-    """'45 s', '2 min 05 s', '1 h 07 min', '3 d 04 h'."""
-    whole = round(seconds)
-    for size, unit, smaller_size, smaller in (
-        (86_400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller_size:02d} {smaller}"
-    return f"{whole} s"
-
-
 def _scaled(value: float, prefixes: str, decimals: int) -> str:
     """The number with the first prefix that makes it at least 1: '112.0 G'; '7 ' below a thousand."""
     for prefix in prefixes:

@@ -4,7 +4,7 @@ How it works
     What is there at rest (weights, Adam moments, ...) comes from the strategy and the dtypes. On top of it, a
     few moments of an iteration are candidates for the fullest one, and the fullest counts: the loss, the
     backward of the head, the backward of a block, and the end of the backward. Each term here and in
-    activation_memory.py is a tensor that the code named beside it keeps, so a reader can check it by hand.
+    activations.py is a tensor that the code named beside it keeps, so a reader can check it by hand.
     The sum is what torch.cuda.max_memory_allocated will say; tests/unit/test_memory_estimate.py has a table
     of measured runs.
 What it assumes
@@ -12,19 +12,16 @@ What it assumes
     grow with the square of block_size, needs more. Blocks are compiled one by one or not at all.
 What comes on top
     needed_memory() adds what a GPU must have free besides: see there.
-
-    C model width · A columns of all query heads · F feed-forward width · V vocabulary
 """
 
 from __future__ import annotations
 
-from model_config import ModelConfig
 from ops.quantization import adamw_8bit
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs, shards_optimizer
+from training.memory.activations import block_backward, head_backward, loss_moment
+from training.memory.sizes import BYTES, Moment, Sizes
 from training.process.memory import GIB
-from training.records.activation_memory import block_backward, head_backward, loss_moment
-from training.records.memory_sizes import BYTES, Moment, Sizes
 
 MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
 # Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
@@ -36,12 +33,10 @@ MIB = 2**20
 WORKSPACES = 2 * 32 * MIB
 
 
-def estimate_memory(
-    model: ModelConfig, parameters: int, config: TrainConfig, world_size: int
-) -> dict[str, float]:
+def estimate_memory(config: TrainConfig, world_size: int) -> dict[str, float]:
     """Estimated GiB per GPU by item, at the fullest moment of a training iteration. An evaluation needs less:
     it keeps neither activations nor gradients."""
-    sizes = Sizes.of(model, parameters, config, world_size)
+    sizes = Sizes(config, world_size)
     moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     workspaces = WORKSPACES if config.device == "cuda" else 0
@@ -54,17 +49,13 @@ def estimate_memory(
 
 def _at_rest(s: Sizes) -> Moment:
     """What is there between two iterations, but for gradients and working weights, which are moments' own."""
-    own = s.parameters / s.adam_shards
-    items = {
+    own, moments, recipe = s.parameters / s.adam_shards, s.config.adam_dtype, s.config.low_precision
+    elements = len(s.low_blocks) * s.block + s.low_head * s.head
+    return {
         f"weights ({s.config.param_dtype})": s.stored * own,
-        f"Adam moments ({s.config.adam_dtype})": 2 * MOMENT_BYTES[s.config.adam_dtype] * own,
+        f"Adam moments ({moments})": 2 * MOMENT_BYTES[moments] * own,
+        f"quantized weights ({recipe})": QUANTIZED_WEIGHT.get(recipe, 0) * elements,
     }
-    if s.config.low_precision != "none":
-        elements = len(s.low_blocks) * s.block + s.low_head * s.head
-        items[f"quantized weights ({s.config.low_precision})"] = (
-            QUANTIZED_WEIGHT[s.config.low_precision] * elements
-        )
-    return items
 
 
 # --- one process, DDP and ZeRO-1 (training/strategies/replicated.py) ---
@@ -140,38 +131,32 @@ def _sharded_moments(s: Sizes) -> list[Moment]:
 RESERVE = 0.7 * GIB
 # Not the allocator's: CUDA's context with the kernels of torch, cuBLAS, cuDNN and Triton (0.82 GiB on an H200
 # with torch 2.11), and NCCL's buffers (544 MiB for two GPUs, 688 for more: nccl issue 964).
-# `python -m tools.profile CONFIG --memory` shows what they are on a machine.
 CONTEXT, NCCL = 0.9 * GIB, 0.7 * GIB
 
 
-def needed_memory(model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> float:
+def needed_memory(config: TrainConfig, world_size: int) -> float:
     """GiB that a GPU must have free for this run: the estimate, what the allocator holds beyond it, and what
     is not the allocator's. A limit by set_per_process_memory_fraction holds for the first two only."""
     context = CONTEXT + (NCCL if world_size > 1 else 0)
-    return reserved_memory(model, parameters, config, world_size) + context / GIB
+    return reserved_memory(config, world_size) + context / GIB
 
 
-def reserved_memory(model: ModelConfig, parameters: int, config: TrainConfig, world_size: int) -> float:
+def reserved_memory(config: TrainConfig, world_size: int) -> float:
     """GiB that the allocator will hold: the estimate, and what it holds beyond that because a free piece has
     the wrong size or belongs to another stream."""
-    s = Sizes.of(model, parameters, config, world_size)
-    reserve = RESERVE
+    s, reserve = Sizes(config, world_size), RESERVE
+    # what FSDP gathers for an evaluation or to quantize weights: publish() does it into buffers
+    gathered = s.compute * (s.rest + 2 * s.block)
+    whole = s.compute * s.parameters * (1 if config.low_precision == "none" else 2)
     if config.activation_checkpointing != "none":  # freed activations of other sizes are in the way
-        widest = model.d_ff * (2 if model.ffn_type == "swiglu" else 1)
-        reserve = max(reserve, s.tokens * s.compute * widest)
+        reserve = max(reserve, s.tokens * s.compute * s.up)
     if config.use_fsdp:  # reduced gradients and gathered weights are allocated on streams of their own
-        reserve += s.stored * s.parameters / s.shards + s.compute * (s.rest + 2 * s.block)
-        if s.reduce != s.stored:  # a gradient's part arrives in reduce_dtype first
-            reserve += s.reduce * s.rest / s.shards
+        reserve += s.stored * s.parameters / s.shards + gathered
+        # a gradient's part arrives in reduce_dtype first
+        reserve += (s.reduce != s.stored) * s.reduce * s.rest / s.shards
     if captures_cuda_graphs(config):  # an evaluation cannot use the memory of the capture
-        reserve += s.tokens / config.logit_parts * s.compute * model.vocab_size
-        reserve += _gathered_beside_a_capture(s) if config.use_fsdp else 0
-    return sum(estimate_memory(model, parameters, config, world_size).values()) + reserve / GIB
-
-
-def _gathered_beside_a_capture(s: Sizes) -> float:
-    """Bytes of weights that FSDP gathers for an evaluation or to quantize them, while a capture keeps the
-    memory of its own."""
-    if s.config.low_precision != "none":
-        return 2 * s.compute * s.parameters  # publish() gathers into buffers
-    return s.compute * (s.rest + 2 * s.block if s.config.reshard_after_forward else s.parameters)
+        reserve += s.tokens / config.logit_parts * s.compute * s.model.vocab_size
+        if config.use_fsdp:
+            few = config.reshard_after_forward and config.low_precision == "none"
+            reserve += gathered if few else whole
+    return sum(estimate_memory(config, world_size).values()) + reserve / GIB

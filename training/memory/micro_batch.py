@@ -9,19 +9,18 @@ are the same on every GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import model_builder
+from common import units
 from common.errors import UserError
 from training.configuration.batch import EVAL_BATCH, divisors, is_auto, sequences_per_gpu
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import check
-from training.hardware.gpu_memory import CPU_NAME, DeviceMemory, device_memory
+from training.memory.estimate import needed_memory
+from training.memory.gpus import CPU_NAME, DeviceMemory, device_memory
 from training.process.world import World, gather_objects
-from training.records import units
-from training.records.memory_estimate import needed_memory
 
 # More is not faster: Qwen3 1.8B on one H200 had 61.4 % MFU with 16 x 2048, 60.3 % with 22 x 2048 (LOG.md).
 MOST_TOKENS = 32_768
@@ -51,6 +50,7 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 MOST_REMEDIES = 3  # so many of those that fit are shown
 FSDP = {"use_fsdp": True, "reshard_after_forward": True, "use_zero1": False}
 FSDP_GPUS = (2, 4, 8)
+NUMBERS = ("batch_size", "gradient_accumulation_steps", "loss_chunks")  # what the program may choose
 
 
 @dataclass(frozen=True)
@@ -89,39 +89,28 @@ def resolve_micro_batch(config: TrainConfig, world: World) -> tuple[TrainConfig,
     """The configuration with numbers in place of 'auto'. All ranks. Raises UserError if nothing fits."""
     memories = gather_objects(device_memory(world.device, world.local_size), world)
     memory = min(memories, key=lambda one: one.gib)
-    resolved, micro_batch = choose(config, world.size, memory)
-    if micro_batch.is_chosen and not micro_batch.fits and not config.eval_only:
-        raise UserError("\n".join(_refusal(config, resolved, micro_batch, world.size, memory)))
-    return resolved, micro_batch
+    numbers, found = choose(config, world.size, memory)
+    if found.is_chosen and not found.fits and not config.eval_only:
+        fits = "\n  ".join(settings_that_fit(config, world.size, memory))
+        raise UserError(
+            f"batch_size='auto' finds nothing that fits: {numbers.batch_size} x {numbers.block_size} tokens "
+            f"with loss_chunks={numbers.loss_chunks} need {units.memory(found.needed_gib)} by the estimate, "
+            f"and {memory.device} has {units.memory(memory.gib)}. These fit:\n  {fits}\n"
+            "Numbers for batch_size and gradient_accumulation_steps are not checked against the estimate."
+        )
+    return numbers, found
 
 
 def choose(config: TrainConfig, world_size: int, memory: DeviceMemory) -> tuple[TrainConfig, MicroBatch]:
     """The configuration with numbers, and whether they fit. If nothing fits: the smallest micro-batch."""
-    return _choose(config, world_size, memory, _count_parameters(config))
-
-
-def _count_parameters(config: TrainConfig) -> int:
-    model = model_builder.build_model(config.model_config())  # on the meta device
-    return model.count_parameters()["total"]
-
-
-def _choose(
-    config: TrainConfig, world_size: int, memory: DeviceMemory, parameters: int
-) -> tuple[TrainConfig, MicroBatch]:
-    needed = _measure(config, world_size, parameters)
     candidates = list(_candidates(config, world_size))
-    numbers = next((one for one in candidates if needed(one) <= memory.gib), candidates[-1])
-    names = ("batch_size", "gradient_accumulation_steps", "loss_chunks", "tokens_per_iter")
-    stated = {name: getattr(config, name) for name in names}
+    fitting = (one for one in candidates if needed_memory(one, world_size) <= memory.gib)
+    numbers = next(fitting, candidates[-1])
+    stated = {name: getattr(config, name) for name in (*NUMBERS, "tokens_per_iter")}
     made = numbers.samples_per_iter(world_size) * config.block_size
     set_aside = not is_auto(config) and config.tokens_per_iter not in (None, made)
-    return numbers, MicroBatch(stated, set_aside, needed(numbers), memory.gib, memory.device)
-
-
-def _measure(config: TrainConfig, world_size: int, parameters: int) -> Callable[[TrainConfig], float]:
-    """A function that returns the GiB that a process needs, with the reserve, for other numbers."""
-    model = config.model_config()
-    return lambda numbers: needed_memory(model, parameters, numbers, world_size)
+    needed = needed_memory(numbers, world_size)
+    return numbers, MicroBatch(stated, set_aside, needed, memory.gib, memory.device)
 
 
 # --- the rule ---
@@ -137,16 +126,24 @@ def _candidates(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     A number that the user states stays. With a stated micro-batch, loss_chunks='auto' is the fewest parts
     that fit on a GPU, none below SMALLEST_PART tokens; 1 if none fits.
     """
-    T = config.block_size
-    batches = _batch_sizes(config, world_size)
+    T, batches, leasts = config.block_size, _batch_sizes(config, world_size), (FAST_PART, SMALLEST_PART)
     if config.batch_size == AUTO:
-        yield from (_with(config, B, 1, world_size) for B in batches if B * T >= ENOUGH_TOKENS)
-        for least in (FAST_PART, SMALLEST_PART):
-            for B in batches:
-                yield from (_with(config, B, parts, world_size) for parts in _parts(B * T, least))
+        numbers = [(B, 1) for B in batches if B * T >= ENOUGH_TOKENS]
+        numbers += [(B, parts) for least in leasts for B in batches for parts in _parts(B * T, least)]
     else:
-        parts = _parts(batches[0] * T, SMALLEST_PART) if config.device == "cuda" else [1]
-        yield from (_with(config, batches[0], count, world_size) for count in (*parts, 1))
+        several = _parts(batches[0] * T, SMALLEST_PART) if config.device == "cuda" else []
+        numbers = [(batches[0], parts) for parts in (*several, 1)]
+    steps, parts = config.gradient_accumulation_steps, config.loss_chunks
+    sequences = 0 if steps != AUTO or config.eval_only else sequences_per_gpu(config, world_size)
+    evaluation = config.eval_batch_size or (EVAL_BATCH if config.batch_size == AUTO else None)
+    for B, fewest in numbers:
+        yield replace(
+            config,
+            batch_size=B,
+            gradient_accumulation_steps=max(1, sequences // B) if steps == AUTO else steps,
+            loss_chunks=fewest if parts == AUTO else parts,
+            eval_batch_size=evaluation,
+        )
 
 
 def _batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
@@ -165,84 +162,39 @@ def _parts(tokens: int, least: int) -> list[int]:
     return [1] + [parts for parts in powers if tokens % parts == 0 and tokens // parts >= least]
 
 
-def _with(config: TrainConfig, batch_size: int, parts: int, world_size: int) -> TrainConfig:
-    steps = config.gradient_accumulation_steps
-    if steps == AUTO:
-        steps = 1 if config.eval_only else sequences_per_gpu(config, world_size) // batch_size
-    chunks = parts if config.loss_chunks == AUTO else config.loss_chunks
-    evaluation = config.eval_batch_size or (EVAL_BATCH if config.batch_size == AUTO else None)
-    return replace(
-        config,
-        batch_size=batch_size,
-        gradient_accumulation_steps=steps,
-        loss_chunks=chunks,
-        eval_batch_size=evaluation,
-    )
-
-
 # --- if it does not fit ---
 
 
 def settings_that_fit(config: TrainConfig, world_size: int, memory: DeviceMemory) -> list[str]:
-    """A line for each way to train this model with these tokens per iteration in this memory."""
-    tokens = config.tokens_per_iter
-    if tokens is None or not is_auto(config):
-        tokens = config.samples_per_iter(world_size) * config.block_size
-    free = replace(
-        config,
-        batch_size=AUTO,
-        gradient_accumulation_steps=AUTO,
-        loss_chunks=AUTO,
-        tokens_per_iter=tokens,
-        eval_only=False,
-    )
-    stated = not is_auto(config)
-    parameters = _count_parameters(config)
-    found = (_line(free, stated, remedy, world_size, memory, parameters) for remedy in REMEDIES)
+    """A line for each way to train this model with these tokens per iteration in this memory; if there is
+    none, a line that says so."""
+    tokens = config.tokens_per_iter if is_auto(config) else None
+    tokens = tokens or config.samples_per_iter(world_size) * config.block_size
+    numbers: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
+    free = replace(config, **numbers, tokens_per_iter=tokens, eval_only=False)
+    stated = () if is_auto(config) else NUMBERS  # numbers of the user's, which flags replace
+    found = (_line(free, stated, remedy, world_size, memory) for remedy in REMEDIES)
     lines = list(itertools.islice(filter(None, found), MOST_REMEDIES))
     for gpus in FSDP_GPUS:
         if gpus >= world_size:
-            found = (_line(free, stated, FSDP | one, gpus, memory, parameters) for one in REMEDIES)
+            found = (_line(free, stated, FSDP | remedy, gpus, memory) for remedy in REMEDIES)
             lines += itertools.islice(filter(None, found), 1)
-    return lines
+    return lines or ["nothing that was tried: it needs more GPUs"]
 
 
 def _line(
-    config: TrainConfig,
-    stated: bool,
-    remedy: dict[str, Any],
-    gpus: int,
-    memory: DeviceMemory,
-    parameters: int,
+    config: TrainConfig, stated: Sequence[str], remedy: dict[str, Any], gpus: int, memory: DeviceMemory
 ) -> str | None:
-    """The flags and what they make, if it fits. stated: the user has set numbers, which flags replace."""
+    """The flags and what they make, if it fits."""
     changed = {name: value for name, value in remedy.items() if getattr(config, name) != value}
-    if remedy and not changed:
-        return None
     config = replace(config, **changed)
     try:
         check(config, gpus)
     except UserError:  # for example, the tokens cannot be divided among so many GPUs
         return None
-    numbers, found = _choose(config, gpus, memory, parameters)
-    if not found.fits:
+    numbers, found = choose(config, gpus, memory)
+    if not found.fits or (remedy and not changed):
         return None
-    if stated:
-        names = ("batch_size", "gradient_accumulation_steps", "loss_chunks")
-        changed |= {name: getattr(numbers, name) for name in names}
-    flags = [f"--{name}={value}" for name, value in changed.items()]
+    flags = [f"--{name}={getattr(numbers, name)}" for name in (*changed, *stated)]
     made = f"{numbers.batch_size} x {numbers.block_size} tokens, {units.memory(found.needed_gib)}"
     return f"{gpus} GPU{'s' * (gpus > 1)}: {' '.join(flags)} ({made})"
-
-
-def _refusal(
-    config: TrainConfig, smallest: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory
-) -> list[str]:
-    fits = settings_that_fit(config, world_size, memory) or ["nothing that was tried: it needs more GPUs"]
-    return [
-        f"batch_size='auto' finds nothing that fits: {smallest.batch_size} x {smallest.block_size} tokens "
-        f"with loss_chunks={smallest.loss_chunks} need {units.memory(found.needed_gib)} by the estimate, and "
-        f"{memory.device} has {units.memory(memory.gib)}. These fit:",
-        *(f"  {line}" for line in fits),
-        "Numbers for batch_size and gradient_accumulation_steps are not checked against the estimate.",
-    ]

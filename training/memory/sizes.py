@@ -1,0 +1,64 @@
+"""The sizes that the estimate of memory is made of: a run's configuration in bytes, elements and counts."""
+
+from __future__ import annotations
+
+import functools
+
+import model_builder
+from model_config import ModelConfig
+from ops.recipes import ONE_SCALE
+from training.configuration.keys import REMAKING, TrainConfig
+from training.configuration.rules import shards_optimizer
+from training.hardware.capability import EMULATED, low_precision_support, multiplies_in_bf16
+from training.memory.gpus import card_capability, find_card
+from training.process.world import machine_size
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Moment = dict[str, float]  # item -> bytes
+
+
+@functools.cache
+def count_parameters(model: ModelConfig) -> int:
+    return int(model_builder.build_model(model).count_parameters()["total"])  # on the meta device
+
+
+def _is_emulated(config: TrainConfig) -> bool:
+    """On the GPU that a dry run names, else on this machine's."""
+    if config.gpu is None or config.low_precision == "none":
+        return multiplies_in_bf16(config.low_precision, config.device)
+    return low_precision_support(config.low_precision, card_capability(find_card(config.gpu))) == EMULATED
+
+
+class Sizes:
+    """The configuration in numbers, which do not change."""
+
+    def __init__(self, config: TrainConfig, world_size: int):
+        model = config.model_config()
+        self.config, self.model, self.processes = config, model, world_size
+        self.tokens = config.micro_batch * config.block_size  # of a micro-step, on this GPU
+        self.gated = model.ffn_type == "swiglu"
+        self.up = model.d_ff * (2 if self.gated else 1)  # columns of the feed-forward layer's first matmul
+        # elements: of the model, of a block's matrices, of the head's; of embeddings and head, once if tied
+        self.parameters = count_parameters(model)
+        attention = 2 * (model.attention_width + model.n_kv_head * model.head_dim)
+        self.block = model.n_embd * (attention + self.up + model.d_ff)
+        self.head = model.vocab_size * model.n_embd
+        self.rest = self.parameters - model.n_layer * self.block
+        # parts: into which FSDP cuts everything, and into which the optimizer's weights and moments are cut
+        group = min(machine_size(), world_size) if config.fsdp_sharding == "hybrid" else world_size
+        self.shards = group if config.use_fsdp else 1
+        self.adam_shards = world_size if shards_optimizer(config, world_size) else self.shards
+        # bytes of an element: of a stored weight, of an activation, of a gradient that is sent
+        self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
+        self.reduce = BYTES[config.reduce_dtype]
+        # low precision: of which blocks, of the head; whether in bf16 (ops/emulation.py); bytes of an element
+        # that is quantized for both of its matmuls: in two forms, or in one if it is bf16 with one scale
+        recipe = config.low_precision
+        blocks = range(config.low_precision_skip_first, model.n_layer - config.low_precision_skip_last)
+        self.low_blocks = range(0) if recipe == "none" else blocks
+        self.low_head = recipe != "none" and config.low_precision_scope == "layers_and_head"
+        self.emulated = _is_emulated(config)
+        self.both_forms = 2 if not self.emulated else self.compute * (1 if recipe in ONE_SCALE else 2)
+        # whether parts of every block are made again (ops/remade.py)
+        self.remakes = config.activation_checkpointing in REMAKING
