@@ -25,15 +25,10 @@ class Follower:
         self.command = f"python {' '.join(command)}"
         command += [f"--follow={os.getpid()}", *["--new_run"] * new_run]
         with open(self.output, "ab") as output:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             # a session of its own: Ctrl-C in a terminal must not end it before the run
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            command = [sys.executable, *command]
+            self.process = subprocess.Popen(command, cwd=ROOT, **streams, start_new_session=True)
 
     def wait(self) -> None:
         """After the record is complete. Warns if the trackers do not have everything."""
