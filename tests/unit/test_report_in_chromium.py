@@ -3,7 +3,7 @@
 import pytest
 from support import chromium
 from test_plots import new_record, write
-from test_report_page import PROFILE, hostile_inputs
+from test_report_page import hostile_inputs
 
 from plots import report
 
@@ -22,11 +22,10 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, tmp_path):
-    """page(*records): opens their page with a profile beside them; gives its path."""
+    """page(*records): opens their page; gives its path."""
     browser.problems.clear()
 
     def opened(*records, **window):
-        write(tmp_path, PROFILE, "profile")
         paths = [str(write(tmp_path, record, f"run_{index}")) for index, record in enumerate(records)]
         path = tmp_path / "page.html"
         assert report.main([*paths, f"--output={path}"]) == 0
@@ -74,8 +73,7 @@ def test_the_page_fits_its_window_and_shows_its_charts(width, scheme, browser, p
 
 
 def test_no_script_of_a_record_runs(browser, page, tmp_path):
-    first, second, profile = hostile_inputs(tmp_path)
-    write(first.parent, profile, "profile")
+    first, second = hostile_inputs(tmp_path)
     for paths in ([first], [first, second]):
         output = tmp_path / "hostile.html"
         assert report.main([*map(str, paths), f"--output={output}"]) == 0

@@ -290,15 +290,15 @@ def test_what_differs_is_listed_by_kind_the_shortest_first(tmp_path, printed):
     output = printed(*b, *runs_of(tmp_path, "c", 1, 60_000, **cold), "--baseline", *a)
     assert output[output.index("Software: what") : output.index("\n  block_size")].splitlines() == [
         "Software: what differs",
-        "  software.torch: 2.11 (A, B3), 2.13 (B1, B2)",
+        "  software.torch: 2.11 (A1, A2, B3), 2.13 (B1, B2)",
         "",
         "Clocks and power: what differs",
-        "  power, W: 690 (A, B1, B2), 650 (B3)",
-        "  temperature, °C: 60 (A, B1, B2), 50 (B3)",
-        "  clock lowered by: nothing (A, B1, B2), power_limit 25 % (B3)",
+        "  power, W: 690 (A1, A2, B1, B2), 650 (B3)",
+        "  temperature, °C: 60 (A1, A2, B1, B2), 50 (B3)",
+        "  clock lowered by: nothing (A1, A2, B1, B2), power_limit 25 % (B3)",
         "",
         "Settings: what differs",
-        "  batch_size: 16 (A, B3), 22 (B1, B2)",
+        "  batch_size: 16 (A1, A2, B3), 22 (B1, B2)",
     ]
     assert "Machine" not in output
 
