@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +22,7 @@ from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line  # noqa: E402
 from plots import comparison_text, figure, run_record  # noqa: E402
-from plots.figure import Panel  # noqa: E402
-from plots.panels import TOKENIZERS_DIFFER, column_panel, line_styles, loss_panel  # noqa: E402
+from plots.panels import TOKENIZERS_DIFFER, line_styles, panels_of  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
 if TYPE_CHECKING:
@@ -68,21 +65,11 @@ def plot(runs: list[Run], labels: list[str]) -> Figure:
     """What no run has logged has no panel, but a line under the others, which a legend there would cover."""
     from matplotlib.lines import Line2D
 
-    fig = figure.panels_figure(panels(runs, labels, ["mfu_percent", "tokens_per_sec"]), runs)
+    fig = figure.panels_figure(panels_of(runs, labels, ["mfu_percent", "tokens_per_sec"]), runs)
     lines = [Line2D([], [], linewidth=2.5, **style) for style in line_styles(len(runs))]
-    names = [legend_label(run, label) for run, label in zip(runs, labels, strict=True)]
-    fig.legend(lines, names, loc="outside upper left", frameon=False, fontsize=9)
+    about = [f"{label}: {comparison_text.describe(run)}" for run, label in zip(runs, labels, strict=True)]
+    fig.legend(lines, map(figure.literal, about), loc="outside upper left", frameon=False, fontsize=9)
     return fig
-
-
-def legend_label(run: Run, label: str) -> str:
-    sparse = " (2:4 sparse peak)" * run.sparse
-    missing = "" if run.mfu_methods else f" · no MFU: {textwrap.shorten(run.why_no_mfu, 70)}"
-    return figure.literal(f"{label} · {run.model} · {run.machine} · {run.precision}{sparse}{missing}")
-
-
-def panels(runs: list[Run], labels: list[str], columns: Iterable[str]) -> list[Panel]:
-    return [loss_panel(runs, labels), *(column_panel(column, runs, labels) for column in columns)]
 
 
 # --- the command ---

@@ -68,7 +68,7 @@ def legend(runs: list[Run], names: list[str]) -> list[str]:
 
 
 def describe(run: Run) -> str:
-    mfu = f"MFU by {' and '.join(run.mfu_methods)}" if run.mfu_methods else ""
+    mfu = f"MFU by {' and '.join(run.mfu_methods)}" if run.mfu_methods else f"no MFU: {run.why_no_mfu}"
     peak = f"peak {run.peak}" if run.peak else ""
     return ", ".join(filter(None, (run.model, run.machine, run.precision, mfu, peak)))
 
@@ -93,17 +93,17 @@ def table(runs: list[Run], names: list[str]) -> list[str]:
 
 
 def text_of(values: Iterable[float], form: str) -> str:
-    """'2.9012', of the only number among the values; '-' if there is none."""
-    return next((format(value, form) for value in values if value is not None), "-")
+    """'2.9012', of the first of these numbers; '-' if there is none."""
+    return next((format(value, form) for value in values), "-")
 
 
 def median_text(run: Run, name: str, form: str) -> str:
-    return text_of((run_record.spread(run, name) or ())[:1], form)
+    return text_of(run_record.spread(run, name) or (), form)
 
 
-def p10_to_p90(run: Run) -> str:
-    spread = run_record.spread(run, "tokens_per_sec")
-    return f"{spread[1]:,.0f} to {spread[2]:,.0f}" if spread else "-"
+def p10_to_p90(run: Run, name: str = "tokens_per_sec", form: str = ",.0f") -> str:
+    spread = run_record.spread(run, name) or ()
+    return " to ".join(shorten(format(value, form), 24) for value in spread[1:]) or "-"
 
 
 def last_loss(run: Run) -> str:
@@ -111,7 +111,7 @@ def last_loss(run: Run) -> str:
 
 
 def val_loss(run: Run) -> str:
-    return text_of([run.best_val_loss], ".4f")
+    return text_of([] if run.best_val_loss is None else [run.best_val_loss], ".4f")
 
 
 def memory(run: Run) -> str:

@@ -86,11 +86,11 @@ def svg(panel: Panel, runs: list[Run]) -> tuple[str, dict[str, Any]]:
         "area": [round(100 * at, 3) for at in (place.x0, 1 - place.y1, place.width, place.height)],
         "x": axis.get_xlim(),
         "x_name": axis.get_xlabel(),
-        "lines": [values(line, panel.title, most) for line in drawn],
+        "lines": [values(line, most) for line in drawn],
     }
 
 
-def values(line: Line2D, title: str, most: int) -> dict[str, Any]:
+def values(line: Line2D, most: int) -> dict[str, Any]:
     """Of at most about `most` points: the lowest and the highest of each piece of the line, so that no spike
     is lost."""
     from matplotlib.colors import to_hex
@@ -102,10 +102,8 @@ def values(line: Line2D, title: str, most: int) -> dict[str, Any]:
         starts = np.cumsum([0, *map(len, pieces[:-1])])
         ends = [(piece.argmin(), piece.argmax()) for piece in pieces]
         order = order[np.unique([0, *(np.array(ends) + starts[:, None]).ravel(), len(order) - 1])]
-    label = str(line.get_label())
     points = {name: [float(f"{v:.{DIGITS}g}") for v in each[order]] for name, each in (("x", x), ("y", y))}
-    label = title if label.startswith("_child") else label.lstrip("_")
-    return {"label": label, "color": to_hex(line.get_color()), **points}
+    return {"label": str(line.get_label()).lstrip("_"), "color": to_hex(line.get_color()), **points}
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -193,13 +191,6 @@ def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
     second = axis.secondary_xaxis(-0.2, functions=to_tokens)
     second.set_xlabel("tokens")
     second.xaxis.set_major_formatter(tokens_text)
-
-
-def show_tokens(axis: Axes) -> None:
-    """For a panel over tokens: its own limits and label, instead of those of the iterations."""
-    axis.set_xlabel("tokens")
-    axis.autoscale(axis="x")
-    axis.xaxis.set_major_formatter(tokens_text)
 
 
 def make_logarithmic(axis: Axes, drawn: list[np.ndarray]) -> None:

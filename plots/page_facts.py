@@ -7,7 +7,7 @@ from typing import Any
 
 from common.text import one_line, shorten
 from plots import run_record
-from plots.comparison_text import last_loss, memory, text_of, val_loss
+from plots.comparison_text import last_loss, median_text, memory, p10_to_p90, text_of, val_loss
 from plots.run_record import Run
 
 CELL = 300  # characters of a cell
@@ -43,11 +43,8 @@ def median(column: str, form: str) -> Callable[[Run], str]:
     """'59,621 (59,500 to 59,700)': the median and the 10th and 90th percentile of the timed rows."""
 
     def cell(run: Run) -> str:
-        spread = run_record.spread(run, column)
-        if spread is None:
-            return ""
-        value, low, high = (shorten(format(each, form), 24) for each in spread)
-        return f"{value} ({low} to {high})"
+        value = median_text(run, column, form)
+        return "-" if value == "-" else f"{shorten(value, 24)} ({p10_to_p90(run, column, form)})"
 
     return cell
 

@@ -3,6 +3,7 @@ a record has, over the iterations. Without labels a panel is of one run, with it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +49,10 @@ def line_styles(number: int) -> list[dict[str, Any]]:
     return [{**style, "alpha": 0.85} for style in styles]
 
 
+def panels_of(runs: list[Run], labels: list[str], columns: Iterable[str]) -> list[Panel]:
+    return [loss_panel(runs, labels), *(column_panel(column, runs, labels) for column in columns)]
+
+
 # --- the loss ---
 
 
@@ -85,8 +90,10 @@ def draw_loss(axis: Axes, runs: list[Run], labels: list[str]) -> None:
     if labels:
         figure.make_logarithmic(axis, [y for _, y in drawn])
     figure.limit_y(axis, [y for _, y in drawn], [figure.after_the_beginning(*line) for line in drawn])
-    if by_tokens:
-        figure.show_tokens(axis)
+    if by_tokens:  # its own limits and label, instead of those of the iterations
+        axis.set_xlabel("tokens")
+        axis.autoscale(axis="x")
+        axis.xaxis.set_major_formatter(figure.tokens_text)
     if not labels:
         mark_events(axis, runs[0])
 
@@ -127,10 +134,10 @@ def points(run: Run, column: str, name: str = "") -> tuple[np.ndarray, np.ndarra
 
 def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> None:
     title, unit, form, median_form = COLUMNS[column]
-    title = mfu_title(runs) if column == "mfu_percent" else title
-    figure.label_axis(axis, title, unit, form, title_pad=6 if labels else 20)
+    above = mfu_title(runs) if column == "mfu_percent" else title
+    figure.label_axis(axis, above, unit, form, title_pad=6 if labels else 20)
     lines = [points(run, column) for run in runs]
-    for line, style, label in zip(lines, line_styles(len(runs)), labels or [None], strict=True):
+    for line, style, label in zip(lines, line_styles(len(runs)), labels or [f"_{title}"], strict=True):
         figure.draw(axis, *line, label=label, **style)
     # an earlier attempt, which may have been faster, is in sight, too
     plain = [~run.warmup & ~run.with_evaluation if median_form else slice(None) for run in runs]
@@ -159,8 +166,4 @@ def mark_usual(axis: Axes, run: Run, column: str, form: str) -> None:
 def mfu_title(runs: list[Run]) -> str:
     """With the formula and the peak of a single run, because an MFU means nothing without them."""
     title = f"MFU by {next((run.mfu_methods[0] for run in runs if run.mfu_methods), 'no formula')}"
-    if len(runs) > 1 or not runs[0].peak:
-        return title
-    spread = run_record.spread(runs[0], "mfu_percent")
-    too_much = "\nabove 100 %: an error of measurement" if spread and spread[0] > 100 else ""
-    return f"{title} of {runs[0].peak}{too_much}"
+    return f"{title} of {runs[0].peak}" if len(runs) == 1 and runs[0].peak else title

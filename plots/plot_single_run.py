@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from plots import figure, run_record  # noqa: E402
-from plots.figure import Panel  # noqa: E402
-from plots.panels import COLUMNS, column_panel, loss_panel  # noqa: E402
+from plots.panels import COLUMNS, panels_of  # noqa: E402
 from plots.run_record import Run  # noqa: E402
 
 if TYPE_CHECKING:
@@ -28,14 +27,10 @@ if TYPE_CHECKING:
 
 def plot(run: Run) -> Figure:
     """The figure of one run. What was not logged has no panel, but a line under the others that says why."""
-    fig = figure.panels_figure(panels(run), [run])
+    fig = figure.panels_figure(panels_of([run], [], COLUMNS), [run])
     title = f"{run.label}\n{run.model} · {run.machine} · {run.precision} · {run.status}"
     fig.suptitle(figure.literal(title), fontsize=13)
     return fig
-
-
-def panels(run: Run) -> list[Panel]:
-    return [loss_panel([run], []), *(column_panel(column, [run], []) for column in COLUMNS)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,8 +23,8 @@ from common.command import run_command  # noqa: E402
 from common.durable_file import write_bytes  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line, plain  # noqa: E402
-from plots import compare_runs, comparison_text, figure, page_facts, plot_single_run  # noqa: E402
-from plots.panels import COLUMNS, line_styles  # noqa: E402
+from plots import compare_runs, comparison_text, figure, page_facts  # noqa: E402
+from plots.panels import COLUMNS, line_styles, panels_of  # noqa: E402
 from plots.run_record import Run  # noqa: E402
 
 FILES = Path(__file__).resolve().parent  # of page.html, page.css and page.js
@@ -34,7 +34,7 @@ def page(sides: list[list[Run]]) -> str:
     """The page of these runs as HTML."""
     runs = [run for side in sides for run in side]
     names, is_one = comparison_text.run_names(sides), len(runs) == 1
-    panels = plot_single_run.panels(runs[0]) if is_one else compare_runs.panels(runs, names, COLUMNS)
+    panels = panels_of(runs, [] if is_one else names, COLUMNS)
     charts = [figure.svg(panel, runs) for panel in panels if not panel.absent]
     shown = [
         {"name": name, "label": run.label, "about": comparison_text.describe(run), "style": style}
@@ -85,12 +85,8 @@ def parse_and_write(argv: list[str] | None) -> None:
     target = figure.output_path(options.output, ".html") if options.output else None
     sides = compare_runs.read_sides(options)
     runs = [run for side in sides for run in side]
-    for run in runs:
-        if not len(run.columns["iter"]):
-            raise UserError(f"{one_line(str(run.path))} has no rows yet: nothing was logged; leave it out")
     default = runs[0].path.with_suffix(".html") if len(runs) == 1 else runs[0].path.with_name("report.html")
-    path = target or default
-    content = page(sides)
+    path, content = target or default, page(sides)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content.encode())
     print(f"wrote {plain(str(path))}")

@@ -31,7 +31,6 @@ METHODS = {
 }
 NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
-UNSTATED = "method not stated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +115,6 @@ class Run:
         return {**last, **{key: value for key, value in found.items() if value is not None}}
 
     @property
-    def sparse(self) -> bool:
-        return bool(self.hardware.get("sparse_mode"))
-
-    @property
     def peak_tflops_per_gpu(self) -> float | None:
         peaks = finite(self.columns["peak_flops"])
         return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
@@ -128,8 +123,8 @@ class Run:
     def peak(self) -> str:
         """'989.4 TFLOPS per GPU'; 'measured' if it was timed on the machine, where the next start may find
         half as much if it is a CPU."""
-        measured = bool(as_dict(self.hardware.get("peak")).get("measured"))
-        kind = ", 2:4 sparse" * self.sparse + ", measured" * measured
+        kind = ", 2:4 sparse" * bool(self.hardware.get("sparse_mode"))
+        kind += ", measured" * bool(as_dict(self.hardware.get("peak")).get("measured"))
         return f"{self.peak_tflops_per_gpu:,.6g} TFLOPS per GPU{kind}" if self.peak_tflops_per_gpu else ""
 
     @property
@@ -151,8 +146,6 @@ class Run:
     @property
     def why_no_mfu(self) -> str:
         rows = self.record["training_iterations"]
-        if not rows:
-            return "no iterations logged"
         reasons = [row.get("mfu_reason") for row in rows if row.get("mfu_reason")]
         return one_line(str(reasons[-1])) if reasons else "the log holds no measured MFU and gives no reason"
 
@@ -180,8 +173,7 @@ def load_run(path: Path) -> Run:
     try:
         record = read_json(path)
     except OSError as error:
-        hint = f"; give its records, such as {path / 'run_*.json'}" * path.is_dir()
-        raise UserError(f"{path} cannot be read: {error.strerror}{hint}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; name run records") from None
     except ValueError as error:
         raise UserError(f"{path} is no run record: {error}") from None
     rows = record.get("training_iterations")
@@ -193,7 +185,7 @@ def load_run(path: Path) -> Run:
     names = _row_values({}, 0, {}).keys()
     columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
     measured = [mfu for row in rows if (mfu := _measured(row))]
-    methods = {one_line(str(mfu.get("calculation_method") or UNSTATED)) for mfu in measured}
+    methods = {one_line(str(mfu.get("calculation_method") or "method not stated")) for mfu in measured}
     masks = _warmup_and_evaluation(rows, columns["iter"], record)
     attempts = np.array([as_float(row.get("attempt"), 1) for row in rows])
     earlier_attempt = attempts < as_float(record.get("attempt"), 1)

@@ -49,8 +49,10 @@ class WandbTracker:
         self.pattern = f"offline-run-*-{run.id}"
         for earlier in self.files.glob(self.pattern) if self.offline else ():
             shutil.rmtree(earlier)
-        names = {"project": run.project, "name": run.name, "id": run.id, "dir": str(run.folder)}
-        self.run = wandb.init(**names, resume="allow", config=run.config, settings=settings)
+        names: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
+        self.run = wandb.init(
+            **names, dir=str(run.folder), resume="allow", config=run.config, settings=settings
+        )
         where = f"wandb sync {self.files}/{self.pattern}" if self.offline else self.run.url
         print(f"Weights & Biases: {where}", flush=True)
         return NOTHING if self.offline else (self.run.starting_step or 0) + NOTHING
