@@ -112,8 +112,7 @@ def test_part_that_was_changed_by_hand_is_named(sealed, part, capsys):
     CHANGES[part](seal)
     assert part in contents.changed_sections(seal)
     assert verify(sealed, seal) == 1
-    assert "CHANGED after sealing: " in (shown := capsys.readouterr().out)
-    assert part in shown.split("CHANGED after sealing: ")[1].splitlines()[0]
+    assert part in capsys.readouterr().out.partition("CHANGED after sealing: ")[2].splitlines()[0]
     assert run_command(replay.main, [str(sealed)]) == 2  # a changed seal is not run
     assert "was changed after sealing" in capsys.readouterr().err
 
@@ -280,19 +279,13 @@ def test_replay_refuses_other_data_and_settings_that_do_not_exist(sealed, tmp_pa
     assert "'__import__', no setting of this code" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda r: r["startup_info"].update(pretrained={"source": "hub"}), "weights that are not in a seal"),
-        (lambda r: r["startup_info"].update(resumed_from="out/ckpt"), "weights that are not in a seal"),
-    ],
-)
-def test_replay_refuses_a_run_whose_beginning_is_not_in_the_seal(sealed, change, says, tmp_path, capsys):
+@pytest.mark.parametrize("begun", [{"pretrained": {"source": "hub"}}, {"resumed_from": "out/ckpt"}])
+def test_replay_refuses_a_run_whose_beginning_is_not_in_the_seal(sealed, begun, tmp_path, capsys):
     seal = json.loads(sealed.read_text())
-    change(seal["record"])
+    seal["record"]["startup_info"].update(begun)
     sealed.write_text(json.dumps(signed(seal)))
     assert run_command(replay.main, [str(sealed), f"--out_dir={tmp_path / 'o'}"]) == 2
-    assert says in capsys.readouterr().err
+    assert "weights that are not in a seal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -407,31 +400,6 @@ def test_replay_names_what_was_removed_and_shows_no_control_characters(sealed, t
     assert run_command(replay.main, [str(sealed), f"--out_dir={tmp_path / 'o'}"]) == 1
     out = capsys.readouterr().out
     assert "cleared" in out and "\x1b" not in out and "spike_window=64 was removed" in out
-
-
-def bench_of(record):
-    """A table of bench.throughput in which the variant is this run, and a peer is half as fast."""
-    rates = [row["tokens_per_sec"] for row in rows_of(record)[5:]]
-    entries = []
-    for name, factors in (("Qwen3", (1.2, 1.0, 0.6)), ("slow", (0.5,))):
-        measured = [{"tokens_per_sec_per_gpu": [factor * rate for rate in rates]} for factor in factors]
-        runs = [{"measurement": each} for each in (*measured, None)]
-        entries.append({"name": name, "runs": runs, "result": {}})
-    entries[0]["result"] = {"times_peers": {"slow": 2.0}}
-    return {"entries": entries}
-
-
-def test_bench_results_are_sealed_and_their_ratios_follow_from_the_rows(record, tmp_path, capsys):
-    bench = bench_of(record[1])
-    (table := tmp_path / "table.json").write_text(json.dumps(bench))
-    out = tmp_path / "b.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--output={out}", f"--bench={table}"]) == 0
-    assert json.loads(out.read_text())["bench"]["entries"] == bench["entries"]
-    assert verify(out) == 0
-    bench["entries"][0]["result"]["times_peers"]["slow"] = 2.1
-    table.write_text(json.dumps(bench))
-    assert run_command(seal_command.main, [str(record[0]), f"--bench={table}"]) == 2
-    assert "times slow, is 2.1, and the rest makes 2.0" in capsys.readouterr().err
 
 
 def test_code_that_is_not_the_records_is_named(sealed, capsys):
