@@ -29,20 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def require_one_method(runs: list[Run]) -> None:
-    """Raises UserError when the runs' MFUs were counted by different formulas."""
-    users: dict[str, list[str]] = {}
-    for run in runs:
-        for method in run.mfu_methods:
-            users.setdefault(method, []).append(one_line(run.path.name))
-    if len(users) > 1:
-        listing = "; ".join(f"{method} ({', '.join(names)})" for method, names in sorted(users.items()))
-        raise UserError(
-            f"these runs count MFU by different formulas, which cannot share an axis: {listing}. "
-            f"Add --method {'|'.join(METHODS)} to recount them all by one"
-        )
-
-
 def warnings_about(runs: list[Run]) -> list[str]:
     """Where equal MFUs do not mean equal speed, where an MFU cannot be true, and why no loss is drawn."""
     named = [run for run in runs if run.mfu_methods]
@@ -97,7 +83,16 @@ def read_sides(options: argparse.Namespace) -> list[list[Run]]:
     if options.method:
         method = METHODS.get(options.method, options.method)
         runs = [[run_record.recounted(run, method) for run in side] for side in runs]
-    require_one_method([run for side in runs for run in side])
+    users: dict[str, list[str]] = {}
+    for run in (run for side in runs for run in side):
+        for method in run.mfu_methods:
+            users.setdefault(method, []).append(one_line(run.path.name))
+    if len(users) > 1:
+        listing = "; ".join(f"{method} ({', '.join(names)})" for method, names in sorted(users.items()))
+        raise UserError(
+            f"these runs count MFU by different formulas, which cannot share an axis: {listing}. "
+            f"Add --method {'|'.join(METHODS)} to recount them all by one"
+        )
     return runs
 
 
@@ -117,11 +112,10 @@ def parse_and_compare(argv: list[str] | None) -> None:
     names = comparison_text.run_names(sides)
     for warning in warnings_about(runs):
         print(warning, file=sys.stderr)
-    verdicts = comparison_text.verdict_lines(sides)
     parts = [
         comparison_text.legend(runs, names),
         comparison_text.table(runs, names),
-        [part for line in verdicts for part in comparison_text.wrapped(line)],
+        [part for line in comparison_text.verdict_lines(sides) for part in comparison_text.wrapped(line)],
         comparison_text.differences(runs, names),
     ]
     print("\n\n".join("\n".join(lines) for lines in parts if lines))

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absenc
 
 SVG_INCHES = (7.2, 3.7)
 MOST_POINTS, LEAST_POINTS = 4_000, 200  # of all runs, and of a run, whose values the page can tell
-DIGITS = 7  # of these values, significant ones
 
 
 class Panel(NamedTuple):
@@ -102,7 +101,7 @@ def values(line: Line2D, most: int) -> dict[str, Any]:
         starts = np.cumsum([0, *map(len, pieces[:-1])])
         ends = [(piece.argmin(), piece.argmax()) for piece in pieces]
         order = order[np.unique([0, *(np.array(ends) + starts[:, None]).ravel(), len(order) - 1])]
-    points = {name: [float(f"{v:.{DIGITS}g}") for v in each[order]] for name, each in (("x", x), ("y", y))}
+    points = {name: [float(f"{v:.7g}") for v in each[order]] for name, each in (("x", x), ("y", y))}
     return {"label": str(line.get_label()).lstrip("_"), "color": to_hex(line.get_color()), **points}
 
 

@@ -83,6 +83,5 @@ TABLES: dict[str, dict[str, Callable[[Run], str]]] = {
         "source of the peak": fact("hardware", "peak", "source"),
         "versions": fact("software"),
         "commit": fact("git", "commit"),
-        "modified since the commit": fact("git", "modified"),
     },
 }

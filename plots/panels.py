@@ -100,14 +100,14 @@ def draw_loss(axis: Axes, runs: list[Run], labels: list[str]) -> None:
 
 def mark_events(axis: Axes, run: Run) -> None:
     """Where the run was resumed, saved a checkpoint or met an anomaly; and an axis of tokens."""
-    anomalies = [at for at, _ in run_record.entries(run, "events")[:MOST_MARKS]]
     starts = [start - 0.5 for start in run.attempt_starts]
-    for places, label, color in ((starts, "resumed", "gray"), (anomalies, "anomaly", "tab:red")):
+    anomalies, saved = (run_record.iterations_of(run, section) for section in ("events", "checkpoints"))
+    for places, label, color in ((starts, "resumed", "gray"), (anomalies[:MOST_MARKS], "anomaly", "tab:red")):
         for index, at in enumerate(places):
             axis.axvline(at, label=None if index else label, color=color, linewidth=1, linestyle="-.")
-    if saved := [at for at, _ in run_record.entries(run, "checkpoints")[-MOST_MARKS:]]:
+    if len(saved := saved[-MOST_MARKS:]):
         style: dict[str, Any] = {"color": "black", "marker": "^", "linestyle": "", "label": "checkpoint"}
-        axis.plot(saved, [0.01] * len(saved), transform=axis.get_xaxis_transform(), **style)
+        axis.plot(saved, np.full(len(saved), 0.01), transform=axis.get_xaxis_transform(), **style)
     if run.tokens_per_iter:
         figure.add_token_axis(axis, run.tokens_per_iter)
     figure.legend(axis)

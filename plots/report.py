@@ -2,6 +2,7 @@
 
     python plots/report.py out-qwen3-1.8b-b200/run_*.json
     python plots/report.py out-b/run_*.json --baseline out-a/run_*.json
+    python plots/report.py out-qwen3-1.8b-b200/run_*.json --profile=out-profile/qwen3/profile.json
 
 The page is one file that needs no network and no other file, so it can be sent to anybody. A record may come
 from anybody, too: its texts are escaped, and the page's own policy (Content-Security-Policy) lets a browser
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command import run_command  # noqa: E402
 from common.durable_file import write_bytes  # noqa: E402
 from common.errors import UserError  # noqa: E402
+from common.json_file import read_regular  # noqa: E402
 from common.text import one_line, plain  # noqa: E402
 from plots import compare_runs, comparison_text, figure, page_facts  # noqa: E402
 from plots.panels import COLUMNS, line_styles, panels_of  # noqa: E402
@@ -30,8 +32,8 @@ from plots.run_record import Run  # noqa: E402
 FILES = Path(__file__).resolve().parent  # of page.html, page.css and page.js
 
 
-def page(sides: list[list[Run]]) -> str:
-    """The page of these runs as HTML."""
+def page(sides: list[list[Run]], profile: str) -> str:
+    """The page of these runs, and of the text of a profile, as HTML."""
     runs = [run for side in sides for run in side]
     names, is_one = comparison_text.run_names(sides), len(runs) == 1
     panels = panels_of(runs, [] if is_one else names, COLUMNS)
@@ -50,8 +52,17 @@ def page(sides: list[list[Run]]) -> str:
         missing=[panel.absent for panel in panels if panel.absent],
         settings=[(one_line(k), one_line(str(v), 200)) for k, v in sorted(runs[0].config.items()) if is_one],
         differences=comparison_text.differences(runs, names),
+        profile=profile,
         figures=[facts | {"tokens_per_iter": is_one and runs[0].tokens_per_iter} for _, facts in charts],
     )
+
+
+def profile_text(path: str) -> str:
+    path = str(Path(path).expanduser().with_suffix(".txt"))
+    try:
+        return plain(read_regular(Path(path), 1 << 20).decode(errors="replace"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--profile: {path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def render(**content: Any) -> str:
@@ -81,12 +92,13 @@ def parse_and_write(argv: list[str] | None) -> None:
     compare_runs.add_sides(parser)
     where = "default: RUN.html beside a single record, report.html beside the first of several"
     parser.add_argument("--output", metavar="PATH.html", help=where)
+    parser.add_argument("--profile", metavar="profile.json", help="show the profile.txt of tools.profile")
     options = parser.parse_args(argv)
     target = figure.output_path(options.output, ".html") if options.output else None
     sides = compare_runs.read_sides(options)
     runs = [run for side in sides for run in side]
     default = runs[0].path.with_suffix(".html") if len(runs) == 1 else runs[0].path.with_name("report.html")
-    path, content = target or default, page(sides)
+    path, content = target or default, page(sides, profile_text(options.profile) if options.profile else "")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, content.encode())
     print(f"wrote {plain(str(path))}")

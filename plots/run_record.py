@@ -29,7 +29,6 @@ METHODS = {
     "v2": "combined_formula_v2",
     "v3": "component_summation_v2025",
 }
-NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
 
 
@@ -70,8 +69,8 @@ class Run:
     @property
     def attempt_starts(self) -> list[float]:
         """The iterations at which the run was resumed."""
-        starts = [as_float(attempt.get("start_iter")) for attempt in dicts(self.record, "attempts")[1:]]
-        return [start for start in starts if not math.isnan(start)]
+        attempts = dicts(self.record, "attempts")[1:]
+        return list(finite(np.array([as_float(attempt.get("start_iter")) for attempt in attempts])))
 
     @property
     def startup(self) -> dict:
@@ -141,7 +140,7 @@ class Run:
         changes = [as_float(e.get("attempt"), 1) for e in events if e.get("kind") == "other_measure"]
         losses = evaluations(self, "val_loss", since_attempt=max(changes, default=0))[1]
         seen = [*losses, as_float(summary.get("best_val_loss"))]
-        return min((loss for loss in seen if loss < NO_VAL_LOSS), default=None)
+        return min((loss for loss in seen if loss < 1e9), default=None)  # older logs: nothing was evaluated
 
     @property
     def why_no_mfu(self) -> str:
@@ -249,10 +248,9 @@ def evaluations(run: Run, name: str, since_attempt: float = 0) -> tuple[np.ndarr
     return x[exists], y[exists]
 
 
-def entries(run: Run, section: str) -> list[tuple[float, dict]]:
-    """(iteration, entry) of a list of the record, such as "events"; without those that name no iteration."""
-    found = [(as_float(entry.get("iter")), entry) for entry in dicts(run.record, section)]
-    return [(iteration, entry) for iteration, entry in found if not math.isnan(iteration)]
+def iterations_of(run: Run, section: str) -> np.ndarray:
+    """Of the entries of a list of the record, such as "events"."""
+    return finite(np.array([as_float(entry.get("iter")) for entry in dicts(run.record, section)]))
 
 
 def spread(run: Run, name: str) -> tuple[float, float, float] | None:

@@ -146,6 +146,17 @@ def test_a_page_without_an_mfu_says_why(tmp_path):
     assert any("No MFU: a CPU has no published peak" in text for text in page.of("p"))
 
 
+def test_the_text_of_a_profile_is_shown(tmp_path, capsys):
+    (tmp_path / "profile.txt").write_text("idle <b>10 ms</b>\x1b[2J")
+    page = page_of(tmp_path, new_record(100), profile=tmp_path / "profile.json")
+    assert page.of("pre") == ["idle <b>10 ms</b>?[2J"]
+    assert_refused(
+        [tmp_path / "run_0.json", f"--profile={tmp_path / 'x.json'}"],
+        "x.txt cannot be read: No such file",
+        capsys,
+    )
+
+
 # --- what anybody may send ---
 
 
