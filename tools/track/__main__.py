@@ -53,8 +53,12 @@ def main(argv: list[str]) -> int:
             is_alive = options.follow is not None and is_running(options.follow)
             record = read(options.record)  # after that look: what a process that has ended wrote is complete
             live = is_alive and record["status"] == "running"
+            # Of a live run, up to the row before its newest, which may not be complete. Of one that was
+            # stopped, up to its newest: a resume makes the row that belongs to what comes after it.
+            newest = max((row["iter"] for row in record["training_iterations"]), default=NOTHING)
+            is_whole = options.follow is None or record["status"] == "completed"
             for sender in senders:
-                sender.take(record, end_of(record, options.follow is not None, live))
+                sender.take(record, math.inf if is_whole else newest - live)
             if not live:
                 break
             time.sleep(POLL_S)
@@ -134,13 +138,6 @@ class Sender:
                 raise RuntimeError(f"it took figures up to iteration {self.last}, but has {has}")
         if not self.failed:
             print(f"{self.name}: sent {self.sent:,} iterations of {self.run.unique_name}", flush=True)
-
-
-def end_of(record: dict[str, Any], follows: bool, live: bool) -> float:
-    """The last step to be sent. Of a live run, the one before its newest row, which may not be complete. Of
-    one that was stopped, the newest row: a resume makes the row that belongs to what comes after it."""
-    newest = max((row["iter"] for row in record["training_iterations"]), default=NOTHING)
-    return newest - live if follows and record["status"] != "completed" else math.inf
 
 
 def steps_of(record: dict[str, Any], last: int, end: float) -> list[tuple[int, dict[str, float]]]:
