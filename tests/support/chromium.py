@@ -1,6 +1,5 @@
 """Headless Chromium, driven through a pipe by the DevTools protocol, so that no other package is needed."""
 
-import base64
 import json
 import os
 import select
@@ -79,16 +78,10 @@ class Chromium:
         elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith("file:"):
             self.problems.append("a request: " + params["request"]["url"])
 
-    def open(self, path, width=1280, height=900, scheme="light"):
-        """Shows the file in a window of this width, in the light or the dark scheme."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    def open(self, path, width=1280):
+        """Shows the file in a window of this width."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while "Page.loadEventFired" not in self.events:
@@ -106,10 +99,3 @@ class Chromium:
         )
         x, y = box[0] + share * box[2], box[1] + box[3] / 2
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path):
-        """Of the whole page, as PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(found["data"]))

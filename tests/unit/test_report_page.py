@@ -127,14 +127,6 @@ def test_several_runs_are_side_by_side_with_the_verdict(tmp_path):
     assert page.panel("Learning rate")["x_name"] == "iteration"
 
 
-def test_losses_are_over_tokens_if_the_logs_say_how_many(tmp_path):
-    records = [new_record(100), new_record(100)]
-    for record, tokens in zip(records, (1000, 4000), strict=True):
-        record["startup_info"]["tokens_per_iter"] = tokens
-    panel = page_of(tmp_path, *records).panel("Loss")
-    assert line(panel, "B")["x"][:2] == [0, 40_000] and panel["x_name"] == "tokens"
-
-
 def test_restarts_anomalies_and_checkpoints_are_marked(tmp_path):
     record = resumed_record() | {"events": [{"iter": 700, "kind": "spike"}], "checkpoints": [{"iter": 500}]}
     page = page_of(tmp_path, record)
@@ -218,23 +210,8 @@ def test_texts_of_a_record_are_escaped(tmp_path):
         assert sum("document.title='broken'" in text for text in page.of("td")) > 2, "they are shown as text"
 
 
-BAD = {
-    "cut short": (lambda: json.dumps(new_record(100))[:5000], "is no run record"),
-    "a list": (lambda: "[]", "it is not a JSON object"),
-    "another file": (lambda: {"waterfall": {}}, "it has no list of training_iterations"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_what_is_no_run_is_one_clear_line(kind, tmp_path, capsys):
-    make, message = BAD[kind]
-    assert_refused([write(tmp_path, make(), "bad")], message, capsys)
-    assert not (tmp_path / "bad.html").exists()
-
-
 def test_bad_arguments_are_one_clear_line(tmp_path, capsys):
     good, old = write(tmp_path, new_record(50), "good"), write(tmp_path, old_record(50, V1), "old")
-    assert_refused([tmp_path / "missing.json"], "nothing matches", capsys)
     assert_refused([tmp_path], "Is a directory; name run records", capsys)
     assert_refused([good, "--output=page.png"], "must end in .html", capsys)
     assert_refused([good, old], "count MFU by different formulas", capsys)

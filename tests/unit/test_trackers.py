@@ -180,40 +180,27 @@ def test_an_unwritable_folder_of_trackio_is_a_failure(record, tmp_path):
     assert done.returncode == FAILED and "sent 1" not in done.stdout
 
 
-def test_run_whose_tracker_hangs_is_completed_and_says_so(run, tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("command, says", [(["sleep", "30"], "still sending"), (["false"], "lacks figures")])
+def test_run_whose_tracker_hangs_or_fails_is_completed_and_says_so(
+    command, says, run, tmp_path, capfd, monkeypatch
+):
     """Whatever the follower does: the loop does not know it, and the end waits for it for a limited time."""
     monkeypatch.setitem(sys.modules, "wandb", package())
     monkeypatch.setattr(follower, "WAIT_S", 0.2)
     popen, started = subprocess.Popen, []
 
-    def hangs(command, **settings):
-        if "tools.track" not in command:
-            return popen(command, **settings)
-        started.append(command)
-        return popen(["sleep", "30"], **settings)
+    def start(asked, **settings):
+        started.extend(asked if "tools.track" in asked else [])
+        return popen(command if "tools.track" in asked else asked, **settings)
 
-    monkeypatch.setattr(follower.subprocess, "Popen", hangs)
+    monkeypatch.setattr(follower.subprocess, "Popen", start)
     keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "run.py", **keys), "--wandb_log=True") == 0
     content = last_run(tmp_path / "out")
     assert content["status"] == "completed" and len(content["training_iterations"]) == 4
-    assert "Trackers: still sending" in capfd.readouterr().out
-    (command,) = started
-    assert "--trackers=wandb" in command and f"--follow={os.getpid()}" in command
-
-
-def test_run_whose_tracker_fails_says_how_to_send_the_rest(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", package())
-    popen = subprocess.Popen
-
-    def fails(command, **settings):
-        return popen(["false"] if "tools.track" in command else command, **settings)
-
-    monkeypatch.setattr(follower.subprocess, "Popen", fails)
-    keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
-    assert run(write_config(tmp_path / "run.py", **keys), "--trackers=wandb") == 0
     said = capfd.readouterr().out
-    assert "a tracker lacks figures of this run" in said and "python -m tools.track" in said
+    assert says in said and ("python -m tools.track" in said) == (command == ["false"])
+    assert "--trackers=wandb" in started and f"--follow={os.getpid()}" in started
 
 
 # --- a live run, and several attempts ---
