@@ -63,7 +63,7 @@ def replay(options: argparse.Namespace) -> int:
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]
     processes = require_machine(record)
-    out_dir = (options.out_dir or Path("out-replay") / record["run_name"]).resolve()
+    out_dir = (options.out_dir or Path("out-replay") / options.seal.stem).resolve()
     if run_records(out_dir):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")
     check_output(out_dir, "--out_dir")
@@ -95,7 +95,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("seal", metavar="SEAL", type=user_folder, help="a file that tools.seal made")
-    add("--out_dir", type=user_folder, help="where the run writes (default: out-replay/RUN)")
+    add("--out_dir", type=user_folder, help="where the run writes (default: out-replay/SEAL)")
     add("--dataset", type=user_path, help="the same tokens under another name or in another folder")
     return parser.parse_args(argv)
 

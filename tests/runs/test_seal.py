@@ -353,21 +353,10 @@ def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     assert contents.describe_code({"commit": "c0ffee", "modified": False})["note"] is None
 
 
-HOSTILE = {  # what a stranger may write, and what the message names
-    "run_name is 'a/../../escaped'": lambda record: record.update(run_name="a/../../escaped"),
-    "run_name is '../../escaped'": lambda record: record.update(run_name="../../escaped"),
-    "KeyError: 'run_name'": lambda record: record.pop("run_name"),
-    "TypeError": lambda record: record.update(run_name=3),
-    "commit is '--output": lambda record: record["startup_info"].update(
-        git={"commit": "--output=written", "modified": True, "difference_sha256": "0" * 64}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_seal_that_would_write_or_run_something_is_refused(sealed, name, tmp_path, monkeypatch, capsys):
+def test_commit_that_git_would_take_for_an_option_is_refused(sealed, tmp_path, monkeypatch, capsys):
     seal = json.loads(sealed.read_text())
-    HOSTILE[name](seal["record"])
+    git = {"commit": "--output=written", "modified": True, "difference_sha256": "0" * 64}
+    seal["record"]["startup_info"].update(git=git)
     sealed.write_text(json.dumps(signed(seal)))
     (run := tmp_path / "run.json").write_text(json.dumps(seal["record"]))
     monkeypatch.setattr(contents, "working_difference", lambda commit: pytest.fail(f"git got {commit}"))
@@ -378,7 +367,7 @@ def test_seal_that_would_write_or_run_something_is_refused(sealed, name, tmp_pat
     ):
         assert run_command(main, arguments) == 2
         error = capsys.readouterr().err
-        assert name in error and len(error.splitlines()) == 1
+        assert "commit is '--output" in error and len(error.splitlines()) == 1
 
 
 def test_replay_names_what_was_removed_and_shows_no_control_characters(sealed, tmp_path, monkeypatch, capsys):

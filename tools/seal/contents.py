@@ -26,7 +26,6 @@ VERSION = 1
 ENVIRONMENT = ("software", "hardware", "machine", "launch", "attention")  # of startup_info
 CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "gpu_reason")
 COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # git gets it as an argument, and people copy it
-RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # replay names a folder after it
 MAX_BYTES = 256 << 20  # of a seal; a record of a million rows has more
 
 
@@ -124,14 +123,12 @@ def read_seal(path: Path) -> dict[str, Any]:
 
 
 def _checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    name, commit = record["run_name"], (record["startup_info"].get("git") or {}).get("commit")
+    commit = (record["startup_info"].get("git") or {}).get("commit")
     if record["status"] != "completed" or not record["training_iterations"]:
         raise UserError(
             f"{path} is not of a completed run with rows: its status is {shown(record['status'])}; seal the "
             "record of a run that reached its last iteration"
         )
-    if not RUN_NAME.fullmatch(name):
-        raise UserError(f"{path} is damaged: its run_name is {shown(name)}, no name of a folder")
     if commit is not None and not COMMIT.fullmatch(commit):
         raise UserError(f"{path} is damaged: its commit is {shown(commit)}, not 40 or 64 digits of a hash")
     return record
