@@ -19,7 +19,6 @@ from tools.track.trackers import NOTHING, TRACKERS, Run, WandbTracker
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.records import follower
-from training.records.follower import makes_other_rows
 from training.records.run_record import RunRecord
 
 ROW = {"loss": 2.5, "mfu": None, "memory": None, "tokens_per_sec": 1.0, "time_ms": 5.0}
@@ -292,20 +291,23 @@ def test_a_clean_stop_and_a_resume_lose_no_row(stopped, fake, record):
 
 
 def test_attempts_have_one_id_and_other_settings_after_lost_iterations_a_new_one(fake, record):
-    content = record()
+    content, runs, config = record(), [], {"seed": 1, "log_interval": 1}
     content.add_iteration({"iter": 0, **ROW})
-    runs = []
-    for arguments in ([], [], ["--new_run"], []):
+    for lost, changed in (
+        ([], {}),
+        ([7], {"log_interval": 9}),  # which does not change the training
+        ([3], {"seed": 2}),  # before the attempt's start: no iteration is made again
+        ([7], {"seed": 3}),
+        ([7], {"seed": 3}),
+    ):
+        content.content["config"] = config | changed
+        content.content["superseded"] = {"training_iterations": [{"iter": number} for number in lost]}
+        content.content["attempts"][-1]["start_iter"] = 5
         tracker = fake()
-        assert send(content, "wandb", *arguments) == 0
+        assert send(content) == 0
         runs.append(tracker.run)
-    assert runs[0].id == runs[1].id != runs[2].id == runs[3].id
-    assert runs[0].unique_name == f"run_20260101_000000-{runs[0].id}"
-    assert runs[0].project == "nanomfu"
-    history = {"config": {"seed": 1, "log_interval": 1}, "training_iterations": [{"iter": 7}]}
-    assert not makes_other_rows(history, {"seed": 1, "log_interval": 9}, start=5)
-    assert not makes_other_rows(history, {"seed": 2}, start=8), "no iteration is made again"
-    assert makes_other_rows(history, {"seed": 2}, start=5) and not makes_other_rows(None, {}, 0)
+    assert runs[0].id == runs[1].id == runs[2].id != runs[3].id == runs[4].id
+    assert runs[0].unique_name == f"run_20260101_000000-{runs[0].id}" and runs[0].project == "nanomfu"
 
 
 # --- settings ---

@@ -28,6 +28,7 @@ from common.json_file import read_json
 from common.processes import is_running
 from tools.track.figures import figures_of
 from tools.track.trackers import NOTHING, TRACKERS, Run
+from training.configuration.keys import GUARDED
 from training.configuration.rules import named_trackers, require_tracker
 from training.process.redaction import redact, redact_all
 from training.records.attempts import read_record
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     first = read(options.record)
     with open(options.record.parent / "trackers.lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # a process of an earlier attempt ends within seconds
-        run = run_of(first, options.record.parent, options.new_run)
+        run = run_of(first, options.record.parent)
         senders = [Sender(name, run) for name in names]
         while True:
             is_alive = options.follow is not None and is_running(options.follow)
@@ -73,7 +74,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("record", metavar="RUN.json", type=user_folder, help="a run record, out_dir/run_*.json")
     add("--trackers", required=True, help=f"one or more of {','.join(TRACKERS)}")
     add("--follow", type=whole_number(1, 2**31), metavar="PID", help="until this process ends")
-    add("--new_run", action="store_true", help="as a new run in the trackers")
     return parser.parse_args(argv)
 
 
@@ -86,23 +86,29 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(why) from None
 
 
-def run_of(record: dict[str, Any], folder: Path, is_new: bool) -> Run:
+def run_of(record: dict[str, Any], folder: Path) -> Run:
     """Its id is in out_dir, in trackers_RUN.json, where RUN is the first attempt: so every attempt continues
-    the same run."""
-    first = str((record.get("attempts") or [record])[0]["run_name"])
+    the same run. An attempt that makes iterations again, with settings that change the training, is a new
+    one: the trackers would go on showing the old losses."""
+    attempts, startup = record.get("attempts") or [record], record["startup_info"]
     config = record["config"] if isinstance(record.get("config"), dict) else {}
-    path = folder / f"trackers_{first}.json"
-    known: Any = None
+    settings, start = {key: config.get(key) for key in GUARDED}, attempts[-1].get("start_iter") or 0
+    lost = record.get("superseded", {}).get("training_iterations", [])
+    path = folder / f"trackers_{attempts[0]['run_name']}.json"
+    known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # there is none yet, or it is damaged
-        known = read_json(path, 10_000).get("id")
-    if is_new or not (isinstance(known, str) and known.isalnum()):
-        known = uuid.uuid4().hex[:8]
-        write_json(path, {"id": known})
-    name, project = (config.get(key) for key in ("wandb_run_name", "wandb_project"))
-    facts = {**config, "startup_info": {key: record["startup_info"].get(key) for key in CONSTANT}}
-    return Run(
-        known, redact(str(name or first)), redact(str(project or "nanomfu")), folder, redact_all(facts)
+        known = read_json(path, 100_000)
+    is_other = known.get("settings", settings) != settings and any(
+        row.get("iter", -1) >= start for row in lost
     )
+    run_id = str(known.get("id", ""))
+    if is_other or not run_id.isalnum():
+        run_id = uuid.uuid4().hex[:8]
+    write_json(path, {"id": run_id, "settings": settings})
+    name = redact(str(config.get("wandb_run_name") or attempts[0]["run_name"]))
+    project = redact(str(config.get("wandb_project") or "nanomfu"))
+    facts = {**config, "startup_info": {key: startup.get(key) for key in CONSTANT}}
+    return Run(run_id, name, project, folder, redact_all(facts))
 
 
 class Sender:
