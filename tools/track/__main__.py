@@ -98,9 +98,9 @@ def run_of(record: dict[str, Any], folder: Path) -> Run:
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # there is none yet, or it is damaged
         known = read_json(path, 100_000)
-    is_other = known.get("settings", settings) != settings and any(
-        row.get("iter", -1) >= start for row in lost
-    )
+    before = known.get("settings")
+    is_other = isinstance(before, dict) and any(before.get(key, now) != now for key, now in settings.items())
+    is_other = is_other and any(row.get("iter", -1) >= start for row in lost)
     run_id = str(known.get("id", ""))
     if is_other or not run_id.isalnum():
         run_id = uuid.uuid4().hex[:8]
