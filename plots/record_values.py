@@ -16,12 +16,6 @@ def as_float(value: Any, default: float = math.nan) -> float:
     return float(value) if is_number and abs(value) < LARGEST else default  # NaN is below nothing
 
 
-def number(value: Any) -> float | None:
-    """The value as a float; None if it is no number, or one that no quantity of a run can have."""
-    found = as_float(value)
-    return None if math.isnan(found) else found
-
-
 def as_dict(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 

@@ -29,9 +29,7 @@ METHODS = {
     "v2": "combined_formula_v2",
     "v3": "component_summation_v2025",
 }
-NO_VAL_LOSS = 1e9  # older logs write this as best_val_loss when nothing was evaluated
 OLD_WARMUP_ITERS = 5  # in older logs, which do not mark warm-up: compilation and autotuning end by then
-UNSTATED = "method not stated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +47,9 @@ class Run:
         return ~self.warmup & ~self.with_evaluation & ~self.earlier_attempt
 
     @property
-    def name(self) -> str:
-        return one_line(str(self.record.get("run_name") or self.path.stem))
+    def label(self) -> str:
+        """With the folder, because the names of most records are only times."""
+        return one_line(f"{self.path.resolve().parent.name}/{self.path.stem}")
 
     @property
     def status(self) -> str:
@@ -70,8 +69,8 @@ class Run:
     @property
     def attempt_starts(self) -> list[float]:
         """The iterations at which the run was resumed."""
-        starts = [as_float(attempt.get("start_iter")) for attempt in dicts(self.record, "attempts")[1:]]
-        return [start for start in starts if not math.isnan(start)]
+        attempts = dicts(self.record, "attempts")[1:]
+        return list(finite(np.array([as_float(attempt.get("start_iter")) for attempt in attempts])))
 
     @property
     def startup(self) -> dict:
@@ -85,14 +84,10 @@ class Run:
     def model(self) -> str:
         facts = as_dict(self.startup.get("model"))
         names = (facts.get("architecture"), self.hardware.get("architecture"), self.config.get("arch_preset"))
-        name = one_line(
-            next((name for name in names if name and isinstance(name, str)), "model not recorded")
-        )
-        params = as_float(facts.get("total_params"))
-        if math.isnan(params):
-            return name
+        found = (one_line(name) for name in names if name and isinstance(name, str))
+        name, params = next(found, "model not recorded"), as_float(facts.get("total_params"))
         scale, unit = (1e9, "B") if params >= 1e9 else (1e6, "M")
-        return f"{name}, {params / scale:.3g} {unit} parameters"
+        return name if math.isnan(params) else f"{name}, {params / scale:.3g} {unit} parameters"
 
     @property
     def machine(self) -> str:
@@ -119,18 +114,17 @@ class Run:
         return {**last, **{key: value for key, value in found.items() if value is not None}}
 
     @property
-    def sparse(self) -> bool:
-        return bool(self.hardware.get("sparse_mode"))
-
-    @property
-    def measured_peak(self) -> bool:
-        """Whether the peak was timed on the machine: on a CPU it may be half as much at the next start."""
-        return bool(as_dict(self.hardware.get("peak")).get("measured"))
-
-    @property
     def peak_tflops_per_gpu(self) -> float | None:
         peaks = finite(self.columns["peak_flops"])
         return float(peaks[-1]) / self.num_gpus / 1e12 if len(peaks) and self.num_gpus else None
+
+    @property
+    def peak(self) -> str:
+        """'989.4 TFLOPS per GPU'; 'measured' if it was timed on the machine, where the next start may find
+        half as much if it is a CPU."""
+        kind = ", 2:4 sparse" * bool(self.hardware.get("sparse_mode"))
+        kind += ", measured" * bool(as_dict(self.hardware.get("peak")).get("measured"))
+        return f"{self.peak_tflops_per_gpu:,.6g} TFLOPS per GPU{kind}" if self.peak_tflops_per_gpu else ""
 
     @property
     def tokens_per_iter(self) -> float | None:
@@ -140,24 +134,17 @@ class Run:
         return stated if stated > 0 else None
 
     @property
-    def final_loss(self) -> float | None:
-        losses = finite(self.columns["loss"])
-        return float(losses[-1]) if len(losses) else None
-
-    @property
     def best_val_loss(self) -> float | None:
         """Since the validation losses are of what they are of now (training/evaluation.py, `measure`)."""
         summary, events = as_dict(self.record.get("summary")), dicts(self.record, "events")
         changes = [as_float(e.get("attempt"), 1) for e in events if e.get("kind") == "other_measure"]
         losses = evaluations(self, "val_loss", since_attempt=max(changes, default=0))[1]
         seen = [*losses, as_float(summary.get("best_val_loss"))]
-        return min((loss for loss in seen if loss < NO_VAL_LOSS), default=None)
+        return min((loss for loss in seen if loss < 1e9), default=None)  # older logs: nothing was evaluated
 
     @property
     def why_no_mfu(self) -> str:
         rows = self.record["training_iterations"]
-        if not rows:
-            return "no iterations logged"
         reasons = [row.get("mfu_reason") for row in rows if row.get("mfu_reason")]
         return one_line(str(reasons[-1])) if reasons else "the log holds no measured MFU and gives no reason"
 
@@ -184,10 +171,8 @@ def load_run(path: Path) -> Run:
     """Reads one run record; UserError names the file when it is not one."""
     try:
         record = read_json(path)
-    except IsADirectoryError:
-        raise UserError(f"{path} is a directory; give its records, such as {path / 'run_*.json'}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; name run records") from None
     except ValueError as error:
         raise UserError(f"{path} is no run record: {error}") from None
     rows = record.get("training_iterations")
@@ -199,7 +184,7 @@ def load_run(path: Path) -> Run:
     names = _row_values({}, 0, {}).keys()
     columns = {name: np.array([value[name] for value in values], dtype=float) for name in names}
     measured = [mfu for row in rows if (mfu := _measured(row))]
-    methods = {one_line(str(mfu.get("calculation_method") or UNSTATED)) for mfu in measured}
+    methods = {one_line(str(mfu.get("calculation_method") or "method not stated")) for mfu in measured}
     masks = _warmup_and_evaluation(rows, columns["iter"], record)
     attempts = np.array([as_float(row.get("attempt"), 1) for row in rows])
     earlier_attempt = attempts < as_float(record.get("attempt"), 1)
@@ -213,20 +198,17 @@ def _row_values(row: dict, index: int, progress: dict) -> dict[str, float]:
     sources = (row, mfu, progress.get(iteration, {}))
     tokens_per_sec = (source.get("tokens_per_sec") for source in sources)
     peak_tflops = as_float(mfu.get("hardware_peak_tflops"))
+    known = ("loss", "lr", "time_ms", "sm_clock_mhz", "power_w", "temperature_c")
     return {
         "iter": iteration,
-        "loss": as_float(row.get("loss")),
-        "lr": as_float(row.get("lr")),
-        "time_ms": as_float(row.get("time_ms")),
+        **{name: as_float(row.get(name)) for name in known},
         "tokens_per_sec": as_float(next((value for value in tokens_per_sec if value is not None), None)),
         "mfu_percent": _mfu_percent(mfu),
         "mfu_causal_percent": as_float(mfu.get("mfu_causal_percent")),
         "tokens_per_iter": as_float(mfu.get("tokens_per_iter")),
         "peak_flops": as_float(mfu.get("hardware_peak_flops"), 1e12 * peak_tflops),
-        "allocated_gb": as_float(memory.get("allocated_gb")),
-        "max_allocated_gb": as_float(memory.get("max_allocated_gb")),
+        "memory_gb": as_float(memory.get("max_allocated_gb"), as_float(memory.get("allocated_gb"))),
         "grad_norm": as_float(as_dict(row.get("gradients")).get("global_norm")),
-        **{name: as_float(row.get(name)) for name in ("sm_clock_mhz", "power_w", "temperature_c")},
     }
 
 
@@ -238,12 +220,7 @@ def _warmup_and_evaluation(
     if any("warmup" in row for row in rows):  # by our logger, whose timings do not include evaluation
         return np.array([bool(row.get("warmup")) for row in rows]), nothing
     with_evaluation = np.isin(iters, [as_float(step.get("iter")) for step in dicts(record, "eval_steps")])
-    warmup = iters < iters[0] + OLD_WARMUP_ITERS if len(rows) else nothing
-    # of a short log these masks may leave no row: then fewer rows are left out, or none
-    for masks in ((warmup, with_evaluation), (nothing, with_evaluation)):
-        if not (masks[0] | masks[1]).all():
-            return masks
-    return nothing, nothing
+    return iters < sum(iters[:1]) + OLD_WARMUP_ITERS, with_evaluation
 
 
 def _measured(row: dict) -> dict:
@@ -266,17 +243,14 @@ def finite(values: np.ndarray) -> np.ndarray:
 def evaluations(run: Run, name: str, since_attempt: float = 0) -> tuple[np.ndarray, np.ndarray]:
     """Iterations and losses of the evaluations; name is train_loss or val_loss."""
     steps = [s for s in dicts(run.record, "eval_steps") if as_float(s.get("attempt"), 1) >= since_attempt]
-    points = np.array([(as_float(step.get("iter")), as_float(step.get(name))) for step in steps]).reshape(
-        -1, 2
-    )
-    points = points[np.isfinite(points).all(axis=1)]
-    return points[:, 0], points[:, 1]
+    x, y = (np.array([as_float(step.get(key)) for step in steps], float) for key in ("iter", name))
+    exists = np.isfinite(x) & np.isfinite(y)
+    return x[exists], y[exists]
 
 
-def entries(run: Run, section: str) -> list[tuple[float, dict]]:
-    """(iteration, entry) of a list of the record, such as "events"; without those that name no iteration."""
-    found = [(as_float(entry.get("iter")), entry) for entry in dicts(run.record, section)]
-    return [(iteration, entry) for iteration, entry in found if not math.isnan(iteration)]
+def iterations_of(run: Run, section: str) -> np.ndarray:
+    """Of the entries of a list of the record, such as "events"."""
+    return finite(np.array([as_float(entry.get("iter")) for entry in dicts(run.record, section)]))
 
 
 def spread(run: Run, name: str) -> tuple[float, float, float] | None:
@@ -300,18 +274,17 @@ def tokenizers_differ(runs: list[Run]) -> bool:
     return False
 
 
-def throttle_shares(run: Run) -> dict[str, float] | None:
-    """{reason: share of the samples of the timed rows at which the GPU had lowered its clock for it}; None if
-    no row has samples."""
+def throttled(run: Run) -> str:
+    """'power_limit 98 %': in which share of the samples of the timed rows the GPU had lowered its clock, and
+    for what; an empty text if no row has samples."""
     rows = [row for row, timed in zip(run.record["training_iterations"], run.timed, strict=True) if timed]
     known = [row["throttle"] for row in rows if isinstance(row.get("throttle"), dict)]
     reasons = dict.fromkeys(reason for shares in known for reason in shares)
-    if not known:
-        return None
-    return {
-        one_line(reason, 30): sum(as_float(shares.get(reason), 0) for shares in known) / len(known)
-        for reason in reasons
-    }
+    means = [sum(as_float(shares.get(reason), 0) for shares in known) / len(known) for reason in reasons]
+    texts = [
+        f"{one_line(reason, 30)} {100 * mean:.0f} %" for reason, mean in zip(reasons, means, strict=True)
+    ]
+    return " and ".join(texts) or "nothing" * bool(known)
 
 
 def recounted(run: Run, method: str) -> Run:

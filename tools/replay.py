@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from bench.process import TIMEOUT_MAX_S, python_command, run_process
-from common.arguments import check_output, real_number, user_folder, user_path
+from common.arguments import check_output, user_folder, user_path
 from common.command import FAILED, run_command
 from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import run_records
 from common.text import one_line
-from tools.seal.contents import changed_sections, read_seal, readable
+from tools.seal.contents import changed_sections, code_text, read_seal, readable
 from tools.seal.recount import disagreements
 from training.batches.fingerprint import run_fingerprint
 from training.batches.sources import open_sources
@@ -63,7 +63,7 @@ def replay(options: argparse.Namespace) -> int:
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]
     processes = require_machine(record)
-    out_dir = (options.out_dir or Path("out-replay") / record["run_name"]).resolve()
+    out_dir = (options.out_dir or Path("out-replay") / options.seal.stem).resolve()
     if run_records(out_dir):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")
     check_output(out_dir, "--out_dir")
@@ -71,13 +71,12 @@ def replay(options: argparse.Namespace) -> int:
     (empty := out_dir / "replay.py").write_text("# The settings are flags of the command\n")
     flags = [str(empty), *settings(record, out_dir, options.dataset)]
     require_data(load_config(flags, processes), record["startup_info"]["data"]["fingerprint"])
-    sealed = _code(seal["code"], record["startup_info"]["software"]["torch"])
-    notes = [seal["code"]["note"]] if seal["code"]["note"] else []
-    for line in (f"Sealed: {sealed}", *notes, *removed_settings(record["config"])):
+    sealed = f"Sealed: torch {record['startup_info']['software']['torch']}, {code_text(seal['code'])}"
+    for line in (sealed, *removed_settings(record["config"])):
         print(one_line(line, MESSAGE))
-    print(f"Here: {_code(git_state(), torch.__version__)}, in {out_dir}", flush=True)
+    print(f"Here: torch {torch.__version__}, {code_text(git_state())}, in {out_dir}", flush=True)
     command = python_command(["train.py", *flags], processes)
-    done = run_process(command, out_dir / "console.log", options.timeout, keep_cache=True)
+    done = run_process(command, out_dir / "console.log", TIMEOUT_MAX_S, keep_cache=True)
     if done.reason:
         print(f"The run failed: {done.reason}; see {out_dir / 'console.log'}")
         return FAILED
@@ -96,9 +95,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("seal", metavar="SEAL", type=user_folder, help="a file that tools.seal made")
-    add("--out_dir", type=user_folder, help="where the run writes (default: out-replay/RUN)")
+    add("--out_dir", type=user_folder, help="where the run writes (default: out-replay/SEAL)")
     add("--dataset", type=user_path, help="the same tokens under another name or in another folder")
-    add("--timeout", type=real_number(1, TIMEOUT_MAX_S), default=TIMEOUT_MAX_S, help="seconds for the run")
     return parser.parse_args(argv)
 
 
@@ -138,10 +136,6 @@ def require_data(config: TrainConfig, sealed: str) -> None:
             f"the dataset {config.dataset!r} holds other tokens than the sealed run read (fingerprint "
             f"{here[:12]}, sealed {sealed[:12]}); prepare it anew, or name the right one with --dataset"
         )
-
-
-def _code(git: dict[str, Any], version: str) -> str:
-    return f"commit {git['commit']}{', modified' if git['modified'] else ''}, torch {version}"
 
 
 def findings(old: dict[str, Any], new: dict[str, Any]) -> list[Finding]:

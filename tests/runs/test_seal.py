@@ -112,8 +112,7 @@ def test_part_that_was_changed_by_hand_is_named(sealed, part, capsys):
     CHANGES[part](seal)
     assert part in contents.changed_sections(seal)
     assert verify(sealed, seal) == 1
-    assert "CHANGED after sealing: " in (shown := capsys.readouterr().out)
-    assert part in shown.split("CHANGED after sealing: ")[1].splitlines()[0]
+    assert part in capsys.readouterr().out.partition("CHANGED after sealing: ")[2].splitlines()[0]
     assert run_command(replay.main, [str(sealed)]) == 2  # a changed seal is not run
     assert "was changed after sealing" in capsys.readouterr().err
 
@@ -280,19 +279,13 @@ def test_replay_refuses_other_data_and_settings_that_do_not_exist(sealed, tmp_pa
     assert "'__import__', no setting of this code" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda r: r["startup_info"].update(pretrained={"source": "hub"}), "weights that are not in a seal"),
-        (lambda r: r["startup_info"].update(resumed_from="out/ckpt"), "weights that are not in a seal"),
-    ],
-)
-def test_replay_refuses_a_run_whose_beginning_is_not_in_the_seal(sealed, change, says, tmp_path, capsys):
+@pytest.mark.parametrize("begun", [{"pretrained": {"source": "hub"}}, {"resumed_from": "out/ckpt"}])
+def test_replay_refuses_a_run_whose_beginning_is_not_in_the_seal(sealed, begun, tmp_path, capsys):
     seal = json.loads(sealed.read_text())
-    change(seal["record"])
+    seal["record"]["startup_info"].update(begun)
     sealed.write_text(json.dumps(signed(seal)))
     assert run_command(replay.main, [str(sealed), f"--out_dir={tmp_path / 'o'}"]) == 2
-    assert says in capsys.readouterr().err
+    assert "weights that are not in a seal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -323,23 +316,14 @@ def test_run_record_and_cut_seal_are_no_seals(sealed, record, capsys):
     assert "damaged, or of another version: KeyError: 'digests'" in capsys.readouterr().err
 
 
-PLACES = {
-    "tokens_per_sec": lambda record: rows_of(record)[9],
-    "iter": lambda record: rows_of(record)[9],
-    "calculation_method": lambda record: rows_of(record)[9]["mfu"],
-    "peak": lambda record: record["startup_info"]["hardware"],
-    "precision": lambda record: record["startup_info"]["hardware"],
-    "architecture": lambda record: record["startup_info"]["model"],
-    "final_iter": lambda record: record["summary"],
-}
-
-
 @pytest.mark.parametrize("value", [None, [], {}, "a"])
-@pytest.mark.parametrize("name", PLACES)
-def test_forged_figure_that_is_no_figure_ends_without_a_traceback(record, name, value, tmp_path):
-    seal = contents.make_seal(record[1])
-    PLACES[name](seal["record"])[name] = value
-    assert verify(tmp_path / "seal.json", signed(seal)) in (1, 2)
+def test_forged_figure_that_is_no_figure_ends_without_a_traceback(record, value, tmp_path):
+    row, hardware = rows_of(record[1])[9], record[1]["startup_info"]["hardware"]
+    places = [(row, "tokens_per_sec"), (row, "iter"), (row["mfu"], "calculation_method"), (hardware, "peak")]
+    for place, name in [*places, (hardware, "precision"), (record[1]["summary"], "final_iter")]:
+        place[name], known = value, place[name]
+        assert verify(tmp_path / "seal.json", signed(contents.make_seal(record[1]))) in (1, 2), name
+        place[name] = known
 
 
 def test_seal_is_never_written_over_and_a_failed_one_names_the_file(sealed, record, tmp_path, capsys):
@@ -369,21 +353,10 @@ def test_difference_is_sealed_only_if_it_is_that_of_the_run(monkeypatch):
     assert contents.describe_code({"commit": "c0ffee", "modified": False})["note"] is None
 
 
-HOSTILE = {  # what a stranger may write, and what the message names
-    "run_name is 'a/../../escaped'": lambda record: record.update(run_name="a/../../escaped"),
-    "run_name is '../../escaped'": lambda record: record.update(run_name="../../escaped"),
-    "KeyError: 'run_name'": lambda record: record.pop("run_name"),
-    "TypeError": lambda record: record.update(run_name=3),
-    "commit is '--output": lambda record: record["startup_info"].update(
-        git={"commit": "--output=written", "modified": True, "difference_sha256": "0" * 64}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_seal_that_would_write_or_run_something_is_refused(sealed, name, tmp_path, monkeypatch, capsys):
+def test_commit_that_git_would_take_for_an_option_is_refused(sealed, tmp_path, monkeypatch, capsys):
     seal = json.loads(sealed.read_text())
-    HOSTILE[name](seal["record"])
+    git = {"commit": "--output=written", "modified": True, "difference_sha256": "0" * 64}
+    seal["record"]["startup_info"].update(git=git)
     sealed.write_text(json.dumps(signed(seal)))
     (run := tmp_path / "run.json").write_text(json.dumps(seal["record"]))
     monkeypatch.setattr(contents, "working_difference", lambda commit: pytest.fail(f"git got {commit}"))
@@ -394,7 +367,7 @@ def test_seal_that_would_write_or_run_something_is_refused(sealed, name, tmp_pat
     ):
         assert run_command(main, arguments) == 2
         error = capsys.readouterr().err
-        assert name in error and len(error.splitlines()) == 1
+        assert "commit is '--output" in error and len(error.splitlines()) == 1
 
 
 def test_replay_names_what_was_removed_and_shows_no_control_characters(sealed, tmp_path, monkeypatch, capsys):
@@ -407,31 +380,6 @@ def test_replay_names_what_was_removed_and_shows_no_control_characters(sealed, t
     assert run_command(replay.main, [str(sealed), f"--out_dir={tmp_path / 'o'}"]) == 1
     out = capsys.readouterr().out
     assert "cleared" in out and "\x1b" not in out and "spike_window=64 was removed" in out
-
-
-def bench_of(record):
-    """A table of bench.throughput in which the variant is this run, and a peer is half as fast."""
-    rates = [row["tokens_per_sec"] for row in rows_of(record)[5:]]
-    entries = []
-    for name, factors in (("Qwen3", (1.2, 1.0, 0.6)), ("slow", (0.5,))):
-        measured = [{"tokens_per_sec_per_gpu": [factor * rate for rate in rates]} for factor in factors]
-        runs = [{"measurement": each} for each in (*measured, None)]
-        entries.append({"name": name, "runs": runs, "result": {}})
-    entries[0]["result"] = {"times_peers": {"slow": 2.0}}
-    return {"entries": entries}
-
-
-def test_bench_results_are_sealed_and_their_ratios_follow_from_the_rows(record, tmp_path, capsys):
-    bench = bench_of(record[1])
-    (table := tmp_path / "table.json").write_text(json.dumps(bench))
-    out = tmp_path / "b.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--output={out}", f"--bench={table}"]) == 0
-    assert json.loads(out.read_text())["bench"]["entries"] == bench["entries"]
-    assert verify(out) == 0
-    bench["entries"][0]["result"]["times_peers"]["slow"] = 2.1
-    table.write_text(json.dumps(bench))
-    assert run_command(seal_command.main, [str(record[0]), f"--bench={table}"]) == 2
-    assert "times slow, is 2.1, and the rest makes 2.0" in capsys.readouterr().err
 
 
 def test_code_that_is_not_the_records_is_named(sealed, capsys):

@@ -1,115 +1,22 @@
-"""Headless Chromium, driven through a pipe by the DevTools protocol, so that no other package is needed."""
+"""Headless Chromium: what a page holds after its scripts have run, and what the browser complained about."""
 
-import base64
-import json
-import os
-import select
+import re
 import shutil
 import subprocess
-import time
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WAIT_S = 60
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --enable-logging=stderr --dump-dom"
 
 
-class Chromium:
-    """A browser with one page. `problems`: what its console complained about, and requests of the network."""
-
-    def __init__(self, folder):
-        to_browser, self.writer = os.pipe()
-        self.reader, from_browser = os.pipe()
-        flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe"
-        # the browser reads commands from descriptor 3 and answers on descriptor 4; 10 and above are free
-        command = f'exec "$0" {flags} --user-data-dir="$1" 3<&{to_browser} 4>&{from_browser}'
-        self.process = subprocess.Popen(
-            ["bash", "-c", command, PROGRAM, str(folder)],
-            pass_fds=(to_browser, from_browser),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(to_browser)
-        os.close(from_browser)
-        self.buffer, self.number, self.session, self.problems, self.events = b"", 0, None, [], []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        os.close(self.writer)
-        os.close(self.reader)
-
-    def call(self, method, **params):
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": params}
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self.writer, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("id") == self.number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
-
-    def _receive(self):
-        end = time.monotonic() + WAIT_S
-        while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.reader], [], [], max(0, end - time.monotonic()))
-            assert ready, f"Chromium did not answer within {WAIT_S} s"
-            received = os.read(self.reader, 1 << 20)
-            assert received, f"Chromium ended with status {self.process.wait()}"
-            self.buffer += received
-        content, _, self.buffer = self.buffer.partition(b"\0")
-        message = json.loads(content)
-        self._note(message.get("method"), message.get("params", {}))
-        return message
-
-    def _note(self, method, params):
-        self.events.append(method)
-        if method == "Runtime.exceptionThrown":
-            self.problems.append(params["exceptionDetails"]["text"])
-        elif method == "Log.entryAdded":
-            self.problems.append(params["entry"]["text"])
-        elif method == "Runtime.consoleAPICalled":
-            self.problems.append(str(params["args"]))
-        elif method == "Page.javascriptDialogOpening":
-            self.problems.append("a dialog: " + params["message"])
-        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith("file:"):
-            self.problems.append("a request: " + params["request"]["url"])
-
-    def open(self, path, width=1280, height=900, scheme="light"):
-        """Shows the file in a window of this width, in the light or the dark scheme."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.events.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while "Page.loadEventFired" not in self.events:
-            self._receive()
-
-    def value(self, expression):
-        """Of a JavaScript expression."""
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-    def point_at(self, selector, share):
-        """Moves the pointer into an element, to this share of its width."""
-        box = self.value(
-            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const b = e.getBoundingClientRect();"
-            f" return [b.left, b.top, b.width, b.height] }})(document.querySelector('{selector}'))"
-        )
-        x, y = box[0] + share * box[2], box[1] + box[3] / 2
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path):
-        """Of the whole page, as PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(found["data"]))
+def shown(path, script="", width=1280):
+    """(the page as HTML, [message of its console]). `script` runs when the page has been loaded, in a copy of
+    it whose policy allows that."""
+    if script:
+        text = re.sub(r"script-src '[^']+'", "script-src 'unsafe-inline'", path.read_text(encoding="utf-8"))
+        script = f"<script>addEventListener('load', () => {{ {script} }})</script>"
+        path = path.with_name("with_script.html")
+        path.write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
+    command = [PROGRAM, *FLAGS.split(), f"--user-data-dir={path.parent / 'chromium'}"]
+    command += [f"--window-size={width},900", path.resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.stdout, re.findall(r"CONSOLE.*?\] (.*)", done.stderr)

@@ -5,11 +5,11 @@ python -m support.tracker_files wandb OUT_DIR    (the same as JSON: {figure: [[s
 
 import json
 import os
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-from tools.track.trackers import wandb_history
 
 OF_WANDB_ITSELF = ("_step", "_runtime", "_timestamp")
 TESTS = Path(__file__).resolve().parents[1]
@@ -29,32 +29,45 @@ def figures_of(tracker: str, out_dir: Path, **env: str) -> dict[str, list]:
 
 
 def of_wandb(out_dir: Path) -> dict[str, list]:
-    files = sorted(out_dir.glob("wandb/offline-run-*/run-*.wandb"))  # wandb sync sends them in this order
-    assert len({path.name for path in files}) == 1, "one run, whatever the number of attempts"
+    (path,) = out_dir.glob("wandb/offline-run-*/run-*.wandb")  # one, whatever the number of attempts
     found: dict[str, list] = {}
-    for path in files:
-        for step, row in wandb_history(path):
-            for name in row.keys() - set(OF_WANDB_ITSELF):
-                found.setdefault(name, []).append((step, json.loads(row[name])))
+    for step, row in wandb_history(path.read_bytes()):
+        for name in row.keys() - set(OF_WANDB_ITSELF):
+            found.setdefault(name, []).append((step, json.loads(row[name])))
     return found
+
+
+def wandb_history(content: bytes) -> Iterator[tuple[int, dict[str, str]]]:
+    """(step, {name: value as JSON}) of each row in an offline file, up to where it is cut off. The file is a
+    log as LevelDB writes it, behind 7 bytes of its own: blocks of 32 KiB with parts of records. A part has a
+    checksum (4 bytes), its length (2) and its kind (1): 1 whole, 2 first, 3 middle, 4 last."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    at, begun = 7, b""
+    while at + 7 <= len(content):
+        if (left := (1 << 15) - at % (1 << 15)) < 7:  # of the block: too short for a part
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        part = content[at + 7 : at + 7 + length]
+        if not kind or len(part) < length:
+            return
+        at, begun = at + 7 + length, part if kind in (1, 2) else begun + part
+        if kind in (1, 4) and (record := Record.FromString(begun)).HasField("history"):
+            items = record.history.item
+            yield record.history.step.num, {i.key or "/".join(i.nested_key): i.value_json for i in items}
 
 
 def of_tensorboard(out_dir: Path) -> dict[str, list]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (folder,) = out_dir.glob("tensorboard/*")
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     found = {
         name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]
     }
-    texts = {
-        name.removesuffix("/text_summary"): [
-            (each.step, each.tensor_proto.string_val[0].decode()) for each in events.Tensors(name)
-        ]
-        for name in events.Tags()["tensors"]
-    }
-    return found | texts
+    return found
 
 
 def of_trackio(out_dir: Path) -> dict[str, list]:

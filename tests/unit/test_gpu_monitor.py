@@ -260,7 +260,7 @@ def test_the_end_of_the_log_has_clock_and_power_beside_the_mfu():
 
 
 def test_trackers_get_the_numbers():
-    assert figures_of("training_iterations", rows()[0])[0] == {
+    assert figures_of("training_iterations", rows()[0]) == {
         **{"gpu/sm_clock_mhz": 1000, "gpu/power_w": 100, "gpu/temperature_c": 50},
         "gpu/throttle/power_limit": 1.0,
     }

@@ -15,11 +15,10 @@ from common.command import FAILED, USER_ERROR, run_command
 from common.errors import UserError
 from tools.track import __main__ as track
 from tools.track.figures import MFU, figures_of
-from tools.track.trackers import NOTHING, TRACKERS, Run, WandbTracker, wandb_history
+from tools.track.trackers import NOTHING, TRACKERS, Run, WandbTracker
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.records import follower
-from training.records.follower import makes_other_rows
 from training.records.run_record import RunRecord
 
 ROW = {"loss": 2.5, "mfu": None, "memory": None, "tokens_per_sec": 1.0, "time_ms": 5.0}
@@ -44,9 +43,9 @@ class FakeTracker:
         self.run = run
         return self.last
 
-    def send(self, step, figures, texts):
+    def send(self, step, figures):
         self.called("send")
-        self.steps.append((step, figures, texts))
+        self.steps.append((step, figures))
 
     def close(self, completed, summary):
         self.called("close")
@@ -91,7 +90,7 @@ def send(content, tracker="wandb", *arguments, status="completed"):
 
 
 def losses(tracker) -> list[int]:
-    return [step for step, figures, _ in tracker.steps if "train/loss" in figures]
+    return [step for step, figures in tracker.steps if "train/loss" in figures]
 
 
 # --- what is sent ---
@@ -105,12 +104,11 @@ def test_all_that_belongs_to_an_iteration_is_sent_at_once(fake, record):
         content.add_event(2, "straggler", rank=rank, own_ms=7.0)
     content.add_iteration({"iter": 2, **ROW, "lr": 0.1})
     assert send(content) == 0
-    (_, first, _), (step, figures, texts) = tracker.steps
+    (_, first), (step, figures) = tracker.steps
     assert first["train/loss"] == 2.5 and step == 2 and "events/straggler" not in first
     assert figures.items() >= {"eval/val_loss": 3.5, "eval/web/val_loss": 2.0}.items()
     assert figures.items() >= {"events/straggler": 2, "events/straggler/rank": 1}.items()
     assert figures.items() >= {"train/loss": 2.5, "train/learning_rate": 0.1}.items()
-    assert texts["events/straggler/message"].count("own_ms") == 2
     assert tracker.summary == {"completed": True, "final_loss": 2.5}
 
 
@@ -122,9 +120,8 @@ def test_checkpoint_that_was_complete_later_is_sent_later_and_says_its_iteration
     assert content.content["checkpoints"][0]["noted_at_iter"] == 3
     assert send(content) == 0
     assert losses(tracker) == [0, 1, 2, 3]
-    step, figures, texts = tracker.steps[-1]
-    assert step == 3 and texts["checkpoint/path"] == "out/step-00000002"
-    assert (figures["checkpoint/iter"], figures["checkpoint/write_seconds"]) == (2, 1.5)
+    step, figures = tracker.steps[-1]
+    assert step == 3 and (figures["checkpoint/iter"], figures["checkpoint/write_seconds"]) == (2, 1.5)
 
 
 def test_the_numbers_of_a_row_are_figures_under_their_names(run, tmp_path):
@@ -132,17 +129,17 @@ def test_the_numbers_of_a_row_are_figures_under_their_names(run, tmp_path):
     config = write_config(tmp_path / "run.py", **keys, peak_tflops=1.0, gradient_log_interval=1)
     assert run(config) == 0
     row = last_run(tmp_path / "out")["training_iterations"][-1]
-    sent, texts = figures_of("training_iterations", {**row, "memory": {"allocated_gb": 13.5}})
+    sent = figures_of("training_iterations", {**row, "memory": {"allocated_gb": 13.5}})
     names = "train/loss train/learning_rate gradients/global_norm gradients/grad_std mfu/mfu_percent "
     names += "mfu/mfu_causal_percent mfu/achieved_tflops memory/allocated_gb speed/time_ms tokens"
-    assert set(names.split()) <= sent.keys() and not texts
+    assert set(names.split()) <= sent.keys()
     assert set(row["mfu"]) & set(MFU) == {n.removeprefix("mfu/") for n in sent if n.startswith("mfu/")}
     assert sent["train/loss"] == row["loss"] and sent["tokens"] == row["tokens_seen"]
 
 
 def test_row_says_its_attempt_from_the_second_on():
-    assert "run/attempt" not in figures_of("training_iterations", {"iter": 1, "attempt": 1, **ROW})[0]
-    assert figures_of("training_iterations", {"iter": 1, "attempt": 2})[0] == {"run/attempt": 2}
+    assert "run/attempt" not in figures_of("training_iterations", {"iter": 1, "attempt": 1, **ROW})
+    assert figures_of("training_iterations", {"iter": 1, "attempt": 2}) == {"run/attempt": 2}
 
 
 # --- a tracker that fails ---
@@ -182,40 +179,27 @@ def test_an_unwritable_folder_of_trackio_is_a_failure(record, tmp_path):
     assert done.returncode == FAILED and "sent 1" not in done.stdout
 
 
-def test_run_whose_tracker_hangs_is_completed_and_says_so(run, tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("command, says", [(["sleep", "30"], "still sending"), (["false"], "lacks figures")])
+def test_run_whose_tracker_hangs_or_fails_is_completed_and_says_so(
+    command, says, run, tmp_path, capfd, monkeypatch
+):
     """Whatever the follower does: the loop does not know it, and the end waits for it for a limited time."""
     monkeypatch.setitem(sys.modules, "wandb", package())
     monkeypatch.setattr(follower, "WAIT_S", 0.2)
     popen, started = subprocess.Popen, []
 
-    def hangs(command, **settings):
-        if "tools.track" not in command:
-            return popen(command, **settings)
-        started.append(command)
-        return popen(["sleep", "30"], **settings)
+    def start(asked, **settings):
+        started.extend(asked if "tools.track" in asked else [])
+        return popen(command if "tools.track" in asked else asked, **settings)
 
-    monkeypatch.setattr(follower.subprocess, "Popen", hangs)
+    monkeypatch.setattr(follower.subprocess, "Popen", start)
     keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "run.py", **keys), "--wandb_log=True") == 0
     content = last_run(tmp_path / "out")
     assert content["status"] == "completed" and len(content["training_iterations"]) == 4
-    assert "Trackers: still sending" in capfd.readouterr().out
-    (command,) = started
-    assert "--trackers=wandb" in command and f"--follow={os.getpid()}" in command
-
-
-def test_run_whose_tracker_fails_says_how_to_send_the_rest(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", package())
-    popen = subprocess.Popen
-
-    def fails(command, **settings):
-        return popen(["false"] if "tools.track" in command else command, **settings)
-
-    monkeypatch.setattr(follower.subprocess, "Popen", fails)
-    keys = {**TINY, "dataset": make_dataset(tmp_path / "tokens"), "out_dir": tmp_path / "out"}
-    assert run(write_config(tmp_path / "run.py", **keys), "--trackers=wandb") == 0
     said = capfd.readouterr().out
-    assert "a tracker lacks figures of this run" in said and "python -m tools.track" in said
+    assert says in said and ("python -m tools.track" in said) == (command == ["false"])
+    assert "--trackers=wandb" in started and f"--follow={os.getpid()}" in started
 
 
 # --- a live run, and several attempts ---
@@ -239,6 +223,20 @@ def test_a_live_run_is_followed_to_its_end(fake, record, monkeypatch):
     monkeypatch.setattr(track.time, "sleep", sleep)
     assert send(content, "wandb", f"--follow={os.getpid()}", status="running") == 0
     assert seen == [[0], [0, 1], [0, 1, 2]] and losses(tracker) == [0, 1, 2, 3]
+
+
+def test_what_a_run_writes_just_before_its_end_is_sent(fake, record, monkeypatch):
+    tracker, content = fake(), record()
+    content.add_iteration({"iter": 0, **ROW})
+
+    def ends(pid):
+        content.add_iteration({"iter": 1, **ROW})
+        content.path.write_text(json.dumps({**content.content, "status": "completed"}))
+        return False
+
+    monkeypatch.setattr(track, "is_running", ends)
+    assert send(content, "wandb", "--follow=77", status="running") == 0
+    assert losses(tracker) == [0, 1] and tracker.summary["completed"]
 
 
 def test_what_a_killed_run_had_is_sent_when_its_process_is_gone(fake, record):
@@ -268,9 +266,9 @@ def test_whatever_a_tracker_had_before_the_kill_it_has_every_figure_once(last, f
     killed_at(content, 12, checkpoint=8, noted=11)
     assert send(content) == 0
     assert had + losses(tracker) == list(range(13))
-    saved = [figures["checkpoint/iter"] for _, figures, _ in tracker.steps if "checkpoint/iter" in figures]
+    saved = [figures["checkpoint/iter"] for _, figures in tracker.steps if "checkpoint/iter" in figures]
     assert [4] * had_checkpoint + saved == [4, 8]
-    steps = [step for step, _, _ in tracker.steps]
+    steps = [step for step, _ in tracker.steps]
     assert steps == sorted(set(steps)), "the steps of Weights & Biases can only rise"
 
 
@@ -288,25 +286,28 @@ def test_a_clean_stop_and_a_resume_lose_no_row(stopped, fake, record):
     killed_at(content, stopped + 3, checkpoint=stopped + 2, noted=stopped + 2)
     assert send(content) == 0
     assert losses(had) + losses(tracker) == list(range(stopped + 4))
-    saved = [figures["checkpoint/iter"] for _, figures, _ in tracker.steps if "checkpoint/iter" in figures]
+    saved = [figures["checkpoint/iter"] for _, figures in tracker.steps if "checkpoint/iter" in figures]
     assert saved == [stopped + 1, stopped + 2]
 
 
 def test_attempts_have_one_id_and_other_settings_after_lost_iterations_a_new_one(fake, record):
-    content = record()
+    content, runs, config = record(), [], {"seed": 1, "log_interval": 1}
     content.add_iteration({"iter": 0, **ROW})
-    runs = []
-    for arguments in ([], [], ["--new_run"], ["--project=other"]):
+    for lost, changed in (
+        ([], {}),
+        ([7], {"log_interval": 9}),  # which does not change the training
+        ([3], {"seed": 2}),  # before the attempt's start: no iteration is made again
+        ([7], {"seed": 3}),
+        ([7], {"seed": 3}),
+    ):
+        content.content["config"] = config | changed
+        content.content["superseded"] = {"training_iterations": [{"iter": number} for number in lost]}
+        content.content["attempts"][-1]["start_iter"] = 5
         tracker = fake()
-        assert send(content, "wandb", *arguments) == 0
+        assert send(content) == 0
         runs.append(tracker.run)
-    assert runs[0].id == runs[1].id != runs[2].id == runs[3].id
-    assert runs[0].unique_name == f"run_20260101_000000-{runs[0].id}"
-    assert [one.project for one in runs] == ["nanomfu", "nanomfu", "nanomfu", "other"]
-    history = {"config": {"seed": 1, "log_interval": 1}, "training_iterations": [{"iter": 7}]}
-    assert not makes_other_rows(history, {"seed": 1, "log_interval": 9}, start=5)
-    assert not makes_other_rows(history, {"seed": 2}, start=8), "no iteration is made again"
-    assert makes_other_rows(history, {"seed": 2}, start=5) and not makes_other_rows(None, {}, 0)
+    assert runs[0].id == runs[1].id == runs[2].id != runs[3].id == runs[4].id
+    assert runs[0].unique_name == f"run_20260101_000000-{runs[0].id}" and runs[0].project == "nanomfu"
 
 
 # --- settings ---
@@ -352,55 +353,25 @@ def test_folder_of_offline_runs_is_not_taken_for_the_package(monkeypatch, tmp_pa
 # --- Weights & Biases ---
 
 
-class FakeRun:
-    url, starting_step = None, 5
-
-    def __init__(self):
-        self.summary, self.logged = {}, []
-
-    def define_metric(self, *names, **settings):
-        self.metric = names, settings
-
-    def log(self, values, step, commit):
-        self.logged.append((step, values))
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
-
-
-def fake_wandb(monkeypatch, run, mode="online", logged_in=True):
-    wandb, asked = package(), {}
-    wandb.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode))
-    wandb.login = lambda prompt: logged_in
-    wandb.Settings = lambda **settings: settings
-    wandb.init = lambda **settings: asked.update(settings) or run
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    return asked
-
-
 def test_run_at_weights_and_biases_is_continued_where_the_server_is(monkeypatch, tmp_path):
-    run, tracker = FakeRun(), WandbTracker()
-    asked = fake_wandb(monkeypatch, run)
-    assert tracker.open(Run("ab12", "run_1", "nanomfu", tmp_path, {})) == 4
-    assert (asked["id"], asked["resume"], asked["dir"]) == ("ab12", "allow", str(tmp_path))
+    """The files of an offline run, which no server has, are written anew."""
+    asked, logged = {}, []
+    online = types.SimpleNamespace(url=None, starting_step=5, summary={}, finish=lambda exit_code: None)
+    online.log = lambda values, step, commit: logged.append((step, values))
+    wandb = package()
+    wandb.Settings = lambda **settings: settings
+    wandb.init = lambda **settings: asked.update(settings) or online
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (earlier := tmp_path / "wandb/offline-run-20260101_000000-ab12").mkdir(parents=True)
+    tracker = WandbTracker()
+    for mode, last in (("online", 4), ("offline", NOTHING)):
+        assert earlier.exists()
+        wandb.setup = lambda mode=mode: types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode))
+        assert tracker.open(Run("ab12", "run_1", "nanomfu", tmp_path, {})) == last
+        assert (asked["id"], asked["resume"], asked["dir"]) == ("ab12", "allow", str(tmp_path))
     assert asked["settings"]["x_disable_meta"] and not asked["settings"]["save_code"]
-    tracker.send(7, {"train/loss": 2.5}, {"checkpoint/path": "out"})
-    tracker.close(False, {"time_ms": {"median": 3.0}})
-    assert run.logged == [(7, {"iter": 7, "train/loss": 2.5, "checkpoint/path": "out"})]
-    assert run.metric == (("*",), {"step_metric": "iter"})
-    assert run.summary == {"summary/time_ms/median": 3.0} and run.exit_code == 1
-
-
-def test_weights_and_biases_without_a_key_is_no_prompt_but_an_error(monkeypatch, tmp_path):
-    fake_wandb(monkeypatch, FakeRun(), logged_in=False)
-    with pytest.raises(RuntimeError, match="run `wandb login`, or set WANDB_MODE=offline"):
-        WandbTracker().open(Run("ab12", "run_1", "nanomfu", tmp_path, {}))
-
-
-def test_a_file_of_something_else_is_no_offline_run(tmp_path):
-    pytest.importorskip("wandb")
-    (tmp_path / "run").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="no file of Weights & Biases"):
-        list(wandb_history(tmp_path / "run"))
-    (tmp_path / "run").write_bytes(b"")
-    assert list(wandb_history(tmp_path / "run")) == []
+    assert not earlier.exists()
+    tracker.send(7, {"train/loss": 2.5})
+    with pytest.raises(RuntimeError, match="could not write into"):  # it took another folder
+        tracker.close(False, {"final_loss": 3.0})
+    assert logged == [(7, {"train/loss": 2.5})] and online.summary == {"summary": {"final_loss": 3.0}}

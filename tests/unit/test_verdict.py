@@ -72,18 +72,12 @@ def test_one_run_against_one_says_that_its_noise_is_assumed(noise):
     assert "assumed" not in compare(one * 2, other).text("B", "A")
 
 
-@pytest.mark.parametrize("factor", [1.01, 1 / 1.01])
-def test_a_change_of_1_percent_is_found_with_three_repeats_of_each_side(factor):
+@pytest.mark.parametrize("factor, repeats", [(1.01, 3), (1 / 1.01, 3), (1.02, 1)])
+def test_a_change_of_1_percent_is_found_with_three_repeats_and_one_of_2_percent_with_one(factor, repeats):
     random = np.random.default_rng(1)
-    found = [compare(side(random, 3, speed=60_000 * factor), side(random, 3)) for _ in range(40)]
+    found = [compare(side(random, repeats, speed=60_000 * factor), side(random, repeats)) for _ in range(40)]
     assert sum(one.is_difference and (one.change > 0) == (factor > 1) for one in found) >= 36
     assert sum(one.low <= factor - 1 <= one.high for one in found) >= 36
-
-
-def test_a_change_of_2_percent_is_found_with_one_run_of_each_side():
-    random = np.random.default_rng(2)
-    found = [compare(side(random, 1, speed=61_200), side(random, 1)) for _ in range(40)]
-    assert sum(one.is_difference and one.change > 0 for one in found) >= 38
 
 
 def test_more_repeats_make_the_interval_narrower_and_more_rows_alone_do_not():
@@ -290,15 +284,15 @@ def test_what_differs_is_listed_by_kind_the_shortest_first(tmp_path, printed):
     output = printed(*b, *runs_of(tmp_path, "c", 1, 60_000, **cold), "--baseline", *a)
     assert output[output.index("Software: what") : output.index("\n  block_size")].splitlines() == [
         "Software: what differs",
-        "  software.torch: 2.11 (A, B3), 2.13 (B1, B2)",
+        "  software.torch: 2.11 (A1, A2, B3), 2.13 (B1, B2)",
         "",
         "Clocks and power: what differs",
-        "  power, W: 690 (A, B1, B2), 650 (B3)",
-        "  temperature, °C: 60 (A, B1, B2), 50 (B3)",
-        "  clock lowered by: nothing (A, B1, B2), power_limit 25 % (B3)",
+        "  power, W: 690 (A1, A2, B1, B2), 650 (B3)",
+        "  temperature, °C: 60 (A1, A2, B1, B2), 50 (B3)",
+        "  clock lowered by: nothing (A1, A2, B1, B2), power_limit 25 % (B3)",
         "",
         "Settings: what differs",
-        "  batch_size: 16 (A, B3), 22 (B1, B2)",
+        "  batch_size: 16 (A1, A2, B3), 22 (B1, B2)",
     ]
     assert "Machine" not in output
 

@@ -1,7 +1,6 @@
 """Seals a run record: one file with the record, the code, the data's hashes, and digests of all of it.
 
     python -m tools.seal out-quickstart/run_20260101_120000.json
-    python -m tools.seal out-qwen3-1.8b-optimal/run_20260101_120000.json --bench=out-bench/models/table.json
     python -m tools.seal --verify seal_20260101_120000.json
 
 --verify says whether a seal is as it was made, and counts its MFU again from the record alone, by all three
@@ -18,9 +17,8 @@ from common.arguments import user_folder
 from common.command import FAILED, run_command
 from common.durable_file import write_json
 from common.errors import UserError
-from common.json_file import read_json
 from common.text import aligned, one_line
-from tools.seal.contents import changed_sections, make_seal, read_record, read_seal, readable
+from tools.seal.contents import changed_sections, code_text, make_seal, read_record, read_seal, readable
 from tools.seal.recount import disagreements, recount
 
 COLUMNS = ("formula", "FLOPs/token", "MFU %", "causal FLOPs/token", "causal MFU %")
@@ -29,7 +27,7 @@ COLUMNS = ("formula", "FLOPs/token", "MFU %", "causal FLOPs/token", "causal MFU 
 def main(argv: list[str]) -> int:
     options = parse(argv)
     with readable(options.file):
-        return verify(options.file) if options.verify else seal(options.file, options.output, options.bench)
+        return verify(options.file) if options.verify else seal(options.file, options.output)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -40,30 +38,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("file", metavar="FILE", type=user_folder, help="a run record; with --verify, a seal")
     add("--verify", action="store_true", help="check a seal instead of making one")
     add("--output", type=user_folder, help="the seal's file (default: seal_*.json beside the record)")
-    add("--bench", type=user_folder, help="table.json of a bench.throughput that ran beside this run")
     options = parser.parse_args(argv)
-    if options.verify and (options.output or options.bench):
-        parser.error("--verify writes nothing and adds nothing, so it takes neither --output nor --bench")
+    if options.verify and options.output:
+        parser.error("--verify writes nothing, so it takes no --output")
     if options.output and options.output.match("run_*.json"):
         parser.error(f"--output={options.output}: only run records are named run_*.json; write seal_*.json")
     return options
 
 
-def seal(path: Path, out: Path | None, bench: Path | None) -> int:
-    content = make_seal(read_record(path), read_json(bench) if bench else None)
+def seal(path: Path, out: Path | None) -> int:
+    content = make_seal(read_record(path))
     if wrong := disagreements(content):
         raise UserError(f"{path} does not agree with itself, so it is not sealed: {one_line(wrong[0], 300)}")
     out = out or path.with_name(f"seal_{path.stem.removeprefix('run_')}.json")
     if out.exists():
         raise UserError(f"{out} exists; a seal is never written over: remove it, or choose another --output")
     write_json(out, content)
-    code = content["code"]
-    print(
-        f"Sealed in {out}\nCode:   {code['commit'] or 'no commit'}{', modified' if code['modified'] else ''}"
-    )
-    if code["note"]:
-        print(f"        {code['note']}")
-    print(f"Digest: {content['digest']}")
+    print(f"Sealed in {out}\nCode:   {code_text(content['code'])}\nDigest: {content['digest']}")
     return 0
 
 

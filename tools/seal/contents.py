@@ -25,19 +25,16 @@ from training.records.startup_info import difference_sha256, working_difference
 VERSION = 1
 ENVIRONMENT = ("software", "hardware", "machine", "launch", "attention")  # of startup_info
 CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "gpu_reason")
-OF_RECORD = ("configuration", "environment", "data", "clocks", "rows")  # its sections
 COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # git gets it as an argument, and people copy it
-RUN_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # replay names a folder after it
 MAX_BYTES = 256 << 20  # of a seal; a record of a million rows has more
 
 
-def make_seal(record: dict[str, Any], bench: dict[str, Any] | None = None) -> dict[str, Any]:
+def make_seal(record: dict[str, Any]) -> dict[str, Any]:
     content = {
         "seal": VERSION,
         "sealed": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "record": redact_all(record),
         "code": describe_code(record["startup_info"].get("git") or {}),
-        "bench": redact_all(bench),
     }
     digests = digests_of(content)
     return {**content, "digests": digests, "digest": sha256(digests)}
@@ -49,13 +46,18 @@ def describe_code(git: dict[str, Any]) -> dict[str, Any]:
     commit, modified = git.get("commit"), git.get("modified")
     note = None if commit else "the run's code was not in a git checkout, so nothing is known of it"
     difference = working_difference(commit) if commit and modified else None
-    if modified and (difference is None or difference_sha256(difference) != git.get("difference_sha256")):
-        note, difference = (
-            "the code was modified, and has been changed since: the difference is unknown",
-            None,
-        )
-    difference = None if difference is None else redact(difference)
+    if difference is not None and difference_sha256(difference) == git.get("difference_sha256"):
+        difference = redact(difference)
+    elif modified:
+        note = "the code was modified, and has been changed since: the difference is unknown"
+        difference = None
     return {"commit": commit, "modified": modified, "difference": difference, "note": note}
+
+
+def code_text(code: dict[str, Any]) -> str:
+    """'commit 1234, modified', of what a seal or git_state() says of the code."""
+    note = f" ({code['note']})" if code.get("note") else ""
+    return f"commit {code['commit']}{', modified' if code['modified'] else ''}{note}"
 
 
 def digests_of(seal: dict[str, Any]) -> dict[str, str]:
@@ -69,7 +71,7 @@ def digests_of(seal: dict[str, Any]) -> dict[str, str]:
         "clocks": [{name: row.get(name) for name in CLOCKS} for row in rows],
         "rows": rows,
         "code": seal["code"],
-        "bench": seal["bench"],
+        "bench": seal.get("bench"),  # seals of earlier versions may have results of peers
         "record": record,
     }
     return {name: sha256(section) for name, section in sections.items()}
@@ -81,14 +83,10 @@ def sha256(content: Any) -> str:
 
 
 def changed_sections(seal: dict[str, Any]) -> list[str]:
-    """What was changed after sealing: names of sections, the narrowest ones, or 'digests'."""
+    """What was changed after sealing: names of sections, or 'digests'."""
     now, then = digests_of(seal), seal["digests"]
     changed = [name for name in now if now[name] != then.get(name)]
-    if any(name in changed for name in OF_RECORD):
-        changed = [name for name in changed if name != "record"]
-    if not changed and (now != then or sha256(then) != seal["digest"]):
-        changed = ["digests"]
-    return changed
+    return changed or ["digests"] * (now != then or sha256(then) != seal["digest"])
 
 
 # --- reading ---
@@ -125,14 +123,12 @@ def read_seal(path: Path) -> dict[str, Any]:
 
 
 def _checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    name, commit = record["run_name"], (record["startup_info"].get("git") or {}).get("commit")
+    commit = (record["startup_info"].get("git") or {}).get("commit")
     if record["status"] != "completed" or not record["training_iterations"]:
         raise UserError(
             f"{path} is not of a completed run with rows: its status is {shown(record['status'])}; seal the "
             "record of a run that reached its last iteration"
         )
-    if not RUN_NAME.fullmatch(name):
-        raise UserError(f"{path} is damaged: its run_name is {shown(name)}, no name of a folder")
     if commit is not None and not COMMIT.fullmatch(commit):
         raise UserError(f"{path} is damaged: its commit is {shown(commit)}, not 40 or 64 digits of a hash")
     return record

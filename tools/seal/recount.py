@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 from common.text import shown
@@ -38,7 +37,7 @@ def recount(record: dict[str, Any]) -> list[tuple[str, int, int, float | None, f
 def disagreements(seal: dict[str, Any]) -> list[str]:
     """A line for each figure that does not follow from the rest of the seal."""
     record = seal["record"]
-    figures = [*_settings(record), *_rows(record), *_bench(seal["bench"])]
+    figures = [*_settings(record), *_rows(record)]
     git = record["startup_info"].get("git") or {}
     figures += [(f"code.{name}", seal["code"][name], git.get(name)) for name in ("commit", "modified")]
     wrong = [line for figure in figures for line in _differences(*figure)]
@@ -113,18 +112,6 @@ def _row(record: dict[str, Any], row: dict[str, Any], is_first: bool) -> dict[st
         "calculation_method": flops["calculation_method"],
     }
     return {**made, "mfu": figures}
-
-
-def _bench(bench: dict[str, Any] | None) -> Iterator[Figure]:
-    """Of a table of bench.throughput: each ratio to a peer, by the rows of both."""
-    speeds: dict[str, float] = {}
-    entries = bench["entries"] if bench else []
-    for each in entries:
-        runs = [run["measurement"]["tokens_per_sec_per_gpu"] for run in each["runs"] if run["measurement"]]
-        speeds |= {each["name"]: median(map(median, runs))} if runs else {}
-    for each in entries:
-        for peer, ratio in ((each["result"] or {}).get("times_peers") or {}).items():
-            yield f"bench: {each['name']}, times {peer},", ratio, speeds[each["name"]] / speeds[peer]
 
 
 def _model(config: dict[str, Any]) -> ModelConfig:

@@ -32,7 +32,7 @@ from training.process.redaction import redact_all
 from training.process.run_lock import RunLock
 from training.process.world import World, gather_objects
 from training.records.attempts import SECTIONS, carry_over, find_history, journal_path, plain
-from training.records.follower import Follower, makes_other_rows
+from training.records.follower import Follower
 
 SAVING_SHARE = 0.01  # of the run's time, for rewriting the JSON
 FINAL_PAUSES_S = 0.0, 0.5  # before each attempt to complete it
@@ -221,7 +221,7 @@ def open_record(
     record = RunRecord(path, keys, info, config.save_log_to_json, history, start, run_lock)
     if names := tracker_names(config):
         record.save(at_once=True)
-        record.follower = Follower(names, path, makes_other_rows(history, keys, start))
+        record.follower = Follower(names, path)
     return record
 
 

@@ -1,0 +1,169 @@
+"""The panels that the plot of one run, the plot of several and the page share: the loss, and what each row of
+a record has, over the iterations. Without labels a panel is of one run, with its marks and a legend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from plots import figure, run_record
+from plots.figure import Panel
+from plots.run_record import Run, evaluations, finite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_MARKS = 100  # anomalies, and checkpoints, that are marked
+TOKENIZERS_DIFFER = (
+    "losses are not drawn: they are in nats per token, and these runs have tokens of different tokenizers; "
+    "compare bits per byte of one text, by tools.evaluate"
+)
+
+
+class Column(NamedTuple):
+    title: str
+    unit: str
+    form: str | None  # of the numbers at the axis
+    median_form: str = ""  # of a column that depends on the step time
+
+
+COLUMNS = {
+    "mfu_percent": Column("MFU", "MFU (%)", None, ",.2f"),
+    "tokens_per_sec": Column("Throughput", "tokens/s, all GPUs", "{x:,.0f}", ",.0f"),
+    "time_ms": Column("Step time", "ms per iteration", "{x:,.0f}", ",.1f"),
+    "memory_gb": Column("Peak memory", "GiB per GPU", None),
+    "sm_clock_mhz": Column("GPU clock", "SM clock, MHz, median over the row", "{x:,.0f}"),
+    "power_w": Column("GPU power", "W per GPU, median over the row", "{x:,.0f}"),
+    "lr": Column("Learning rate", "learning rate", "{x:.2e}"),
+    "grad_norm": Column("Gradient norm before clipping", "global L2 norm", None),
+}
+
+
+def line_styles(number: int) -> list[dict[str, Any]]:
+    """A color and a dash pattern for each run, different ones for up to 40 runs."""
+    dashes = ["-", "--", ":", "-."]
+    styles = ({"color": f"C{i % 10}", "linestyle": dashes[i // 10 % 4]} for i in range(number))
+    return [{**style, "alpha": 0.85} for style in styles]
+
+
+def panels_of(runs: list[Run], labels: list[str], columns: Iterable[str]) -> list[Panel]:
+    return [loss_panel(runs, labels), *(column_panel(column, runs, labels) for column in columns)]
+
+
+# --- the loss ---
+
+
+def loss_panel(runs: list[Run], labels: list[str]) -> Panel:
+    absent = "" if any(len(finite(y)) for run in runs for _, y in losses(run)) else "Loss was not logged."
+    if run_record.tokenizers_differ(runs):
+        absent = f"{TOKENIZERS_DIFFER.capitalize()}."
+    return Panel("Loss", partial(draw_loss, runs=runs, labels=labels), absent)
+
+
+def losses(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(iterations, losses) of the rows, and of the evaluations on training and on validation data."""
+    rows = (run.columns["iter"], run.columns["loss"])
+    return [rows, evaluations(run, "train_loss"), evaluations(run, "val_loss")]
+
+
+def draw_loss(axis: Axes, runs: list[Run], labels: list[str]) -> None:
+    """Several runs over tokens, on which a loss depends, if all logs say how many."""
+    by_tokens = bool(labels) and all(run.tokens_per_iter for run in runs)
+    title = "Loss (crosses: validation)" if labels else "Loss"
+    figure.label_axis(axis, title, "cross-entropy, nats per token", title_pad=6 if labels else 34)
+    drawn = []
+    for run, label, style in zip(runs, labels or [""], line_styles(len(runs)), strict=True):
+        scale = run.tokens_per_iter or 1 if by_tokens else 1
+        rows, trained, validated = ((scale * x, y) for x, y in losses(run))
+        figure.draw_smoothed(axis, *rows, label or "training step", **style)
+        # a ring and a cross: both are seen where the two losses are equal
+        style |= {"linestyle": ":", "markersize": 7, "markerfacecolor": "none"}
+        if not labels:
+            figure.draw(axis, *trained, label="evaluation, train", **style | {"marker": "o", "color": "C2"})
+            style["color"] = "C3"
+        val_label = f"_{label}, validation" if label else "evaluation, val"
+        figure.draw(axis, *validated, label=val_label, **style | {"marker": "x"})
+        drawn += [rows, validated] if labels else [rows, trained, validated]
+    if labels:
+        figure.make_logarithmic(axis, [y for _, y in drawn])
+    figure.limit_y(axis, [y for _, y in drawn], [figure.after_the_beginning(*line) for line in drawn])
+    if by_tokens:  # its own limits and label, instead of those of the iterations
+        axis.set_xlabel("tokens")
+        axis.autoscale(axis="x")
+        axis.xaxis.set_major_formatter(figure.tokens_text)
+    if not labels:
+        mark_events(axis, runs[0])
+
+
+def mark_events(axis: Axes, run: Run) -> None:
+    """Where the run was resumed, saved a checkpoint or met an anomaly; and an axis of tokens."""
+    starts = [start - 0.5 for start in run.attempt_starts]
+    anomalies, saved = (run_record.iterations_of(run, section) for section in ("events", "checkpoints"))
+    for places, label, color in ((starts, "resumed", "gray"), (anomalies[:MOST_MARKS], "anomaly", "tab:red")):
+        for index, at in enumerate(places):
+            axis.axvline(at, label=None if index else label, color=color, linewidth=1, linestyle="-.")
+    if len(saved := saved[-MOST_MARKS:]):
+        style: dict[str, Any] = {"color": "black", "marker": "^", "linestyle": "", "label": "checkpoint"}
+        axis.plot(saved, np.full(len(saved), 0.01), transform=axis.get_xaxis_transform(), **style)
+    if run.tokens_per_iter:
+        figure.add_token_axis(axis, run.tokens_per_iter)
+    figure.legend(axis)
+
+
+# --- the columns of the rows ---
+
+
+def column_panel(column: str, runs: list[Run], labels: list[str]) -> Panel:
+    """A line for each run."""
+    title, absent = COLUMNS[column].title, ""
+    if not any(len(finite(points(run, column)[1])) for run in runs):
+        absent = f"{title} was not logged."
+        if column == "mfu_percent" and not labels:
+            absent = f"No MFU: {runs[0].why_no_mfu}"
+    return Panel(title, partial(draw_column, column=column, runs=runs, labels=labels), absent)
+
+
+def points(run: Run, column: str, name: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """(iterations, values). Values that depend on the step time are without the steps with an evaluation."""
+    shown = ~run.with_evaluation if COLUMNS[column].median_form else slice(None)
+    return run.columns["iter"][shown], run.columns[name or column][shown]
+
+
+def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> None:
+    title, unit, form, median_form = COLUMNS[column]
+    above = mfu_title(runs) if column == "mfu_percent" else title
+    figure.label_axis(axis, above, unit, form, title_pad=6 if labels else 20)
+    lines = [points(run, column) for run in runs]
+    for line, style, label in zip(lines, line_styles(len(runs)), labels or [f"_{title}"], strict=True):
+        figure.draw(axis, *line, label=label, **style)
+    # an earlier attempt, which may have been faster, is in sight, too
+    plain = [~run.warmup & ~run.with_evaluation if median_form else slice(None) for run in runs]
+    typical = [run.columns[column][rows] for run, rows in zip(runs, plain, strict=True)]
+    if column == "mfu_percent" and not labels:
+        faint: dict[str, Any] = {"color": "C0", "alpha": 0.35, "marker": "", "label": "causal scores only"}
+        figure.draw(axis, *points(runs[0], column, "mfu_causal_percent"), **faint)
+        typical.append(runs[0].columns["mfu_causal_percent"][plain[0]])
+    if median_form and not labels:
+        mark_usual(axis, runs[0], column, median_form)
+    figure.limit_y(axis, [y for _, y in lines], typical)
+
+
+def mark_usual(axis: Axes, run: Run, column: str, form: str) -> None:
+    """Shades the warm-up, and marks the median of the other steps."""
+    if spread := run_record.spread(run, column):
+        median, low, high = (format(value, form) for value in spread)
+        label = f"median {median}, p10 to p90: {low} to {high}"
+        axis.axhline(spread[0], color="tab:orange", linewidth=1, linestyle="--", label=label)
+    for index, (first, last) in enumerate(run.warmup_spans):  # one for each attempt
+        in_legend = None if index else "warm-up"
+        axis.axvspan(first - 0.5, last + 0.5, color="gray", alpha=0.25, linewidth=0, label=in_legend)
+    figure.legend(axis)
+
+
+def mfu_title(runs: list[Run]) -> str:
+    """With the formula and the peak of a single run, because an MFU means nothing without them."""
+    title = f"MFU by {next((run.mfu_methods[0] for run in runs if run.mfu_methods), 'no formula')}"
+    return f"{title} of {runs[0].peak}" if len(runs) == 1 and runs[0].peak else title
