@@ -20,7 +20,7 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import checkpointing, operations, random_tokens, roofline, roofline_file, throughput
+from bench import operations, random_tokens, roofline, roofline_file, throughput
 from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, from_root, run_process
 from bench.random_tokens import make_random_dataset
@@ -593,22 +593,6 @@ def test_ceiling_adds_up_what_would_run():
     assert found["tokens_per_sec"] == pytest.approx(1000 / 2.0)
     flops = model_builder_v3.count_flops(config.model_config(), config.block_size)["flops_per_token"]
     assert found["mfu_percent"] == pytest.approx(100 * 500 * flops / 1e9)
-
-
-def test_cost_of_a_checkpoint_is_read_from_the_record():
-    """20 iterations before the first of two saves take 100 ms, the 20 after each of them 110."""
-    memory = {"max_allocated_gb": 10.0}
-    rows = [{"iter": i, "time_ms": 100.0, "memory": memory} for i in range(90)]
-    for i in [*range(30, 50), *range(60, 80)]:
-        rows[i] = {"iter": i, "time_ms": 110.0, "memory": {"max_allocated_gb": 10.1}}
-    saves = [{"iter": i, "blocked_seconds": 0.2, "write_seconds": 3.0} for i in (30, 60, 90)]
-    found = checkpointing.figures({"training_iterations": rows, "checkpoints": saves})
-    assert found["before_ms"] == 100 and found["after_ms"] == pytest.approx(110)
-    assert found["waits_iterations"] == pytest.approx(2) and found["slower_percent"] == pytest.approx(10)
-    lines = checkpointing.table([{"mode": "m", "gigabytes": 22.0, **found}, {"mode": "n", "reason": "why"}])
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[2] == ["m", *"22.00 100.0 0.200 2.00 3.00 110.0".split(), "+10.0 %", "1.000 x 10.0 GiB", ""]
-    assert cells[3] == ["n", *[""] * 8, "why"] and len(set(map(len, lines))) == 1
 
 
 # --- ceilings that were measured before ---
