@@ -249,7 +249,7 @@ def plan(phase: Phase, folder: Path, overrides: list[str]) -> list[Run]:
             name = f"{phase.name} {row.name}{suffix}"
             variants.append(Variant(name, phase.config, {**phase.keys, **keys, **own}))
         gpus = torch.cuda.device_count()
-        entries = make_plan(tuple(variants), flags, chosen, gpus, [], None, fixed)
+        entries = make_plan(tuple(variants), flags, chosen, gpus, keys=fixed)
         for row, entry in zip(rows, entries, strict=True):
             runs.append(Run(phase.name, row.name, seed, entry, phase.warmup, settings))
     return runs

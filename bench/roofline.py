@@ -1,7 +1,6 @@
 """The ceiling of this machine for this model: the time of its matmuls and its attention, if nothing else ran.
 
     python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16
-    python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16 --fresh
 
 Each matmul at its own shape (forward, gradient of the input, gradient of the weight; M = the tokens of a
 micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses; and
@@ -12,8 +11,7 @@ communication.
 With a recipe that has one scale for a tensor, the matmuls that it covers are timed in fp8, too, without the
 casts, and the ceiling takes these. Other recipes have the ceiling of bf16.
 
-It takes BUDGET_S, however many operations there are. The result is saved for later runs on the same GPU with
-the same versions (roofline_file.py); --fresh measures again. The last line of the output is one line of JSON.
+It takes BUDGET_S, however many operations there are. The last line of the output is one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import torch
 import model_builder
 from bench.operations import TIMING, Timing, copy_bandwidth, seconds_per_call, time_attention, time_matmul
 from bench.process import end_with_status
-from bench.roofline_file import read_saved, save
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
 from ops.recipes import ONE_SCALE
@@ -42,7 +39,6 @@ from training.process.world import World, check_device
 from training.records.micro_batch import resolve_micro_batch
 
 HEAD = "lm_head"  # the one matmul outside the blocks
-FRESH = "--fresh"
 # Of a GPU's time, for all operations together. One second of matmuls first brings the chip to the clock that
 # its power allows. The operations follow one another without a pause, so it stays there, and each needs only
 # a fraction of a second: a quarter of it is not timed, as neighbors draw different power.
@@ -52,15 +48,11 @@ SAMPLES, UNTIMED = 6, 0.25
 
 
 def main(argv: list[str]) -> int:
-    fresh = FRESH in argv
-    config = load_run_config([argument for argument in argv if argument != FRESH])
+    config = load_run_config(argv)
     check_device(config)
     device = torch.device(config.device)
     config, _ = resolve_micro_batch(config, World(0, 0, 1, device))
-    measured = None if fresh else read_saved(config, device)
-    if measured is None:
-        measured = measure(config, device)
-        save(measured, config, device)
+    measured = measure(config, device)
     print("\n".join(lines(measured)))
     print(json.dumps(measured))
     return 0

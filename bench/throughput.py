@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.peers import PEERS, require
+from bench.peers.registry import PEERS, require
 from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
 from bench.random_tokens import make_random_dataset
@@ -54,17 +54,16 @@ def main(argv: list[str]) -> int:
     started = datetime.datetime.now().astimezone()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
-    require(arguments.peer, arguments.nanogpt)
     nanogpt = arguments.nanogpt and Path(from_root(arguments.nanogpt))
+    programs = require(arguments.peer, nanogpt)
     folder = new_folder(arguments.output, f"{name}_{started:%Y%m%d_%H%M%S}")
     entries = make_plan(
         variants,
         [*overrides, *iteration_flags(arguments.iters, arguments.warmup)],
         dataset_chooser(arguments.dataset, folder),
         torch.cuda.device_count(),
-        arguments.peer,
+        programs,
         arguments.roofline,
-        nanogpt=nanogpt,
     )
     content = {
         "suite": name,
@@ -138,13 +137,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help=f"run these programs, too: {', '.join(PEERS)}",
     )
     parser.add_argument("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
-    parser.add_argument(
-        "--roofline",
-        nargs="?",
-        const="saved",
-        choices=("saved", "fresh"),
-        help="compare with this machine's ceiling, as it was measured before, or fresh",
-    )
+    parser.add_argument("--roofline", action="store_true", help="compare with this machine's ceiling")
     parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
     parser.add_argument("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
     flags, rest = take_flags(argv, OWN_OPTIONS)

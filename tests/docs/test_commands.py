@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import peer, peer_nanogpt, precision, roofline, throughput, tokenize
+from bench import peer, precision, throughput, tokenize
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
@@ -269,13 +269,8 @@ def check_benchmark(module: str, arguments: list[str]):
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
     else:
-        own = {
-            "bench.roofline": roofline.FRESH,
-            "bench.peer": peer.LIGER,
-            "bench.peer_nanogpt": peer_nanogpt.FOLDER,
-        }
-        assert module in ("bench.peer_torchtitan", *own)
-        load_config([word for word in arguments if not word.startswith(own.get(module, " "))])
+        assert module in ("bench.peer", "bench.roofline")
+        load_config(peer.parse(arguments)[1] if module == "bench.peer" else arguments)
 
 
 def check_pytest(arguments: list[str]):

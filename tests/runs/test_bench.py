@@ -20,7 +20,9 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import operations, random_tokens, roofline, roofline_file, throughput
+from bench import operations, peer, random_tokens, roofline, throughput
+from bench.peers.hugging_face import Transformers, build, make_step
+from bench.peers.program import check_parameters
 from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, from_root, run_process
 from bench.random_tokens import make_random_dataset
@@ -309,7 +311,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
         Variant("larger", config, {"batch_size": 32}),
         Variant("two processes", config, {"use_zero1": True}, 2),
     )
-    plan = make_plan(variants, [], None, gpus=0, asked=["transformers"], roofline="saved")
+    plan = make_plan(variants, [], None, gpus=0, programs=[Transformers()], roofline=True)
     entries = {entry.name: entry for entry in plan}
     peers = [entries[variant.name].peers[0] for variant in variants]
     ceilings = [entries[variant.name].roofline for variant in variants]
@@ -324,7 +326,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
     "gpus, processes, problem", [(1, 2, "needs 2 or more GPUs"), (8, 8, None), (0, 2, None)]
 )
 def test_strategies_take_all_gpus(gpus, processes, problem):
-    one, *several = make_plan(SUITES["strategies"], [], None, gpus, [], None)
+    one, *several = make_plan(SUITES["strategies"], [], None, gpus)
     assert one.processes == 1 and one.problem is None
     for entry in several:
         assert entry.processes == processes
@@ -393,17 +395,15 @@ PEERS = [
 @pytest.mark.parametrize("flags", [[], ["--bias=True"]], ids=["as it is", "with biases"])
 @pytest.mark.parametrize("name", PEERS)
 def test_peer_has_our_number_of_parameters(name, flags):
-    pytest.importorskip("transformers")
-    from bench.peer_model import build, check_parameters, import_transformers
-
+    transformers = pytest.importorskip("transformers")
     model_config = load_config([str(ROOT / "config" / name)]).model_config()
     if flags and (model_config.qk_norm or model_config.qkv_bias):
         pytest.skip("Qwen2 and Qwen3 have no bias in their feed-forward part")
     model_config = load_config([str(ROOT / "config" / name), *flags]).model_config()
     with torch.device("meta"):
-        theirs = build(import_transformers(), model_config)
+        theirs = build(transformers, model_config)
     ours = model_builder.build_model(model_config).count_parameters()["total"]
-    assert check_parameters(theirs, model_config) == ours
+    assert check_parameters(theirs, model_config, "transformers") == ours
     assert {parameter.dtype for parameter in theirs.parameters()} == {torch.float32}
     assert theirs.config._attn_implementation == "sdpa"
 
@@ -411,14 +411,12 @@ def test_peer_has_our_number_of_parameters(name, flags):
 @pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("factor", [None, 4.0])
 def test_peer_has_our_head_width_biases_and_positions(preset, factor):
-    pytest.importorskip("transformers")
-    from bench.peer_model import build, check_parameters, import_transformers
-
+    transformers = pytest.importorskip("transformers")
     scaling = factor and {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 16}
     sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, d_ff=96, vocab_size=97, block_size=64)
     config = make_model_config(preset, **sizes, head_dim=24, rope_scaling=scaling)
-    theirs = build(import_transformers(), config)
-    assert check_parameters(theirs, config)
+    theirs = build(transformers, config)
+    assert check_parameters(theirs, config, "transformers")
     expected = rotary_angles(64, 24, config.rope_theta, scaling=config.rope_scaling)
     cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(64)[None])
     torch.testing.assert_close(cos[0, :, :12], expected.cos, rtol=0, atol=1e-5)
@@ -426,17 +424,15 @@ def test_peer_has_our_head_width_biases_and_positions(preset, factor):
 
 
 def test_peer_that_would_be_another_model_is_refused():
-    pytest.importorskip("transformers")
-    from bench.peer_model import build, check_parameters, import_transformers
-
+    transformers = pytest.importorskip("transformers")
     quickstart = str(ROOT / "config/quickstart.py")
     with torch.device("meta"):
         biased = load_config([quickstart, "--bias=True"]).model_config()
         with pytest.raises(UserError, match="parameters, our qwen3"):
-            check_parameters(build(import_transformers(), biased), biased)
+            check_parameters(build(transformers, biased), biased, "transformers")
         mixed = load_config([quickstart, "--normalization=layernorm"]).model_config()
         with pytest.raises(UserError, match="no model with rope, layernorm"):
-            build(import_transformers(), mixed)
+            build(transformers, mixed)
 
 
 # --- the peer's batches ---
@@ -452,8 +448,6 @@ def documents(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["stream", "packed", "mixture"])
 def test_peer_trains_on_the_very_batches_of_train_py(documents, tmp_path, monkeypatch, run, kind):
     pytest.importorskip("transformers")
-    from bench import peer
-
     mixture = ",".join(f"{folder}:{weight}" for folder, weight in zip(documents, (0.7, 0.3), strict=True))
     dataset = mixture if kind == "mixture" else documents[0]
     packing = "truncate" if kind == "packed" else "stream"
@@ -476,12 +470,10 @@ def test_peer_trains_on_the_very_batches_of_train_py(documents, tmp_path, monkey
 
 def test_peer_counts_the_targets_that_we_count():
     """Every token's target, also the last one's of a window; no padding."""
-    pytest.importorskip("transformers")
-    from bench import peer, peer_model
-
+    transformers = pytest.importorskip("transformers")
     config = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 2})
     torch.manual_seed(0)
-    model = peer_model.build(peer_model.import_transformers(), config.model_config())
+    model = build(transformers, config.model_config())
     x, y = inputs_and_targets(torch.randint(1, 64, (2, 2, TINY["block_size"] + 1)))
     y[0, 0, 20:] = ~0
     expected = []
@@ -492,32 +484,22 @@ def test_peer_counts_the_targets_that_we_count():
             reduction="none",
         )
         expected.append(losses[targets.flatten() >= 0].mean().item())
-    loss = peer.make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
+    loss = make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
     assert loss.item() == pytest.approx(statistics.mean(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("flag", "why"),
     [
-        ("--doc_masking=True", "attention inside each document"),
-        ("--init_from=auto", "continues a run"),
-        ("--dtype=float16", "no loss scale"),
+        ("--doc_masking=True", "over the whole window"),
+        ("--init_from=auto", "always begins with random weights"),
+        ("--dtype=float16", "needs a loss scale"),
     ],
 )
 def test_peer_refuses_keys_with_which_it_would_train_something_else(documents, tmp_path, flag, why):
-    from bench import peer
-
     config = write_config(tmp_path / "config.py", **TINY, dataset=documents[0])
     with pytest.raises(UserError, match=why):
         peer.main([str(config), flag])
-
-
-def test_missing_transformers_says_how_to_install_it(monkeypatch):
-    from bench.peer_model import import_transformers
-
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match="pip install -r requirements.txt"):
-        import_transformers()
 
 
 # --- the ceiling ---
@@ -595,9 +577,6 @@ def test_ceiling_adds_up_what_would_run():
     assert found["mfu_percent"] == pytest.approx(100 * 500 * flops / 1e9)
 
 
-# --- ceilings that were measured before ---
-
-
 @pytest.mark.parametrize("name", ["full_qwen3_1.8b_optimal", "full_llama3_2.2b_chinchilla"])
 def test_ceiling_of_a_full_model_is_measured_within_its_budget(name, monkeypatch):
     """Also with every matmul in fp8, too."""
@@ -636,25 +615,6 @@ def test_the_start_of_a_ceiling_does_not_wait_for_what_only_training_needs():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_ceiling_is_read_again_on_the_same_gpu_and_measured_on_another(tmp_path, monkeypatch):
-    gpu = {"uuid": "one"}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(roofline_file, "_identity", lambda config, device: {**gpu, "dtype": config.dtype})
-    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
-    cuda = torch.device("cuda")
-    assert roofline_file.read_saved(config, cuda) is None
-    roofline_file.save({"tokens": 256}, config, cuda)
-    assert roofline_file.read_saved(config, cuda) == {"tokens": 256}
-    gpu["uuid"] = "another"
-    assert roofline_file.read_saved(config, cuda) is None
-    gpu["uuid"] = "one"
-    (path,) = (tmp_path / "nanomfu/roofline").iterdir()
-    path.write_text("{")
-    assert roofline_file.read_saved(config, cuda) is None
-    roofline_file.save({"tokens": 256}, config, CPU)  # a CPU's is not kept
-    assert path.read_text() == "{"
-
-
 # --- which variants, and what may be changed in them ---
 
 
@@ -687,7 +647,7 @@ def test_runs_are_named_from_the_repositorys_root_so_that_records_hold_no_folder
     variants = throughput.chosen(arguments)[1]
     assert variants[0].config == "config/quickstart.py"
     monkeypatch.chdir(tmp_path)  # the plan is made from anywhere
-    (entry,) = make_plan(variants, [], None, 0, [], None)
+    (entry,) = make_plan(variants, [], None, 0)
     assert entry.problem is None and entry.argv[0] == "config/quickstart.py"
 
 
