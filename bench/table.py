@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import shlex
 from pathlib import Path
 
 from bench.plan import Entry
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.text import aligned
+from training.hardware.description import describe_hardware
+from training.records.startup_info import git_state
 
 COLUMNS = (
     "variant",
@@ -125,18 +129,35 @@ def result_line(entry: Entry) -> str:
 def document_lines(content: dict, entries: list[Entry]) -> list[str]:
     """The saved document: date, machine, command, versions, the table, and what its columns mean."""
     facts = next((e.facts for e in entries if e.kind == "variant" and e.facts), {})
-    hardware, software = facts.get("hardware", {}), facts.get("software", content["software"])
-    here = content["software"]  # cpu_name is gpu_name in tables of older versions
-    machine = hardware.get("gpu_name") or here.get("cpu_name") or here["gpu_name"]
-    names = ("cpu_name", "gpu_name")
-    versions = ", ".join(f"{name} {v}" for name, v in software.items() if v and name not in names)
-    git = content["git"]
-    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
     peers = sorted({e.facts["peer"] for e in entries if e.kind == "peer" and e.facts})
-    lines = [f"## {content['date'][:10]}, {machine}, bench suite {content['suite']}", ""]
-    lines += [f"    {content['command']}", "", "; ".join([versions, *peers, commit]) + "."]
+    lines = heading(content, f"bench suite {content['suite']}", facts, peers)
     lines += [f"Peak per GPU: {peak}." for peak in peaks(entries)]
     return [*lines, "", *table_lines(entries), "", LEGEND]
+
+
+def heading(
+    content: dict, title: str, facts: dict | None = None, others: list[str] | None = None
+) -> list[str]:
+    """Date, machine, command and versions of a document: those of the runs, where `facts` has them."""
+    facts, here, git = facts or {}, content["software"], content["git"]
+    machine = facts.get("hardware", {}).get("gpu_name") or here["cpu_name"]
+    software = facts.get("software", here).items()
+    versions = ", ".join(f"{name} {v}" for name, v in software if v and name not in ("cpu_name", "gpu_name"))
+    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
+    about = "; ".join([versions, *(others or []), commit]) + "."
+    return [f"## {content['date'][:10]}, {machine}, {title}", "", f"    {content['command']}", "", about]
+
+
+def about_this(program: str, argv: list[str]) -> dict:
+    """What a document says of the process that makes it, which opens no GPU."""
+    facts = describe_hardware("cpu")
+    named = {"cpu_name": facts.pop("gpu_name"), **facts}
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", program, *argv]),
+        "software": {name: value for name, value in named.items() if value is not None},
+        "git": git_state(),
+    }
 
 
 def peaks(entries: list[Entry]) -> list[str]:
@@ -155,7 +176,8 @@ def peaks(entries: list[Entry]) -> list[str]:
 
 
 def new_folder(asked: str | None, name: str) -> Path:
-    folder = Path(asked or Path("out-bench") / name).resolve()
+    started = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
+    folder = Path(asked or Path("out-bench") / f"{name}_{started}").resolve()
     if (folder / "table.json").exists():
         raise UserError(f"{folder} holds a table already; choose another --output")
     opened = open_folder(folder)

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -31,14 +29,12 @@ from bench.random_tokens import make_random_dataset
 from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES, Variant
-from bench.table import document_lines, new_folder, result_line, save_table, table_lines
+from bench.table import about_this, document_lines, new_folder, result_line, save_table, table_lines
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.flags import take_flags
 from training.configuration.keys import TrainConfig
-from training.hardware.description import describe_hardware
-from training.records.startup_info import git_state
 
 ITERS_MAX = 10**6  # of one run
 
@@ -46,17 +42,12 @@ ITERS_MAX = 10**6  # of one run
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
     check_overrides(overrides)
-    if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
-        raise UserError(
-            f"model_builder.py counts MFU by {model_builder.CALCULATION_METHOD}, this table is by v3; "
-            "first: cp mfu_versions/model_builder_v3.py model_builder.py"
-        )
-    started = datetime.datetime.now().astimezone()
+    check_formula()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
     nanogpt = arguments.nanogpt and Path(from_root(arguments.nanogpt))
     programs = require(arguments.peer, nanogpt)
-    folder = new_folder(arguments.output, f"{name}_{started:%Y%m%d_%H%M%S}")
+    folder = new_folder(arguments.output, name)
     entries = make_plan(
         variants,
         [*overrides, *iteration_flags(arguments.iters, arguments.warmup)],
@@ -67,11 +58,8 @@ def main(argv: list[str]) -> int:
     )
     content = {
         "suite": name,
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.throughput", *argv]),
+        **about_this("bench.throughput", argv),
         "arguments": {**vars(arguments), "nanogpt": nanogpt and str(nanogpt), "overrides": overrides},
-        "software": software_here(),
-        "git": git_state(),
     }
     once, repeated = ([e for e in entries if (e.kind == "roofline") == flag] for flag in (True, False))
     order = [(entry, 1) for entry in once]
@@ -88,11 +76,13 @@ def main(argv: list[str]) -> int:
     return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
 
 
-def software_here() -> dict[str, object]:
-    """The versions in this process, which opens no GPU: what the runs used is in each entry's facts."""
-    facts = describe_hardware("cpu")
-    named = {"cpu_name": facts.pop("gpu_name"), **facts}
-    return {name: value for name, value in named.items() if value is not None}
+def check_formula() -> None:
+    """Raises UserError if train.py counts by another formula than the tables do."""
+    if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
+        raise UserError(
+            f"model_builder.py counts MFU by {model_builder.CALCULATION_METHOD}, this table is by v3; "
+            "first: cp mfu_versions/model_builder_v3.py model_builder.py"
+        )
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -262,7 +262,7 @@ def check_benchmark(module: str, arguments: list[str]):
         assert tokenize.parse(arguments).tokenizer
     elif module == "bench.precision":
         parsed, overrides = precision.parse(arguments)
-        precision.check(overrides)
+        check_overrides(overrides, precision.OTHERS)
         assert parsed.rows and parsed.seeds
     elif module == "bench.random_tokens":
         assert VOCABULARY_MIN <= int(*arguments) <= VOCABULARY_MAX

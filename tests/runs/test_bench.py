@@ -29,7 +29,7 @@ from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
 from bench.runner import stated_peak
 from bench.suites import SUITES, Variant
-from bench.table import COLUMNS, note, peaks
+from bench.table import COLUMNS, about_this, note, peaks
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from model import rotary_angles
@@ -671,5 +671,5 @@ def test_a_table_has_one_peak_for_each_dtype():
 
 
 def test_software_of_a_bench_calls_the_processor_no_gpu():
-    facts = throughput.software_here()
+    facts = about_this("bench.throughput", [])["software"]
     assert facts["cpu_name"] and "gpu_name" not in facts and facts["torch"]
