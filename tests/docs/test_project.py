@@ -30,8 +30,8 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "evaluate": "requirements-evaluate.txt",
     "dev": "requirements-dev.txt",
 }
-# a cluster has its own Ray; the others are peers, of bench.tokenize and bench.throughput alone
-IN_NO_EXTRA = {"ray", "datasets", "liger-kernel"}
+# a cluster has its own Ray; liger-kernel is a peer, of bench.throughput alone
+IN_NO_EXTRA = {"ray", "liger-kernel"}
 
 
 ABSOLUTE_PATH = re.compile(r"(?:^|[ =:'])/(?:home|root|tmp|mnt|opt|work|Users)/")
