@@ -3,8 +3,8 @@
     python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16
 
 Each matmul at its own shape (forward, gradient of the input, gradient of the weight; M = the tokens of a
-micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses; and
-copy bandwidth. Matmuls and attention one after another are the shortest possible micro-step, so the share of
+micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses.
+Matmuls and attention one after another are the shortest possible micro-step, so the share of
 this ceiling that a run reaches says what is left in everything else: norms, casts, loss, optimizer, launches,
 communication.
 
@@ -24,7 +24,7 @@ from collections import Counter
 import torch
 
 import model_builder
-from bench.operations import TIMING, Timing, copy_bandwidth, seconds_per_call, time_attention, time_matmul
+from bench.operations import ON_A_CPU, Timing, seconds_per_call, time_attention, time_matmul
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
@@ -67,7 +67,7 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
         for (name, inputs, outputs), count in matmul_shapes(model).items()
         for kind in (str(dtype).removeprefix("torch."), *["fp8"] * runs_in_fp8(name, config))
     ]
-    timing = share_of_budget(3 * len(cases) + 3, device)
+    timing = share_of_budget(3 * len(cases) + 2, device)
     heat(device)
     matmuls = []
     for name, inputs, outputs, count, kind in cases:
@@ -83,7 +83,6 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
         "tokens": tokens,
         "matmuls": matmuls,
         "attention": attention,
-        "copy_gb_per_s": copy_bandwidth(device, timing),
         "ceiling": ceiling(config, tokens, matmuls, attention, peak),
     }
 
@@ -91,7 +90,7 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
 def share_of_budget(operations: int, device: torch.device) -> Timing:
     """How long each of so many operations is timed."""
     if device.type == "cpu":
-        return TIMING["cpu"]
+        return ON_A_CPU
     seconds = (BUDGET_S - HEAT_S) / operations
     return Timing(UNTIMED * seconds, (1 - UNTIMED) * seconds / SAMPLES, SAMPLES)
 
@@ -149,7 +148,6 @@ def lines(measured: dict) -> list[str]:
     attention = measured["attention"]
     rates = " / ".join(f"{rate:.4g}" for rate in attention["causal_tflops"].values())
     text.append(f"{attention['count']:4} x attention, {attention['used']} [{attention['kernel']}]: {rates}")
-    text.append(f"copy {measured['copy_gb_per_s']:.4g} GB/s")
     mfu = f"{found['mfu_percent']:.2f} % MFU" if found["mfu_percent"] else f"no MFU: {found['peak_reason']}"
     text.append(f"ceiling {found['tokens_per_sec']:,.0f} tokens/s per GPU, {mfu}")
     return text

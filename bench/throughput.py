@@ -97,39 +97,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--suite", choices=SUITES, help="which variants")
     which.add_argument("--config", type=user_path, help="one variant: this config file of train.py")
-    parser.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="of the suite, only this variant, or those with NAME in their name; may be repeated (all)",
-    )
-    parser.add_argument(
-        "--iters", type=whole_number(1, ITERS_MAX), default=20, help="timed iterations of a run (20)"
-    )
+    add, count = parser.add_argument, whole_number(1, ITERS_MAX)
+    only = "of the suite, only this variant, or those with NAME in their name; may be repeated (all)"
+    add("--variant", action="append", default=[], metavar="NAME", help=only)
+    add("--iters", type=count, default=20, help="timed iterations of a run (20)")
     warmup = f"iterations before them ({WARMUP_ITERS})"
-    parser.add_argument("--warmup", type=whole_number(0, ITERS_MAX), default=WARMUP_ITERS, help=warmup)
-    parser.add_argument(
-        "--repeats", type=whole_number(1, ITERS_MAX), default=1, help="times that the suite is run (1)"
-    )
-    parser.add_argument(
-        "--timeout", type=real_number(0, TIMEOUT_MAX_S), default=1800, help="seconds for one run (1800)"
-    )
-    parser.add_argument(
-        "--dataset", type=user_path, help="instead of the configs' own; 'random' makes one of random tokens"
-    )
-    parser.add_argument(
-        "--peer",
-        type=names,
-        action="extend",
-        default=[],
-        metavar="A,B",
-        help=f"run these programs, too: {', '.join(PEERS)}",
-    )
-    parser.add_argument("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
-    parser.add_argument("--roofline", action="store_true", help="compare with this machine's ceiling")
-    parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
-    parser.add_argument("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
+    add("--warmup", type=whole_number(0, ITERS_MAX), default=WARMUP_ITERS, help=warmup)
+    add("--repeats", type=count, default=1, help="times that the suite is run (1)")
+    add("--timeout", type=real_number(0, TIMEOUT_MAX_S), default=1800, help="seconds for one run (1800)")
+    others = "instead of the configs' own; 'random' makes one of random tokens"
+    add("--dataset", type=user_path, help=others)
+    programs = f"run these programs, too: {', '.join(PEERS)}"
+    add("--peer", type=names, action="extend", default=[], metavar="A,B", help=programs)
+    add("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
+    add("--roofline", action="store_true", help="compare with this machine's ceiling")
+    add("--keep_cache", action="store_true", help="use the machine's own compile cache")
+    add("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
     flags, rest = take_flags(argv, OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
     return options, flags + unknown
@@ -160,10 +143,7 @@ def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...
 
 
 def names(text: str) -> list[str]:
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(PEERS)}")
-    return found
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:

@@ -2,7 +2,7 @@
 
     python -m bench.tokenize --input slimpajama --tokenizer gpt2 llama2_tokenizer llama3_tokenizer --workers 8
 
-The library runs its batch call on one thread and writes nothing; the preparation reads .jsonl.zst, makes ids,
+The library runs its batch call on one thread and writes nothing; the preparation reads .jsonl, makes ids,
 checks, hashes and writes them. What is counted is the rate of a worker that is at work: not the start of
 processes, the loading of tokenizers and the verification of the fast encoder, which a run does once; so each
 unit of the preparation takes some seconds. All methods take turns, so that a busy moment of the machine does
@@ -44,7 +44,7 @@ CORPUS = 627e9  # tokens, for the last column
 COLUMNS = ("tokenizer", "what", "tokens/s (p10 to p90)", "MB/s", "% of library", "h for 627 B")
 LEGEND = (
     "Medians of {repeats} repeats. library: its batch call on one thread, ids as lists, nothing read or\n"
-    "written. N workers: data/pipeline/ from .jsonl.zst to token files, while at work; ids by the same\n"
+    "written. N workers: data/pipeline/ from .jsonl to token files, while at work; ids by the same\n"
     "library or, where the encoder is fast, by tiktoken's loop."
 )
 
@@ -129,13 +129,9 @@ def read_sample(files: list[Path], megabytes: float) -> list[str]:
 
 
 def write_sample(texts: list[str], folder: Path) -> Path:
-    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError("the benchmark writes .jsonl.zst: pip install zstandard") from None
-    path = folder / "sample.jsonl.zst"
-    path.write_bytes(zstandard.compress(lines))
+    path = folder / "sample.jsonl"
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    path.write_text(lines, encoding="utf-8")
     return path
 
 

@@ -129,9 +129,7 @@ def build(transformers, config: ModelConfig) -> torch.nn.Module:
         intermediate_size=config.d_ff,
         max_position_embeddings=config.block_size,
         rms_norm_eps=config.norm_eps,
-        rope_theta=config.rope_theta,  # read by transformers 4
-        rope_scaling=scaling or None,  # the same
-        rope_parameters=rope,  # read from 5 on
+        rope_parameters=rope,
         attention_bias=config.bias,
         attention_dropout=config.dropout,
     )

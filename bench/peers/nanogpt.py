@@ -35,6 +35,8 @@ from training.process.world import World, launch_info, machine_size
 
 FILES = ("train.py", "model.py", "configurator.py")
 LINE = re.compile(r"iter (\d+): loss ([\d.]+|nan|inf), time ([\d.]+)ms")
+# its keys that have our names and meanings
+SAME = "block_size learning_rate min_lr weight_decay beta1 beta2 grad_clip max_iters device dtype compile"
 DATASET = "peer"  # nanoGPT reads data/NAME/train.bin of the folder in which it runs
 
 
@@ -110,6 +112,8 @@ def settings(config: TrainConfig, processes: int) -> dict[str, object]:
     """nanoGPT's configuration. It divides gradient_accumulation_steps among the processes."""
     model = config.model_config()
     return {
+        **{name: getattr(model, name) for name in ("n_layer", "n_head", "n_embd", "dropout", "bias")},
+        **{name: getattr(config, name) for name in SAME.split()},
         "out_dir": "out",
         "eval_interval": 10**9,
         "eval_iters": 1,
@@ -118,25 +122,9 @@ def settings(config: TrainConfig, processes: int) -> dict[str, object]:
         "dataset": DATASET,
         "batch_size": config.micro_batch,
         "gradient_accumulation_steps": config.micro_steps * processes,
-        "block_size": config.block_size,
-        "n_layer": model.n_layer,
-        "n_head": model.n_head,
-        "n_embd": model.n_embd,
-        "dropout": model.dropout,
-        "bias": model.bias,
-        "learning_rate": config.learning_rate,
-        "min_lr": config.min_lr,
-        "weight_decay": config.weight_decay,
-        "beta1": config.beta1,
-        "beta2": config.beta2,
-        "grad_clip": config.grad_clip,
         "warmup_iters": config.warmup_iters or 0,
         "lr_decay_iters": config.lr_decay_iters or config.max_iters,
-        "max_iters": config.max_iters,
         "backend": "nccl" if config.device == "cuda" else "gloo",
-        "device": config.device,
-        "dtype": config.dtype,
-        "compile": config.compile,
     }
 
 

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer training Qwen3 or LLaMA 3 of our shape.
+"""torchtitan's own Trainer training Qwen3 of our shape.
 
 https://github.com/pytorch/torchtitan
 The model, torch.compile, CUDA graphs, mixed precision by FSDP (on one GPU, too), the optimizer and the loop
@@ -33,7 +33,6 @@ VERSION = "0.3.0"  # as in requirements-peers.txt
 IMPORTS = ("torchdata", "datasets", "tensorboard", "tyro", "spmd_types")  # also where its data are not used
 INSTALL = "pip install -r requirements-peers.txt"
 HEAD = "lm_head"  # what its documentation of float8 leaves in bfloat16
-DECAYS = {"1-sqrt": "sqrt"}  # where its name is another one
 # What torchrun tells its processes; torchtitan reads it in a run of one process, too. Port 0: any free one.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 START_TIMEOUT_S = 3600  # for joining: one rank may have to scan a large dataset first
@@ -55,16 +54,12 @@ class Torchtitan(Program):
             need(module, self.name, INSTALL)
 
     def of_model(self, config: TrainConfig, model: ModelConfig) -> str | None:
-        style = (model.position_encoding, model.normalization, model.ffn_type, model.activation)
-        scaling = model.rope_scaling and model.rope_scaling.rope_type
         fp8 = config.low_precision == "fp8_tensorwise"
         skipped = config.low_precision_skip_first + config.low_precision_skip_last
-        if style != ("rope", "rmsnorm", "swiglu", "silu") or model.bias or model.qkv_bias or model.dropout:
-            return f"torchtitan has Qwen3 and LLaMA 3 without biases and dropout, not this {model.arch}"
-        if scaling and (model.qk_norm or scaling != "llama3"):
-            return "torchtitan has rope_scaling of type llama3, for LLaMA"
-        if not model.qk_norm and model.head_dim * model.n_head != model.n_embd:
-            return "the heads of torchtitan's LLaMA are together as wide as the model; leave out --head_dim"
+        if not model.qk_norm or model.bias or model.dropout or model.rope_scaling:
+            return (
+                f"torchtitan is compared in Qwen3 without biases, dropout and rope_scaling, not {model.arch}"
+            )
         if config.device != "cuda" or config.dtype != "bfloat16":
             return "torchtitan's trainer is compared in bfloat16, on GPUs"
         if config.low_precision != "none" and not fp8:
@@ -217,78 +212,49 @@ def recomputation(config: TrainConfig) -> str:
 
 
 def schedule(config: TrainConfig) -> dict[str, Any]:
-    """Our schedule; a stable part before the decay is a decay_ratio below 1 in theirs."""
+    """Our warm-up and its linear decay; speed does not depend on the rate."""
     warmup, end = warmup_and_decay_iters(config)
-    decay = config.lr_schedule
-    found = {
-        "warmup_steps": warmup,
-        "total_steps": max(end, config.max_iters),  # theirs has no rate beyond it
-        "min_lr_factor": config.min_lr / config.learning_rate if config.learning_rate else 0.0,
-    }
-    if decay == "constant":
-        return {**found, "decay_ratio": 0.0}
-    if decay == "wsd":
-        shape = DECAYS.get(config.wsd_decay_shape, config.wsd_decay_shape)
-        return {**found, "decay_ratio": config.wsd_decay_fraction, "decay_type": shape}
-    return {**found, "decay_type": decay}
+    return {"warmup_steps": warmup, "total_steps": max(end, config.max_iters)}  # it has no rate beyond it
 
 
 def model_spec(config: TrainConfig) -> Any:
-    """A model of our shape, from its own layers with their own initialization."""
-    from torchtitan.models import llama3, qwen3
-    from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+    """A Qwen3 of our shape, from its own layers with their own initialization."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.protocols.model_spec import ModelSpec
 
     model = config.model_config()
-    module, d = (qwen3 if model.qk_norm else llama3), model.n_embd
-    rope = {"dim": model.head_dim, "max_seq_len": config.block_size, "theta": model.rope_theta}
-    shape: dict[str, Any] = {
-        "n_layers": model.n_layer,
-        "dim": d,
-        "n_heads": model.n_head,
-        "n_kv_heads": model.n_kv_head,
-    }
-    shape |= {"hidden_dim": model.d_ff, "attn_backend": "flex"}
-    if model.qk_norm:
-        name, kind, parallelize, head_init = (
-            "qwen3",
-            qwen3.Qwen3Model,
-            qwen3.parallelize_qwen3,
-            qwen3._LINEAR_INIT,
-        )
-        layers = qwen3._build_qwen3_layers(**shape, head_dim=model.head_dim, rope=CosSinRoPE.Config(**rope))
-    else:
-        name, kind, parallelize = "llama3", llama3.Llama3Model, llama3.parallelize_llama
-        head_init = llama3._output_linear_init(d)
-        layers = llama3._build_llama3_layers(**shape, rope=ComplexRoPE.Config(**rope, **scaling(model)))
+    width, vocabulary = model.n_embd, model.vocab_size
+    rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=config.block_size, theta=model.rope_theta)
+    layers = qwen3._build_qwen3_layers(
+        n_layers=model.n_layer,
+        dim=width,
+        n_heads=model.n_head,
+        n_kv_heads=model.n_kv_head,
+        head_dim=model.head_dim,
+        hidden_dim=model.d_ff,
+        attn_backend="flex",
+        rope=rope,
+    )
     for layer in layers:  # its loaders pack documents and so need masks; ours do not
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    embedding_init = module._EMBEDDING_SKIP_INIT if model.weight_tying else module._EMBEDDING_INIT
-    built = kind.Config(
-        dim=d,
-        vocab_size=model.vocab_size,
+    start = qwen3._EMBEDDING_SKIP_INIT if model.weight_tying else qwen3._EMBEDDING_INIT
+    built = qwen3.Qwen3Model.Config(
+        dim=width,
+        vocab_size=vocabulary,
         layers=layers,
-        norm=RMSNorm.Config(normalized_shape=d, param_init=module._NORM_INIT),
-        tok_embeddings=Embedding.Config(
-            num_embeddings=model.vocab_size, embedding_dim=d, param_init=embedding_init
-        ),
-        lm_head=Linear.Config(in_features=d, out_features=model.vocab_size, param_init=head_init),
+        norm=qwen3._qwen3_norm(width),
+        tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=start),
+        lm_head=Linear.Config(in_features=width, out_features=vocabulary, param_init=qwen3._LINEAR_INIT),
         enable_weight_tying=model.weight_tying,
     )
     for _, norm, _, _ in built.traverse(RMSNorm.Config):
         norm.eps = model.norm_eps
     if config.low_precision == "fp8_tensorwise":
         built = in_float8(built, config.compile)
-    return ModelSpec(
-        name=name,
-        flavor="ours",
-        model=built,
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=None,  # reads weights from a folder, of which there is none
-    )
+    # what is None: pipelines, experts, weights in a folder
+    return ModelSpec("qwen3", "ours", built, qwen3.parallelize_qwen3, None, None, None)
 
 
 def in_float8(model: Any, compiled: bool) -> Any:
@@ -299,12 +265,3 @@ def in_float8(model: Any, compiled: bool) -> Any:
         recipe_name="tensorwise", filter_fqns=[HEAD], model_compile_enabled=compiled
     )
     return converter.build().convert(model)
-
-
-def scaling(model: ModelConfig) -> dict[str, Any]:
-    """Of the frequencies of its LLaMA's positions."""
-    if model.rope_scaling is None:
-        return {}
-    fields = model.rope_scaling.to_dict()
-    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {"scaling": "llama", "scaling_factor": fields["factor"], **{name: fields[name] for name in names}}

@@ -37,7 +37,6 @@ def peer(config, *flags: str, processes: int = 1) -> dict:
     [
         ([], 1),
         (["--weight_tying=True"], 1),
-        (["--arch_preset=llama3", "--d_ff=640"], 1),
         ([FP8], 1),
         (["--activation_checkpointing=full"], 1),
         ([], 2),

@@ -12,7 +12,6 @@ from data.tokenizers import fast_encoder
 
 @pytest.mark.slow
 def test_the_benchmark_runs_and_saves_what_it_prints(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("zstandard")
     monkeypatch.setattr(fast_encoder, "CHARACTERS", range(0x2200))
     text = write_jsonl(tmp_path / "a.jsonl", ["some words of a text " * 20] * 2000)
     out = tmp_path / "out"
