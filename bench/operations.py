@@ -1,4 +1,4 @@
-"""Seconds of single operations on this machine: a Linear's three products, one layer's attention, a copy.
+"""Seconds of single operations on this machine: a Linear's three products, one layer's attention.
 
 The traps: a GPU at its power limit runs the first tenth of a second faster than the rest, and zeros draw less
 power than data. So each figure is the median of several samples after work that warmed the GPU up, on random
@@ -28,19 +28,11 @@ class Timing(NamedTuple):
     sample_s: float
     samples: int
 
-    @property
-    def seconds(self) -> float:
-        return self.warmup_s + self.samples * self.sample_s
+
+ON_A_CPU = Timing(0.02, 0.005, 5)
 
 
-TIMING = {"cuda": Timing(1.0, 0.05, 15), "cpu": Timing(0.02, 0.005, 5)}
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}  # that the copy reads
-BACKWARD_FACTOR = 2.5  # five products to the forward's two: it computes the scores again (Dao 2023, sec. 4)
-
-
-def time_matmul(
-    M: int, K: int, N: int, dtype: str, device: torch.device, timing: Timing | None = None
-) -> dict:
+def time_matmul(M: int, K: int, N: int, dtype: str, device: torch.device, timing: Timing) -> dict:
     """Seconds and TFLOPS of x (M, K) times a Linear's weight (N, K), and of its two gradients."""
     make = _fp8_products if dtype == "fp8" else _products
     calls = make(M, K, N, dtype, device)
@@ -82,7 +74,7 @@ def time_attention(
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    timing: Timing | None = None,
+    timing: Timing,
 ) -> dict:
     """One layer's attention. Rates are by causal FLOPs: the kernels skip the other half."""
     choice = choose_attention(config.attention_backend, model, dtype, device, manual_attention)
@@ -107,17 +99,9 @@ def time_attention(
     return {"used": choice.used, "kernel": choice.kernel, "seconds": seconds, "causal_tflops": rates}
 
 
-def copy_bandwidth(device: torch.device, timing: Timing | None = None) -> float:
-    """GB/s of a large copy on the device, bytes read plus bytes written."""
-    size = COPY_BYTES[device.type]
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * size / seconds_per_call(lambda: target.copy_(source), device, timing) / 1e9
-
-
-def seconds_per_call(call: Callable[[], object], device: torch.device, timing: Timing | None = None) -> float:
+def seconds_per_call(call: Callable[[], object], device: torch.device, timing: Timing) -> float:
     """The median of samples, each of as many calls as fill it, after the warm-up."""
-    warmup_s, sample_s, samples = timing or TIMING[device.type]
+    warmup_s, sample_s, samples = timing
 
     def sample(calls: int) -> float:
         began = time.perf_counter()

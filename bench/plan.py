@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from bench import peers
+from bench.peers.program import Program
 from bench.suites import ALL_GPUS, Variant
 from common.errors import UserError
 from training.configuration.flags import not_a_flag, take_flags
@@ -51,7 +52,7 @@ class Entry:
     problem: str | None = None  # why it cannot be started
     peers: list[str] = field(default_factory=list)  # names of the entries that it is compared with
     roofline: str | None = None
-    program: list[str] = field(default_factory=list)  # of a peer: the module that runs it
+    program: list[str] = field(default_factory=list)  # of a peer: the module that runs it, and its options
     dtype: str = ""  # compute dtype, which the peak depends on
     runs: list[dict] = field(default_factory=list)
     facts: dict = field(default_factory=dict)  # what the last successful run reported about itself
@@ -104,36 +105,21 @@ def make_plan(
     flags: list[str],
     dataset: Callable[[TrainConfig], str | Path] | None,
     gpus: int,
-    asked: list[str],
-    roofline: str | None,
+    programs: Collection[Program] = (),
+    roofline: bool = False,
     keys: dict[str, object] = FIXED,
-    nanogpt: Path | None = None,
 ) -> list[Entry]:
-    """The ceilings first, then each variant, followed by its peers, of those that are asked for and can train
-    it, unless an earlier variant has the same one. Raises UserError if one of them can train no variant.
-    `flags` and then `keys` are added to all; `gpus` is the number that this machine has."""
-    fixed = [f"--{key}={value}" for key, value in keys.items()]
-    ceilings: list[Entry] = []
-    others: list[Entry] = []
-    shared: dict[tuple, str] = {}  # (kind, what it depends on): name of the entry
-    obstacles: dict[str, str] = {}  # why a peer cannot train a variant
-
-    def share(
-        entries: list[Entry], kind: str, label: str, key: tuple, entry: Entry, argv: list[str], processes: int
-    ) -> str:
-        """The name of the entry of this kind and key, which is added if there is none."""
-        if (kind, key) not in shared:
-            shared[kind, key] = f"{label}: {entry.name}"
-            name = shared[kind, key]
-            entries.append(Entry(kind, name, argv, processes, entry.device, dtype=entry.dtype))
-        return shared[kind, key]
-
+    """The ceilings first, then each variant, followed by its peers, of the programs that can train it, unless
+    an earlier variant has the same one. Raises UserError if a program can train no variant. `flags` and then
+    `keys` are added to all; `gpus` is the number that this machine has."""
+    entries: list[Entry] = []
+    shared: dict[tuple, Entry] = {}  # {what a peer or a ceiling depends on: its entry}
+    obstacles: dict[str, str] = {}  # why a program cannot train a variant
     for variant in variants:
-        overrides = [f"--{key}={value}" for key, value in variant.overrides.items()]
-        argv = [variant.config, *overrides, *flags, *fixed]
+        argv = [variant.config, *as_flags(variant.overrides), *flags, *as_flags(keys)]
         processes = max(2, gpus) if variant.processes == ALL_GPUS else variant.processes
         entry = Entry("variant", variant.name, argv, processes, "cuda")
-        others.append(entry)
+        entries.append(entry)
         try:
             # from the root, where the runs start, and not from where this process is
             config = load_run_config([str(ROOT / variant.config), *argv[1:]], processes)
@@ -146,24 +132,29 @@ def make_plan(
             continue
         if dataset:
             argv.append(f"--dataset={dataset(config)}")
+        beside: dict[str, Any] = {"device": config.device, "dtype": config.dtype}
         if roofline:
             one = [*argv, "--use_zero1=False", "--use_fsdp=False"]  # these two need several processes
-            one += ["--fresh"] * (roofline == "fresh")
-            key = _roofline_key(config)
-            entry.roofline = share(ceilings, "roofline", "ceiling", key, entry, one, 1)
-        for peer in asked:
-            if reason := peers.obstacle(peer, config, processes):
-                obstacles[peer] = reason
+            ceiling = Entry("roofline", f"ceiling: {variant.name}", one, 1, **beside)
+            entry.roofline = shared.setdefault(("roofline", *_roofline_key(config)), ceiling).name
+        for program in programs:
+            if reason := program.obstacle(config, processes):
+                obstacles[program.name] = reason
                 continue
-            key = (peer, *_peer_key(config), *peers.depends_on(peer, config), processes)
-            entry.peers.append(share(others, "peer", peer, key, entry, argv, processes))
-    for other in others:
-        if other.kind == "peer":
-            other.program = peers.program(other.name.partition(":")[0], nanogpt)
-    started = {other.name.partition(":")[0] for other in others if other.kind == "peer"}
-    if useless := [peer for peer in obstacles if peer not in started]:
+            peer = Entry("peer", f"{program.name}: {variant.name}", argv, processes, **beside)
+            peer.program = ["-m", "bench.peer", *program.options()]
+            key = (program.name, *_peer_key(config), *program.follows(config), processes)
+            if key not in shared:
+                entries.append(peer)
+            entry.peers.append(shared.setdefault(key, peer).name)
+    trained = {key[0] for key in shared}
+    if useless := [name for name in obstacles if name not in trained]:
         raise UserError(f"--peer={useless[0]}: {obstacles[useless[0]]}, so it has nothing to train here")
-    return ceilings + others
+    return [entry for entry in shared.values() if entry.kind == "roofline"] + entries
+
+
+def as_flags(keys: dict[str, object]) -> list[str]:
+    return [f"--{key}={value}" for key, value in keys.items()]
 
 
 def _shape(config: TrainConfig) -> tuple:

@@ -56,19 +56,16 @@ def from_root(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def run_process(
-    command: list[str], log: Path, timeout_s: float, keep_cache: bool = False, cache: str | None = None
-) -> Outcome:
+def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Outcome:
     """Runs command in the repository's root, writes its output to `log`, and stops it after timeout_s. Its
-    compile cache is the machine's own with keep_cache, else the folder `cache`, else a new folder."""
+    compile cache is the machine's own with keep_cache, else a new folder."""
     with contextlib.ExitStack() as stack:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # train.py sets this itself; a peer must have it, too
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if not keep_cache:
-            cache = cache or stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
-            )
+            folder = tempfile.TemporaryDirectory(prefix="nanomfu-", ignore_cleanup_errors=True)
+            cache = stack.enter_context(folder)
             environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         output = stack.enter_context(open(log, "w", encoding="utf-8"))
         began = time.perf_counter()

@@ -1,19 +1,17 @@
 """The ceiling of this machine for this model: the time of its matmuls and its attention, if nothing else ran.
 
     python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16
-    python -m bench.roofline config/full_qwen3_1.8b_optimal.py --batch_size=16 --fresh
 
 Each matmul at its own shape (forward, gradient of the input, gradient of the weight; M = the tokens of a
-micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses; and
-copy bandwidth. Matmuls and attention one after another are the shortest possible micro-step, so the share of
+micro-batch), in the compute dtype; attention forward and backward by the kernel that the trainer chooses.
+Matmuls and attention one after another are the shortest possible micro-step, so the share of
 this ceiling that a run reaches says what is left in everything else: norms, casts, loss, optimizer, launches,
 communication.
 
 With a recipe that has one scale for a tensor, the matmuls that it covers are timed in fp8, too, without the
 casts, and the ceiling takes these. Other recipes have the ceiling of bf16.
 
-It takes BUDGET_S, however many operations there are. The result is saved for later runs on the same GPU with
-the same versions (roofline_file.py); --fresh measures again. The last line of the output is one line of JSON.
+It takes BUDGET_S, however many operations there are. The last line of the output is one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from collections import Counter
 import torch
 
 import model_builder
-from bench.operations import TIMING, Timing, copy_bandwidth, seconds_per_call, time_attention, time_matmul
+from bench.operations import ON_A_CPU, Timing, seconds_per_call, time_attention, time_matmul
 from bench.process import end_with_status
-from bench.roofline_file import read_saved, save
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
 from ops.recipes import ONE_SCALE
@@ -42,7 +39,6 @@ from training.process.exit_status import leave_now
 from training.process.world import World, check_device
 
 HEAD = "lm_head"  # the one matmul outside the blocks
-FRESH = "--fresh"
 # Of a GPU's time, for all operations together. One second of matmuls first brings the chip to the clock that
 # its power allows. The operations follow one another without a pause, so it stays there, and each needs only
 # a fraction of a second: a quarter of it is not timed, as neighbors draw different power.
@@ -52,15 +48,11 @@ SAMPLES, UNTIMED = 6, 0.25
 
 
 def main(argv: list[str]) -> int:
-    fresh = FRESH in argv
-    config = load_run_config([argument for argument in argv if argument != FRESH])
+    config = load_run_config(argv)
     check_device(config)
     device = torch.device(config.device)
     config, _ = resolve_micro_batch(config, World(0, 0, 1, device))
-    measured = None if fresh else read_saved(config, device)
-    if measured is None:
-        measured = measure(config, device)
-        save(measured, config, device)
+    measured = measure(config, device)
     print("\n".join(lines(measured)))
     print(json.dumps(measured))
     return 0
@@ -75,7 +67,7 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
         for (name, inputs, outputs), count in matmul_shapes(model).items()
         for kind in (str(dtype).removeprefix("torch."), *["fp8"] * runs_in_fp8(name, config))
     ]
-    timing = share_of_budget(3 * len(cases) + 3, device)
+    timing = share_of_budget(3 * len(cases) + 2, device)
     heat(device)
     matmuls = []
     for name, inputs, outputs, count, kind in cases:
@@ -91,7 +83,6 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
         "tokens": tokens,
         "matmuls": matmuls,
         "attention": attention,
-        "copy_gb_per_s": copy_bandwidth(device, timing),
         "ceiling": ceiling(config, tokens, matmuls, attention, peak),
     }
 
@@ -99,7 +90,7 @@ def measure(config: TrainConfig, device: torch.device) -> dict:
 def share_of_budget(operations: int, device: torch.device) -> Timing:
     """How long each of so many operations is timed."""
     if device.type == "cpu":
-        return TIMING["cpu"]
+        return ON_A_CPU
     seconds = (BUDGET_S - HEAT_S) / operations
     return Timing(UNTIMED * seconds, (1 - UNTIMED) * seconds / SAMPLES, SAMPLES)
 
@@ -157,7 +148,6 @@ def lines(measured: dict) -> list[str]:
     attention = measured["attention"]
     rates = " / ".join(f"{rate:.4g}" for rate in attention["causal_tflops"].values())
     text.append(f"{attention['count']:4} x attention, {attention['used']} [{attention['kernel']}]: {rates}")
-    text.append(f"copy {measured['copy_gb_per_s']:.4g} GB/s")
     mfu = f"{found['mfu_percent']:.2f} % MFU" if found["mfu_percent"] else f"no MFU: {found['peak_reason']}"
     text.append(f"ceiling {found['tokens_per_sec']:,.0f} tokens/s per GPU, {mfu}")
     return text

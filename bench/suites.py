@@ -117,9 +117,7 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     ),
     "strategies": (
         Variant("one GPU", QWEN3, BATCH),
-        Variant("DDP", QWEN3, BATCH, ALL_GPUS),
-        Variant("ZeRO-1", QWEN3, {**BATCH, "use_zero1": True}, ALL_GPUS),
-        Variant("FSDP", QWEN3, {**BATCH, "use_fsdp": True}, ALL_GPUS),
+        *(Variant(name, QWEN3, {**BATCH, **keys}, ALL_GPUS) for name, keys in STRATEGIES.items()),
     ),
     # with any flag of train.py behind --suite, such as --gradient_accumulation_steps=4, for all of them
     "communication": (
@@ -138,9 +136,6 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     "attention": tuple(
         Variant(backend, QWEN3, {**BATCH, "attention_backend": backend})
         for backend in ("sdpa", "flash_attn_2", "flash_attn_3")
-    ),
-    "feed_forward": tuple(
-        Variant(backend, QWEN3, {**BATCH, "ffn_backend": backend}) for backend in ("torch", "quack")
     ),
     # steps of a few milliseconds, where launching the kernels takes a large part of the time
     "graphs": tuple(

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import shlex
 from pathlib import Path
 
 from bench.plan import Entry
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.text import aligned
+from training.hardware.description import describe_hardware
+from training.records.startup_info import git_state
 
-COLUMNS = (
-    "variant",
-    "GPUs",
-    "MFU %",
-    "causal %",
-    "of ceiling %",
-    "tokens/s (p10 to p90)",
-    "per GPU",
-    "x peer",
-    "peak GiB",
-    "first step s",
-    "SM MHz",
-    "W",
-    "attention",
-    "note",
-)
 TEXT_COLUMNS = ("variant", "tokens/s (p10 to p90)", "attention", "note")  # the others are aligned right
 LEGEND = (
     "MFU by v3 (component_summation_v2025), with the full score matrix and its causal half; of ceiling: of\n"
@@ -38,14 +26,14 @@ LEGEND = (
 def table_lines(entries: list[Entry]) -> list[str]:
     """Rows for the variants, the peers and the ceilings that failed, then one line for each other ceiling."""
     rows = [cells(entry) for entry in entries if entry.kind != "roofline" or _failures(entry)]
-    lines = aligned(COLUMNS, rows, TEXT_COLUMNS, "github")
+    lines = aligned(list(rows[0]), [list(row.values()) for row in rows], TEXT_COLUMNS, "github")
     measured = [(e.name, e.result) for e in entries if e.kind == "roofline" and e.result]
     ceilings = [_ceiling_line(name, result) for name, result in measured]
     return lines + [""] * bool(ceilings) + ceilings
 
 
-def cells(entry: Entry) -> list[str]:
-    """The cells of one row; a figure that does not exist leaves its cell empty."""
+def cells(entry: Entry) -> dict[str, str]:
+    """{column: text} of one row; a figure that does not exist leaves its cell empty."""
     result = entry.result if entry.kind != "roofline" else None
     result = result or {}
 
@@ -56,27 +44,28 @@ def cells(entry: Entry) -> list[str]:
         return "" if value is None else format(value, form)
 
     rate = result.get("tokens_per_sec")
+    spread = f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})" if rate else ""
     device = f"{entry.processes}{' (CPU)' * (entry.device == 'cpu')}"
     attention = entry.facts.get("attention", "")
     if isinstance(attention, dict):
         attention = f"{attention['used']} [{attention['kernel']}]"
-    texts = [
-        entry.name,
-        device,
-        figure("mfu_percent", ".2f"),
-        figure("mfu_causal_percent", ".2f"),
-        figure("ceiling_percent", ".1f"),
-        f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})" if rate else "",
-        figure("tokens_per_sec_per_gpu", ",.0f"),
-        figure("times_peer", ".2f"),
-        figure("max_allocated_gb", ".1f"),
-        figure("first_step_s", ".1f"),
-        figure("sm_clock_mhz", ".0f"),
-        figure("power_w", ".0f"),
-        attention,
-        note(entry),
-    ]
-    return [text.replace("|", "/").replace("\n", " ") for text in texts]
+    texts = {
+        "variant": entry.name,
+        "GPUs": device,
+        "MFU %": figure("mfu_percent", ".2f"),
+        "causal %": figure("mfu_causal_percent", ".2f"),
+        "of ceiling %": figure("ceiling_percent", ".1f"),
+        "tokens/s (p10 to p90)": spread,
+        "per GPU": figure("tokens_per_sec_per_gpu", ",.0f"),
+        "x peer": figure("times_peer", ".2f"),
+        "peak GiB": figure("max_allocated_gb", ".1f"),
+        "first step s": figure("first_step_s", ".1f"),
+        "SM MHz": figure("sm_clock_mhz", ".0f"),
+        "W": figure("power_w", ".0f"),
+        "attention": attention,
+        "note": note(entry),
+    }
+    return {column: text.replace("|", "/").replace("\n", " ") for column, text in texts.items()}
 
 
 def note(entry: Entry) -> str:
@@ -106,7 +95,7 @@ def _ceiling_line(name: str, result: dict) -> str:
         f"{name}, measured {result['measured']}: {mfu}{found['tokens_per_sec']:,.0f} tokens/s per GPU; "
         f"per micro-batch of {result['tokens']:,} tokens {1000 * found['matmul_seconds']:.1f} ms in matmuls, "
         f"{1000 * found['attention_seconds']:.1f} ms in attention ({attention['used']} "
-        f"[{attention['kernel']}]); copy {result['copy_gb_per_s']:,.0f} GB/s"
+        f"[{attention['kernel']}])"
     )
 
 
@@ -125,18 +114,35 @@ def result_line(entry: Entry) -> str:
 def document_lines(content: dict, entries: list[Entry]) -> list[str]:
     """The saved document: date, machine, command, versions, the table, and what its columns mean."""
     facts = next((e.facts for e in entries if e.kind == "variant" and e.facts), {})
-    hardware, software = facts.get("hardware", {}), facts.get("software", content["software"])
-    here = content["software"]  # cpu_name is gpu_name in tables of older versions
-    machine = hardware.get("gpu_name") or here.get("cpu_name") or here["gpu_name"]
-    names = ("cpu_name", "gpu_name")
-    versions = ", ".join(f"{name} {v}" for name, v in software.items() if v and name not in names)
-    git = content["git"]
-    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
     peers = sorted({e.facts["peer"] for e in entries if e.kind == "peer" and e.facts})
-    lines = [f"## {content['date'][:10]}, {machine}, bench suite {content['suite']}", ""]
-    lines += [f"    {content['command']}", "", "; ".join([versions, *peers, commit]) + "."]
+    lines = heading(content, f"bench suite {content['suite']}", facts, peers)
     lines += [f"Peak per GPU: {peak}." for peak in peaks(entries)]
     return [*lines, "", *table_lines(entries), "", LEGEND]
+
+
+def heading(
+    content: dict, title: str, facts: dict | None = None, others: list[str] | None = None
+) -> list[str]:
+    """Date, machine, command and versions of a document: those of the runs, where `facts` has them."""
+    facts, here, git = facts or {}, content["software"], content["git"]
+    machine = facts.get("hardware", {}).get("gpu_name") or here["cpu_name"]
+    software = facts.get("software", here).items()
+    versions = ", ".join(f"{name} {v}" for name, v in software if v and name not in ("cpu_name", "gpu_name"))
+    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
+    about = "; ".join([versions, *(others or []), commit]) + "."
+    return [f"## {content['date'][:10]}, {machine}, {title}", "", f"    {content['command']}", "", about]
+
+
+def about_this(program: str, argv: list[str]) -> dict:
+    """What a document says of the process that makes it, which opens no GPU."""
+    facts = describe_hardware("cpu")
+    named = {"cpu_name": facts.pop("gpu_name"), **facts}
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", program, *argv]),
+        "software": {name: value for name, value in named.items() if value is not None},
+        "git": git_state(),
+    }
 
 
 def peaks(entries: list[Entry]) -> list[str]:
@@ -155,15 +161,14 @@ def peaks(entries: list[Entry]) -> list[str]:
 
 
 def new_folder(asked: str | None, name: str) -> Path:
-    folder = Path(asked or Path("out-bench") / name).resolve()
-    if (folder / "table.json").exists():
-        raise UserError(f"{folder} holds a table already; choose another --output")
-    opened = open_folder(folder)
-    if any((folder / "runs").iterdir()):
+    started = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
+    folder = open_folder(Path(asked or Path("out-bench") / f"{name}_{started}").resolve())
+    if (folder / "table.json").exists() or any((folder / "runs").iterdir()):
         raise UserError(
-            f"{folder} has runs of a benchmark that was killed or is still running; choose another --output"
+            f"{folder} has the table or the runs of a benchmark, which may still be running; choose another "
+            "--output"
         )
-    return opened
+    return folder
 
 
 def open_folder(folder: Path) -> Path:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -24,21 +22,19 @@ from pathlib import Path
 import torch
 
 import model_builder
-from bench.peers import PEERS, require
+from bench.peers.registry import PEERS, require
 from bench.plan import OWN_OPTIONS, WARMUP_ITERS, check_overrides, check_varied, iteration_flags, make_plan
 from bench.process import TIMEOUT_MAX_S, end_with_status, from_root
 from bench.random_tokens import make_random_dataset
 from bench.results import relate
 from bench.runner import run_entry
 from bench.suites import SUITES, Variant
-from bench.table import document_lines, new_folder, result_line, save_table, table_lines
+from bench.table import about_this, document_lines, new_folder, result_line, save_table, table_lines
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.errors import UserError
 from mfu_versions import model_builder_v3 as v3
 from training.configuration.flags import take_flags
 from training.configuration.keys import TrainConfig
-from training.hardware.description import describe_hardware
-from training.records.startup_info import git_state
 
 ITERS_MAX = 10**6  # of one run
 
@@ -46,33 +42,24 @@ ITERS_MAX = 10**6  # of one run
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
     check_overrides(overrides)
-    if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
-        raise UserError(
-            f"model_builder.py counts MFU by {model_builder.CALCULATION_METHOD}, this table is by v3; "
-            "first: cp mfu_versions/model_builder_v3.py model_builder.py"
-        )
-    started = datetime.datetime.now().astimezone()
+    check_formula()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
-    require(arguments.peer, arguments.nanogpt)
     nanogpt = arguments.nanogpt and Path(from_root(arguments.nanogpt))
-    folder = new_folder(arguments.output, f"{name}_{started:%Y%m%d_%H%M%S}")
+    programs = require(arguments.peer, nanogpt)
+    folder = new_folder(arguments.output, name)
     entries = make_plan(
         variants,
         [*overrides, *iteration_flags(arguments.iters, arguments.warmup)],
         dataset_chooser(arguments.dataset, folder),
         torch.cuda.device_count(),
-        arguments.peer,
+        programs,
         arguments.roofline,
-        nanogpt=nanogpt,
     )
     content = {
         "suite": name,
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.throughput", *argv]),
+        **about_this("bench.throughput", argv),
         "arguments": {**vars(arguments), "nanogpt": nanogpt and str(nanogpt), "overrides": overrides},
-        "software": software_here(),
-        "git": git_state(),
     }
     once, repeated = ([e for e in entries if (e.kind == "roofline") == flag] for flag in (True, False))
     order = [(entry, 1) for entry in once]
@@ -89,11 +76,13 @@ def main(argv: list[str]) -> int:
     return 1 if any(run["reason"] for entry in entries for run in entry.runs) else 0
 
 
-def software_here() -> dict[str, object]:
-    """The versions in this process, which opens no GPU: what the runs used is in each entry's facts."""
-    facts = describe_hardware("cpu")
-    named = {"cpu_name": facts.pop("gpu_name"), **facts}
-    return {name: value for name, value in named.items() if value is not None}
+def check_formula() -> None:
+    """Raises UserError if train.py counts by another formula than the tables do."""
+    if model_builder.CALCULATION_METHOD != v3.CALCULATION_METHOD:
+        raise UserError(
+            f"model_builder.py counts MFU by {model_builder.CALCULATION_METHOD}, this table is by v3; "
+            "first: cp mfu_versions/model_builder_v3.py model_builder.py"
+        )
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -108,45 +97,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--suite", choices=SUITES, help="which variants")
     which.add_argument("--config", type=user_path, help="one variant: this config file of train.py")
-    parser.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="of the suite, only this variant, or those with NAME in their name; may be repeated (all)",
-    )
-    parser.add_argument(
-        "--iters", type=whole_number(1, ITERS_MAX), default=20, help="timed iterations of a run (20)"
-    )
+    add, count = parser.add_argument, whole_number(1, ITERS_MAX)
+    only = "of the suite, only this variant, or those with NAME in their name; may be repeated (all)"
+    add("--variant", action="append", default=[], metavar="NAME", help=only)
+    add("--iters", type=count, default=20, help="timed iterations of a run (20)")
     warmup = f"iterations before them ({WARMUP_ITERS})"
-    parser.add_argument("--warmup", type=whole_number(0, ITERS_MAX), default=WARMUP_ITERS, help=warmup)
-    parser.add_argument(
-        "--repeats", type=whole_number(1, ITERS_MAX), default=1, help="times that the suite is run (1)"
-    )
-    parser.add_argument(
-        "--timeout", type=real_number(0, TIMEOUT_MAX_S), default=1800, help="seconds for one run (1800)"
-    )
-    parser.add_argument(
-        "--dataset", type=user_path, help="instead of the configs' own; 'random' makes one of random tokens"
-    )
-    parser.add_argument(
-        "--peer",
-        type=names,
-        action="extend",
-        default=[],
-        metavar="A,B",
-        help=f"run these programs, too: {', '.join(PEERS)}",
-    )
-    parser.add_argument("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
-    parser.add_argument(
-        "--roofline",
-        nargs="?",
-        const="saved",
-        choices=("saved", "fresh"),
-        help="compare with this machine's ceiling, as it was measured before, or fresh",
-    )
-    parser.add_argument("--keep_cache", action="store_true", help="use the machine's own compile cache")
-    parser.add_argument("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
+    add("--warmup", type=whole_number(0, ITERS_MAX), default=WARMUP_ITERS, help=warmup)
+    add("--repeats", type=count, default=1, help="times that the suite is run (1)")
+    add("--timeout", type=real_number(0, TIMEOUT_MAX_S), default=1800, help="seconds for one run (1800)")
+    others = "instead of the configs' own; 'random' makes one of random tokens"
+    add("--dataset", type=user_path, help=others)
+    programs = f"run these programs, too: {', '.join(PEERS)}"
+    add("--peer", type=names, action="extend", default=[], metavar="A,B", help=programs)
+    add("--nanogpt", type=user_folder, help="nanoGPT's folder, for --peer=nanogpt")
+    add("--roofline", action="store_true", help="compare with this machine's ceiling")
+    add("--keep_cache", action="store_true", help="use the machine's own compile cache")
+    add("--output", type=user_path, help="a new folder (default: out-bench/SUITE_DATE_TIME)")
     flags, rest = take_flags(argv, OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)
     return options, flags + unknown
@@ -177,10 +143,7 @@ def named(variants: tuple[Variant, ...], texts: list[str]) -> tuple[Variant, ...
 
 
 def names(text: str) -> list[str]:
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(PEERS)}")
-    return found
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def dataset_chooser(asked: str | None, folder: Path) -> Callable[[TrainConfig], str | Path] | None:

@@ -1,90 +1,80 @@
-"""How fast text becomes token ids: data/pipeline/ beside the tokenizer's own library and datasets.map.
+"""How fast text becomes token ids: data/pipeline/ beside the tokenizer's own library.
 
-    python -m bench.tokenize --input slimpajama --tokenizer gpt2 llama2_tokenizer llama3_tokenizer \\
-        qwen3_tokenizer --workers 8
+    python -m bench.tokenize --input slimpajama --tokenizer gpt2 llama2_tokenizer llama3_tokenizer --workers 8
 
-The library runs its batch call on one thread and writes nothing; the preparation reads .jsonl.zst, makes ids,
+The library runs its batch call on one thread and writes nothing; the preparation reads .jsonl, makes ids,
 checks, hashes and writes them. What is counted is the rate of a worker that is at work: not the start of
-processes, the loading of tokenizers and the verification of the fast encoder, which a run does once. All
-methods take turns, so that a busy moment of the machine does not fall on one of them alone.
+processes, the loading of tokenizers and the verification of the fast encoder, which a run does once; so each
+unit of the preparation takes some seconds. All methods take turns, so that a busy moment of the machine does
+not fall on one of them alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import datetime
-import importlib.util
+import io
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
-from bench.results import spread
-from bench.table import new_folder, save_table
-from bench.tokenization import Peers, Rate, measure_preparation, read_sample
 from common.arguments import real_number, user_path, whole_number
 from common.errors import UserError
 from common.text import aligned
+from data.pipeline.document_pieces import PIECE_CHARS
+from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import find_files
-from data.tokenizers.tokenizer import open_tokenizer
+from data.pipeline.units import Settings, Unit
+from data.pipeline.workers import run_units
+from data.tokenizers.file_tokenizer import FileTokenizer
+from data.tokenizers.tokenizer import find_eot, open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.
 
-UNIT_SECONDS = 1.5  # about the time that a unit shall take; each worker makes two
+UNIT_SECONDS = 1.5  # about the time that a unit shall take
+UNITS_PER_WORKER = 2
 FAST_GAIN = 4  # expected speed of the fast encoder, in times the library's; used to choose the size of a unit
 MOST_PASSES = 30  # over the sample, in a unit
+BATCH_DOCUMENTS = 1000  # of a call of the library
 WORKERS_MAX = 1024  # processes of one machine
-CORES = 128  # of the machine for which the time of CORPORA is extrapolated
-CORPORA = {"6 B": 6e9, "627 B": 627e9}  # tokens
-COLUMNS = (
-    "tokenizer",
-    "what",
-    "tokens/s (p10 to p90)",
-    "MB/s",
-    "% of library",
-    "% by CPU time",
-    "x 1 worker",
-)
-TEXT_COLUMNS = ("tokenizer", "what", "tokens/s (p10 to p90)")
-MISSING_PEER = "datasets.map was not measured: the datasets package is missing (pip install datasets)."
+CORPUS = 627e9  # tokens, for the last column
+COLUMNS = ("tokenizer", "what", "tokens/s (p10 to p90)", "MB/s", "% of library", "h for 627 B")
 LEGEND = (
     "Medians of {repeats} repeats. library: its batch call on one thread, ids as lists, nothing read or\n"
-    "written. N workers: data/pipeline/ from .jsonl.zst to token files, while at work; ids by the same\n"
-    "library or, where the encoder is fast, by tiktoken's loop. datasets.map: batched, one process, the\n"
-    "library's call, into an Arrow file. By CPU time: tokens for each second of a core, which counts no\n"
-    "waiting for other programs."
+    "written. N workers: data/pipeline/ from .jsonl to token files, while at work; ids by the same\n"
+    "library or, where the encoder is fast, by tiktoken's loop."
 )
 
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    started = datetime.datetime.now().astimezone()
-    folder = new_folder(arguments.output, f"tokenize_{started:%Y%m%d_%H%M%S}")
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    from bench.table import about_this, heading, new_folder, save_table
+
+    folder = new_folder(arguments.output, "tokenize")
     texts = read_sample(find_files(arguments.input), arguments.mb)
     size = sum(len(text.encode()) for text in texts)
+    content = about_this("bench.tokenize", argv) | {"documents": len(texts), "bytes": size}
+    tokenizers: dict[str, dict] = {}
     print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text", flush=True)
-    content = describe(argv, started, len(texts), size, arguments)
-    results = {name: open_result(path) for name, path in named_paths(arguments.tokenizer).items()}
-    peers = Peers(texts)
+    for name, path in named_paths(arguments.tokenizer).items():
+        fast = open_tokenizer(path).use_fast_encoder()
+        tokenizers[name] = {"path": path, "fast": fast, "tokens": 0, "rates": {}}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         sample = write_sample(texts, Path(scratch))
         for repeat in range(1, arguments.repeats + 1):
-            for name, result in results.items():
-                for method, rate in measure_all(result, arguments, peers, sample, size, Path(scratch)):
-                    result["rates"].setdefault(method, []).append(dataclasses.asdict(rate))
-                    progress = f"[{repeat}/{arguments.repeats}] {name}, {method}"
-                    print(f"{progress}: {rate.tokens_per_sec:,.0f} tokens/s", flush=True)
-                everything = {**content, "tokenizers": results}
-                save_table(folder, everything, document_lines(content, results))
-    peers.close()
-    print("\n" + "\n".join(document_lines(content, results)) + f"\n\nSaved in {folder}", flush=True)
+            for name, result in tokenizers.items():
+                measure(result, arguments.workers, sample, texts)
+                last = {method: round(rates[-1]) for method, rates in result["rates"].items()}
+                print(f"[{repeat}/{arguments.repeats}] {name}, tokens/s: {last}", flush=True)
+            rows = [row for name, result in tokenizers.items() for row in table_rows(name, result, size)]
+            lines = heading(content, f"{os.cpu_count()} cores, bench.tokenize")
+            lines += ["", *aligned(COLUMNS, rows, COLUMNS[:3], "github"), "", LEGEND.format(repeats=repeat)]
+            save_table(folder, {**content, "tokenizers": tokenizers}, lines)
+    print("\n" + "\n".join(lines) + f"\n\nSaved in {folder}", flush=True)
     return 0
 
 
@@ -93,31 +83,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m bench.tokenize", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        type=user_path,
-        metavar="PATH",
-        help="text: files, folders or quoted globs",
-    )
-    add(
-        "--tokenizer",
-        nargs="+",
-        required=True,
-        metavar="[NAME=]PATH",
-        help="gpt2, or what a prepare.py takes: tokenizer.json, tokenizer.model, or the folder of one",
-    )
+    inputs = "text: files, folders or quoted globs"
+    add("--input", nargs="+", required=True, type=user_path, help=inputs)
+    named = "gpt2, or what a prepare.py takes: tokenizer.json, tokenizer.model, or the folder of one"
+    add("--tokenizer", nargs="+", required=True, metavar="[NAME=]PATH", help=named)
     add("--workers", type=whole_number(1, WORKERS_MAX), default=2, help="of the preparation, beside one (2)")
     add("--mb", type=real_number(0.001, 1e6), default=6, help="MB of text, from all of the input (6)")
     add("--repeats", type=whole_number(1), default=3, help="(3)")
-    add("--quick", action="store_true", help="one repeat of 1.5 MB: whether it works, not how fast")
-    add("--no_peer", action="store_true", help="leave datasets.map out")
     add("--output", type=user_path, help="a new folder (default: out-bench/tokenize_DATE_TIME)")
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.mb, arguments.repeats = 1.5, 1
-    return arguments
+    return parser.parse_args(argv)
 
 
 def named_paths(arguments: list[str]) -> dict[str, str]:
@@ -137,142 +111,102 @@ def named_paths(arguments: list[str]) -> dict[str, str]:
     return named
 
 
-def open_result(path: str) -> dict:
-    """What is known of a tokenizer before it is measured: whether the preparation uses its fast encoder."""
-    tokenizer = open_tokenizer(path)
-    began = time.perf_counter()
-    fast = tokenizer.use_fast_encoder()
-    return {"path": path, "fast": fast, "verify_seconds": time.perf_counter() - began, "rates": {}}
-
-
-def describe(
-    argv: list[str], started: datetime.datetime, documents: int, size: int, arguments: argparse.Namespace
-) -> dict:
-    from training.hardware.description import describe_hardware
-    from training.records.startup_info import git_state
-
-    software = describe_hardware("cpu")
-    for package in ("tokenizers", "tiktoken", "datasets"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            software[package] = metadata.version(package)
-    peer = None if arguments.no_peer or "datasets" in software else MISSING_PEER
-    return {
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.tokenize", *argv]),
-        "repeats": arguments.repeats,
-        "documents": documents,
-        "bytes": size,
-        "cores": os.cpu_count(),
-        "software": software,
-        "git": git_state(),
-        "peer_missing": peer,
-    }
+def read_sample(files: list[Path], megabytes: float) -> list[str]:
+    """Documents from the beginning of the files, about the same number of bytes from each."""
+    texts: list[str] = []
+    bytes_per_file = megabytes * 1e6 / len(files)
+    for path in files:
+        size = 0
+        for _, document in read_records(path):
+            if isinstance(document, BadRecord):
+                raise UserError(f"{document}; choose another --input")
+            text = "".join(document)
+            texts.append(text[: 2 * PIECE_CHARS])
+            size += len(texts[-1].encode())
+            if size >= bytes_per_file:
+                break
+    return texts
 
 
 def write_sample(texts: list[str], folder: Path) -> Path:
-    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError("the benchmark writes .jsonl.zst: pip install zstandard") from None
-    path = folder / "sample.jsonl.zst"
-    path.write_bytes(zstandard.compress(lines))
+    path = folder / "sample.jsonl"
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    path.write_text(lines, encoding="utf-8")
     return path
 
 
-def measure_all(
-    result: dict, arguments: argparse.Namespace, peers: Peers, sample: Path, size: int, scratch: Path
-) -> Iterator[tuple[str, Rate]]:
-    """(method, rate) of each method, measured one after another."""
-    path, fast = result["path"], result["fast"]
-    library = peers.measure("library", path)
-    yield "library", library
-    seconds = size / 1e6 / library.mb_per_sec / (FAST_GAIN if fast else 1)
-    passes = round(min(MOST_PASSES, max(1, UNIT_SECONDS / seconds)))
-    for workers in sorted({1, arguments.workers}):
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            rate = measure_preparation(path, sample, size, passes, workers, fast, Path(folder) / "out")
-        yield _workers(workers), rate
-    if not arguments.no_peer and importlib.util.find_spec("datasets"):
-        yield "datasets.map", peers.measure("datasets.map", path)
+# --- measuring ---
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count > 1)}"
+def measure(result: dict, workers: int, sample: Path, texts: list[str]) -> None:
+    """Adds a rate to each method of a tokenizer, one after another."""
+    result["tokens"], seconds = measure_library(result["path"], texts)
+    result["rates"].setdefault("library", []).append(result["tokens"] / seconds)
+    expected = seconds / (FAST_GAIN if result["fast"] else 1)
+    passes = round(min(MOST_PASSES, max(1, UNIT_SECONDS / expected)))
+    for count in sorted({1, workers}):
+        with tempfile.TemporaryDirectory(dir=sample.parent) as folder:
+            rate = measure_preparation(result["path"], sample, passes, count, result["fast"], Path(folder))
+        result["rates"].setdefault(f"{count} worker{'s' * (count > 1)}", []).append(rate)
 
 
-# --- the table ---
+def measure_library(tokenizer_name: str, texts: list[str]) -> tuple[int, float]:
+    """(tokens, seconds) of its fastest call for a list of texts on one thread; it returns lists of ids."""
+    tokenizer = open_tokenizer(tokenizer_name)
+    if isinstance(tokenizer, FileTokenizer):
+        library = tokenizer.tokenizer
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return [found.ids for found in library.encode_batch_fast(texts, add_special_tokens=False)]
+    else:
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return tokenizer.encoding.encode_ordinary_batch(texts, num_threads=1)
+
+    encode(texts[:10])
+    tokens, began = 0, time.perf_counter()
+    for start in range(0, len(texts), BATCH_DOCUMENTS):
+        tokens += sum(map(len, encode(texts[start : start + BATCH_DOCUMENTS])))
+    return tokens, time.perf_counter() - began
 
 
-def document_lines(content: dict, results: dict) -> list[str]:
-    software, git = content["software"], content["git"]
-    versions = ", ".join(
-        f"{name} {v}" for name, v in software.items() if v and name not in ("gpu_name", "torch")
-    )
-    commit = f"commit {(git['commit'] or 'unknown')[:12]}{' with changes' * bool(git['modified'])}"
-    lines = [
-        f"## {content['date'][:10]}, {software['gpu_name']}, {content['cores']} cores, bench.tokenize",
-        "",
-    ]
-    lines += [f"    {content['command']}", "", f"{versions}; {commit}.", ""]
-    rows = [row for name, result in results.items() for row in table_rows(name, result)]
-    lines += aligned(COLUMNS, rows, TEXT_COLUMNS, "github")
-    lines += ["", LEGEND.format(repeats=content["repeats"])]
-    lines += [""] * bool(results) + [line for name, r in results.items() for line in extrapolation(name, r)]
-    if content["peer_missing"]:
-        lines += ["", content["peer_missing"]]
-    return lines
+def measure_preparation(
+    tokenizer_name: str, sample: Path, passes: int, workers: int, fast: bool, folder: Path
+) -> float:
+    """Tokens/s of units that read the sample `passes` times each. A worker's rate is measured from the
+    beginning of its first unit to the end of its last one."""
+    settings = Settings(find_eot(open_tokenizer(tokenizer_name), None), None, 0.001, 1 << 28)
+    files = ((str(sample), sample.name),) * passes
+    units = [Unit(number, None, files, None) for number in range(UNITS_PER_WORKER * workers)]
+    (folder / "units").mkdir()
+    with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
+        finished = run_units(units, folder, tokenizer_name, settings, workers, 0, fast=fast)
+    processes = {unit.process for unit in finished}
+    if len(processes) != workers:
+        raise UserError("a worker process started so late that it had nothing to do; use a larger --mb")
+    rate = 0.0
+    for process in processes:
+        own = [unit for unit in finished if unit.process == process]
+        made = sum(file["tokens"] for unit in own for file in unit.manifest["files"].values())
+        rate += made / (max(unit.ended for unit in own) - min(unit.began for unit in own))
+    return rate
 
 
-def table_rows(name: str, result: dict) -> list[list[str]]:
-    medians = {method: summary(rates) for method, rates in result["rates"].items()}
-    one = medians.get(_workers(1))
+def table_rows(name: str, result: dict, size: int) -> list[list[str]]:
+    from bench.results import spread
+
+    found = {method: spread([rates]) or {} for method, rates in result["rates"].items()}
     rows = []
-    for method, figures in medians.items():
-        library = medians["library"]  # measured before all others
-        rate = figures["tokens_per_sec"]
-        ratio = figures["mb_per_sec"]["median"] / library["mb_per_sec"]["median"]
-        by_cpu = figures["cpu_tokens_per_sec"]["median"] / library["cpu_tokens_per_sec"]["median"]
-        scaling = rate["median"] / one["tokens_per_sec"]["median"] if one and "workers" in method else None
-        what = (
-            f"{method}, {'fast encoder' if result['fast'] else 'library'}" if "worker" in method else method
-        )
-        spread_text = f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})"
+    for method, rate in found.items():
+        encoder = f", {'fast encoder' if result['fast'] else 'library'}" * ("worker" in method)
+        figures = f"{rate['median']:,.0f} ({rate['p10']:,.0f} to {rate['p90']:,.0f})"
+        megabytes = rate["median"] * size / result["tokens"] / 1e6
+        of_library = 100 * rate["median"] / found["library"]["median"]
+        hours = CORPUS / rate["median"] / 3600
         rows.append(
-            [
-                name,
-                what,
-                spread_text,
-                f"{figures['mb_per_sec']['median']:.2f}",
-                f"{100 * ratio:.0f}",
-                f"{100 * by_cpu:.0f}",
-                "" if scaling is None else f"{scaling:.2f}",
-            ]
+            [name, method + encoder, figures, f"{megabytes:.2f}", f"{of_library:.0f}", f"{hours:,.0f}"]
         )
     return rows
-
-
-def summary(rates: list[dict]) -> dict:
-    return {key: spread([[rate[key]] for rate in rates]) for key in rates[0] if key != "tokens"}
-
-
-def duration(seconds: float) -> str:
-    for name, length in (("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {name}"
-    return f"{seconds:.1f} s"
-
-
-def extrapolation(name: str, result: dict) -> list[str]:
-    """One line, from the rate of one worker."""
-    rates = result["rates"].get(_workers(1))
-    if not rates:
-        return []
-    rate = summary(rates)["tokens_per_sec"]["median"]
-    times = ", ".join(f"{corpus} tokens {duration(n / rate / CORES)}" for corpus, n in CORPORA.items())
-    return [
-        f"{name}, {CORES} cores: {times} (extrapolated: {CORES} x the rate of one worker, nothing measured)"
-    ]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ class FinishedUnit:
     process: int
     began: float  # seconds, by the clock that all processes of a machine share
     ended: float
-    cpu_seconds: float
     manifest: dict
 
 
@@ -76,9 +75,9 @@ def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int) -> Finishe
 
     paths = [path for path, _ in unit.files]
     _worker["store"].fetch(paths)
-    began, cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
     manifest = tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, progress)
-    finished = FinishedUnit(os.getpid(), began, time.monotonic(), time.process_time() - cpu, manifest)
+    finished = FinishedUnit(os.getpid(), began, time.monotonic(), manifest)
     report()
     _worker["store"].release(paths)
     return finished

@@ -38,7 +38,6 @@ from ops.triton_kernels.float_bits import (
 from ops.triton_kernels.philox import load_key, random_words
 from ops.triton_kernels.words import SIGNS, along_row, as_words, empty_words, to_row
 
-# python -m bench.casts CONFIG --low_precision=nvfp4 times others on a GPU
 WARPS = 4
 COLUMN_WORDS = 1  # of a row that a thread has in the walk along columns: 1 or 2
 THREADS, ROW_WORDS = 32, 4

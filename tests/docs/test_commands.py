@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import checkpointing, peer, peer_nanogpt, precision, roofline, startup, throughput, tokenize
+from bench import peer, precision, throughput, tokenize
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
@@ -262,28 +262,15 @@ def check_benchmark(module: str, arguments: list[str]):
         assert tokenize.parse(arguments).tokenizer
     elif module == "bench.precision":
         parsed, overrides = precision.parse(arguments)
-        precision.check(overrides)
+        check_overrides(overrides, precision.OTHERS)
         assert parsed.rows and parsed.seeds
     elif module == "bench.random_tokens":
         assert VOCABULARY_MIN <= int(*arguments) <= VOCABULARY_MAX
     elif module == "bench.throughput":
         check_overrides(throughput.parse(arguments)[1])
-    elif module == "bench.startup":
-        parsed, overrides = startup.parse(arguments)
-        check_overrides(overrides)
-        load_config([parsed.config, *overrides])
-    elif module == "bench.checkpointing":
-        parsed, overrides = checkpointing.parse(arguments)
-        check_overrides(overrides)
-        load_config([parsed.config, *overrides, *checkpointing.flags(True)], parsed.processes)
     else:
-        own = {
-            "bench.roofline": roofline.FRESH,
-            "bench.peer": peer.LIGER,
-            "bench.peer_nanogpt": peer_nanogpt.FOLDER,
-        }
-        assert module in ("bench.casts", "bench.peer_torchtitan", *own)
-        load_config([word for word in arguments if not word.startswith(own.get(module, " "))])
+        assert module in ("bench.peer", "bench.roofline")
+        load_config(peer.parse(arguments)[1] if module == "bench.peer" else arguments)
 
 
 def check_pytest(arguments: list[str]):

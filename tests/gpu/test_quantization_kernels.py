@@ -28,7 +28,6 @@ def test_every_kernel_gives_the_bits_of_its_plain_form(shape):
 
 @pytest.mark.parametrize(("warps", "words"), [(2, 1), (8, 1), (4, 2)])
 def test_other_constants_of_nvfp4s_kernels_give_the_same_bits(warps, words, monkeypatch):
-    """Those that `python -m bench.casts` tries."""
     from support.emulated_operands import assert_same_bits
 
     from ops.triton_kernels import nvfp4 as kernels

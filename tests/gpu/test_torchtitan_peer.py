@@ -26,7 +26,7 @@ def peer(config, *flags: str, processes: int = 1) -> dict:
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, "-m", "bench.peer_torchtitan", str(config), *flags]
+    command = [*launcher, "-m", "bench.peer", "--peer=torchtitan", str(config), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -37,9 +37,10 @@ def peer(config, *flags: str, processes: int = 1) -> dict:
     [
         ([], 1),
         (["--weight_tying=True"], 1),
-        (["--arch_preset=llama3", "--d_ff=640"], 1),
         ([FP8], 1),
+        (["--activation_checkpointing=full"], 1),
         ([], 2),
+        (["--weight_tying=True"], 2),
         ([FP8], 2),
     ],
 )

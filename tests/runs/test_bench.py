@@ -20,14 +20,17 @@ from support import warm_python
 from support.helpers import ROOT, TINY, make_dataset, write_config
 
 import model_builder
-from bench import checkpointing, operations, random_tokens, roofline, roofline_file, throughput
+from bench import operations, peer, random_tokens, roofline, throughput
+from bench.operations import ON_A_CPU
+from bench.peers.hugging_face import Transformers, build, make_step
+from bench.peers.program import check_parameters
 from bench.plan import Entry, check_varied, iteration_flags, make_plan
 from bench.process import end_with_status, failure_reason, from_root, run_process
 from bench.random_tokens import make_random_dataset
 from bench.results import combine, measure
 from bench.runner import stated_peak
 from bench.suites import SUITES, Variant
-from bench.table import COLUMNS, note, peaks
+from bench.table import about_this, note, peaks
 from common.errors import UserError
 from mfu_versions import model_builder_v1, model_builder_v3
 from model import rotary_angles
@@ -130,8 +133,8 @@ def test_table_has_the_promised_columns_and_a_row_for_each(quick):
     assert document.startswith(f"## {content['date'][:10]}, ")
     rows = [line.strip("|").split("|") for line in document.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in row] for row in rows]
-    assert rows[0] == list(COLUMNS)
-    assert {len(row) for row in rows} == {len(COLUMNS)}
+    assert rows[0][:4] == ["variant", "GPUs", "MFU %", "causal %"] and rows[0][-1] == "note"
+    assert {len(row) for row in rows} == {14}
     shown = by_kind(content, "variant") + by_kind(content, "peer")
     assert sorted(row[0] for row in rows[2:]) == sorted(entry["name"] for entry in shown)
     assert content["command"] in document
@@ -228,18 +231,10 @@ def test_reason_of_a_failure_is_its_error_line(status, output, reason):
 
 
 def row(iteration: int, ms: float, mfu: float | None = 50.0) -> dict:
-    rates = {"tokens_per_sec": 1e6 / ms, "tokens_per_sec_per_gpu": 5e5 / ms}
-    found = mfu and {"mfu_percent": mfu, "mfu_causal_percent": mfu / 2}
-    memory = {"max_allocated_gb": float(iteration), "max_reserved_gb": 9.0}
-    reason = None if mfu else "no peak"
-    return (
-        {"iter": iteration, "time_ms": ms, "loss": 1.0, "memory": memory}
-        | rates
-        | {
-            "mfu": found,
-            "mfu_reason": reason,
-        }
-    )
+    found = {"iter": iteration, "time_ms": ms, "loss": 1.0, "mfu_reason": None if mfu else "no peak"}
+    found |= {"tokens_per_sec": 1e6 / ms, "tokens_per_sec_per_gpu": 5e5 / ms}
+    found["mfu"] = mfu and {"mfu_percent": mfu, "mfu_causal_percent": mfu / 2}
+    return found | {"memory": {"max_allocated_gb": float(iteration), "max_reserved_gb": 9.0}}
 
 
 def test_first_row_and_warmup_are_in_no_median():
@@ -309,7 +304,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
         Variant("larger", config, {"batch_size": 32}),
         Variant("two processes", config, {"use_zero1": True}, 2),
     )
-    plan = make_plan(variants, [], None, gpus=0, asked=["transformers"], roofline="saved")
+    plan = make_plan(variants, [], None, gpus=0, programs=[Transformers()], roofline=True)
     entries = {entry.name: entry for entry in plan}
     peers = [entries[variant.name].peers[0] for variant in variants]
     ceilings = [entries[variant.name].roofline for variant in variants]
@@ -324,7 +319,7 @@ def test_variants_share_a_peer_and_a_ceiling_only_where_these_are_the_same():
     "gpus, processes, problem", [(1, 2, "needs 2 or more GPUs"), (8, 8, None), (0, 2, None)]
 )
 def test_strategies_take_all_gpus(gpus, processes, problem):
-    one, *several = make_plan(SUITES["strategies"], [], None, gpus, [], None)
+    one, *several = make_plan(SUITES["strategies"], [], None, gpus)
     assert one.processes == 1 and one.problem is None
     for entry in several:
         assert entry.processes == processes
@@ -348,10 +343,10 @@ def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, cap
 def test_another_formula_or_a_used_folder_is_refused(monkeypatch, tmp_path, capsys):
     (tmp_path / "table.json").touch()
     assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
-    assert "holds a table already" in capsys.readouterr().err
+    assert "has the table or the runs of a benchmark" in capsys.readouterr().err
     (tmp_path / "killed" / "runs" / "quickstart.1").mkdir(parents=True)
     assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path / 'killed'}"]) == 2
-    assert "was killed or is still running; choose another --output" in capsys.readouterr().err
+    assert "may still be running; choose another --output" in capsys.readouterr().err
     monkeypatch.setattr(model_builder, "CALCULATION_METHOD", model_builder_v1.CALCULATION_METHOD)
     assert end_with_status(throughput.main, SHORT) == 2
     assert "cp mfu_versions/model_builder_v3.py" in capsys.readouterr().err
@@ -393,17 +388,15 @@ PEERS = [
 @pytest.mark.parametrize("flags", [[], ["--bias=True"]], ids=["as it is", "with biases"])
 @pytest.mark.parametrize("name", PEERS)
 def test_peer_has_our_number_of_parameters(name, flags):
-    pytest.importorskip("transformers")
-    from bench.peer_model import build, check_parameters, import_transformers
-
+    transformers = pytest.importorskip("transformers")
     model_config = load_config([str(ROOT / "config" / name)]).model_config()
     if flags and (model_config.qk_norm or model_config.qkv_bias):
         pytest.skip("Qwen2 and Qwen3 have no bias in their feed-forward part")
     model_config = load_config([str(ROOT / "config" / name), *flags]).model_config()
     with torch.device("meta"):
-        theirs = build(import_transformers(), model_config)
+        theirs = build(transformers, model_config)
     ours = model_builder.build_model(model_config).count_parameters()["total"]
-    assert check_parameters(theirs, model_config) == ours
+    assert check_parameters(theirs, model_config, "transformers") == ours
     assert {parameter.dtype for parameter in theirs.parameters()} == {torch.float32}
     assert theirs.config._attn_implementation == "sdpa"
 
@@ -411,14 +404,12 @@ def test_peer_has_our_number_of_parameters(name, flags):
 @pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("factor", [None, 4.0])
 def test_peer_has_our_head_width_biases_and_positions(preset, factor):
-    pytest.importorskip("transformers")
-    from bench.peer_model import build, check_parameters, import_transformers
-
+    transformers = pytest.importorskip("transformers")
     scaling = factor and {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 16}
     sizes = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, d_ff=96, vocab_size=97, block_size=64)
     config = make_model_config(preset, **sizes, head_dim=24, rope_scaling=scaling)
-    theirs = build(import_transformers(), config)
-    assert check_parameters(theirs, config)
+    theirs = build(transformers, config)
+    assert check_parameters(theirs, config, "transformers")
     expected = rotary_angles(64, 24, config.rope_theta, scaling=config.rope_scaling)
     cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(64)[None])
     torch.testing.assert_close(cos[0, :, :12], expected.cos, rtol=0, atol=1e-5)
@@ -426,17 +417,15 @@ def test_peer_has_our_head_width_biases_and_positions(preset, factor):
 
 
 def test_peer_that_would_be_another_model_is_refused():
-    pytest.importorskip("transformers")
-    from bench.peer_model import build, check_parameters, import_transformers
-
+    transformers = pytest.importorskip("transformers")
     quickstart = str(ROOT / "config/quickstart.py")
     with torch.device("meta"):
         biased = load_config([quickstart, "--bias=True"]).model_config()
         with pytest.raises(UserError, match="parameters, our qwen3"):
-            check_parameters(build(import_transformers(), biased), biased)
+            check_parameters(build(transformers, biased), biased, "transformers")
         mixed = load_config([quickstart, "--normalization=layernorm"]).model_config()
         with pytest.raises(UserError, match="no model with rope, layernorm"):
-            build(import_transformers(), mixed)
+            build(transformers, mixed)
 
 
 # --- the peer's batches ---
@@ -452,8 +441,6 @@ def documents(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["stream", "packed", "mixture"])
 def test_peer_trains_on_the_very_batches_of_train_py(documents, tmp_path, monkeypatch, run, kind):
     pytest.importorskip("transformers")
-    from bench import peer
-
     mixture = ",".join(f"{folder}:{weight}" for folder, weight in zip(documents, (0.7, 0.3), strict=True))
     dataset = mixture if kind == "mixture" else documents[0]
     packing = "truncate" if kind == "packed" else "stream"
@@ -476,12 +463,10 @@ def test_peer_trains_on_the_very_batches_of_train_py(documents, tmp_path, monkey
 
 def test_peer_counts_the_targets_that_we_count():
     """Every token's target, also the last one's of a window; no padding."""
-    pytest.importorskip("transformers")
-    from bench import peer, peer_model
-
+    transformers = pytest.importorskip("transformers")
     config = TrainConfig(**{**TINY, "batch_size": 2, "gradient_accumulation_steps": 2})
     torch.manual_seed(0)
-    model = peer_model.build(peer_model.import_transformers(), config.model_config())
+    model = build(transformers, config.model_config())
     x, y = inputs_and_targets(torch.randint(1, 64, (2, 2, TINY["block_size"] + 1)))
     y[0, 0, 20:] = ~0
     expected = []
@@ -492,32 +477,22 @@ def test_peer_counts_the_targets_that_we_count():
             reduction="none",
         )
         expected.append(losses[targets.flatten() >= 0].mean().item())
-    loss = peer.make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
+    loss = make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
     assert loss.item() == pytest.approx(statistics.mean(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("flag", "why"),
     [
-        ("--doc_masking=True", "attention inside each document"),
-        ("--init_from=auto", "continues a run"),
-        ("--dtype=float16", "no loss scale"),
+        ("--doc_masking=True", "over the whole window"),
+        ("--init_from=auto", "always begins with random weights"),
+        ("--dtype=float16", "needs a loss scale"),
     ],
 )
 def test_peer_refuses_keys_with_which_it_would_train_something_else(documents, tmp_path, flag, why):
-    from bench import peer
-
     config = write_config(tmp_path / "config.py", **TINY, dataset=documents[0])
     with pytest.raises(UserError, match=why):
         peer.main([str(config), flag])
-
-
-def test_missing_transformers_says_how_to_install_it(monkeypatch):
-    from bench.peer_model import import_transformers
-
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match="pip install -r requirements.txt"):
-        import_transformers()
 
 
 # --- the ceiling ---
@@ -543,7 +518,7 @@ def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
         asked = types.SimpleNamespace(low_precision=low, low_precision_scope=scope, device="cuda")
         names = [name for name, _, _ in roofline.matmul_shapes(config.model_config())]
         assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
-    timed = operations.time_matmul(32, 64, 16, "fp8", CPU)
+    timed = operations.time_matmul(32, 64, 16, "fp8", CPU, ON_A_CPU)
     assert set(timed["seconds"]) == {"forward", "dgrad", "wgrad"}
 
 
@@ -553,13 +528,12 @@ def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
         return 0.5
 
     monkeypatch.setattr(operations, "seconds_per_call", half_a_second)
-    matmul = operations.time_matmul(32, 64, 16, "float32", CPU)
+    matmul = operations.time_matmul(32, 64, 16, "float32", CPU, ON_A_CPU)
     assert set(matmul["tflops"].values()) == {2 * 32 * 64 * 16 / 0.5 / 1e12}
     config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
-    attention = operations.time_attention(config, config.model_config(), torch.float32, CPU)
+    attention = operations.time_attention(config, config.model_config(), torch.float32, CPU, ON_A_CPU)
     forward = 4 * 4 * 48 * 2 * (128 * 128 / 2) / 0.5 / 1e12  # 4 heads of 48, half of the scores, 2 sequences
     assert attention["causal_tflops"] == pytest.approx({"forward": forward, "backward": 2 * forward})
-    assert operations.copy_bandwidth(CPU) == 2 * operations.COPY_BYTES["cpu"] / 0.5 / 1e9
 
 
 def test_a_call_is_timed_by_its_median_sample(monkeypatch):
@@ -570,7 +544,7 @@ def test_a_call_is_timed_by_its_median_sample(monkeypatch):
         clock.now += next(lasts)
 
     monkeypatch.setattr(operations.time, "perf_counter", lambda: clock.now)
-    assert operations.seconds_per_call(call, CPU) == 1.0
+    assert operations.seconds_per_call(call, CPU, ON_A_CPU) == 1.0
 
 
 def test_products_are_those_of_a_linear_layer():
@@ -595,54 +569,11 @@ def test_ceiling_adds_up_what_would_run():
     assert found["mfu_percent"] == pytest.approx(100 * 500 * flops / 1e9)
 
 
-def test_cost_of_a_checkpoint_is_read_from_the_record():
-    """20 iterations before the first of two saves take 100 ms, the 20 after each of them 110."""
-    memory = {"max_allocated_gb": 10.0}
-    rows = [{"iter": i, "time_ms": 100.0, "memory": memory} for i in range(90)]
-    for i in [*range(30, 50), *range(60, 80)]:
-        rows[i] = {"iter": i, "time_ms": 110.0, "memory": {"max_allocated_gb": 10.1}}
-    saves = [{"iter": i, "blocked_seconds": 0.2, "write_seconds": 3.0} for i in (30, 60, 90)]
-    found = checkpointing.figures({"training_iterations": rows, "checkpoints": saves})
-    assert found["before_ms"] == 100 and found["after_ms"] == pytest.approx(110)
-    assert found["waits_iterations"] == pytest.approx(2) and found["slower_percent"] == pytest.approx(10)
-    lines = checkpointing.table([{"mode": "m", "gigabytes": 22.0, **found}, {"mode": "n", "reason": "why"}])
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[2] == ["m", *"22.00 100.0 0.200 2.00 3.00 110.0".split(), "+10.0 %", "1.000 x 10.0 GiB", ""]
-    assert cells[3] == ["n", *[""] * 8, "why"] and len(set(map(len, lines))) == 1
-
-
-# --- ceilings that were measured before ---
-
-
-@pytest.mark.parametrize("name", ["full_qwen3_1.8b_optimal", "full_llama3_2.2b_chinchilla"])
-def test_ceiling_of_a_full_model_is_measured_within_its_budget(name, monkeypatch):
-    """Also with every matmul in fp8, too."""
-    spent = []
-
-    def spend(call, device, timing):
-        spent.append(timing.seconds)
-        return 0.1
-
-    def fake_attention(config, model, dtype, device, timing):
-        seconds = {name: spend(None, device, timing) for name in ("forward", "backward")}
-        return {"used": "sdpa", "kernel": "", "seconds": seconds, "causal_tflops": seconds}
-
-    share = roofline.share_of_budget
-    for function in ("_products", "_fp8_products"):
-        monkeypatch.setattr(
-            operations, function, lambda *_: [(n, None) for n in ("forward", "dgrad", "wgrad")]
-        )
-    monkeypatch.setattr(operations, "seconds_per_call", spend)
-    monkeypatch.setattr(roofline, "heat", lambda device: spent.append(roofline.HEAT_S))
-    monkeypatch.setattr(
-        roofline, "share_of_budget", lambda number, device: share(number, torch.device("cuda"))
-    )
-    monkeypatch.setattr(roofline, "time_attention", fake_attention)
-    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device, timing: spend(None, device, timing))
-    head = ["--low_precision=fp8_tensorwise", "--low_precision_scope=layers_and_head", "--peak_tflops=1"]
-    config = load_config([str(ROOT / f"config/{name}.py"), "--batch_size=16", *head])
-    roofline.measure(config, CPU)
-    assert len(spent) > 20 and sum(spent) < 5  # the start of the process takes up to nine more
+@pytest.mark.parametrize("operations", [17, 29])
+def test_a_ceiling_is_measured_within_its_budget(operations):
+    timing = roofline.share_of_budget(operations, torch.device("cuda"))
+    spent = operations * (timing.warmup_s + timing.samples * timing.sample_s)
+    assert roofline.HEAT_S + spent == pytest.approx(roofline.BUDGET_S)  # the process takes up to nine more
 
 
 def test_the_start_of_a_ceiling_does_not_wait_for_what_only_training_needs():
@@ -650,25 +581,6 @@ def test_the_start_of_a_ceiling_does_not_wait_for_what_only_training_needs():
     code = "import sys, bench.roofline; print('torch.distributed.checkpoint' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
-
-
-def test_ceiling_is_read_again_on_the_same_gpu_and_measured_on_another(tmp_path, monkeypatch):
-    gpu = {"uuid": "one"}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(roofline_file, "_identity", lambda config, device: {**gpu, "dtype": config.dtype})
-    config = load_config([str(ROOT / "config/quickstart.py"), "--batch_size=2"])
-    cuda = torch.device("cuda")
-    assert roofline_file.read_saved(config, cuda) is None
-    roofline_file.save({"tokens": 256}, config, cuda)
-    assert roofline_file.read_saved(config, cuda) == {"tokens": 256}
-    gpu["uuid"] = "another"
-    assert roofline_file.read_saved(config, cuda) is None
-    gpu["uuid"] = "one"
-    (path,) = (tmp_path / "nanomfu/roofline").iterdir()
-    path.write_text("{")
-    assert roofline_file.read_saved(config, cuda) is None
-    roofline_file.save({"tokens": 256}, config, CPU)  # a CPU's is not kept
-    assert path.read_text() == "{"
 
 
 # --- which variants, and what may be changed in them ---
@@ -703,7 +615,7 @@ def test_runs_are_named_from_the_repositorys_root_so_that_records_hold_no_folder
     variants = throughput.chosen(arguments)[1]
     assert variants[0].config == "config/quickstart.py"
     monkeypatch.chdir(tmp_path)  # the plan is made from anywhere
-    (entry,) = make_plan(variants, [], None, 0, [], None)
+    (entry,) = make_plan(variants, [], None, 0)
     assert entry.problem is None and entry.argv[0] == "config/quickstart.py"
 
 
@@ -727,5 +639,5 @@ def test_a_table_has_one_peak_for_each_dtype():
 
 
 def test_software_of_a_bench_calls_the_processor_no_gpu():
-    facts = throughput.software_here()
+    facts = about_this("bench.throughput", [])["software"]
     assert facts["cpu_name"] and "gpu_name" not in facts and facts["torch"]

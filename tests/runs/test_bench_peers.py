@@ -2,12 +2,17 @@
 to the best of them. nanoGPT itself is not here: a stand-in reads the configuration that we write for it, as
 its configurator does, and prints lines in its form."""
 
+import importlib
 import json
 
 import pytest
 from support.helpers import ROOT, make_dataset, write_config
 
-from bench import peer_nanogpt, peers, throughput
+from bench import peer, throughput
+from bench.peers import nanogpt as nanogpt_module
+from bench.peers import registry
+from bench.peers.liger import Liger
+from bench.peers.nanogpt import NanoGPT
 from bench.plan import Entry, make_plan
 from bench.process import end_with_status
 from bench.results import relate
@@ -51,7 +56,7 @@ def test_nanogpt_gets_our_shape_and_its_log_is_read(nanogpt, tmp_path, monkeypat
     tokens = make_dataset(tmp_path / "tokens")
     config = str(write_config(tmp_path / "gpt2.py", **GPT2, dataset=tokens))
     monkeypatch.setenv("STAND_IN", str(tmp_path / "seen.json"))
-    assert peer_nanogpt.main([f"--nanogpt={nanogpt}", config]) == 0
+    assert peer.main(["--peer=nanogpt", f"--nanogpt={nanogpt}", config]) == 0
     printed = capsys.readouterr().out.splitlines()
     seen, result = json.loads((tmp_path / "seen.json").read_text()), json.loads(printed[-1])
     wanted = {"batch_size": 3, "gradient_accumulation_steps": 2, "block_size": 32, "n_layer": 2, "n_embd": 32}
@@ -60,7 +65,7 @@ def test_nanogpt_gets_our_shape_and_its_log_is_read(nanogpt, tmp_path, monkeypat
     rows = result["training_iterations"]
     assert [row["time_ms"] for row in rows] == [100.0, 101.0, 102.0, 103.0]
     assert rows[1]["tokens_per_sec"] == pytest.approx(3 * 2 * 32 / 0.101) and rows[1]["mfu"]["mfu"] > 0
-    assert any("nanoGPT's commit is unknown" in line for line in printed)
+    assert (result["peer"], result["commit"]) == ("nanoGPT unknown", "unknown")
     import model as model_now
 
     assert model_now is our_model  # nanoGPT's module of this name does not stay
@@ -70,23 +75,26 @@ def test_nanogpt_that_ends_early_is_no_figure(nanogpt, tmp_path, monkeypatch):
     (nanogpt / "train.py").write_text('print("iter 0: loss 4.5000, time 100.00ms, mfu 1.00%")')
     config = str(write_config(tmp_path / "gpt2.py", **GPT2, dataset=make_dataset(tmp_path / "tokens")))
     with pytest.raises(UserError, match="logged 1 iterations of 4"):
-        peer_nanogpt.main([f"--nanogpt={nanogpt}", config])
+        peer.main(["--peer=nanogpt", f"--nanogpt={nanogpt}", config])
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "flags, version, missing, message",
     [
-        (["--peer=megatron"], "'megatron' is not one of transformers, liger, nanogpt, torchtitan"),
-        (["--peer=nanogpt"], "git clone"),
-        (["--peer=transformers", "--peer=megatron"], "'megatron' is not one of"),
-        (["--peer=nanogpt", "--nanogpt=docs"], "has no train.py, model.py, configurator.py"),
-        (["--peer=transformers,liger"], "pip install liger-kernel"),
+        (["--peer=megatron"], "", [], "'megatron' is not one of transformers, liger, nanogpt, torchtitan"),
+        (["--peer=nanogpt"], "", [], "git clone"),
+        (["--peer=transformers", "--peer=megatron"], "", [], "'megatron' is not one of"),
+        (["--peer=nanogpt", "--nanogpt=docs"], "", [], "has no train.py, model.py, configurator.py"),
+        (["--peer=transformers,liger"], "", ["liger_kernel"], "pip install liger-kernel"),
+        (["--peer=torchtitan"], "0.2.2", [], "torchtitan 0.3.0, which is 0.2.2 here: pip install -r"),
+        (["--peer=torchtitan"], "0.3.0", ["tyro"], "needs tyro: pip install -r requirements-peers.txt"),
     ],
 )
-def test_missing_peer_is_one_line_before_any_run(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        peers.importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else name
-    )
+def test_missing_peer_is_one_line_before_any_run(
+    flags, version, missing, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     command = ["--suite", "quick", f"--output={tmp_path / 'out'}", *flags]
     assert end_with_status(throughput.main, command) == 2
     printed = capsys.readouterr()
@@ -98,34 +106,32 @@ def test_peer_runs_beside_the_variants_that_it_can_train(nanogpt, tmp_path):
         Variant("GPT-2", str(write_config(tmp_path / "gpt2.py", **GPT2))),
         Variant("Qwen3", "config/quickstart.py"),
     )
-    plan = make_plan(variants, [], None, 0, ["transformers", "nanogpt"], None, nanogpt=nanogpt)
+    plan = make_plan(variants, [], None, 0, registry.require(["transformers", "nanogpt"], nanogpt))
     of = {entry.name: entry for entry in plan}
     assert of["GPT-2"].peers == ["transformers: GPT-2", "nanogpt: GPT-2"]
     assert of["Qwen3"].peers == ["transformers: Qwen3"]
-    assert of["nanogpt: GPT-2"].program == ["-m", "bench.peer_nanogpt", f"--nanogpt={nanogpt}"]
+    assert of["nanogpt: GPT-2"].program == ["-m", "bench.peer", "--peer=nanogpt", f"--nanogpt={nanogpt}"]
     with pytest.raises(UserError, match="nanoGPT has only GPT-2, not qwen3"):
-        make_plan(variants[1:], [], None, 0, ["nanogpt"], None, nanogpt=nanogpt)
+        make_plan(variants[1:], [], None, 0, [NanoGPT(nanogpt)])
     with pytest.raises(UserError, match="kernels need a GPU"):
-        make_plan(variants[1:], [], None, 0, ["liger"], None)
+        make_plan(variants[1:], [], None, 0, [Liger()])
 
 
 def test_several_flags_name_several_peers():
     flags = ["--suite", "quick", "--peer", "transformers", "--peer", "nanogpt"]
     assert throughput.parse(flags)[0].peer == ["transformers", "nanogpt"]
-    with pytest.raises(SystemExit):
-        throughput.parse(["--suite", "quick", "--peer", ","])
 
 
 def test_commit_of_a_folder_inside_of_our_checkout_is_not_ours(capsys):
-    assert peer_nanogpt.commit_of(ROOT / "docs") == "unknown"
+    assert nanogpt_module.commit_of(ROOT / "docs") == "unknown"
 
 
 def test_liger_kernel_has_no_gpt2_and_nanogpt_needs_numbers():
     config = load_config(["config/full_gpt2_1.36b.py"])
-    assert "--batch_size and --gradient_accumulation_steps" in peers.obstacle("nanogpt", config)
+    assert "--batch_size and --gradient_accumulation_steps" in NanoGPT().obstacle(config, 1)
     config = load_config(["config/full_gpt2_1.36b.py", "--device=cuda"])
-    assert peers.obstacle("liger", config) == "liger-kernel has no kernels for GPT-2"
-    assert peers.obstacle("liger", load_config(["config/full_qwen3_1.8b_optimal.py"])) is None
+    assert Liger().obstacle(config, 1) == "liger-kernel has no kernels for GPT-2"
+    assert Liger().obstacle(load_config(["config/full_qwen3_1.8b_optimal.py"]), 1) is None
 
 
 def test_ratio_is_to_the_best_peer_and_each_is_kept():

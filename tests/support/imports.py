@@ -23,6 +23,7 @@ ORDER = (
     "tools/track/*",
     "tools/tune/*",
     "bench/*",
+    "bench/peers/*",
     "generation/*",
     "training/*",
     "training/faults/*",

@@ -1,12 +1,9 @@
-"""The comparison of an emulated recipe's kernels at the start of a run, and the timing of its casts."""
-
-import json
+"""The comparison of an emulated recipe's kernels at the start of a run."""
 
 import pytest
 import torch
 
-from bench import casts
-from common.errors import RunError, UserError
+from common.errors import RunError
 from ops import compare_casts as comparison
 from ops.recipes import RECIPES
 from training.optimization.low_precision import check_emulation
@@ -68,18 +65,3 @@ def test_a_kernel_that_does_not_compile_is_a_reason_not_an_error(monkeypatch):
     spoiled("nvfp4_weight", monkeypatch, fails)
     reason = "a kernel failed: RuntimeError: no such instruction"
     assert comparison.compare_casts("nvfp4", CPU) == reason
-
-
-SMALL = ["config/smoke_qwen3.py", "--device=cpu", "--dtype=bfloat16", "--block_size=32", "--batch_size=1"]
-
-
-def test_the_casts_of_a_micro_step_are_the_sum_of_its_matrices(monkeypatch, capsys):
-    monkeypatch.setattr(casts, "seconds_per_call", lambda call, device: (call(), 1e-3)[1])
-    assert casts.main([*SMALL, "--n_layer=2", "--low_precision=nvfp4"]) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == {"casts_ms": pytest.approx(2 * 4 * 2)}  # blocks, Linears of each, x and dy
-
-
-def test_a_recipe_without_emulated_casts_has_none_to_time():
-    with pytest.raises(UserError, match="low_precision='fp8_delayed' has no casts.*mxfp8 or nvfp4"):
-        casts.main([*SMALL, "--low_precision=fp8_delayed"])

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.helpers import ROOT, TINY, write_config
 
-from bench import checkpointing, throughput
+from bench import throughput
 from bench.plan import check_overrides
 from common.errors import UserError
 from training.configuration.files_and_flags import load_config
@@ -81,8 +81,6 @@ def test_benchmarks_read_the_keys_of_train_py_as_train_py_does():
         ["--n_layer", "2", "--suite", "quick", "--compile", "--dataset", "random"]
     )
     assert (options.suite, options.dataset, flags) == ("quick", "random", ["--n_layer=2", "--compile=True"])
-    options, flags = checkpointing.parse(["--n_layer", "2", "--use_fsdp", "run.py", "--processes", "2"])
-    assert (options.config, options.processes, flags) == ("run.py", 2, ["--n_layer=2", "--use_fsdp=True"])
     check_overrides(["--n_layer", "2", "--compile"])
     for words, message in (
         (["--max_iters", "5"], "use --iters"),
