@@ -208,8 +208,7 @@ def main() -> None:
         required=True,
         type=user_path,
         metavar="NAME",
-        help="that made the ids: gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or "
-        "hf:OWNER/NAME",
+        help="that made the ids: gpt2, a tokenizer.json or tokenizer.model, its folder, or hf:OWNER/NAME",
     )
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
     parser.add_argument("--dtype", choices=DTYPES, help="of an id (default: by the tokenizer's vocabulary)")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
-from data.pipeline.command import make_dataset, make_parser, make_settings, parse, split_rule  # noqa: E402
+from data.pipeline.command import make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.mds import find_shards  # noqa: E402
 from data.pipeline.mds_samples import INTEGERS, wrong_numbers, wrong_text  # noqa: E402
 from data.pipeline.units import Settings  # noqa: E402
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
 def token_settings(args: argparse.Namespace, tokenizer: SubwordTokenizer) -> Settings:
     split_at = None if args.lengths else find_eot(tokenizer, args.eot)
     columns = (args.tokens, args.lengths, split_at, args.bytes_dtype)
-    return Settings(None, None, args.val_fraction, args.shard_tokens, *columns, **split_rule(args))
+    return Settings(None, None, args.val_fraction, args.shard_tokens, *columns, splits=args.splits)
 
 
 def main() -> None:

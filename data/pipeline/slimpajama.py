@@ -1,9 +1,11 @@
-"""The command behind every data/slimpajama_*/prepare.py: one size of SlimPajama, one family's tokenizer."""
+"""The command behind every data/slimpajama_SIZE_FAMILY/prepare.py: one size of SlimPajama, one tokenizer."""
 
 import shutil
+import sys
 from pathlib import Path
 
 from common.arguments import user_folder, user_path
+from common.command import run_command
 from data.pipeline.command import make_dataset, make_parser, make_settings, parse
 from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
 from data.pipeline.input_files import find_files
@@ -11,10 +13,23 @@ from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.tokenizer import find_eot
 
 HUB_DATASETS = {"6b": "DKYoon/SlimPajama-6B", "627b": "cerebras/SlimPajama-627B"}
+HELP = """The text of {repository} in the tokens of {tokenizer}.
+
+    python data/{folder}/prepare.py
+
+Downloads the text, or takes it from --input; the same command again goes on where it stopped.
+"""
 
 
-def main(description: str | None, size: str, family_name: str, folder: Path) -> None:
-    """description: the docstring of the prepare.py, for --help. folder: where that file is."""
+def main(folder: Path) -> None:
+    """folder: of the prepare.py, whose name says what it makes: slimpajama_6b_gpt2."""
+    sys.exit(run_command(prepare, folder))
+
+
+def prepare(folder: Path) -> None:
+    _, size, family_name = folder.name.split("_")
+    family = FAMILIES[family_name]
+    description = HELP.format(repository=HUB_DATASETS[size], tokenizer=family.tokenizer, folder=folder.name)
     parser = make_parser(description, folder, val_fraction=0.001)
     add = parser.add_argument
     add(
@@ -32,19 +47,18 @@ def main(description: str | None, size: str, family_name: str, folder: Path) -> 
         "--tokenizer",
         type=user_path,
         metavar="NAME",
-        help="tokenizer.json, tokenizer.model, vocab.json, their folder, or hf:OWNER/NAME",
+        help="tokenizer.json, tokenizer.model, the folder of one, or hf:OWNER/NAME",
     )
     args = parse(parser)
     if sum(map(bool, (args.input, args.text, args.stream))) > 1:
         parser.error(
             "--input needs no download, and --stream keeps none: pass one of --input, --text, --stream"
         )
-    family = FAMILIES[family_name]
     tokenizer = open_family(family, args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
     hub: Hub | None = None
     if args.input:
-        files = find_files(args.input, copies=settings.split_by == "place")
+        files = find_files(args.input)
         source = f"{len(files)} local files"
     else:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, hash_document, is_one_document
+from data.pipeline.documents import BadRecord, hash_document, is_one_document
 from data.pipeline.input_files import say_files
 from data.pipeline.token_files import SPLITS
 from data.pipeline.units import Settings, Unit, read_unit, token_unit
@@ -50,8 +50,6 @@ def named_split(name: str) -> str | None:
 def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
     """The split of each input file; None: the hash of each document decides. "test" is not read. Raises
     UserError."""
-    if settings.split_by == "place":
-        return _splits_of_older_plans(names)
     said = [named_split(name) for name in names]
     of_records = {s: name for s, name in zip(said, names, strict=True) if not is_one_document(Path(name))}
     # if the names of all say the same, they do not tell what to train on from what to validate on
@@ -66,22 +64,6 @@ def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
     if "val" in of_records:
         return [split or "train" for split in said]
     return ["test" if split == "test" else None for split in said]
-
-
-def _splits_of_older_plans(names: list[str]) -> list[str | None]:
-    said = [_older_split(name) for name in names]
-    if not {"train", "validation"} <= set(said):
-        return [None] * len(names)
-    return ["val" if s == "validation" else "test" if s == "test" else "train" for s in said]
-
-
-def _older_split(name: str) -> str | None:
-    *folders, file = Path(name).parts
-    for split in ("train", "validation", "test"):
-        prefixes = (f"{split}-", f"{split}.", f"{split}_")
-        if split in folders or not file.endswith(SOURCE_SUFFIXES) and file.startswith(prefixes):
-            return split
-    return None
 
 
 # --- few documents ---
