@@ -30,6 +30,7 @@ INDEX = "index.json"
 INDEX_BYTES = 1 << 28  # of an index.json: it has about 700 bytes for each shard
 MOST_BYTES = 2**32 - 1  # of a shard: its offsets have four bytes
 MOST_COLUMNS = 10_000
+XXHASH = re.compile("xxh(32|64|128|3_64|3_128)")
 FOLDERS_UP = 4  # an index of several writers names its shards by folder: '00000/shard.00000.mds'
 
 
@@ -161,13 +162,9 @@ def find_shards(folders: list[str], columns: Mapping[str, Callable[[str], str | 
 
 
 def _say_unchecked_hashes(shards: list[Shard]) -> None:
-    names = sorted({name for shard in shards for name in shard.raw.hashes if _is_xxhash(name)})
+    names = sorted({name for shard in shards for name in shard.raw.hashes if XXHASH.fullmatch(name)})
     if names and importlib.util.find_spec("xxhash") is None:
         print(f"hashes of the kind {', '.join(names)} are not compared: the xxhash library is not installed")
-
-
-def _is_xxhash(name: str) -> bool:
-    return re.fullmatch("xxh(32|64|128|3_64|3_128)", name) is not None
 
 
 def _shard_of(path: Path) -> tuple[Shard, FileInfo]:
@@ -231,7 +228,7 @@ def _compare(path: Path, content: bytes, info: FileInfo) -> None:
 
 def _hash(path: Path, name: str, content: bytes) -> str | None:
     """None for xxhash's, if that library is not installed: sha1 and others are in Python itself."""
-    if _is_xxhash(name):
+    if XXHASH.fullmatch(name):
         if importlib.util.find_spec("xxhash") is None:
             return None
         return getattr(importlib.import_module("xxhash"), name)(content).hexdigest()

@@ -256,7 +256,7 @@ class Output:
             writer.abandon()
 
 
-def _give_names(folder: Path, names: list[str]) -> None:
+def give_names(folder: Path, names: list[str]) -> None:
     """The complete token files, which have .tmp after their names, get them."""
     for name in names:
         sync(folder / f"{name}.tmp")
@@ -319,7 +319,7 @@ def tokenize(
         files = output.finish()
         if settings.tokens:  # what was counted is samples
             counts["documents"] = sum(file["lengths"]["documents"] for file in files.values())
-        _give_names(folder, with_lengths(files))
+        give_names(folder, with_lengths(files))
         if unit.split:
             write_bytes(unit.hashes_path(folder), np.array(hashes, "<u8").tobytes())
     except BaseException:

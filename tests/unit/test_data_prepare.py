@@ -342,7 +342,7 @@ def test_a_stop_while_a_document_is_cut_for_an_empty_split_loses_nothing(tmp_pat
             raise OSError("stopped here")
         replace(source, destination)
 
-    monkeypatch.setattr("data.pipeline.empty_split.os.replace", stop)
+    monkeypatch.setattr("data.pipeline.units.os.replace", stop)
     with pytest.raises(OSError, match="stopped here"):
         prepare(*arguments)
     monkeypatch.undo()
