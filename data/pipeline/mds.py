@@ -15,7 +15,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from common.errors import UserError
 from common.json_file import open_regular, read_json
 from common.text import shown
+from data.folders import is_plain_name
 from data.pipeline.decompression import CODECS, codec, decompress
 from data.pipeline.token_files import is_count
 
@@ -109,19 +110,13 @@ def _read_file(info: Any) -> FileInfo:
     if not isinstance(info, dict):
         raise ValueError(f"a file is {info!r:.80}")
     name, size, hashes = info.get("basename"), info.get("bytes"), info.get("hashes") or {}
-    if not isinstance(name, str) or not _stays_inside(name):
+    if not isinstance(name, str) or not all(map(is_plain_name, name.split("/"))):
         raise ValueError(f"the file name {name!r:.80} leads out of the folder")
     if not isinstance(size, int) or not is_count(size, MOST_BYTES):
         raise ValueError(f"{name} has {size!r:.80} bytes")
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
         raise ValueError(f"{name} has the hashes {hashes!r:.80}")
     return FileInfo(name, size, hashes)
-
-
-def _stays_inside(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    plain = name.isprintable() and "\\" not in name and not name.startswith("/")
-    return plain and bool(parts) and ".." not in parts and "/".join(parts) == name
 
 
 # --- the shards of a folder ---

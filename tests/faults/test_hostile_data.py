@@ -203,6 +203,7 @@ def test_training_and_the_data_commands_have_one_reader_of_meta():
 
 
 WRONG_FIELDS = [
+    {"vocab_size": 0},
     {"vocab_size": True},
     {"vocab_size": 10**400},
     {"vocab_size": 64.0},

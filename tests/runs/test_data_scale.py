@@ -25,7 +25,6 @@ from data.pipeline import document_pieces
 from data.pipeline.document_pieces import encode_document
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.pipeline.splits import named_split
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.fast_encoder import LLAMA3_PATTERN
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -309,16 +308,6 @@ def test_parquet_rows_are_documents(tmp_path):
     assert "is damaged" in str(damaged)
 
 
-def test_a_validation_split_is_used_and_a_test_split_left_out(tmp_path, bpe):
-    for split in ("train", "validation", "test"):
-        (tmp_path / "in" / split / "chunk1").mkdir(parents=True)
-        write_jsonl(tmp_path / "in" / split / "chunk1" / "a.jsonl", [split])
-    assert named_split("data/validation-00000-of-00001-ab.parquet") == "val"
-    make(sorted((tmp_path / "in").rglob("*.jsonl")), tmp_path / "out", bpe)
-    assert documents(tmp_path / "out", "train") == ["train"]
-    assert documents(tmp_path / "out", "val") == ["validation"]
-
-
 def test_no_network_says_to_use_input(tmp_path):
     pytest.importorskip("huggingface_hub")
     shared("tiktoken_cache")
@@ -372,11 +361,6 @@ def test_inspect_prints_counts_and_text(tmp_path, bpe):
     assert result.stdout.count("--- train_") == 2 and result.stdout.count("--- val_") == 2
     assert "x yx y" in result.stdout
     assert result.stdout == inspect(tmp_path / "out", "--hash", "--seed", "1", "--samples", "2").stdout
-
-
-def test_inspect_says_how_it_is_called():
-    result = inspect(Path("absent"), "--help")
-    assert result.returncode == 0 and result.stdout.startswith("usage: python -m data.inspect ")
 
 
 def test_inside_data_the_inspect_of_the_standard_library_is_imported():

@@ -88,12 +88,6 @@ def test_meta_describes_the_files_exactly(tmp_path):
     ]
 
 
-def test_one_pass_may_feed_both_splits(tmp_path):
-    write_small(tmp_path, splits=iter([("train", [0]), ("val", [1]), ("train", [1])]))
-    assert read_ids(tmp_path, "train") == [0, 1]
-    assert read_ids(tmp_path, "val") == [1]
-
-
 def test_an_empty_split_is_refused(tmp_path):
     with pytest.raises(UserError, match="val.bin"):
         write_small(tmp_path, splits={"train": [[0]], "val": []})
@@ -404,26 +398,6 @@ def test_a_corrupt_line_is_a_bad_record_with_its_file_and_number(tmp_path, bad):
     (_, good), (number, record) = read_records(path)
     assert good == ["fine"] and number == 3
     assert isinstance(record, BadRecord) and re.search(r"a\.jsonl, line 3[ ;]", str(record))
-
-
-def test_a_truncated_archive_ends_in_a_bad_record(tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    content = b"".join(json.dumps({"text": os.urandom(30).hex()}).encode() + b"\n" for _ in range(5000))
-    for name, compressed in {
-        "a.jsonl.gz": gzip.compress(content),
-        "a.jsonl.zst": zstandard.compress(content),
-    }.items():
-        (tmp_path / name).write_bytes(compressed[: len(compressed) // 2])
-        *_, (_, last) = read_records(tmp_path / name)
-        assert isinstance(last, BadRecord) and re.search(rf"{name} is damaged after line \d+", str(last))
-
-
-def test_a_note_beside_jsonl_files_is_not_taken_for_a_document(tmp_path, capsys):
-    write_jsonl(tmp_path / "a.jsonl", ["a"])
-    (tmp_path / "README.txt").write_text("a note")
-    assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
-    assert f"{tmp_path}/README.txt" in capsys.readouterr().out
-    assert find_files([str(tmp_path / "*.jsonl")]) == [tmp_path / "a.jsonl"]
 
 
 def test_input_that_cannot_be_read_is_named(tmp_path):
