@@ -20,6 +20,7 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
+from data.pipeline.command import TOKENIZER
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, keep_tokenizer
@@ -203,7 +204,7 @@ def main() -> None:
         required=True,
         type=user_path,
         metavar="NAME",
-        help="that made the ids: gpt2, a tokenizer.json or tokenizer.model, its folder, or hf:OWNER/NAME",
+        help=f"that made the ids: {TOKENIZER}",
     )
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
     parser.add_argument("--dtype", choices=DTYPES, help="of an id (default: by the tokenizer's vocabulary)")

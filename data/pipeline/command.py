@@ -14,6 +14,8 @@ from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
 WORKERS_MAX = 1024  # processes of one machine
 TOKENS_MAX = 10**15
+INPUT = "files, folders or quoted globs"  # for --help
+TOKENIZER = "gpt2, a tokenizer.json or tokenizer.model, its folder, or hf:OWNER/NAME"
 PARTS_MAX = 100_000  # machines or tasks; each is a folder and a lock
 
 

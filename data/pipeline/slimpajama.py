@@ -1,12 +1,10 @@
 """The command behind every data/slimpajama_SIZE_FAMILY/prepare.py: one size of SlimPajama, one tokenizer."""
 
 import shutil
-import sys
 from pathlib import Path
 
 from common.arguments import user_folder, user_path
-from common.command import run_command
-from data.pipeline.command import make_dataset, make_parser, make_settings, parse
+from data.pipeline.command import INPUT, TOKENIZER, make_dataset, make_parser, make_settings, parse
 from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
 from data.pipeline.input_files import find_files
 from data.tokenizers.families import FAMILIES, open_family
@@ -23,32 +21,17 @@ Downloads the text, or takes it from --input; the same command again goes on whe
 
 def main(folder: Path) -> None:
     """folder: of the prepare.py, whose name says what it makes: slimpajama_6b_gpt2."""
-    sys.exit(run_command(prepare, folder))
-
-
-def prepare(folder: Path) -> None:
     _, size, family_name = folder.name.split("_")
     family = FAMILIES[family_name]
     description = HELP.format(repository=HUB_DATASETS[size], tokenizer=family.tokenizer, folder=folder.name)
     parser = make_parser(description, folder, val_fraction=0.001)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=user_path,
-        metavar="PATH",
-        help="files, folders or quoted globs, instead of the download",
-    )
+    add("--input", nargs="+", type=user_path, metavar="PATH", help=f"{INPUT}, instead of the download")
     add(
         "--text", type=user_folder, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
     )
     add("--stream", action="store_true", help="delete each downloaded file when its tokens are made")
-    add(
-        "--tokenizer",
-        type=user_path,
-        metavar="NAME",
-        help="tokenizer.json, tokenizer.model, the folder of one, or hf:OWNER/NAME",
-    )
+    add("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     args = parse(parser)
     if sum(map(bool, (args.input, args.text, args.stream))) > 1:
         parser.error(

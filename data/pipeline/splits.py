@@ -31,7 +31,6 @@ NAMES = {
     for split, words in WORDS.items()
 }
 SUFFIX = re.compile(r"\.(jsonl|parquet|mds)(\.\w+)?$")
-COMPARED_UNITS = 256  # units of validation files whose hashes are in memory at the same time
 
 
 def named_split(name: str) -> str | None:
@@ -127,20 +126,11 @@ def say_splits(units: list[Unit], manifests: list[dict], folder: Path) -> None:
 
 def _overlap(units: list[Unit], folder: Path) -> tuple[int, int]:
     """(validation documents that are training documents, too; all of them), where files were named for them.
-    Memory holds the hashes of some files at a time."""
+    Memory holds the hashes of all validation documents, and of one unit for training."""
     paths = {split: [u.hashes_path(folder) for u in units if u.split == split] for split in SPLITS}
-    twice = total = 0
-    for first in range(0, len(paths["val"]), COMPARED_UNITS):
-        some = [
-            np.fromfile(path, "<u8")
-            for path in paths["val"][first : first + COMPARED_UNITS]
-            if path.is_file()
-        ]
-        hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *some]), return_counts=True)
-        found = np.zeros(len(hashes), bool)
-        for path in paths["train"] if len(hashes) else []:
-            training = np.fromfile(path, "<u8") if path.is_file() else hashes[:0]
-            places = np.searchsorted(hashes, training).clip(max=len(hashes) - 1)
-            found[places[hashes[places] == training]] = True
-        twice, total = twice + int(counts[found].sum()), total + int(counts.sum())
-    return twice, total
+    held_out = [np.fromfile(path, "<u8") for path in paths["val"] if path.is_file()]
+    hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *held_out]), return_counts=True)
+    found = np.zeros(len(hashes), bool)
+    for path in paths["train"]:
+        found |= np.isin(hashes, np.fromfile(path, "<u8") if path.is_file() else hashes[:0])
+    return int(counts[found].sum()), int(counts.sum())

@@ -23,6 +23,8 @@ from common.arguments import user_path, whole_number  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.command import (  # noqa: E402
+    INPUT,
+    TOKENIZER,
     make_dataset,
     make_job,
     make_parser,
@@ -49,21 +51,9 @@ CONFIGS = {
 def parse_arguments() -> Namespace:
     parser = make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        type=user_path,
-        metavar="PATH",
-        help="files, folders or quoted globs",
-    )
+    add("--input", nargs="+", required=True, type=user_path, metavar="PATH", help=INPUT)
     tokenizers = parser.add_mutually_exclusive_group(required=True)
-    tokenizers.add_argument(
-        "--tokenizer",
-        type=user_path,
-        metavar="NAME",
-        help="gpt2, a tokenizer.json or tokenizer.model, its folder, or hf:OWNER/NAME",
-    )
+    tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     tokenizers.add_argument(
         "--train_tokenizer",
         type=vocabulary_size,

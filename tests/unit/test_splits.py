@@ -10,7 +10,7 @@ import pytest
 from support.preparation import run_units_here, small_bpe, write_jsonl
 
 from common.errors import UserError
-from data.pipeline import documents, preparation, splits
+from data.pipeline import documents, preparation
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import load_tokenizer, read_meta
@@ -146,8 +146,7 @@ def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(
     assert f"for validation {len(held_out)} ({others}): {names}\n" in printed
 
 
-def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(splits, "COMPARED_UNITS", 2)
+def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make):
     for number in range(4):
         write(tmp_path / "in" / f"train-{number}.jsonl", rows(f"train{number}"))
         write(
