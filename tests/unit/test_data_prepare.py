@@ -180,10 +180,6 @@ def test_a_character_outside_the_dataset_is_named():
         CHAR.encode("a€")
 
 
-def test_a_length_limit_in_tokenizer_json_cuts_no_document(tmp_path):
-    assert len(FileTokenizer(small_bpe(tmp_path)).encode("0123456789" * 10)) == 100
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama2", "llama3", "qwen3"])
 def test_special_token_strings_stay_text(name):
     tokenizer = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
@@ -247,22 +243,6 @@ def test_own_text_gets_the_published_ids(tmp_path, name):
     assert year is None or read_ids(out, "val") == [*year, eot_id]
     assert load_tokenizer(out).decode(hello).strip() == "hello world"
     assert str(out) in printed and "train.py config/quickstart.py" in printed  # two documents are little text
-
-
-def test_every_document_lands_in_exactly_one_split_and_always_the_same(tmp_path):
-    texts = [f"<{i}>" for i in range(2000)]
-    document = write_jsonl(tmp_path / "a.jsonl", texts)
-    tokenizer = small_bpe(tmp_path / "bpe")
-    found = []
-    for out in (tmp_path / "first", tmp_path / "second"):
-        prepare_text("--input", document, "--tokenizer", tokenizer, "--output", out, "--val_fraction", 0.1)
-        decode = load_tokenizer(out).decode
-        found.append([decode(read_ids(out, split)).split("<|endoftext|>")[:-1] for split in ("train", "val")])
-    assert found[0] == found[1]
-    train, val = found[0]
-    assert sorted(train + val) == sorted(texts)
-    assert 150 < len(val) < 250
-    assert train == [text for text in texts if text not in set(val)]
 
 
 def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shard_tokens: int) -> list[str]:
@@ -370,15 +350,6 @@ def test_every_kind_of_file_is_read_in_order(tmp_path):
     texts = ["one\ntwo", "three", "four", "five", "six", "seven", "eight"]
     assert decoded == [text for text in texts if text not in held_out]
     assert len(held_out) == 1 and held_out[0] in texts
-
-
-def test_max_tokens_is_the_number_of_tokens(tmp_path):
-    document = write_jsonl(tmp_path / "a.jsonl", [f"ab{i:02}" for i in range(100)])
-    out = tmp_path / "out"
-    arguments = ["--tokenizer", small_bpe(tmp_path / "bpe"), "--output", out, "--max_tokens", 42]
-    prepare_text("--input", document, *arguments)
-    files = read_meta(out)["files"]
-    assert sum(written["tokens"] for written in files.values()) == 42
 
 
 BAD_LINES = {
