@@ -20,9 +20,10 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
+from data.pipeline.command import TOKENIZER
 from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.meta_file import describe, keep_tokenizer, read_meta
+from data.pipeline.meta_file import describe, keep_tokenizer
 from data.pipeline.next_commands import report
 from data.pipeline.token_files import (
     DTYPES,
@@ -150,6 +151,14 @@ def check_width(path: Path, dtype: np.dtype) -> None:
             )
 
 
+def check_not_there(folder: Path) -> None:
+    if os.path.lexists(folder / "meta.json"):
+        raise UserError(
+            f"{folder / 'meta.json'} is there: python -m data.inspect --hash compares the files with it. "
+            "If it is wrong, delete it and run this command again"
+        )
+
+
 def _check_tokenizer_file(folder: Path, tokenizer: SubwordTokenizer) -> None:
     """keep_tokenizer() writes this file; one of somebody else's is not replaced."""
     path = folder / "tokenizer.json"
@@ -164,30 +173,17 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
     paths = find_token_files(folder, dtype)
     check_width(paths[0], dtype)
     eot_id = find_eot(tokenizer, eot)  # what can be wrong is said before the files are read
-    if not (folder / "meta.json").exists():
-        _check_tokenizer_file(folder, tokenizer)
+    _check_tokenizer_file(folder, tokenizer)
     with only_preparation(folder):
+        check_not_there(folder)
         entries = {path: entry(path, name, {}) for path in paths}  # before they are read: see entry()
         files = describe_files(paths, dtype, tokenizer)
         add_lengths(folder, files)
         listed = any("lengths" in file for file in files.values())
         marked = not listed and any(holds(path, dtype, eot_id) for path in paths)
         meta = describe(tokenizer.vocab_size, {}, eot_id if marked else None, SOURCE, files)
-        meta["dtype"] = name
-        if (folder / "meta.json").exists():
-            old = read_meta(folder)
-            wrong = [key for key in ("dtype", "vocab_size", "eot_id", "files") if old[key] != meta[key]]
-            if (old["tokenizer"] or {}).get("sha256") != hash_tokenizer(tokenizer):
-                wrong.append("tokenizer")
-            if wrong:
-                raise UserError(
-                    f"{folder / 'meta.json'} is there and says another {', '.join(wrong)}; if it is wrong, "
-                    "delete it and run this command again"
-                )
-            meta = old
-        else:
-            meta["tokenizer"] = keep_tokenizer(folder, tokenizer)
-            write_json(folder / "meta.json", meta)
+        meta |= {"dtype": name, "tokenizer": keep_tokenizer(folder, tokenizer)}
+        write_json(folder / "meta.json", meta)
         for path, known in entries.items():
             known["max_id"], known["stamp"][-1] = files[path.name]["max_id"], files[path.name]["sha256"]
         remember(folder, {path.name: known for path, known in entries.items()})
@@ -208,8 +204,7 @@ def main() -> None:
         required=True,
         type=user_path,
         metavar="NAME",
-        help="that made the ids: gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or "
-        "hf:OWNER/NAME",
+        help=f"that made the ids: {TOKENIZER}",
     )
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token (default: found by its name)")
     parser.add_argument("--dtype", choices=DTYPES, help="of an id (default: by the tokenizer's vocabulary)")

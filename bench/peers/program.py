@@ -22,10 +22,10 @@ from training.batches.sources import Source
 from training.configuration.keys import TrainConfig
 from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import resolve_peak
+from training.memory.micro_batch import resolve_micro_batch
 from training.process.exit_status import end_process
 from training.process.memory import GIB
 from training.process.world import World, init_world
-from training.memory.micro_batch import resolve_micro_batch
 from training.records.utilization import utilization
 
 NOT_COUNTED = -100  # the target that torch's cross entropy leaves out

@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from common.arguments import user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
-from data.pipeline.command import make_dataset, make_parser, make_settings, parse, split_rule  # noqa: E402
+from data.pipeline.command import TOKENIZER, make_dataset, make_parser, make_settings, parse  # noqa: E402
 from data.pipeline.mds import find_shards  # noqa: E402
 from data.pipeline.mds_samples import INTEGERS, wrong_numbers, wrong_text  # noqa: E402
 from data.pipeline.units import Settings  # noqa: E402
@@ -37,13 +37,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="folders with an index.json",
     )
-    add(
-        "--tokenizer",
-        required=True,
-        type=user_path,
-        metavar="NAME",
-        help="that made the ids, or makes them: gpt2, a file, its folder, or hf:OWNER/NAME",
-    )
+    add("--tokenizer", required=True, type=user_path, metavar="NAME", help=f"of the ids: {TOKENIZER}")
     add("--tokens", metavar="COLUMN", help="column of token ids (default: text is tokenized)")
     add(
         "--lengths",
@@ -65,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 def token_settings(args: argparse.Namespace, tokenizer: SubwordTokenizer) -> Settings:
     split_at = None if args.lengths else find_eot(tokenizer, args.eot)
     columns = (args.tokens, args.lengths, split_at, args.bytes_dtype)
-    return Settings(None, None, args.val_fraction, args.shard_tokens, *columns, **split_rule(args))
+    return Settings(None, None, args.val_fraction, args.shard_tokens, *columns, splits=args.splits)
 
 
 def main() -> None:

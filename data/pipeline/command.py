@@ -3,18 +3,19 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from common.arguments import check_output, user_folder, whole_number
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.next_commands import report
-from data.pipeline.preparation import Job, begun_by, prepare
+from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer
 
 WORKERS_MAX = 1024  # processes of one machine
 TOKENS_MAX = 10**15
+INPUT = "files, folders or quoted globs"  # for --help
+TOKENIZER = "gpt2, a tokenizer.json or tokenizer.model, its folder, or hf:OWNER/NAME"
 PARTS_MAX = 100_000  # machines or tasks; each is a folder and a lock
 
 
@@ -96,12 +97,7 @@ def make_settings(args: argparse.Namespace, tokenizer: Tokenizer, eot_id: int) -
     bos_id = None if args.bos is None else tokenizer.token_id(args.bos)
     if args.bos is not None and bos_id is None:
         raise UserError(f"--bos {args.bos}: the tokenizer has no such token")
-    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens, **split_rule(args))
-
-
-def split_rule(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides which documents are for validation, as Settings has it."""
-    return {"split_by": begun_by(args.output, args.resume), "splits": args.splits}
+    return Settings(eot_id, bos_id, args.val_fraction, args.shard_tokens, splits=args.splits)
 
 
 def make_job(args: argparse.Namespace) -> Job:

@@ -6,14 +6,13 @@ that unit is left without a valid manifest, and it is made again.
 """
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 
-from common.durable_file import sync, sync_folder, write_json
-from data.pipeline.token_files import SPLITS, ShardWriter, TokenWriter, smallest_dtype, stored_dtype
-from data.pipeline.units import Settings, Unit
+from common.durable_file import write_json
+from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype, stored_dtype
+from data.pipeline.units import Settings, Unit, give_names
 
 CHUNK = 1 << 24  # tokens that are read at once
 
@@ -48,10 +47,6 @@ def _tokens(manifest: dict) -> int:
     return sum(file["tokens"] for file in manifest["files"].values())
 
 
-def _read(path: Path, vocab_size: int) -> np.ndarray:
-    return np.memmap(path, dtype=stored_dtype(smallest_dtype(vocab_size)), mode="r")
-
-
 def _move(
     unit: Unit,
     manifest: dict,
@@ -63,31 +58,20 @@ def _move(
     vocab_size: int,
 ) -> dict:
     """Move the source's tokens from `cut` on to the target, which has none. Returns the new manifest."""
-    kept, moved, start = {}, [], 0
-    writer = ShardWriter(folder, target, unit.number, settings.shard_tokens, vocab_size)
-    for name in _names(manifest, source):
-        ids = _read(folder / name, vocab_size)
-        head = min(max(0, cut - start), len(ids))
-        start += len(ids)
-        for first in range(head, len(ids), CHUNK):
-            writer.write(ids[first : first + CHUNK])
-        if head == len(ids):
-            kept[name] = manifest["files"][name]
-        elif head == 0:
-            moved.append(name)
-        else:
-            shorter = TokenWriter(folder / f"{name}.tmp", smallest_dtype(vocab_size), vocab_size)
-            for first in range(0, head, CHUNK):
-                shorter.write(ids[first : min(head, first + CHUNK)])
-            kept[name] = shorter.finish()
-    files = kept | writer.finish()
-    temporary = [name for name in files if (folder / f"{name}.tmp").is_file()]
-    for name in temporary:
-        sync(folder / f"{name}.tmp")
-    for name in temporary:
-        os.replace(folder / f"{name}.tmp", folder / name)
-    sync_folder(folder)
-    for name in moved:
+    names, start = _names(manifest, source), 0
+    shards = (unit.number, settings.shard_tokens, vocab_size)
+    kept, moved = ShardWriter(folder, source, *shards), ShardWriter(folder, target, *shards)
+    for name in names:
+        ids = np.memmap(folder / name, dtype=stored_dtype(smallest_dtype(vocab_size)), mode="r")
+        for first in range(0, len(ids), CHUNK):
+            part = ids[first : first + CHUNK]
+            head = max(0, cut - start)
+            kept.write(part[:head])
+            moved.write(part[head:])
+            start += len(part)
+    files = kept.finish() | moved.finish()
+    give_names(folder, list(files))
+    for name in set(names) - files.keys():
         (folder / name).unlink()
     manifest = manifest | {"files": files}
     write_json(unit.manifest_path(folder), manifest)

@@ -64,16 +64,15 @@ def say_files(what: str, names: Iterable[str | Path], reason: str) -> None:
         print(f"{what} {len(shown):,} ({reason}): {', '.join(shown[:SHOWN_FILES])}{more}")
 
 
-def find_files(patterns: list[str], copies: bool = False) -> list[Path]:
+def find_files(patterns: list[str]) -> list[Path]:
     """The input files in the order in which they are read; prints what is left out."""
-    found = find_input(patterns, copies)
+    found = find_input(patterns)
     found.report()
     return found.files
 
 
-def find_input(patterns: list[str], copies: bool = False) -> InputFiles:
-    """Each pattern is a file, a folder or a glob; the files of one pattern are sorted. copies: whether copies
-    of files of records are read, too, as older versions did."""
+def find_input(patterns: list[str]) -> InputFiles:
+    """Each pattern is a file, a folder or a glob; the files of one pattern are sorted."""
     found = InputFiles()
     for pattern in patterns:
         path = Path(pattern)
@@ -94,8 +93,7 @@ def find_input(patterns: list[str], copies: bool = False) -> InputFiles:
         if not path.is_file():
             raise UserError(f"--input {path}: a link to nothing, or not a regular file")
     found.files = list(dict.fromkeys(found.files))  # a file that two arguments name is read once
-    if not copies:
-        _leave_out_copies(found)
+    _leave_out_copies(found)
     return found
 
 

@@ -15,7 +15,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from common.errors import UserError
 from common.json_file import open_regular, read_json
 from common.text import shown
+from data.folders import is_plain_name
 from data.pipeline.decompression import CODECS, codec, decompress
 from data.pipeline.token_files import is_count
 
@@ -30,6 +31,7 @@ INDEX = "index.json"
 INDEX_BYTES = 1 << 28  # of an index.json: it has about 700 bytes for each shard
 MOST_BYTES = 2**32 - 1  # of a shard: its offsets have four bytes
 MOST_COLUMNS = 10_000
+XXHASH = re.compile("xxh(32|64|128|3_64|3_128)")
 FOLDERS_UP = 4  # an index of several writers names its shards by folder: '00000/shard.00000.mds'
 
 
@@ -108,19 +110,13 @@ def _read_file(info: Any) -> FileInfo:
     if not isinstance(info, dict):
         raise ValueError(f"a file is {info!r:.80}")
     name, size, hashes = info.get("basename"), info.get("bytes"), info.get("hashes") or {}
-    if not isinstance(name, str) or not _stays_inside(name):
+    if not isinstance(name, str) or not all(map(is_plain_name, name.split("/"))):
         raise ValueError(f"the file name {name!r:.80} leads out of the folder")
     if not isinstance(size, int) or not is_count(size, MOST_BYTES):
         raise ValueError(f"{name} has {size!r:.80} bytes")
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
         raise ValueError(f"{name} has the hashes {hashes!r:.80}")
     return FileInfo(name, size, hashes)
-
-
-def _stays_inside(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    plain = name.isprintable() and "\\" not in name and not name.startswith("/")
-    return plain and bool(parts) and ".." not in parts and "/".join(parts) == name
 
 
 # --- the shards of a folder ---
@@ -161,13 +157,9 @@ def find_shards(folders: list[str], columns: Mapping[str, Callable[[str], str | 
 
 
 def _say_unchecked_hashes(shards: list[Shard]) -> None:
-    names = sorted({name for shard in shards for name in shard.raw.hashes if _is_xxhash(name)})
+    names = sorted({name for shard in shards for name in shard.raw.hashes if XXHASH.fullmatch(name)})
     if names and importlib.util.find_spec("xxhash") is None:
         print(f"hashes of the kind {', '.join(names)} are not compared: the xxhash library is not installed")
-
-
-def _is_xxhash(name: str) -> bool:
-    return re.fullmatch("xxh(32|64|128|3_64|3_128)", name) is not None
 
 
 def _shard_of(path: Path) -> tuple[Shard, FileInfo]:
@@ -231,7 +223,7 @@ def _compare(path: Path, content: bytes, info: FileInfo) -> None:
 
 def _hash(path: Path, name: str, content: bytes) -> str | None:
     """None for xxhash's, if that library is not installed: sha1 and others are in Python itself."""
-    if _is_xxhash(name):
+    if XXHASH.fullmatch(name):
         if importlib.util.find_spec("xxhash") is None:
             return None
         return getattr(importlib.import_module("xxhash"), name)(content).hexdigest()

@@ -41,16 +41,7 @@ class Size:
         return 2 * vocab_size * self.n_embd + self.n_layer * int(attention + 3 * self.n_embd * self.d_ff)
 
     def flags(self) -> list[str]:
-        names = (
-            "n_layer",
-            "n_head",
-            "num_key_value_heads",
-            "n_embd",
-            "d_ff",
-            "learning_rate",
-            "tokens_per_iter",
-        )
-        return [f"--{name}={getattr(self, name)}" for name in names]
+        return [f"--{name}={value}" for name, value in vars(self).items()]
 
 
 @dataclass(frozen=True)
@@ -120,12 +111,15 @@ def fitting(meta: dict, device: Device) -> Plan:
 
 def training_arguments(plan: Plan) -> list[str]:
     """For train.py, without the dataset and out_dir. What the config says already is left out."""
-    flags = [plan.device.config, f"--vocab_size={plan.vocab_size}"]
-    if plan.size != plan.device.sizes[0]:
-        flags += plan.size.flags()
-    if plan.block_size != plan.device.block_size:
-        flags.append(f"--block_size={plan.block_size}")
-    return [*flags, f"--max_iters={plan.iterations}"]
+    size = [] if plan.size == plan.device.sizes[0] else plan.size.flags()
+    block = [] if plan.block_size == plan.device.block_size else [f"--block_size={plan.block_size}"]
+    return [
+        plan.device.config,
+        f"--vocab_size={plan.vocab_size}",
+        *size,
+        *block,
+        f"--max_iters={plan.iterations}",
+    ]
 
 
 def report(meta: dict, folder: str | Path, config: str | None = None) -> None:

@@ -7,7 +7,6 @@ takes the units k, k + n, ... The trap: files that another plan left in the fold
 plan, so plan.json says which plan they belong to.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -78,7 +77,7 @@ def plan_units(
     named = [(path, path.relative_to(root).as_posix()) for path in absolute]
     sizes = [store.size(path) for path in absolute]
     unit_bytes = unit_bytes or min(UNIT_BYTES, sum(sizes) // UNITS)
-    divides = settings.split_by == "text" and not isinstance(store, Hub)
+    divides = not isinstance(store, Hub)
     splits = splits_of_files([name for _, name in named], settings)
     listing: list[tuple] = []
     groups: list[_Group] = []
@@ -106,21 +105,22 @@ def plan_units(
 # --- the dataset ---
 
 
-def begun_by(folder: Path, resume: bool) -> str:
-    """What decides the split of a document (Settings.split_by): what did when this folder was begun."""
-    for name in ("plan.json", "tokenizer_training.json") if resume else ():
-        with contextlib.suppress(OSError, ValueError):
-            return "text" if read_json(folder / name).get("split_by") == "text" else "place"
-    return "text"
-
-
 def with_threshold(settings: Settings, units: list[Unit], store: Disk | Hub = ON_DISK) -> Settings:
     """The settings, and the hash below which a document is for validation. It is not looked for in files that
     say their split, or are not on this disk yet."""
-    fixed = settings.split_by == "place" or any(unit.split for unit in units)
-    if fixed or isinstance(store, Hub):
+    if any(unit.split for unit in units) or isinstance(store, Hub):
         return settings
     return replace(settings, val_below=threshold(units, settings))
+
+
+def begun_otherwise(folder: Path, differ: list[str]) -> UserError:
+    others = f"with another {', '.join(differ)}; pass what it was begun with,"
+    if "split_by" in differ:
+        others = (
+            "by an older version, which chose the documents for validation otherwise. If it has a meta.json, "
+            "it is complete and trains as it is; else finish it with that version, or pass"
+        )
+    return UserError(f"{folder} was begun {others} another --output, or --no-resume to delete what is there")
 
 
 def _refuse_link(folder: Path) -> None:
@@ -150,10 +150,7 @@ def start_or_resume(folder: Path, plan: dict, resume: bool) -> None:
             raise UserError(f"{path} is damaged ({error}); --no-resume deletes what is there") from None
         differ = [key for key in plan | old if old.get(key) != plan.get(key)]
         if differ:
-            raise UserError(
-                f"{folder} was begun with another {', '.join(differ)}; pass what it was begun with, another "
-                f"--output, or --no-resume to delete what is there"
-            )
+            raise begun_otherwise(folder, differ)
     elif any(folder.glob("*.bin")):
         raise UserError(f"{folder} holds a dataset made otherwise; pass another --output or --no-resume")
     (folder / "units").mkdir(parents=True, exist_ok=True)
@@ -265,8 +262,6 @@ def prepare(
     say_files("left out", of_test, "the test split, by their names; --splits=ignore reads all files alike")
     whole = {path for path in read if path.endswith((".gz", ".zst")) and store.size(path) > UNIT_BYTES}
     say_files("not divided", whole, "compressed: one worker reads each, and begins it again after a kill")
-    if settings.split_by == "place":
-        print(f"{folder} was begun by an older version and keeps its way to choose documents for validation")
     settings = with_threshold(settings, units, store)
     plan = {
         **settings.to_dict(),

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.durable_file import sync, sync_folder, write_json
 from common.errors import UserError
-from data.pipeline.document_lengths import LengthsWriter, lengths_name, with_lengths
+from data.pipeline.document_lengths import LENGTH_DTYPE, LengthsWriter, lengths_name, with_lengths
 from data.pipeline.manifests import COUNTS, read_checked
 from data.pipeline.token_files import SPLITS, TokenWriter, is_of_split, smallest_dtype, stored_dtype
 from data.pipeline.units import BAD_LISTED
@@ -40,19 +40,22 @@ def read_joined(folder: Path, dtype: str) -> dict | None:
 def join(manifests: list[dict], folder: Path, shard_tokens: int, vocab_size: int) -> dict | None:
     """Joins the token files of all units; returns the manifest of the two files. None if a split has too many
     tokens for one file, or none at all."""
+    dtype = smallest_dtype(vocab_size)
     written = {split: _files_of(manifests, split) for split in SPLITS}
     totals = [sum(file["tokens"] for _, file in files) for files in written.values()]
     if not 0 < min(totals) <= max(totals) <= shard_tokens:
         return None
-    temporary = {split: folder / f"{split}.bin.tmp" for split in SPLITS}
-    lengths = {split: folder / f"{lengths_name(f'{split}.bin')}.tmp" for split in SPLITS}
+    temporary = [folder / f"{name}.tmp" for s in SPLITS for name in (f"{s}.bin", lengths_name(f"{s}.bin"))]
     joined: dict[str, dict] = {}
     try:
-        for split, files in written.items():
+        for number, (split, files) in enumerate(written.items()):
             names = [name for name, _ in files]
-            joined[f"{split}.bin"] = _copy(folder, names, temporary[split], vocab_size)
+            writer = TokenWriter(temporary[2 * number], dtype, vocab_size)
+            joined[f"{split}.bin"] = _copy([folder / name for name in names], dtype, writer)
             if all("lengths" in file for _, file in files):
-                joined[f"{split}.bin"]["lengths"] = _copy_lengths(folder, names, lengths[split])
+                paths = [folder / lengths_name(name) for name in names]
+                lengths = _copy(paths, LENGTH_DTYPE, LengthsWriter(temporary[2 * number + 1]))
+                joined[f"{split}.bin"]["lengths"] = lengths
         if [file["tokens"] for file in joined.values()] != totals:
             raise UserError(f"the token files in {folder} were changed meanwhile; run the same command again")
         for name in with_lengths(joined):
@@ -60,14 +63,13 @@ def join(manifests: list[dict], folder: Path, shard_tokens: int, vocab_size: int
         for name in with_lengths(joined):
             os.replace(folder / f"{name}.tmp", folder / name)
     finally:
-        for path in (*temporary.values(), *lengths.values()):
+        for path in temporary:
             path.unlink(missing_ok=True)
     sync_folder(folder)
     counts = {name: sum(manifest[name] for manifest in manifests) for name in COUNTS}
     bad_records = [line for manifest in manifests for line in manifest["bad_records"]]
     manifest = {**counts, "bad_records": bad_records[:BAD_LISTED], "files": joined}
     write_json(_manifest_path(folder), manifest)
-    dtype = smallest_dtype(vocab_size)
     remember_files(folder, dtype, joined)
     _delete_units(folder)
     return manifest
@@ -86,26 +88,13 @@ def _files_of(manifests: list[dict], split: str) -> list[tuple[str, dict]]:
     ]
 
 
-def _copy(folder: Path, names: list[str], path: Path, vocab_size: int) -> dict:
-    dtype = smallest_dtype(vocab_size)
-    writer = TokenWriter(path, dtype, vocab_size)
+def _copy(paths: list[Path], dtype: str, writer: TokenWriter | LengthsWriter) -> dict:
+    """Writes what the files hold, one after the other; what meta.json says of the new file."""
     try:
-        for name in names:
-            with open(folder / name, "rb") as file:
-                while len(ids := np.fromfile(file, stored_dtype(dtype), CHUNK)):
-                    writer.write(ids)
-        return writer.finish()
-    finally:
-        writer.file.close()
-
-
-def _copy_lengths(folder: Path, names: list[str], path: Path) -> dict:
-    writer = LengthsWriter(path)
-    try:
-        for name in names:
-            with open(folder / lengths_name(name), "rb") as file:
-                while len(lengths := np.fromfile(file, "<u4", CHUNK)):
-                    writer.write(lengths)
+        for path in paths:
+            with open(path, "rb") as file:
+                while len(numbers := np.fromfile(file, stored_dtype(dtype), CHUNK)):
+                    writer.write(numbers)
         return writer.finish()
     finally:
         writer.file.close()

@@ -1,50 +1,47 @@
-"""The command behind every data/slimpajama_*/prepare.py: one size of SlimPajama, one family's tokenizer."""
+"""The command behind every data/slimpajama_SIZE_FAMILY/prepare.py: one size of SlimPajama, one tokenizer."""
 
 import shutil
 from pathlib import Path
 
 from common.arguments import user_folder, user_path
-from data.pipeline.command import make_dataset, make_parser, make_settings, parse
+from data.pipeline.command import INPUT, TOKENIZER, make_dataset, make_parser, make_settings, parse
 from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
 from data.pipeline.input_files import find_files
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.tokenizer import find_eot
 
 HUB_DATASETS = {"6b": "DKYoon/SlimPajama-6B", "627b": "cerebras/SlimPajama-627B"}
+HELP = """The text of {repository} in the tokens of {tokenizer}.
+
+    python data/{folder}/prepare.py
+
+Downloads the text, or takes it from --input; the same command again goes on where it stopped.
+"""
 
 
-def main(description: str | None, size: str, family_name: str, folder: Path) -> None:
-    """description: the docstring of the prepare.py, for --help. folder: where that file is."""
+def main(folder: Path) -> None:
+    """folder: of the prepare.py, whose name says what it makes: slimpajama_6b_gpt2."""
+    _, size, family_name = folder.name.split("_")
+    family = FAMILIES[family_name]
+    description = HELP.format(repository=HUB_DATASETS[size], tokenizer=family.tokenizer, folder=folder.name)
     parser = make_parser(description, folder, val_fraction=0.001)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=user_path,
-        metavar="PATH",
-        help="files, folders or quoted globs, instead of the download",
-    )
+    add("--input", nargs="+", type=user_path, metavar="PATH", help=f"{INPUT}, instead of the download")
     add(
         "--text", type=user_folder, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
     )
     add("--stream", action="store_true", help="delete each downloaded file when its tokens are made")
-    add(
-        "--tokenizer",
-        type=user_path,
-        metavar="NAME",
-        help="tokenizer.json, tokenizer.model, vocab.json, their folder, or hf:OWNER/NAME",
-    )
+    add("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     args = parse(parser)
     if sum(map(bool, (args.input, args.text, args.stream))) > 1:
         parser.error(
             "--input needs no download, and --stream keeps none: pass one of --input, --text, --stream"
         )
-    family = FAMILIES[family_name]
     tokenizer = open_family(family, args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
     hub: Hub | None = None
     if args.input:
-        files = find_files(args.input, copies=settings.split_by == "place")
+        files = find_files(args.input)
         source = f"{len(files)} local files"
     else:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"

@@ -22,7 +22,7 @@ from data.tokenizers.file_tokenizer import tokenizer_json
 
 def write_dataset(
     folder: str | Path,
-    splits: Mapping[str, Iterable] | Iterable[tuple[str, np.ndarray | list[int]]],
+    splits: Mapping[str, Iterable[np.ndarray | list[int]]],
     vocab_size: int,
     tokenizer: dict,
     eot_id: int | None,
@@ -30,10 +30,9 @@ def write_dataset(
 ) -> dict:
     """Write train.bin, val.bin, meta.json and meta.pkl, all or nothing; returns what meta.json holds.
 
-    splits is {"train": chunks of ids, "val": chunks of ids}, or one iterator of (split, ids) where a single
-    pass over the text feeds both; one chunk is in memory at a time. tokenizer is the .meta of a tokenizer.
-    eot_id is the id that ends each document in the files, None when documents are not marked. A dataset that
-    is already there stays whole until the new one is complete on disk.
+    splits is {"train": chunks of ids, "val": chunks of ids}; one chunk is in memory at a time. tokenizer is
+    the .meta of a tokenizer. eot_id is the id that ends each document in the files, None when documents are
+    not marked. A dataset that is already there stays whole until the new one is complete on disk.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,14 +44,12 @@ def write_dataset(
 
 def _write(
     folder: Path,
-    splits: Mapping[str, Iterable] | Iterable[tuple[str, np.ndarray | list[int]]],
+    splits: Mapping[str, Iterable[np.ndarray | list[int]]],
     vocab_size: int,
     tokenizer: dict,
     eot_id: int | None,
     source: str,
 ) -> dict:
-    if isinstance(splits, Mapping):
-        splits = ((split, ids) for split, chunks in splits.items() for ids in chunks)
     dtype = smallest_dtype(vocab_size)
 
     names = [f"{split}.bin" for split in SPLITS] + ["meta.pkl"]
@@ -62,8 +59,9 @@ def _write(
     temporary = {name: folder / f"{name}.tmp" for name in names}
     writers = {split: TokenWriter(temporary[f"{split}.bin"], dtype, vocab_size) for split in SPLITS}
     try:
-        for split, ids in splits:
-            writers[split].write(ids)
+        for split, chunks in splits.items():
+            for ids in chunks:
+                writers[split].write(ids)
         files = {f"{split}.bin": writers[split].finish() for split in SPLITS}
         for name, written in files.items():
             if written["tokens"] == 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from data.pipeline.documents import SOURCE_SUFFIXES, BadRecord, hash_document, is_one_document
+from data.pipeline.documents import BadRecord, hash_document, is_one_document
 from data.pipeline.input_files import say_files
 from data.pipeline.token_files import SPLITS
 from data.pipeline.units import Settings, Unit, read_unit, token_unit
@@ -31,7 +31,6 @@ NAMES = {
     for split, words in WORDS.items()
 }
 SUFFIX = re.compile(r"\.(jsonl|parquet|mds)(\.\w+)?$")
-COMPARED_UNITS = 256  # units of validation files whose hashes are in memory at the same time
 
 
 def named_split(name: str) -> str | None:
@@ -50,8 +49,6 @@ def named_split(name: str) -> str | None:
 def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
     """The split of each input file; None: the hash of each document decides. "test" is not read. Raises
     UserError."""
-    if settings.split_by == "place":
-        return _splits_of_older_plans(names)
     said = [named_split(name) for name in names]
     of_records = {s: name for s, name in zip(said, names, strict=True) if not is_one_document(Path(name))}
     # if the names of all say the same, they do not tell what to train on from what to validate on
@@ -66,22 +63,6 @@ def splits_of_files(names: list[str], settings: Settings) -> list[str | None]:
     if "val" in of_records:
         return [split or "train" for split in said]
     return ["test" if split == "test" else None for split in said]
-
-
-def _splits_of_older_plans(names: list[str]) -> list[str | None]:
-    said = [_older_split(name) for name in names]
-    if not {"train", "validation"} <= set(said):
-        return [None] * len(names)
-    return ["val" if s == "validation" else "test" if s == "test" else "train" for s in said]
-
-
-def _older_split(name: str) -> str | None:
-    *folders, file = Path(name).parts
-    for split in ("train", "validation", "test"):
-        prefixes = (f"{split}-", f"{split}.", f"{split}_")
-        if split in folders or not file.endswith(SOURCE_SUFFIXES) and file.startswith(prefixes):
-            return split
-    return None
 
 
 # --- few documents ---
@@ -145,20 +126,11 @@ def say_splits(units: list[Unit], manifests: list[dict], folder: Path) -> None:
 
 def _overlap(units: list[Unit], folder: Path) -> tuple[int, int]:
     """(validation documents that are training documents, too; all of them), where files were named for them.
-    Memory holds the hashes of some files at a time."""
+    Memory holds the hashes of all validation documents, and of one unit for training."""
     paths = {split: [u.hashes_path(folder) for u in units if u.split == split] for split in SPLITS}
-    twice = total = 0
-    for first in range(0, len(paths["val"]), COMPARED_UNITS):
-        some = [
-            np.fromfile(path, "<u8")
-            for path in paths["val"][first : first + COMPARED_UNITS]
-            if path.is_file()
-        ]
-        hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *some]), return_counts=True)
-        found = np.zeros(len(hashes), bool)
-        for path in paths["train"] if len(hashes) else []:
-            training = np.fromfile(path, "<u8") if path.is_file() else hashes[:0]
-            places = np.searchsorted(hashes, training).clip(max=len(hashes) - 1)
-            found[places[hashes[places] == training]] = True
-        twice, total = twice + int(counts[found].sum()), total + int(counts.sum())
-    return twice, total
+    held_out = [np.fromfile(path, "<u8") for path in paths["val"] if path.is_file()]
+    hashes, counts = np.unique(np.concatenate([np.empty(0, "<u8"), *held_out]), return_counts=True)
+    found = np.zeros(len(hashes), bool)
+    for path in paths["train"]:
+        found |= np.isin(hashes, np.fromfile(path, "<u8") if path.is_file() else hashes[:0])
+    return int(counts[found].sum()), int(counts.sum())

@@ -7,7 +7,6 @@ same command again, also after a kill, takes the tokenizer that is there.
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.documents import BadRecord, hash_document, is_one_document
 from data.pipeline.folder_lock import one_at_a_time, one_part
-from data.pipeline.preparation import Job, delete_dataset, plan_units, with_threshold
+from data.pipeline.preparation import Job, begun_otherwise, delete_dataset, plan_units, with_threshold
 from data.pipeline.units import Settings, Unit, origin_of, read_unit
 from data.tokenizers.bpe_training import EOT_ID, train_bpe
 from data.tokenizers.file_tokenizer import FileTokenizer
@@ -78,10 +77,7 @@ def _is_there(folder: Path, made_of: dict[str, Any]) -> bool:
         ) from None
     differ = [key for key in made_of if recorded.get(key) != made_of[key]]
     if differ and ((folder / "plan.json").exists() or any(folder.glob("*.bin"))):
-        raise UserError(
-            f"{folder} was begun with another {', '.join(differ) if recorded else 'tokenizer'}; pass what it "
-            "was begun with, another --output, or --no-resume to delete what is there"
-        )
+        raise begun_otherwise(folder, differ if recorded else ["tokenizer"])
     return not differ and (folder / FILE).is_file() and file_hash(folder / FILE) == recorded.get("sha256")
 
 
@@ -122,8 +118,8 @@ def training_documents(
         yield beginning(beginnings[0][-1], units, 1 - settings.val_fraction)
         return
     for unit, path, name, number, document in islice(chain(beginnings, documents), 0, None, every):
-        hash_of = partial(hash_document, path, document)
-        split = unit.split or origin_of(unit, settings, path, name, number, hash_of).split
+        hashed = 0 if unit.split else hash_document(path, document)
+        split = origin_of(unit, settings, path, name, number, hashed).split
         if split == "train":
             yield document
 

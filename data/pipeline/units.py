@@ -6,12 +6,10 @@ them are complete and on disk. Then the unit's manifest, units/NUMBER.json, is w
 hold. A unit without a manifest is made again from its beginning.
 """
 
-import hashlib
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,20 +53,20 @@ class Settings:
     bytes_dtype: str | None = None
     # of text
     text_key: str = TEXT_KEY
-    # what decides the split of a document: "text"; "place", its file and number, in plans of older versions
-    split_by: str = "text"
     splits: str = "names"  # of files of many documents; "ignore": their names say nothing
     val_below: int | None = None  # hashes of documents for validation; None: val_fraction of all hashes
 
     def to_dict(self) -> dict[str, Any]:
-        """For plan.json. What is only of token ids is left out for text, and so are the values that plans of
-        older versions have without saying so. val_below follows from the others."""
+        """For plan.json. What is only of token ids is left out for text, and so are the usual values of two
+        settings. val_below follows from the others. split_by says that the text of a document decides its
+        split; plans of the first versions lack it, where the file and the number of the document did."""
         left_out = {"val_below"} | (
             set() if self.tokens else {"tokens", "lengths", "split_at", "bytes_dtype"}
         )
-        unsaid = {"text_key": TEXT_KEY, "split_by": "place", "splits": "names"}
+        unsaid = {"text_key": TEXT_KEY, "splits": "names"}
         settings = {key: value for key, value in asdict(self).items() if key not in left_out}
-        return {key: value for key, value in settings.items() if value != unsaid.get(key, ...)}
+        said = {key: value for key, value in settings.items() if value != unsaid.get(key, ...)}
+        return {**said, "split_by": "text"}
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,6 @@ class Unit:
 # --- one document ---
 
 
-def _hash_place(file: str, number: int) -> int:
-    digest = hashlib.sha256(f"{file}:{number}".encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
 def is_validation(hashed: int, settings: Settings) -> bool:
     return hashed < (settings.val_fraction * 2**64 if settings.val_below is None else settings.val_below)
 
@@ -122,11 +115,8 @@ class Origin(NamedTuple):
     file: str | None = None  # its name, if the file is the document
 
 
-def origin_of(
-    unit: Unit, settings: Settings, path: str, name: str, number: int, hash_of: Callable[[], int]
-) -> Origin:
-    """hash_of: returns the hash of what the document holds; called only if that counts."""
-    hashed = _hash_place(name, number) if settings.split_by == "place" else hash_of()
+def origin_of(unit: Unit, settings: Settings, path: str, name: str, number: int, hashed: int) -> Origin:
+    """hashed: of what the document holds."""
     split = unit.split or ("val" if is_validation(hashed, settings) else "train")
     # rows of parquet are counted from the beginning of the file, lines from that of the part
     counted = f" from byte {unit.span[0]:,} on" if unit.span and not path.endswith(".parquet") else ""
@@ -180,7 +170,7 @@ def encode_unit(
         if isinstance(document, BadRecord):
             reject(str(document))
             continue
-        origin = origin_of(unit, settings, path, name, number, partial(hash_document, path, document))
+        origin = origin_of(unit, settings, path, name, number, hash_document(path, document))
         # the text of a short document; a file of text is read in chunks, so its length is not known
         short = document[0] if isinstance(document, list) and len(document[0]) <= 2 * PIECE_CHARS else None
         if batch and (short is None or chars + len(short) > PIECE_CHARS):
@@ -205,8 +195,8 @@ def token_unit(
     columns = (settings.tokens, settings.lengths, settings.split_at, settings.bytes_dtype)
     for path, name in unit.files:
         for number, ids, lengths in read_tokens(Path(path), *columns, reject):
-            hash_of = partial(hash_content, [ids.tobytes()])
-            yield origin_of(unit, settings, path, name, number, hash_of), [ids], lengths
+            hashed = hash_content([ids.tobytes()])
+            yield origin_of(unit, settings, path, name, number, hashed), [ids], lengths
         progress(os.path.getsize(path))
 
 
@@ -266,7 +256,7 @@ class Output:
             writer.abandon()
 
 
-def _give_names(folder: Path, names: list[str]) -> None:
+def give_names(folder: Path, names: list[str]) -> None:
     """The complete token files, which have .tmp after their names, get them."""
     for name in names:
         sync(folder / f"{name}.tmp")
@@ -329,8 +319,8 @@ def tokenize(
         files = output.finish()
         if settings.tokens:  # what was counted is samples
             counts["documents"] = sum(file["lengths"]["documents"] for file in files.values())
-        _give_names(folder, with_lengths(files))
-        if unit.split and settings.split_by == "text":
+        give_names(folder, with_lengths(files))
+        if unit.split:
             write_bytes(unit.hashes_path(folder), np.array(hashes, "<u8").tobytes())
     except BaseException:
         output.abandon()

@@ -1,18 +1,12 @@
-"""SlimPajama 6B (DKYoon/SlimPajama-6B, the sample of about 6 billion tokens) in LLaMA 2 tokens.
-
-    python data/slimpajama_6b_llama/prepare.py
-
-Downloads the text, or takes it from --input; the same command again goes on where it stopped.
-"""
+"""SlimPajama 6B (DKYoon/SlimPajama-6B) in LLaMA 2 tokens."""
 
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command import run_command  # noqa: E402
 from data.pipeline.slimpajama import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda: main(__doc__, "6b", "llama", HERE)))
+    sys.exit(run_command(main, Path(__file__).resolve().parent))

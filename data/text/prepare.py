@@ -23,12 +23,13 @@ from common.arguments import user_path, whole_number  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.command import (  # noqa: E402
+    INPUT,
+    TOKENIZER,
     make_dataset,
     make_job,
     make_parser,
     make_settings,
     parse,
-    split_rule,
 )
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
 from data.pipeline.input_files import find_input  # noqa: E402
@@ -50,21 +51,9 @@ CONFIGS = {
 def parse_arguments() -> Namespace:
     parser = make_parser(__doc__, HERE, val_fraction=0.01)
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        type=user_path,
-        metavar="PATH",
-        help="files, folders or quoted globs",
-    )
+    add("--input", nargs="+", required=True, type=user_path, metavar="PATH", help=INPUT)
     tokenizers = parser.add_mutually_exclusive_group(required=True)
-    tokenizers.add_argument(
-        "--tokenizer",
-        type=user_path,
-        metavar="NAME",
-        help="gpt2, a tokenizer.json, tokenizer.model or vocab.json, their folder, or hf:OWNER/NAME",
-    )
+    tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     tokenizers.add_argument(
         "--train_tokenizer",
         type=vocabulary_size,
@@ -88,8 +77,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    rule = split_rule(args)
-    found = find_input(args.input, copies=rule["split_by"] == "place")
+    found = find_input(args.input)
     found.report()
     check_text_key(found.files, args.text_key)
     config = None
@@ -97,7 +85,9 @@ def main() -> None:
         tokenizer = open_or_download_tokenizer(args.tokenizer)
         config = CONFIGS.get(tokenizer.vocab_size)
     else:
-        trained = Settings(EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key, **rule)
+        trained = Settings(
+            EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key, splits=args.splits
+        )
         tokenizer = make_tokenizer(
             found.files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
         )

@@ -103,6 +103,5 @@ def how_to_get(family: Family) -> str:
         f"In {DATA_DIR.parent}, get it with\n"
         f"    pip install transformers\n{login}"
         f'    python -c "from transformers import AutoTokenizer; {save}"\n'
-        f"or name a folder that holds its tokenizer.json, tokenizer.model, or vocab.json and merges.txt with "
-        f"--tokenizer"
+        f"or name a folder that holds its tokenizer.json or tokenizer.model with --tokenizer"
     )

@@ -22,14 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.tokenizers.merges import QWEN_PATTERN
-from data.tokenizers.model_file import DUMMY_PREFIX, LLAMA3_PATTERN, SPACE, byte_letters
+from data.tokenizers.model_file import DUMMY_PREFIX, SPACE, byte_letters
 from data.tokenizers.tiktoken_tokenizer import EncodeError, tiktoken_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit is a word
 SENTENCEPIECE_PATTERN = f"{SPACE}*[^{SPACE}]+|{SPACE}+"  # in no piece does a space follow another character
 CHARACTERS = [*range(0xD800), *range(0xE000, 0x33480), *range(0xE0000, 0xE01F0)]  # all that Unicode assigns
 CASE_VARIANTS_END = 0x2200  # from here on, no character is an upper or lower case form of an ASCII letter

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from data.tokenizers import merges, model_file
+from data.tokenizers import model_file
 from data.tokenizers.added_tokens import add_tokens_beside
 from data.tokenizers.fast_encoder import FastEncoder, Unsuitable
 
 
 def tokenizer_json(path: str | Path) -> str:
     """The content of a tokenizer.json, with the added tokens of the files beside it; if the path is a
-    tokenizer.model or a vocab.json, made from that. Raises UserError."""
+    tokenizer.model, made from that. Raises UserError."""
     path = Path(path)
-    if path.name == "vocab.json":
-        return merges.convert(path)
     if path.suffix == ".model":
         content = model_file.convert(path)
     else:

@@ -1,14 +1,13 @@
-"""Makes a tokenizer.json of a tokenizer.model: a SentencePiece file of BPE, or LLaMA 3's tiktoken file.
+"""Makes a tokenizer.json of a tokenizer.model: a SentencePiece file of BPE.
 
-Both are byte-pair encoders whose files list pieces and their ranks, but no merges. A piece can be merged from
-every pair of pieces that together have its text. The merge gets the rank of its result, which is the order
-that both encoders use. Neither sentencepiece nor protobuf is needed. The idea is that of
-convert_slow_tokenizer.py in Hugging Face transformers; test_data_scale.py compares the ids with reference
-encoders. The trap: a SentencePiece file also says how the text is changed first. A setting that a
-tokenizer.json cannot express with the same ids for every text is refused by its name.
+The file lists pieces and their ranks, but no merges. A piece can be merged from every pair of pieces that
+together have its text. The merge gets the rank of its result, which is the order that the encoder uses.
+Neither sentencepiece nor protobuf is needed. The idea is that of convert_slow_tokenizer.py in Hugging Face
+transformers; test_sentencepiece.py compares the ids with those of the library. The trap: the file also says
+how the text is changed first. A setting that a tokenizer.json cannot express with the same ids for every text
+is refused by its name.
 """
 
-import base64
 import hashlib
 import json
 import struct
@@ -32,18 +31,6 @@ DUMMY_PREFIX: dict[str, Any] = {  # SentencePiece's name for the space that it p
     ],
 }
 LLAMA2_VOCAB_SHA256 = "77149dcd1714a5c3c732407f8a6be1cb82c1d6058f0896c6cf420a5768877566"
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_RANKS = 128_000
-LLAMA3_SPECIAL = {  # by their place among the 256 special tokens; all others of these are reserved
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "<|eot_id|>",
-}
 
 
 def read_file(path: Path) -> bytes:
@@ -57,10 +44,9 @@ def read_file(path: Path) -> bytes:
 def convert(path: Path) -> str:
     """The content of a tokenizer.json that gives the ids of this tokenizer.model."""
     content = read_file(path)
-    first = content.split(b"\n", 1)[0].split()
     try:
-        if len(first) == 2 and first[1] == b"0":
-            return json.dumps(_from_tiktoken(content), ensure_ascii=False)
+        if content.split(b"\n", 1)[0].endswith(b" 0"):
+            raise ValueError("it lists ranks, as that of LLaMA 3 does, and not how text is cut into words")
         return json.dumps(_from_sentencepiece(content), ensure_ascii=False)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -68,9 +54,6 @@ def convert(path: Path) -> str:
             f"{path} is not a tokenizer.model whose ids are certain ({reason}); a tokenizer.json beside it, "
             "as transformers saves one, is read instead, with the ids that it gives"
         ) from None
-
-
-# --- SentencePiece, LLaMA 2 ---
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -227,9 +210,6 @@ def all_merges(ranked: Mapping[str, float], vocab: dict[str, int]) -> list[list[
     return [[left, right] for *_, left, right in sorted(found)]
 
 
-# --- tiktoken, LLaMA 3 ---
-
-
 def byte_letters() -> dict[int, str]:
     """GPT-2's letter for each byte: the character of this code if it is printable, else the next from 256."""
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -237,26 +217,3 @@ def byte_letters() -> dict[int, str]:
     for byte in range(256):
         letters.setdefault(byte, chr(256 + len(letters) - len(printing)))
     return letters
-
-
-def _from_tiktoken(content: bytes) -> dict:
-    letters = byte_letters()
-    vocab = {}
-    for line in content.splitlines():
-        token, rank = line.split()
-        vocab["".join(letters[byte] for byte in base64.b64decode(token))] = int(rank)
-    if sorted(vocab.values()) != list(range(len(vocab))):
-        raise ValueError(f"its ranks are not 0 to {len(vocab) - 1}")
-    if len(vocab) != LLAMA3_RANKS:
-        raise ValueError(f"it has {len(vocab)} ranks, LLaMA 3's has {LLAMA3_RANKS}")
-    reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
-    names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    pattern = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
-    return {
-        "version": "1.0",
-        "added_tokens": [added_token(LLAMA3_RANKS + i, name) for i, name in enumerate(names)],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern, level]},
-        "decoder": level,
-        "model": {"type": "BPE", "ignore_merges": True, "vocab": vocab, "merges": all_merges(vocab, vocab)},
-    }

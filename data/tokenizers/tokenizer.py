@@ -25,8 +25,6 @@ HUB_PREFIX = "hf:"  # --tokenizer hf:OWNER/NAME
 HUB_FILES = [
     "tokenizer.json",
     "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
     "tokenizer_config.json",
     "added_tokens.json",
     "special_tokens_map.json",
@@ -51,19 +49,19 @@ SubwordTokenizer = TiktokenTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str) -> SubwordTokenizer:
-    """name: a tokenizer.json or .model or vocab.json, a folder that holds one (also hf:FOLDER), or a name of
-    tiktoken's."""
+    """name: a tokenizer.json or .model, a folder that holds one (also hf:FOLDER), or a name of tiktoken's."""
     local = str(name).removeprefix(HUB_PREFIX)
     path = Path(local).expanduser()
     if not local:
         raise UserError("--tokenizer is empty; name a tokenizer, such as gpt2, or a tokenizer.json")
-    for file in (path / "tokenizer.json", path / "tokenizer.model", path / "vocab.json", path):
+    for file in (path / "tokenizer.json", path / "tokenizer.model", path):
         if file.is_file():
             return FileTokenizer(file)
     if path.is_dir():
         raise UserError(
-            f"{path} holds no tokenizer.json, tokenizer.model or vocab.json; AutoTokenizer"
-            f".from_pretrained(...).save_pretrained({str(path)!r}) of transformers writes a tokenizer.json"
+            f"{path} holds no tokenizer.json or tokenizer.model; AutoTokenizer.from_pretrained(...)"
+            f".save_pretrained({str(path)!r}) of transformers writes a tokenizer.json, also from vocab.json "
+            "and merges.txt"
         )
     return TiktokenTokenizer(name)
 

@@ -175,6 +175,9 @@ def check(environment: dict, words: list[str], script):
         load_config(launch.training_script_args, nodes * int(launch.nproc_per_node))
     elif program in ("python", "python3"):
         check_python(arguments, int(environment.get("WORLD_SIZE", 1)), script)
+    elif program == "sbatch" and arguments[-1].startswith("--wrap="):
+        wrapped = arguments[-1].removeprefix("--wrap=").replace("$SLURM_ARRAY_TASK_ID", "0")
+        check(environment, wrapped.split(), script)
     elif program == "sbatch":
         while arguments[0].startswith("--"):
             arguments = arguments[1:]
@@ -247,8 +250,6 @@ def check_module(module: str, arguments: list[str], script):
         assert evaluate.parse(arguments)
     elif module.startswith(("data.", "tools.")):
         script(module, arguments)
-        if "--" in arguments:
-            script(f"data/{arguments[0]}/prepare.py", arguments[arguments.index("--") + 1 :])
     elif module.startswith("bench."):
         check_benchmark(module, arguments)
     elif module == "pytest":
@@ -308,7 +309,6 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
         "python data/absent/prepare.py",
         "cd data/slimpajama_6b_qwen3 && python prepare.py --worker_count=3",
         "python -m data.inspect",
-        "python -m data.cluster slimpajama_6b_qwen3 --executor local --tasks 2 -- --worker_count=3",
         "make trian",
         "cp mfu_versions/model_builder_v4.py model_builder.py",
         "pip install -r requirements-absent.txt",

@@ -30,8 +30,8 @@ EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
     "evaluate": "requirements-evaluate.txt",
     "dev": "requirements-dev.txt",
 }
-# a cluster has its own Ray; liger-kernel is a peer, of bench.throughput alone
-IN_NO_EXTRA = {"ray", "liger-kernel"}
+# a peer, of bench.throughput alone
+IN_NO_EXTRA = {"liger-kernel"}
 
 
 ABSOLUTE_PATH = re.compile(r"(?:^|[ =:'])/(?:home|root|tmp|mnt|opt|work|Users)/")
@@ -142,7 +142,7 @@ def test_a_message_says_how_to_install_what_an_extra_has(path, hint):
         assert "==" not in str(requirement), "a pinned package is installed from its file"
 
 
-@pytest.mark.parametrize("package", ["huggingface_hub", "datatrove"])
+@pytest.mark.parametrize("package", ["huggingface_hub"])
 def test_the_file_that_a_message_names_has_the_package(package):
     source = "".join(re.sub(r'"\s*\n\s*f?"', "", read(path)) for path in product_files())
     files = re.findall(rf"(?:this|downloading) needs {package}: pip install -r (\S+\.txt)", source)

@@ -150,33 +150,6 @@ def test_tokens_that_begin_like_another_kind_are_tokens_if_meta_has_their_hash(f
     assert open_dataset(config(folder, vocab_size=65_536), scan=True)
 
 
-@pytest.mark.parametrize(
-    "fields, wanted",
-    [
-        ({"format": 2}, "format 2"),
-        ({"vocab_size": 0}, "vocab_size 0"),
-        ({"vocab_size": -5}, "vocab_size -5"),
-        ({"eot_id": 64}, "eot_id 64"),
-        ({"eot_id": "</s>"}, "eot_id '</s>'"),
-        ({"files": {"train.bin": {"tokens": "20000"}}}, "'20000' tokens"),
-        ({"files": {"train.bin": {"tokens": -1}}}, "-1 tokens"),
-        ({"files": {"train.bin": {"sha256": 7}}}, "sha256 of train.bin"),
-    ],
-    ids=str,
-)
-@pytest.mark.data_check
-def test_meta_json_that_cannot_be_true_is_named_with_the_field(folder, fields, wanted):
-    write_meta(folder, {**read_meta(folder), **fields})
-    message = refusal(folder)
-    assert str(folder / "meta.json") in message and wanted in message
-
-
-@pytest.mark.data_check
-def test_meta_json_that_nests_without_end_is_damaged(folder):
-    (folder / "meta.json").write_text('{"files": ' + "[" * 100_000)
-    assert "meta.json is damaged" in refusal(folder)
-
-
 @pytest.mark.data_check
 def test_tokenizer_beside_the_tokens_that_did_not_make_them_is_found(folder):
     (folder / "tokenizer.json").write_text('{"made": "the tokens"}')

@@ -283,25 +283,3 @@ def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tm
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
     with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):
         run_inspect(monkeypatch, capsys, folder, "--hash")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        "[1]",
-        '{"dtype": ["uint16"], "vocab_size": 64}',
-        '{"dtype": "object", "vocab_size": 64}',
-        '{"dtype": "uint16", "vocab_size": 1e999}',
-        '{"dtype": "uint16", "vocab_size": null}',
-        '{"dtype": "uint16", "vocab_size": 64, "files": [1]}',
-        '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": 1}}',
-        '{"dtype": "uint16", "vocab_size": 64, "files": {"../train.bin": {}}}',
-        '{"dtype": "uint16", "vocab_size": 64, "files": {"train.bin": {"tokens": -1}}}',
-    ],
-)
-def test_hostile_meta_is_one_message(tmp_path, text):
-    folder = make_dataset(tmp_path / "tokens")
-    (folder / "meta.json").write_text(text)
-    with pytest.raises(UserError, match="meta.json"):
-        load_tokenizer(folder)

@@ -323,13 +323,6 @@ def test_names_with_odd_characters_are_read_and_shown_without_harm(tmp_path, pre
     assert "\x1b" not in printed and "left out 1 (unknown suffix): " in printed
 
 
-def test_program_files_named_train_and_test_are_no_splits(tmp_path):
-    for name in ("train.py", "validation_of_forms.py", "test_all.py"):
-        (tmp_path / name).write_text(f"x = {name!r}\n")
-    (unit,) = plan_units(find_input([str(tmp_path)]).files, Settings(0, None, 0.1, 1000), None, 1000)[0]
-    assert unit.split is None and len(unit.files) == 3
-
-
 # --- names with brackets ---
 
 
@@ -446,9 +439,3 @@ def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, capsys, make, more, 
     assert run_command(text_prepare.main) == USER_ERROR
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert wanted in error and "Traceback" not in error
-
-
-def test_a_tokenizer_is_required(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "x.txt"])
-    assert run_command(text_prepare.main) == USER_ERROR
-    assert "one of the arguments --tokenizer --train_tokenizer is required" in capsys.readouterr().err

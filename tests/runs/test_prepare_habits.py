@@ -17,16 +17,6 @@ from data.pipeline.input_files import find_files
 from data.quickstart import prepare as quickstart
 
 
-def test_files_of_a_folder_that_are_not_read_are_named_with_the_reason(tmp_path, capsys):
-    (tmp_path / "deep").mkdir()
-    for name in ("a.txt", "deep/b.doc", "c.csv", "d.jsonl.xz"):
-        (tmp_path / name).write_text("text")
-    assert find_files([str(tmp_path)]) == [tmp_path / "a.txt"]
-    (line,) = capsys.readouterr().out.splitlines()
-    names = ", ".join(str(tmp_path / name) for name in ("c.csv", "d.jsonl.xz", "deep/b.doc"))
-    assert line == f"left out 3 (unknown suffix): {names}"
-
-
 def test_of_very_many_files_some_are_named_and_the_others_counted(tmp_path, capsys):
     for number in range(input_files.SHOWN_FILES + 7):
         (tmp_path / f"{number:03}.doc").touch()
@@ -37,34 +27,12 @@ def test_of_very_many_files_some_are_named_and_the_others_counted(tmp_path, caps
     assert "and 8 more" in line and line.count(".doc") == input_files.SHOWN_FILES and "\x1b" not in line
 
 
-def test_a_folder_that_is_read_whole_says_nothing(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    find_files([str(tmp_path)])
-    assert capsys.readouterr().out == ""
-
-
 def test_a_note_beside_data_is_named_with_the_reason(tmp_path, capsys):
     for name in ("README.md", "load.py", "a.jsonl"):
         (tmp_path / name).write_text(f"what {name} says")
     assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
     line = capsys.readouterr().out
     assert line.startswith("left out 2 (a note beside the other files?") and f"{tmp_path}/README.md" in line
-
-
-def test_a_test_split_that_is_not_read_is_named(tmp_path):
-    for name in ("train", "validation", "test"):
-        write_jsonl(tmp_path / f"{name}.jsonl", ["some text " * 20 + name] * 3)
-    (tmp_path / "bpe").mkdir()
-    arguments = [
-        "--input",
-        tmp_path,
-        "--tokenizer",
-        small_bpe(tmp_path / "bpe"),
-        "--output",
-        tmp_path / "out",
-    ]
-    line = next(line for line in prepare_text(*arguments).splitlines() if "the test split" in line)
-    assert "test.jsonl" in line and "train.jsonl" not in line
 
 
 def test_the_quickstart_names_a_module_that_it_cannot_read(tmp_path, monkeypatch, capsys):

@@ -88,12 +88,6 @@ def test_meta_describes_the_files_exactly(tmp_path):
     ]
 
 
-def test_one_pass_may_feed_both_splits(tmp_path):
-    write_small(tmp_path, splits=iter([("train", [0]), ("val", [1]), ("train", [1])]))
-    assert read_ids(tmp_path, "train") == [0, 1]
-    assert read_ids(tmp_path, "val") == [1]
-
-
 def test_an_empty_split_is_refused(tmp_path):
     with pytest.raises(UserError, match="val.bin"):
         write_small(tmp_path, splits={"train": [[0]], "val": []})
@@ -186,10 +180,6 @@ def test_a_character_outside_the_dataset_is_named():
         CHAR.encode("a€")
 
 
-def test_a_length_limit_in_tokenizer_json_cuts_no_document(tmp_path):
-    assert len(FileTokenizer(small_bpe(tmp_path)).encode("0123456789" * 10)) == 100
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama2", "llama3", "qwen3"])
 def test_special_token_strings_stay_text(name):
     tokenizer = open_tokenizer(str(shared(f"tokenizers/hf/{name}")))
@@ -253,22 +243,6 @@ def test_own_text_gets_the_published_ids(tmp_path, name):
     assert year is None or read_ids(out, "val") == [*year, eot_id]
     assert load_tokenizer(out).decode(hello).strip() == "hello world"
     assert str(out) in printed and "train.py config/quickstart.py" in printed  # two documents are little text
-
-
-def test_every_document_lands_in_exactly_one_split_and_always_the_same(tmp_path):
-    texts = [f"<{i}>" for i in range(2000)]
-    document = write_jsonl(tmp_path / "a.jsonl", texts)
-    tokenizer = small_bpe(tmp_path / "bpe")
-    found = []
-    for out in (tmp_path / "first", tmp_path / "second"):
-        prepare_text("--input", document, "--tokenizer", tokenizer, "--output", out, "--val_fraction", 0.1)
-        decode = load_tokenizer(out).decode
-        found.append([decode(read_ids(out, split)).split("<|endoftext|>")[:-1] for split in ("train", "val")])
-    assert found[0] == found[1]
-    train, val = found[0]
-    assert sorted(train + val) == sorted(texts)
-    assert 150 < len(val) < 250
-    assert train == [text for text in texts if text not in set(val)]
 
 
 def write_text_dataset(folder: Path, texts: list[str], val_fraction: float, shard_tokens: int) -> list[str]:
@@ -342,7 +316,7 @@ def test_a_stop_while_a_document_is_cut_for_an_empty_split_loses_nothing(tmp_pat
             raise OSError("stopped here")
         replace(source, destination)
 
-    monkeypatch.setattr("data.pipeline.empty_split.os.replace", stop)
+    monkeypatch.setattr("data.pipeline.units.os.replace", stop)
     with pytest.raises(OSError, match="stopped here"):
         prepare(*arguments)
     monkeypatch.undo()
@@ -378,15 +352,6 @@ def test_every_kind_of_file_is_read_in_order(tmp_path):
     assert len(held_out) == 1 and held_out[0] in texts
 
 
-def test_max_tokens_is_the_number_of_tokens(tmp_path):
-    document = write_jsonl(tmp_path / "a.jsonl", [f"ab{i:02}" for i in range(100)])
-    out = tmp_path / "out"
-    arguments = ["--tokenizer", small_bpe(tmp_path / "bpe"), "--output", out, "--max_tokens", 42]
-    prepare_text("--input", document, *arguments)
-    files = read_meta(out)["files"]
-    assert sum(written["tokens"] for written in files.values()) == 42
-
-
 BAD_LINES = {
     "cut off": b'{"text": "ab',
     "without text": b'{"body": "ab"}',
@@ -404,26 +369,6 @@ def test_a_corrupt_line_is_a_bad_record_with_its_file_and_number(tmp_path, bad):
     (_, good), (number, record) = read_records(path)
     assert good == ["fine"] and number == 3
     assert isinstance(record, BadRecord) and re.search(r"a\.jsonl, line 3[ ;]", str(record))
-
-
-def test_a_truncated_archive_ends_in_a_bad_record(tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    content = b"".join(json.dumps({"text": os.urandom(30).hex()}).encode() + b"\n" for _ in range(5000))
-    for name, compressed in {
-        "a.jsonl.gz": gzip.compress(content),
-        "a.jsonl.zst": zstandard.compress(content),
-    }.items():
-        (tmp_path / name).write_bytes(compressed[: len(compressed) // 2])
-        *_, (_, last) = read_records(tmp_path / name)
-        assert isinstance(last, BadRecord) and re.search(rf"{name} is damaged after line \d+", str(last))
-
-
-def test_a_note_beside_jsonl_files_is_not_taken_for_a_document(tmp_path, capsys):
-    write_jsonl(tmp_path / "a.jsonl", ["a"])
-    (tmp_path / "README.txt").write_text("a note")
-    assert find_files([str(tmp_path)]) == [tmp_path / "a.jsonl"]
-    assert f"{tmp_path}/README.txt" in capsys.readouterr().out
-    assert find_files([str(tmp_path / "*.jsonl")]) == [tmp_path / "a.jsonl"]
 
 
 def test_input_that_cannot_be_read_is_named(tmp_path):

@@ -25,10 +25,6 @@ def test_the_ids_are_those_of_the_library_with_these_settings(tmp_path, name):
     ]
 
 
-def test_the_settings_that_are_read_make_a_difference():
-    assert len({json.dumps(ids) for ids in EXPECTED.values()}) == len(EXPECTED)
-
-
 def test_the_usual_settings_are_still_encoded_the_fast_way(tmp_path):
     write_model(tmp_path)
     tokenizer = open_tokenizer(str(tmp_path))

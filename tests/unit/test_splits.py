@@ -1,7 +1,6 @@
 """Which documents are for validation: never those that train, whatever files there are."""
 
 import gzip
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,16 +10,15 @@ import pytest
 from support.preparation import run_units_here, small_bpe, write_jsonl
 
 from common.errors import UserError
-from data.pipeline import documents, preparation, splits
+from data.pipeline import documents, preparation
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import find_input
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.pipeline.preparation import Job, begun_by, plan_units, prepare
+from data.pipeline.preparation import Job, plan_units, prepare
 from data.pipeline.splits import named_split
 from data.pipeline.units import Settings
 from data.text import prepare as text_prepare
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.tokenizer import hash_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -148,8 +146,7 @@ def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(
     assert f"for validation {len(held_out)} ({others}): {names}\n" in printed
 
 
-def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(splits, "COMPARED_UNITS", 2)
+def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make):
     for number in range(4):
         write(tmp_path / "in" / f"train-{number}.jsonl", rows(f"train{number}"))
         write(
@@ -201,41 +198,16 @@ def test_one_text_alone_cannot_be_split(tmp_path, make):
 # --- plans of older versions ---
 
 
-def test_a_dataset_that_an_older_version_began_keeps_its_rule(tmp_path, bpe, make):
-    """It decided by file and number, read copies, and knew only the names train and validation."""
-    for name in ("my-val", "x", "y"):
-        write(tmp_path / "in" / f"{name}.jsonl", rows("y" if name == "x" else name, 200))
-    found = sorted((tmp_path / "in").iterdir())
-    listing = [(path.name, path.stat().st_size) for path in found]
-    plan = {"eot_id": 256, "bos_id": None, "val_fraction": 0.1, "shard_tokens": 1 << 28, "max_tokens": None}
-    plan["tokenizer"] = hash_tokenizer(FileTokenizer(bpe))
-    plan |= {"input": hashlib.sha256(json.dumps(listing).encode()).hexdigest(), "unit_bytes": None}
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))
-    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.1")
-
-    def is_held_out(file: str, number: int) -> bool:
-        digest = hashlib.sha256(f"{file}:{number}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") < 0.1 * 2**64
-
-    placed = [
-        (text, is_held_out(path.name, number + 1))
-        for path in found
-        for number, text in enumerate(json.loads(line)["text"] for line in path.read_text().splitlines())
-    ]
-    assert held_out == [text for text, held in placed if held] and len(train) + len(held_out) == 600
-    assert (
-        "begun by an older version" in printed
-        and json.loads((tmp_path / "out/plan.json").read_text()) == plan
-    )
-    with pytest.raises(UserError, match="--splits=ignore"):  # the present rule
-        make(tmp_path / "in", "--val_fraction=0.1", "--no-resume")
-
-
-def test_a_tokenizer_that_an_older_version_trained_keeps_its_rule(tmp_path):
-    assert begun_by(tmp_path, resume=True) == "text"
-    (tmp_path / "tokenizer_training.json").write_text('{"vocab_size": 300}')
-    assert begun_by(tmp_path, resume=True) == "place" and begun_by(tmp_path, resume=False) == "text"
+def test_what_an_older_version_began_by_another_rule_is_refused_and_not_changed(tmp_path, make):
+    path, plan = write(tmp_path / "in" / "a.jsonl", rows("a", 60)), tmp_path / "out" / "plan.json"
+    make(path, "--val_fraction=0.2")
+    record = json.loads(plan.read_text())
+    assert record.pop("split_by") == "text"  # the older rule, by file and number, said nothing
+    plan.write_text(json.dumps(record))
+    before = {path.name: path.read_bytes() for path in plan.parent.glob("*.*")}
+    with pytest.raises(UserError, match="begun by an older version.* complete and trains as it is"):
+        make(path, "--val_fraction=0.2")
+    assert before == {path.name: path.read_bytes() for path in plan.parent.glob("*.*")}
 
 
 # --- large files ---
@@ -358,6 +330,5 @@ def test_copies_and_links_of_files_of_records_are_left_out_and_listed(tmp_path):
         *("p.parquet", "same_size.jsonl"),
         *("corpus.jsonl.gz",),
     }
-    assert len(find_input([str(folder)], copies=True).files) == 11
     named = find_input([str(folder / "corpus*"), str(folder / "p*.parquet")])
     assert len(named.files) == 2 and len(named.left_out["copy of another file"]) == 4
