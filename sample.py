@@ -4,7 +4,7 @@
     python sample.py --hf=exported --prompt="Once upon a time"
     python sample.py --hf=Qwen3-0.6B --chat --prompts=questions.txt --top_p=0.95
 
-Text goes to stdout, as it is made if it is a single one; its speed goes to stderr. docs/sampling.md has the
+Text goes to stdout, and its speed to stderr. docs/sampling.md has the
 details.
 """
 
@@ -24,12 +24,10 @@ from common.command import run_command, say
 from common.errors import UserError
 from common.json_file import read_regular
 from common.text import plain
-from data.tokenizers.tokenizer import Tokenizer
 from generation.chat import apply_template
 from generation.choice import Choice
-from generation.decoding import Speed, check_prompts
+from generation.decoding import Speed, check_prompts, generate
 from generation.source import Source, compute_in, load_run, load_weights
-from generation.text import stream_text
 from training.configuration.dtypes import DTYPES
 from training.configuration.seeds import SAMPLING, stream_seed
 
@@ -42,7 +40,6 @@ class Text(NamedTuple):
     """One that is to be made."""
 
     title: str
-    prompt: str
     ids: list[int]
     seed: int
 
@@ -61,7 +58,7 @@ def main(argv: list[str]) -> None:
     check_prompts(source.model, ids)
     print(source.about, flush=True)
     say_room(options, source.model.config.block_size, ids)
-    texts, speed = list_texts(options, source.tokenizer, ids), Speed()
+    texts, speed = list_texts(options, ids), Speed()
     try:
         while batch := list(itertools.islice(texts, options.batch_size)):
             show(options, source, batch, ends, speed)
@@ -73,24 +70,13 @@ def main(argv: list[str]) -> None:
 def show(
     options: argparse.Namespace, source: Source, batch: list[Text], ends: set[int], speed: Speed
 ) -> None:
-    """Makes the texts of a batch and prints them; a single one as it is made."""
-    alone, made = len(batch) == 1, ["" for _ in batch]
-    if alone:
-        print(f"{batch[0].title}\n{batch[0].prompt}", end="", flush=True)
+    """Makes the texts of a batch and prints them."""
     ids, seeds = [text.ids for text in batch], [text.seed for text in batch]
     choice = Choice(options.temperature, options.top_k, options.top_p)
-    keys = dict(seeds=seeds, ends=ends, speed=speed)
-    for number, more in stream_text(
-        source.model, source.tokenizer, ids, options.max_new_tokens, choice, **keys
-    ):
-        made[number] += more
-        if alone and more:
-            print(more, end="", flush=True)
-    if alone:
-        print(flush=True)
-        return
+    made = generate(source.model, ids, options.max_new_tokens, choice, seeds=seeds, ends=ends, speed=speed)
     for text, new in zip(batch, made, strict=True):
-        print(f"{text.title}\n{text.prompt}{new}", flush=True)
+        # decoded together, because some tokenizers drop the space in front of the first token
+        print(f"{text.title}\n{source.tokenizer.decode([*text.ids, *new])}", flush=True)
 
 
 def encode(
@@ -104,14 +90,14 @@ def encode(
     return ids, set() if options.ignore_eot else source.ends | ends
 
 
-def list_texts(options: argparse.Namespace, tokenizer: Tokenizer, prompts: list[list[int]]) -> Iterator[Text]:
+def list_texts(options: argparse.Namespace, prompts: list[list[int]]) -> Iterator[Text]:
     """Every text that is to be made, one at a time: --num_samples may be any number."""
     numbers = itertools.count()
     for number, ids in enumerate(prompts, 1):
         begins = f"prompt {number}, " if len(prompts) > 1 else ""
         for sample in range(1, options.num_samples + 1):
             seed = stream_seed(options.seed, SAMPLING, next(numbers))
-            yield Text(f"--- {begins}sample {sample} ---", tokenizer.decode(ids), ids, seed)
+            yield Text(f"--- {begins}sample {sample} ---", ids, seed)
 
 
 def say_room(options: argparse.Namespace, context: int, prompts: list[list[int]]) -> None:

@@ -6,7 +6,7 @@ B sequences · T tokens of the longest prompt · V vocabulary
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,16 +39,8 @@ class Speed:
         )
 
 
-def generate(model: Transformer, prompts: Sequence[Sequence[int]], *arguments, **keys) -> list[list[int]]:
-    """The new tokens of each prompt; the arguments are those of stream()."""
-    new: list[list[int]] = [[] for _ in prompts]
-    for number, token in stream(model, prompts, *arguments, **keys):
-        new[number].append(token)
-    return new
-
-
 @torch.no_grad()
-def stream(
+def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -57,9 +49,8 @@ def stream(
     seeds: Sequence[int] | None = None,
     ends: Collection[int] = (),
     speed: Speed | None = None,
-) -> Iterator[tuple[int, int]]:
-    """(number of a prompt, its next token) as they are made, all prompts in one batch. The model must be in
-    eval mode.
+) -> list[list[int]]:
+    """The new tokens of each prompt, all prompts in one batch. The model must be in eval mode.
 
     A sequence ends before a token of `ends`, after max_new_tokens, and when prompt and new text fill the
     model's context. seeds: one for each prompt, where tokens are drawn. Raises UserError for a prompt that is
@@ -84,12 +75,14 @@ def stream(
     speed.prompt_tokens, speed.prompt_s = speed.prompt_tokens + sum(lengths), speed.prompt_s + _since(began)
 
     step, running = make_step(model, cache, choice), list(range(len(prompts)))
+    new: list[list[int]] = [[] for _ in prompts]
     for made in range(1, max(room) + 1):
         running = [number for number in running if found[number] not in ends]
-        yield from ((number, found[number]) for number in running)
+        for number in running:
+            new[number].append(found[number])
         running = [number for number in running if made < room[number]]
         if not running:
-            return
+            break
         if made == 1 and device.type == "cuda":
             step = record(step, tokens, positions, draws[0])
         began = time.perf_counter()
@@ -98,6 +91,7 @@ def stream(
         positions = (positions + 1).clamp(max=len(cache.slots) - 1)
         found = tokens.tolist()  # sync point
         speed.new_tokens, speed.new_s = speed.new_tokens + len(running), speed.new_s + _since(began)
+    return new
 
 
 def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]]) -> None:

@@ -13,6 +13,7 @@ from support.helpers import ROOT, TINY
 
 import sample
 from common.errors import UserError
+from data.tokenizers.char_tokenizer import CharTokenizer
 from generation import source
 
 
@@ -47,12 +48,15 @@ def test_temperature_0_and_top_k_1_both_take_the_most_likely_token(ready, capsys
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_computes_in_eval_mode_in_the_dtype_that_is_asked_for(dtype, ready, capsys, monkeypatch):
-    def stream_text(model, *_, **__):
+    def generate(model, *_, **__):
         assert not any(module.training for module in model.modules())
-        yield 0, str(model.embed(torch.tensor([[1]])).dtype)
+        computed.append(model.embed(torch.tensor([[1]])).dtype)
+        return [[]]
 
-    monkeypatch.setattr(sample, "stream_text", stream_text)
-    assert f"ABtorch.{dtype}" in text(capsys, ready, f"--dtype={dtype}")
+    computed = []
+    monkeypatch.setattr(sample, "generate", generate)
+    text(capsys, ready, f"--dtype={dtype}")
+    assert computed == [getattr(torch, dtype)]
 
 
 def test_the_best_checkpoint_can_be_chosen(ready, capsys):
@@ -117,12 +121,11 @@ def test_each_prompt_has_its_samples_whatever_the_size_of_a_batch(ready, tmp_pat
         assert split(text(capsys, ready, *flags, f"--batch_size={size}")) == shown
 
 
-def test_a_single_text_appears_as_it_is_made(ready, capsys, monkeypatch):
-    pieces = []
-    monkeypatch.setattr("builtins.print", lambda *text, **_: pieces.append("".join(text)))
-    text(capsys, ready, "--max_new_tokens=5", "--temperature=0")
-    first = pieces.index("--- sample 1 ---\nAB")
-    assert [len(piece) for piece in pieces[first + 1 : first + 7]] == [1, 1, 1, 1, 1, 0]
+def test_the_space_in_front_of_a_new_word_stays(ready, capsys, monkeypatch):
+    monkeypatch.setattr(
+        CharTokenizer, "decode", lambda _, ids: "".join(f" word{one}" for one in ids).removeprefix(" ")
+    )
+    assert "\nword17 word18 word" in text(capsys, ready, "--max_new_tokens=2")
 
 
 @pytest.mark.parametrize(
