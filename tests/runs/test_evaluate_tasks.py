@@ -1,6 +1,6 @@
 """lm-eval on local task files: our model gets the scores of lm-eval's own backend with the same weights.
 
-Needs requirements-evaluate.txt, and accelerate for lm-eval's backend; nothing needs the network.
+Needs requirements-evaluate.txt; nothing needs the network.
 """
 
 import json
@@ -39,7 +39,6 @@ def found(folder):
 
 
 def theirs(folder, name, **keys):
-    pytest.importorskip("accelerate", reason="needs accelerate, for lm-eval's own backend")
     from lm_eval.models.huggingface import HFLM
 
     # batch_size=1: in lm-eval 0.4.13, larger batches mix up windows of equal tokens
