@@ -29,13 +29,6 @@ class LayerCache(NamedTuple):
     visible: torch.Tensor | None = None  # (B, 1, 1, S) bool: the slots that it sees
 
 
-def cache_bytes(model: Transformer, sequences: int, slots: int) -> int:
-    """What a KeyValueCache of this size takes."""
-    config = model.config
-    numbers = 2 * config.n_layer * sequences * config.n_kv_head * slots * config.head_dim
-    return numbers * model.compute_dtype.itemsize
-
-
 class KeyValueCache:
     """Every layer's keys and values, allocated once: 2 n_layer B K S D numbers in the dtype in which the
     model computes. For Qwen3 1.8B (24 layers, 8 heads of 128) in bf16: 96 KiB a slot, 192 MiB for 2,048."""
@@ -50,13 +43,10 @@ class KeyValueCache:
         )
         self.slots = torch.arange(slots, device=device)
 
-    def for_prompts(self) -> list[LayerCache]:
-        """For each layer, where prompts are stored."""
-        return [LayerCache(k, v) for k, v in zip(self.keys, self.values, strict=True)]
-
-    def for_tokens(self, positions: torch.Tensor) -> list[LayerCache]:
-        """For each layer, where one new token of each sequence is stored, positions (B,)."""
-        visible = (self.slots <= positions[:, None])[:, None, None]
+    def layers(self, positions: torch.Tensor | None = None) -> list[LayerCache]:
+        """For each layer, where prompts are stored; with positions (B,), where one new token of each sequence
+        is."""
+        visible = None if positions is None else (self.slots <= positions[:, None])[:, None, None]
         return [LayerCache(k, v, positions, visible) for k, v in zip(self.keys, self.values, strict=True)]
 
 

@@ -19,27 +19,23 @@ from model import Attention, Transformer
 from ops.heads import Rotary
 from ops.norm import Delta, no_delta
 
-OnToken = Callable[[int, int], bool]  # (number of the sequence, its new token) -> whether it ends here
 Step = Callable[..., torch.Tensor]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
 
 
 @dataclass
 class Speed:
-    """Tokens and seconds, summed over calls of generate(). Each part ends when its result is on the host."""
+    """Tokens and seconds, summed over batches. Each part ends when its result is on the host; the time in
+    which the CUDA graph is recorded is in neither."""
 
     prompt_tokens: int = 0
     prompt_s: float = 0.0  # until the first new token of each sequence is known
-    graph_s: float = 0.0  # recording the CUDA graph
     new_tokens: int = 0  # after the first of each sequence
     new_s: float = 0.0
 
     def __str__(self) -> str:
-        prompt = self.prompt_tokens / max(self.prompt_s, 1e-9)
-        new = self.new_tokens / max(self.new_s, 1e-9)
-        graph = f"CUDA graph in {self.graph_s:.2f} s; " if self.graph_s else ""
-        return (
-            f"prompt: {self.prompt_tokens:,} tokens in {self.prompt_s:.2f} s, {prompt:,.0f} tokens/s; {graph}"
-            f"new text: {self.new_tokens:,} tokens in {self.new_s:.2f} s, {new:,.0f} tokens/s"
+        parts = ("prompt", self.prompt_tokens, self.prompt_s), ("new text", self.new_tokens, self.new_s)
+        return "; ".join(
+            f"{what}: {n:,} tokens in {s:.2f} s, {n / max(s, 1e-9):,.0f} tokens/s" for what, n, s in parts
         )
 
 
@@ -52,14 +48,13 @@ def generate(
     *,
     seeds: Sequence[int] | None = None,
     ends: Collection[int] = (),
-    on_token: OnToken | None = None,
     speed: Speed | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, all prompts in one batch. The model must be in eval mode.
 
-    A sequence ends before a token of `ends`, which is not returned; after a token for which on_token is true;
-    after max_new_tokens; and when prompt and new text fill the model's context. seeds: one for each prompt,
-    where tokens are drawn. Raises UserError for a prompt that is empty, too long, or of unknown ids.
+    A sequence ends before a token of `ends`, after max_new_tokens, and when prompt and new text fill the
+    model's context. seeds: one for each prompt, where tokens are drawn. Raises UserError for a prompt that is
+    empty, too long, or of unknown ids.
     """
     check_prompts(model, prompts)
     attention = [module.attend for module in model.modules() if isinstance(module, Attention)]
@@ -76,26 +71,27 @@ def generate(
     if not bool(logits.isfinite().all()):  # sync point
         raise UserError("the model gives values that are not finite; its weights are of no use")
     tokens = choice.choose(logits, draws[0])
-    sequences = _Sequences(room, ends, on_token)
-    sequences.add(tokens.tolist())  # sync point
+    found = tokens.tolist()  # sync point
     speed.prompt_tokens, speed.prompt_s = speed.prompt_tokens + sum(lengths), speed.prompt_s + _since(began)
 
-    began = time.perf_counter()
-    step = make_step(model, cache, choice)
-    if device.type == "cuda" and sequences.running:
-        step = record(step, tokens, positions, draws[0])
-        speed.graph_s += _since(began)
-    began = time.perf_counter()
-    for numbers in draws[1:]:
-        if not sequences.running:
+    step, running = make_step(model, cache, choice), list(range(len(prompts)))
+    new: list[list[int]] = [[] for _ in prompts]
+    for made in range(1, max(room) + 1):
+        running = [number for number in running if found[number] not in ends]
+        for number in running:
+            new[number].append(found[number])
+        running = [number for number in running if made < room[number]]
+        if not running:
             break
-        tokens = step(tokens, positions, numbers)
+        if made == 1 and device.type == "cuda":
+            step = record(step, tokens, positions, draws[0])
+        began = time.perf_counter()
+        tokens = step(tokens, positions, draws[made])
         # a sequence that has ended stays in the batch, and writes to the last slot at most
         positions = (positions + 1).clamp(max=len(cache.slots) - 1)
-        speed.new_tokens += len(sequences.running)
-        sequences.add(tokens.tolist())  # sync point
-    speed.new_s += _since(began)
-    return sequences.new
+        found = tokens.tolist()  # sync point
+        speed.new_tokens, speed.new_s = speed.new_tokens + len(running), speed.new_s + _since(began)
+    return new
 
 
 def check_prompts(model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
@@ -123,7 +119,7 @@ def read_prompts(model: Transformer, cache: KeyValueCache, prompts: Sequence[Seq
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (B, T), with 0 on the right
     positions = torch.arange(ids.shape[1], device=device)
-    x, (delta, _) = _run_blocks(model, ids, positions, cache.for_prompts())
+    x, (delta, _) = _run_blocks(model, ids, positions, cache.layers())
     last = torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)
     return model.head(x[last], (delta[last], None)).float()  # not of all tokens: logits are large
 
@@ -132,7 +128,7 @@ def make_step(model: Transformer, cache: KeyValueCache, choice: Choice) -> Step:
     """step(tokens (B,), their positions (B,), draws (B,)) stores these tokens and returns the next (B,)."""
 
     def step(tokens: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        x, delta = _run_blocks(model, tokens[None], positions, cache.for_tokens(positions))
+        x, delta = _run_blocks(model, tokens[None], positions, cache.layers(positions))
         logits = model.head(x, delta)[0]  # (B, V)
         return choice.choose(logits.float(), draws)
 
@@ -155,26 +151,6 @@ def _run_blocks(
     for block, cache in zip(model.blocks, caches, strict=True):
         x, delta = block(x, delta, rotary, cache)
     return x, delta
-
-
-class _Sequences:
-    """The new tokens of each sequence, and which are still running."""
-
-    def __init__(self, room: list[int], ends: Collection[int], on_token: OnToken | None):
-        self.room, self.ends, self.on_token = room, frozenset(ends), on_token
-        self.new: list[list[int]] = [[] for _ in room]
-        self.running = list(range(len(room)))
-
-    def add(self, tokens: list[int]) -> None:
-        """tokens: the next one of each sequence, also of those that have ended."""
-        self.running = [number for number in self.running if self._goes_on(number, tokens[number])]
-
-    def _goes_on(self, number: int, token: int) -> bool:
-        if token in self.ends:
-            return False
-        self.new[number].append(token)
-        ended = self.on_token is not None and self.on_token(number, token)
-        return not ended and len(self.new[number]) < self.room[number]
 
 
 def _since(began: float) -> float:

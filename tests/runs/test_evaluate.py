@@ -19,10 +19,12 @@ import tools.evaluate
 from common.errors import UserError
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.to_file import write_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
+from generation import source
 from tools import export_hf
 from tools.evaluate import __main__ as evaluate
-from tools.evaluate import subject
-from tools.evaluate.scoring import windows
+from tools.evaluate.heldout import windows
+from training.pretrained.same_tokenizer import tokenizer_hash
 
 CONTEXT = 64  # positions of the model
 TOKENS, BYTES = sum(map(len, TEXTS)), sum(len(text.encode()) for text in TEXTS)
@@ -84,14 +86,14 @@ def scale(weights, factor):
 def test_every_token_is_predicted_once_and_no_window_is_too_long(length, stride, prefix_id):
     ids = list(range(length))
     found = list(windows(ids, prefix_id, 8, stride))
-    predicted = [int(token) for _, continuation in found for token in continuation]
+    predicted = [int(token) for window, count in found for token in window[-count:]]
     assert predicted == (ids[1:] if prefix_id is None else ids)
     whole = ids if prefix_id is None else [prefix_id, *ids]
-    for context, continuation in found:
-        joined = [*map(int, context), *map(int, continuation)]
+    for window, count in found:
+        joined = window.tolist()
         end = whole.index(joined[-1]) + 1
         assert joined == whole[end - len(joined) : end] and len(joined) <= 8 + 1
-        assert len(continuation) <= (8 if joined[0] == whole[0] else stride)
+        assert count <= (8 if joined[0] == whole[0] else stride)
         assert len(joined) == 8 + 1 or joined[0] == whole[0], "a window could see more"
 
 
@@ -197,7 +199,7 @@ def test_what_ran_is_saved_beside_the_run_record(folder, run_on_texts, capsys):
     assert found["command"].startswith(f"python -m tools.evaluate {run_on_texts} --text=")
     assert found["precision"]["compute_dtype"] == "bfloat16"
     assert found["trained_in"] == {"dtype": "float32", "low_precision": "none"}
-    assert found["tokenizer"]["sha256"] == subject.tokenizer_hash(subject.open_tokenizer(folder / "weights"))
+    assert found["tokenizer"]["sha256"] == tokenizer_hash(open_tokenizer(folder / "weights"))
     assert found["texts"][0]["documents"] == found["limit"] == 2
     assert found["versions"]["torch"] == torch.__version__
 
@@ -208,8 +210,8 @@ def test_a_run_in_low_precision_is_evaluated_without_and_says_so(folder, run_on_
         config = {**saved.config, "dtype": "bfloat16", "low_precision": "nvfp4"}
         return checkpoint, dataclasses.replace(saved, config=config), model
 
-    load = subject.load_model
-    monkeypatch.setattr(subject, "load_model", load_model)
+    load = source.load_model
+    monkeypatch.setattr(source, "load_model", load_model)
     found = figures(run_on_texts, f"--text={folder / 'texts.jsonl'}", output=run_on_texts)
     assert found["precision"]["low_precision"] == "none"
     assert found["precision"]["compute_dtype"] == "bfloat16"
@@ -240,16 +242,16 @@ def broken_jsonl(folder):
 
 MISTAKES = {
     "nothing to evaluate": [],
-    "there is no such file": ["--text={}/absent.txt"],
-    "few is a folder; name its files": ["--text={}/few"],
+    "absent.txt is no file": ["--text={}/absent.txt"],
+    "few is no file; name a file that ends in": ["--text={}/few"],
     "empty.txt cannot be a folder": ["--text={}/texts.jsonl", "--output={}/empty.txt"],
-    "cannot read this kind of file": ["--text={}/weights/config.json"],
+    "config.json is a file of another kind": ["--text={}/weights/config.json"],
     "broken.jsonl, line 2 is not a JSON object": ["--text={}/broken.jsonl"],
     "has no text that could be predicted": ["--text={}/empty.txt"],
     "document 1: the tokenizer .* cannot encode": ["--text={}/foreign.txt"],
     "--stride=65 is more than the model's block_size=64": ["--text={}/texts.jsonl", "--stride=65"],
     "there is no folder .*/absent": ["--dataset={}/absent"],
-    "the tokenizer 'larger' has 70 ids, the model of .* 64": [
+    "the tokenizer 'larger' has 70 ids, the model in .* 64": [
         "--text={}/texts.jsonl",
         "--tokenizer={}/larger",
     ],
@@ -274,8 +276,8 @@ def mistakes(folder):
 @pytest.mark.parametrize("message", MISTAKES)
 def test_a_mistake_is_one_line(message, mistakes, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
-    monkeypatch.delitem(sys.modules, "tools.evaluate.harness", raising=False)
-    monkeypatch.delattr(tools.evaluate, "harness", raising=False)
+    monkeypatch.delitem(sys.modules, "tools.evaluate.benchmarks", raising=False)
+    monkeypatch.delattr(tools.evaluate, "benchmarks", raising=False)
     argv = [argument.format(mistakes) for argument in MISTAKES[message]]
     with pytest.raises(UserError, match=message) as raised:
         evaluate.main([f"--hf={mistakes / 'weights'}", f"--output={tmp_path}", *argv, "--device=cpu"])
@@ -286,7 +288,7 @@ def test_a_mistake_is_one_line(message, mistakes, tmp_path, monkeypatch):
 def test_a_loss_that_is_not_finite_is_one_line(folder, tmp_path):
     weights = scale(make_weights(tmp_path / "weights"), 1e3)
     argv = [f"--hf={weights}", f"--text={folder / 'texts.jsonl'}", "--dtype=float16", "--device=cpu"]
-    with pytest.raises(UserError, match="the loss is not finite in float16; .* --dtype=float32"):
+    with pytest.raises(UserError, match="the loss is not finite; .* --dtype=float32"):
         evaluate.main([*argv, f"--output={tmp_path / 'out'}"])
 
 

@@ -1,19 +1,19 @@
 """lm-eval on local task files: our model gets the scores of lm-eval's own backend with the same weights.
 
-Needs requirements-evaluate.txt, and accelerate for lm-eval's backend; nothing needs the network.
+Needs requirements-evaluate.txt; nothing needs the network.
 """
 
 import json
 
 import pytest
 import torch
-from support.evaluation import TEXTS, figures, make_tasks, make_weights, write_texts
-from support.helpers import launch
+from support.evaluation import TEXTS, figures, make_tasks, make_token_files, make_weights, write_texts
+from support.helpers import TINY, launch, run_train, write_config
 
 from common.errors import UserError
+from tools import export_hf
 from tools.evaluate import __main__ as evaluate
-from tools.evaluate.scoring import Scorer, windows
-from tools.evaluate.subject import load_weights_subject
+from tools.evaluate.heldout import windows
 from training.process.world import World
 
 REASON = "needs lm-eval: pip install -r requirements-evaluate.txt"
@@ -39,7 +39,6 @@ def found(folder):
 
 
 def theirs(folder, name, **keys):
-    pytest.importorskip("accelerate", reason="needs accelerate, for lm-eval's own backend")
     from lm_eval.models.huggingface import HFLM
 
     # batch_size=1: in lm-eval 0.4.13, larger batches mix up windows of equal tokens
@@ -47,10 +46,9 @@ def theirs(folder, name, **keys):
 
 
 def ours(folder, name):
-    from tools.evaluate.harness import OurLM
+    from tools.evaluate.benchmarks import open_model
 
-    subject = load_weights_subject(str(folder / name), None, "float32", ALONE)
-    return OurLM(subject, Scorer(subject.model, 3, ALONE))
+    return open_model(str(folder / name), torch.float32, 3, ALONE, tokenizer=str(folder / name))
 
 
 def numbers(metrics: dict) -> dict:
@@ -93,13 +91,32 @@ def test_windows_are_those_of_lm_eval(stride):
         ids = list(range(1, length + 1))
         expected = lm_eval.utils.get_rolling_token_windows(ids, 0, 8, 8 - stride + 1)
         expected = [lm_eval.utils.make_disjoint_window(pair) for pair in expected]
-        assert [(list(a), list(b)) for a, b in windows(ids, 0, 8, stride)] == expected
+        found = [(window.tolist(), count) for window, count in windows(ids, 0, 8, stride)]
+        assert found == [([*context, *answer], len(answer)) for context, answer in expected]
+
+
+def test_a_batch_gives_the_scores_of_one_also_where_windows_have_equal_tokens(folder):
+    asked = requests("loglikelihood_rolling", ("A" * 150,), ("A" * 70,), ("A" * 9 + "B",))
+    mine = ours(folder, "weights").loglikelihood_rolling(asked)
+    assert mine == pytest.approx(theirs(folder, "weights").loglikelihood_rolling(asked), rel=1e-5)
+
+
+def test_the_checkpoint_of_a_run_has_the_scores_of_its_export(folder, tmp_path):
+    data, out = make_token_files(tmp_path / "data", folder / "weights", TEXTS), tmp_path / "out"
+    keys = {**TINY, "dataset": str(data), "out_dir": str(out), "max_iters": 2}
+    done = run_train(write_config(tmp_path / "run.py", **keys))
+    assert done.returncode == 0, done.stderr
+    export_hf.main([str(out), str(tmp_path / "exported")])
+    argv = [f"--tasks={','.join(NAMES)}", f"--include_path={folder / 'tasks'}"]
+    of_run = figures(out, *argv, output=out)["tasks"]
+    assert of_run == figures(f"--hf={tmp_path / 'exported'}", *argv, output=tmp_path)["tasks"]
+    assert len(of_run) == 3 and not list(out.glob("export*"))
 
 
 def test_metrics_equal_those_of_lm_evals_own_backend(folder, found):
     from lm_eval.evaluator import simple_evaluate
 
-    from tools.evaluate.harness import load_tasks
+    from tools.evaluate.benchmarks import load_tasks
 
     manager, _ = load_tasks(list(NAMES), str(folder / "tasks"))
     expected = simple_evaluate(
@@ -174,20 +191,12 @@ def long_generation(folder):
     return [f"--tasks={path}"]
 
 
-def random_answers(folder):
-    path = folder / "tasks/tiny_answer.yaml"
-    path.write_text(path.read_text().replace('"max_gen_toks": 12', '"do_sample": true, "temperature": 1.0'))
-    return [f"--tasks={path}"]
-
-
 MISTAKES = {
-    "absent.yaml: there is no such task file": lambda folder: [f"--tasks={folder}/absent.yaml"],
-    "absent: there is no such folder": lambda folder: [f"--include_path={folder}/absent"],
+    "absent.yaml: lm-eval cannot load it": lambda folder: [f"--tasks={folder}/absent.yaml"],
     "lm-eval cannot load it.*FileNotFoundError": without_data,
     "lm-eval cannot load it": no_yaml,
-    "a continuation of 81 tokens does not fit into this model's context of 64": long_answer,
-    "generates up to 64 tokens, which do not fit": long_generation,
-    "this task samples at random": random_answers,
+    "an answer is longer than the model's context of 64": long_answer,
+    "requested max tokens to generate .64. must be less": long_generation,
 }
 
 
@@ -208,7 +217,7 @@ def test_near_names_of_an_unknown_task_are_named(folder, tmp_path):
         evaluate.main([*argv, f"--output={tmp_path}"])
 
 
-def test_a_tokenizer_without_end_of_text_cannot_begin_a_text(trained, folder):
+def test_a_tokenizer_without_end_of_text_is_refused(trained, folder):
     argv = [str(trained), f"--tasks={folder / 'tasks/tiny_text.yaml'}", "--device=cpu"]
-    with pytest.raises(UserError, match="no end-of-text token to begin with"):
+    with pytest.raises(UserError, match="--tasks needs a tokenizer with an end-of-text token"):
         evaluate.main(argv)

@@ -17,6 +17,7 @@ ORDER = (
     "sample.py",
     "tools/*",
     "tools/evaluate/*",
+    "tools/export_hf.py",
     "tools/plan/*",
     "tools/profile/*",
     "tools/seal/*",

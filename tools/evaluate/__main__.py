@@ -11,10 +11,13 @@ beside the run record. docs/evaluation.md says what is counted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import platform
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,80 +27,76 @@ from bench.process import end_with_status
 from common.arguments import check_output, user_folder, user_path, whole_number
 from common.errors import UserError
 from common.text import one_line
+from data.tokenizers.to_file import write_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
+from generation.source import Source, compute_in, load_run, load_weights
+from tools import export_hf
 from tools.evaluate import report
-from tools.evaluate.heldout import (
-    check_text,
-    dataset_documents,
-    evaluate_documents,
-    open_validation,
-    text_documents,
-)
-from tools.evaluate.scoring import Scorer
-from tools.evaluate.subject import Subject, load_checkpoint_subject, load_weights_subject
+from tools.evaluate.heldout import check_text, dataset_documents, evaluate_documents, text_documents
+from training.checkpoints.folder import find_checkpoint
 from training.configuration.dataset_name import parse_dataset
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
+from training.pretrained.same_tokenizer import tokenizer_hash
 from training.process.exit_status import end_process
-from training.process.world import World, check_device, check_launch, init_world
+from training.process.world import World, check_device, check_launch, gather_objects, init_world
 
 WITHOUT_OUT_DIR = "out-evaluate"  # where --hf saves
-BATCH_SIZE_MAX = 1 << 16
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    check(options)
-    try:
-        return evaluate(argv, options)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"out of GPU memory; state a lower --batch_size: {one_line(str(error))}") from None
-
-
-def evaluate(argv: list[str], options: argparse.Namespace) -> int:
-    """All ranks."""
-    harness = import_harness() if options.tasks else None
-    manager, tasks = harness.load_tasks(options.tasks, options.include_path) if harness else (None, {})
-    world = join(options)
-    subject = load(options, world)
-    scorer = Scorer(subject.model, options.batch_size, world)
-    texts = evaluate_texts(options, subject, scorer)
-    found = {}
-    if harness:
-        lm = harness.OurLM(subject, scorer)
-        found = harness.run_tasks(manager, tasks, lm, options.num_fewshot, options.limit)
-    if world.is_main:
-        content = {
-            **describe(argv, options, subject, world),
-            "versions": versions(harness),
-            "truncated_contexts": scorer.truncated,
-            "texts": texts,
-            "tasks": found,
-        }
-        text = report.lines(content)
-        print("\n".join(text), flush=True)
-        path = report.save(options.output, content, text)
-        print(f"\nSaved as {path} and .txt", flush=True)
-    end_process(world)
-    return 0
-
-
-def check(options: argparse.Namespace) -> None:
-    """What can be known before the model is loaded. Raises UserError."""
     if not (options.tasks or options.text or options.dataset):
         raise UserError("nothing to evaluate: state --tasks=NAMES, --text=FILE or --dataset=NAME")
     for path in options.text:
         check_text(path)
     check_output(options.output)
-
-
-def import_harness() -> Any:
     try:
-        from tools.evaluate import harness
+        evaluate(argv, options)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of GPU memory; state a lower --batch_size: {one_line(str(error))}") from None
+    return 0
+
+
+def evaluate(argv: list[str], options: argparse.Namespace) -> None:
+    """All ranks."""
+    benchmarks = import_benchmarks() if options.tasks else None
+    tasks = benchmarks.load_tasks(options.tasks, options.include_path) if benchmarks else (None, {})
+    world = join(options)
+    source = load(options, world)
+    if benchmarks and source.prefix_id is None:
+        raise UserError("--tasks needs a tokenizer with an end-of-text token; this model's has none")
+    stored = source.trained_in["dtype"]
+    dtype = options.dtype or (stored if stored in DTYPES else "float32")
+    compute_in(source.model, dtype)
+    content = describe(argv, options, source, dtype, world)
+    content["texts"] = evaluate_texts(options, source, world)
+    content |= {"truncated_contexts": 0, "tasks": {}}
+    if benchmarks:
+        source.model.to("meta")  # its memory is for the benchmarks now
+        keys: dict[str, Any] = {"prefix_token_id": source.prefix_id}
+        keys["add_bos_token"] = None if options.hf else False  # a run was trained without it
+        with folders(options, source, dtype, world) as (folder, keys["tokenizer"]):
+            lm = benchmarks.open_model(folder, DTYPES[dtype], options.batch_size, world, **keys)
+        manager, loaded = tasks
+        content["tasks"] = benchmarks.run_tasks(manager, loaded, lm, options.num_fewshot, options.limit)
+        content["truncated_contexts"] = sum(gather_objects(lm.truncated, world))
+        content["versions"]["lm_eval"] = benchmarks.VERSION
+    if world.is_main:
+        text = report.lines(source.about, content)
+        print("\n".join(text), flush=True)
+        print(f"\nSaved as {report.save(options.output, content, text)} and .txt", flush=True)
+    end_process(world)
+
+
+def import_benchmarks() -> Any:
+    try:
+        from tools.evaluate import benchmarks
     except ImportError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
+        if (error.name or "").partition(".")[0] not in ("lm_eval", "accelerate"):
             raise
         raise UserError("--tasks needs lm-eval: pip install -r requirements-evaluate.txt") from None
-    return harness
+    return benchmarks
 
 
 def join(options: argparse.Namespace) -> World:
@@ -107,90 +106,108 @@ def join(options: argparse.Namespace) -> World:
     config = TrainConfig(device=device, dtype="float32", out_dir=str(options.output), timeout_minutes=0)
     check_launch(config)
     check_device(config)
-    if device == "cuda":
-        options.output.mkdir(parents=True, exist_ok=True)  # NCCL's flight recorder writes there
+    if device == "cuda" or options.out_dir:  # for NCCL's flight recorder, or an export
+        options.output.mkdir(parents=True, exist_ok=True)
     return init_world(config)
 
 
-def load(options: argparse.Namespace, world: World) -> Subject:
+def load(options: argparse.Namespace, world: World) -> Source:
+    """The same model on every rank. All ranks."""
     if options.hf:
-        return load_weights_subject(options.hf, options.tokenizer, options.dtype, world)
-    return load_checkpoint_subject(
-        options.out_dir, options.checkpoint, options.tokenizer, options.dtype, world
-    )
+        return load_weights(options.hf, world.device, options.tokenizer)
+    # a run that goes on may save another one before the last rank has looked
+    options.checkpoint = gather_objects(find_checkpoint(options.out_dir, options.checkpoint).name, world)[0]
+    fix = "name the run's with --tokenizer"
+    return load_run(options.out_dir, options.checkpoint, world.device, fix, None, options.tokenizer)
 
 
-def evaluate_texts(options: argparse.Namespace, subject: Subject, scorer: Scorer) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def folders(
+    options: argparse.Namespace, source: Source, dtype: str, world: World
+) -> Iterator[tuple[str, str]]:
+    """Where the model is in Hugging Face's format, and its tokenizer: what --hf names, or an export of the
+    checkpoint, which is deleted in the end. All ranks."""
+    if options.hf:
+        yield str(source.folder), options.tokenizer or str(source.folder)
+        return
+    with contextlib.ExitStack() as stack:
+        mine = ""
+        if world.local_rank == 0:
+            mine = stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=options.output))
+            argv = [str(options.out_dir), mine, f"--checkpoint={options.checkpoint}", f"--dtype={dtype}"]
+            with contextlib.redirect_stdout(sys.stderr):
+                export_hf.main(argv)
+            if options.tokenizer:
+                write_tokenizer(Path(mine), open_tokenizer(options.tokenizer), source.prefix_id)
+        folder = gather_objects(mine, world)[world.rank - world.local_rank]  # of this machine
+        yield folder, folder
+        gather_objects(None, world)  # until every rank has read it
+
+
+def evaluate_texts(options: argparse.Namespace, source: Source, world: World) -> list[dict[str, Any]]:
     """The figures of every text and dataset. All ranks."""
-    stride = options.stride or subject.block_size
-    if stride > subject.block_size:
-        raise UserError(f"--stride={stride} is more than the model's block_size={subject.block_size}")
-    found = []
-    for path in options.text:
-        documents = text_documents(path, subject.tokenizer, options.limit)
-        figures = evaluate_documents(documents, subject, scorer, stride, f"--text={path}")
-        found.append({"kind": "text", "name": str(path), "stride": stride, **figures})
+    block_size = source.model.config.block_size
+    stride = options.stride or block_size
+    if stride > block_size:
+        raise UserError(f"--stride={stride} is more than the model's block_size={block_size}")
+    documents = [
+        ("text", str(path), text_documents(path, source.tokenizer, options.limit)) for path in options.text
+    ]
     for name in parse_dataset(options.dataset) if options.dataset else ():
-        opened = open_validation(name, subject, scorer.world)
-        documents = dataset_documents(*opened, subject.tokenizer, options.limit)
-        figures = evaluate_documents(documents, subject, scorer, stride, f"--dataset={name}")
-        found.append({"kind": "dataset", "name": name, "stride": stride, **figures})
-    return found
+        documents.append(("dataset", name, dataset_documents(name, source, world, options.limit)))
+    return [
+        {"kind": kind, "name": name, "stride": stride}
+        | evaluate_documents(found, source, options.batch_size, stride, f"--{kind}={name}", world)
+        for kind, name, found in documents
+    ]
 
 
-def describe(argv: list[str], options: argparse.Namespace, subject: Subject, world: World) -> dict[str, Any]:
-    is_cuda = world.device.type == "cuda"
+def describe(
+    argv: list[str], options: argparse.Namespace, source: Source, dtype: str, world: World
+) -> dict[str, Any]:
+    model, tokenizer = source.model, source.tokenizer
+    size = {"parameters": model.count_parameters()["total"], "block_size": model.config.block_size}
+    meta = {"sha256": tokenizer_hash(tokenizer), "vocab_size": tokenizer.vocab_size}
+    name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu"
     return {
         "format": report.FORMAT,
         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "tools.evaluate", *argv]),
-        **subject.facts,
+        "model": {**source.facts, **size},
+        "precision": {"compute_dtype": dtype, "low_precision": "none", "attention": "sdpa"},
+        "trained_in": source.trained_in,
+        "tokenizer": {
+            **{key: tokenizer.meta[key] for key in ("kind", "name")},
+            **meta,
+            "prefix_id": source.prefix_id,
+        },
         "limit": options.limit,
         "batch_size": options.batch_size,
-        "hardware": {
-            "device": torch.cuda.get_device_name() if is_cuda else platform.processor() or "cpu",
-            "processes": world.size,
-        },
+        "hardware": {"device": name, "processes": world.size},
+        "versions": {"torch": torch.__version__, "lm_eval": None},
     }
-
-
-def versions(harness: Any) -> dict[str, str | None]:
-    return {"torch": torch.__version__, "lm_eval": harness.VERSION if harness else None}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.evaluate", description="Evaluate a model.", allow_abbrev=False
     )
-    parser.add_argument("out_dir", nargs="?", type=user_folder, help="the run's out_dir")
-    parser.add_argument(
-        "--hf", type=user_path, help="weights in Hugging Face's format: FOLDER or OWNER/NAME[@REVISION]"
-    )
-    parser.add_argument(
-        "--checkpoint", default="latest", help="latest, best, or a name such as step-00001000"
-    )
-    parser.add_argument("--tasks", type=names, default=[], help="of lm-eval, or task files; with commas")
-    parser.add_argument("--include_path", type=user_path, help="a folder of task files of lm-eval")
-    parser.add_argument("--num_fewshot", type=whole_number(0), help="examples in each prompt")
-    parser.add_argument(
-        "--text", type=user_folder, action="append", default=[], help="a text file; may be repeated"
-    )
-    parser.add_argument("--dataset", type=user_path, help="a name in data/ or a path: its validation split")
-    parser.add_argument(
-        "--stride", type=whole_number(1), help="tokens predicted by each window (default: block_size)"
-    )
-    parser.add_argument(
-        "--limit", type=whole_number(1), help="the first examples of each task and documents of each text"
-    )
-    parser.add_argument("--batch_size", type=whole_number(1, BATCH_SIZE_MAX), default=8, help="sequences (8)")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: that in which the run computed")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
-    parser.add_argument(
-        "--tokenizer", type=user_path, help="a file or folder, if the run's dataset has moved"
-    )
-    parser.add_argument(
-        "--output", type=user_folder, help=f"where to save (default: OUT_DIR; with --hf, {WITHOUT_OUT_DIR})"
-    )
+    add = parser.add_argument
+    add("out_dir", nargs="?", type=user_folder, help="the run's out_dir")
+    add("--hf", type=user_path, help="weights in Hugging Face's format: FOLDER or OWNER/NAME[@REVISION]")
+    add("--checkpoint", default="latest", help="latest, best, or a name such as step-00001000")
+    add("--tasks", type=names, default=[], help="of lm-eval, or task files; with commas")
+    add("--include_path", type=user_path, help="a folder of task files of lm-eval")
+    add("--num_fewshot", type=whole_number(0), help="examples in each prompt")
+    add("--text", type=user_folder, action="append", default=[], help="a text file; may be repeated")
+    add("--dataset", type=user_path, help="a name in data/ or a path: its validation split")
+    add("--stride", type=whole_number(1), help="tokens predicted by each window (default: block_size)")
+    add("--limit", type=whole_number(1), help="the first examples of each task and documents of each text")
+    add("--batch_size", type=whole_number(1, 1 << 16), default=8, help="sequences (8)")
+    add("--dtype", choices=list(DTYPES), help="default: that in which the run computed")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    add("--tokenizer", type=user_path, help="a file or folder, if the run's dataset has moved")
+    add("--output", type=user_folder, help=f"where to save (OUT_DIR; with --hf, {WITHOUT_OUT_DIR})")
     options = parser.parse_args(argv)
     if (options.out_dir is None) == (options.hf is None):
         parser.error("name either the run's OUT_DIR or --hf=FOLDER")
@@ -199,8 +216,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def names(text: str) -> list[str]:
-    found = [user_path(name.strip()) for name in text.split(",")]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(user_path(name.strip()) for name in text.split(",")))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from common.errors import UserError
@@ -30,93 +30,117 @@ from data.pipeline.input_files import KNOWN, is_read
 from data.pipeline.verified import damaged_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
-from tools.evaluate.scoring import Pair, Scorer, windows
-from tools.evaluate.subject import Subject
+from generation.source import Source
+from model import Transformer
 from training.batches.dataset import open_dataset
 from training.batches.document_starts import find_documents
-from training.batches.token_files import TokenFiles
 from training.configuration.keys import TrainConfig
 from training.pretrained.same_tokenizer import check_dataset
 from training.process.world import World, gather_objects
 
 LARGEST_NATS = 700.0  # of a token; e to this power is still a number
 BATCHES_SORTED = 64  # of each rank: as many windows are held in memory to be sorted by length
+LENGTH_MULTIPLE = 64  # lengths are rounded up to one, so that GPU kernels meet few shapes
 
-
-@dataclass(frozen=True)
-class Document:
-    ids: np.ndarray
-    bytes: int
-
-
-@dataclass
-class Totals:
-    documents: int = 0
-    tokens: int = 0  # predicted
-    bytes: int = 0  # of the predicted tokens
-    nats: float = 0.0
-
-    def figures(self) -> dict[str, Any]:
-        nats_per_token = self.nats / self.tokens
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "nats": self.nats,
-            "nats_per_token": nats_per_token,
-            "perplexity": math.exp(nats_per_token),
-            "bits_per_byte": self.nats / math.log(2) / self.bytes,
-        }
+Document = tuple[np.ndarray, int]  # its ids, and its bytes
+Window = tuple[np.ndarray, int]  # ids, of which the last so many are predicted
 
 
 def evaluate_documents(
-    documents: Iterator[Document], subject: Subject, scorer: Scorer, stride: int, where: str
+    documents: Iterator[Document], source: Source, batch_size: int, stride: int, where: str, world: World
 ) -> dict[str, Any]:
-    """The figures of all documents together. All ranks, with the same documents. Raises UserError if there
-    is nothing to predict."""
-    world, totals = scorer.world, Totals()
+    """The figures of all documents together. All ranks, with the same documents; each computes its share.
+    Raises UserError if there is nothing to predict."""
+    config, prefix_id = source.model.config, source.prefix_id
+    number = tokens = size = 0
 
-    def pairs() -> Iterator[Pair]:
-        for document in documents:
-            totals.documents += 1
-            totals.bytes += document.bytes
-            if subject.prefix_id is None:
-                totals.bytes -= _bytes(subject.tokenizer, document.ids[:1])
-            for pair in windows(document.ids, subject.prefix_id, subject.block_size, stride):
-                totals.tokens += len(pair[1])
-                yield pair
+    def all_windows() -> Iterator[Window]:
+        nonlocal number, tokens, size
+        for ids, length in documents:
+            if ids.max(initial=0) >= config.vocab_size:
+                raise UserError(
+                    f"a text has the id {ids.max():,}, but the model has only the ids below "
+                    f"{config.vocab_size:,}; take this token out, or use the tokenizer of this model"
+                )
+            number, size = number + 1, size + length
+            if prefix_id is None:
+                size -= _bytes(source.tokenizer, ids[:1])
+            for window in windows(ids, prefix_id, config.block_size, stride):
+                tokens += window[1]
+                yield window
 
-    remaining, mine = pairs(), 0.0
+    remaining, mine = all_windows(), []
     with tqdm(desc=where, unit=" tokens", unit_scale=True, disable=not world.is_main) as bar:
-        while some := list(itertools.islice(remaining, BATCHES_SORTED * scorer.batch_size * world.size)):
-            mine += math.fsum(score.nats for score in scorer.score_share(some).values())
-            bar.update(totals.tokens - bar.n)
-    totals.nats = math.fsum(gather_objects(mine, world))
-    if not totals.tokens or not totals.bytes:
+        while some := list(itertools.islice(remaining, BATCHES_SORTED * batch_size * world.size)):
+            # every rank has long ones and short ones, and each batch those of about one length
+            share = iter(sorted(some, key=lambda window: -len(window[0]))[world.rank :: world.size])
+            while batch := list(itertools.islice(share, batch_size)):
+                mine += window_nats(source.model, batch)
+            bar.update(tokens - bar.n)
+    nats = math.fsum(gather_objects(math.fsum(mine), world))
+    if not tokens or not size:
         raise UserError(f"{where} has no text that could be predicted: it is empty, or of one token alone")
-    if not totals.nats < LARGEST_NATS * totals.tokens:  # also NaN
-        raise UserError(
-            f"{where}: the loss is not finite in {subject.facts['precision']['compute_dtype']}; compute in "
-            "another dtype: --dtype=float32"
-        )
-    return totals.figures()
+    if not nats < LARGEST_NATS * tokens:  # also NaN
+        raise UserError(f"{where}: the loss is not finite; compute in another dtype: --dtype=float32")
+    figures = {
+        "documents": number,
+        "tokens": tokens,
+        "bytes": size,
+        "nats": nats,
+        "nats_per_token": nats / tokens,
+    }
+    return {**figures, "perplexity": math.exp(nats / tokens), "bits_per_byte": nats / math.log(2) / size}
+
+
+def windows(ids: np.ndarray, prefix_id: int | None, block_size: int, stride: int) -> Iterator[Window]:
+    """Cuts a document of any length, so that each token is predicted exactly once. Without a prefix_id, the
+    first token is not predicted, because nothing comes before it.
+
+    The first window predicts block_size tokens, each further one at most `stride` more, from as many tokens
+    before them as fit into block_size. It equals get_rolling_token_windows of lm-eval with context_len =
+    block_size - stride + 1; lm-eval's own figures have stride = block_size.
+    """
+    prefix = [] if prefix_id is None else [prefix_id]
+    whole = np.concatenate([np.array(prefix, np.int64), np.asarray(ids, np.int64)])
+    last = len(whole) - 1
+    done = 0  # whole[done] is the last token that needs no prediction any more
+    while done < last:
+        end = min(last, block_size if done == 0 else done + stride)
+        yield whole[max(0, end - block_size) : end + 1], end - done
+        done = end
+
+
+@torch.no_grad()
+def window_nats(model: Transformer, batch: list[Window]) -> list[float]:
+    """-ln p of the predicted tokens of each window. Windows are padded on the right: attention is causal, so
+    no token sees the padding, and no mask is needed."""
+    longest = max(len(ids) for ids, _ in batch) - 1  # the last token is no input
+    padded = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, model.config.block_size)
+    inputs = np.zeros((len(batch), padded), np.int64)  # any id can be the padding
+    for row, (ids, _) in zip(inputs, batch, strict=True):
+        row[: len(ids) - 1] = ids[:-1]
+    device = model.embed.weight.device
+    logits = model(torch.from_numpy(inputs).to(device))  # (B, T, V)
+    sums = []
+    for (ids, count), found in zip(batch, logits, strict=True):
+        targets = torch.from_numpy(ids[-count:]).to(device)
+        chosen = found[len(ids) - 1 - count : len(ids) - 1].float()  # (count, V)
+        sums.append(torch.nn.functional.cross_entropy(chosen, targets, reduction="none").double().sum())
+    return torch.stack(sums).tolist()  # sync point, one for each batch
 
 
 def _bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     return len(tokenizer.decode(ids.tolist()).encode("utf-8"))
 
 
-# --- text files ---
+# --- where documents come from ---
 
 
 def check_text(path: Path) -> None:
     """Raises UserError if it is no file that can be read."""
-    if path.is_dir():
-        raise UserError(f"--text={path} is a folder; name its files, one --text for each")
-    if not path.is_file():
-        raise UserError(f"--text={path}: there is no such file")
-    if not is_read(path):
-        raise UserError(f"--text={path}: cannot read this kind of file; its name must end in {KNOWN}")
+    if not path.is_file() or not is_read(path):
+        what = "is a file of another kind" if path.is_file() else "is no file"
+        raise UserError(f"--text={path} {what}; name a file that ends in {KNOWN}, one --text for each")
 
 
 def text_documents(path: Path, tokenizer: Tokenizer, limit: int | None) -> Iterator[Document]:
@@ -125,51 +149,35 @@ def text_documents(path: Path, tokenizer: Tokenizer, limit: int | None) -> Itera
     for number, record in itertools.islice(read_records(path), limit):
         if isinstance(record, BadRecord):
             raise UserError(f"--text={path}: {record}")
-        text = "".join(record)
-        if not text:
+        if not (text := "".join(record)):
             continue
         try:
             (ids,) = tokenizer.encode_arrays([text])
         except (EncodeError, UserError) as error:
             raise UserError(f"--text={path}, document {number}: {error}") from None
-        yield Document(ids, len(text.encode("utf-8")))
+        yield ids, len(text.encode("utf-8"))
 
 
-# --- prepared datasets ---
-
-
-def open_validation(
-    name: str, subject: Subject, world: World
-) -> tuple[TokenFiles, np.ndarray | None, int | None]:
-    """(the tokens of the validation split, the positions after its documents, the end-of-text id) of a
-    dataset. None: the split is one document. Checks names, sizes and hashes. Raises UserError."""
-    vocab_size = subject.model.config.vocab_size
+def dataset_documents(name: str, source: Source, world: World, limit: int | None) -> Iterator[Document]:
+    """The documents of a dataset's validation split, without their end-of-text tokens. Checks names, sizes
+    and hashes. Raises UserError."""
+    vocab_size = source.model.config.vocab_size
     # block_size=1: a split need not fill a window
     config = TrainConfig(dataset=name, vocab_size=vocab_size, block_size=1, eval_only=True, doc_masking=True)
     splits, meta = open_dataset(config, scan=False)
     tokens = splits["val"]
     folder = tokens.paths[0].parent
-    fix = "evaluate the text that it was made of: --text=FILE"
-    check_dataset(subject.tokenizer, "the model", folder, fix)
+    check_dataset(source.tokenizer, "the model", folder, "evaluate the text that it was made of: --text=FILE")
     files = {path.name: meta["files"].get(path.name, {}) for path in tokens.paths}
     if world.local_rank == 0 and (damaged := damaged_files(folder, meta["dtype"], files)):
         raise UserError(f"{folder / min(damaged)} is not the file that meta.json describes; copy it again")
-    ends = None
+    start, ends = 0, iter([np.array([tokens.total])])  # one document, if nothing says where documents end
     if meta["eot_id"] is not None or all("lengths" in file for file in files.values()):
-        documents = find_documents(config, meta, tokens)
-        ends = np.concatenate(list(documents.ends()))
-    return tokens, ends, meta["eot_id"]
-
-
-def dataset_documents(
-    tokens: TokenFiles, ends: np.ndarray | None, eot_id: int | None, tokenizer: Tokenizer, limit: int | None
-) -> Iterator[Document]:
-    """The documents of a split, without their end-of-text tokens."""
-    start = 0
-    for end in itertools.islice([tokens.total] if ends is None else ends.tolist(), limit):
-        ids = tokens.read(start, end - start)
-        start = end
-        if len(ids) and ids[-1] == eot_id:
+        ends = find_documents(config, meta, tokens).ends()
+    for end in itertools.islice(itertools.chain.from_iterable(ends), limit):
+        ids = tokens.read(start, int(end) - start)
+        start = int(end)
+        if len(ids) and ids[-1] == meta["eot_id"]:
             ids = ids[:-1]
         if len(ids):
-            yield Document(ids, _bytes(tokenizer, ids))
+            yield ids, _bytes(source.tokenizer, ids)

@@ -12,69 +12,44 @@ from common.text import aligned
 FORMAT = 1  # of the JSON
 
 
-def lines(content: dict[str, Any]) -> list[str]:
+def lines(about: str, content: dict[str, Any]) -> list[str]:
     """The heading and the tables."""
-    model, precision, trained = content["model"], content["precision"], content["trained_in"]
-    if "checkpoint" in model:
-        named = f"checkpoint {model['checkpoint']}, iteration {model['iteration']:,}"
-    else:
-        named = f"weights {model['weights']}"
-    low = trained.get("low_precision", "none")
-    trained_in = "" if low == "none" else f"; trained with low_precision={low}, evaluated without"
-    text = [named, f"computed in {precision['compute_dtype']} ({precision['attention']}){trained_in}"]
-    if content["truncated_contexts"]:
-        count, block_size = content["truncated_contexts"], model["block_size"]
-        text.append(
-            f"{count:,} contexts did not fit into block_size={block_size:,}: their first tokens were left out"
-        )
-    for rows in (_text_table(content["texts"]), _task_table(content["tasks"])):
-        text += ["", *rows] if rows else []
+    low = content["trained_in"].get("low_precision", "none")
+    trained = "" if low == "none" else f"; trained with low_precision={low}, evaluated without"
+    text = [about, f"computed in {content['precision']['compute_dtype']}{trained}"]
+    if count := content["truncated_contexts"]:
+        fits = f"block_size={content['model']['block_size']:,}"
+        text.append(f"{count:,} contexts did not fit into {fits}: their first tokens were left out")
+    if texts := content["texts"]:
+        head = ["text", "stride", "documents", "tokens", "bytes", "perplexity", "bits/byte"]
+        text += ["", *aligned(head, [_text_row(found) for found in texts], ["text"])]
+    if tasks := content["tasks"]:
+        head = ["task", "version", "n-shot", "examples", "metric", "filter", "value", "stderr"]
+        rows = [row for name, found in tasks.items() for row in _task_rows(name, found)]
+        text += ["", *aligned(head, rows, ["task", "metric", "filter"])]
     return text
 
 
-def _text_table(texts: list[dict[str, Any]]) -> list[str]:
-    head = ["text", "stride", "documents", "tokens", "bytes", "perplexity", "bits/byte"]
-    rows = [
-        [
-            text["name"],
-            f"{text['stride']:,}",
-            *(f"{text[name]:,}" for name in ("documents", "tokens", "bytes")),
-            f"{text['perplexity']:.4f}",
-            f"{text['bits_per_byte']:.4f}",
-        ]
-        for text in texts
-    ]
-    return aligned(head, rows, ["text"]) if rows else []
+def _text_row(found: dict[str, Any]) -> list[str]:
+    counts = (f"{found[name]:,}" for name in ("stride", "documents", "tokens", "bytes"))
+    return [found["name"], *counts, f"{found['perplexity']:.4f}", f"{found['bits_per_byte']:.4f}"]
 
 
-def _task_table(tasks: dict[str, Any]) -> list[str]:
-    head = ["task", "version", "n-shot", "examples", "metric", "filter", "value", "stderr"]
-    rows = []
-    for task, found in tasks.items():
-        for name, value in found["metrics"].items():
-            metric, _, filtered = name.partition(",")
-            if metric.endswith("_stderr"):
-                continue
-            examples = (found["examples"] or {}).get("effective")
-            stderr = found["metrics"].get(f"{metric}_stderr,{filtered}")
-            given = (found["version"], found["n_shot"], examples)
-            shown = ["" if value is None else str(value) for value in given]
-            rows.append([task, *shown, metric, filtered, _number(value), _number(stderr)])
-    return aligned(head, rows, ["task", "metric", "filter"]) if rows else []
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else ""
+def _task_rows(task: str, found: dict[str, Any]) -> list[list[str]]:
+    rows, given = [], (found["version"], found["n_shot"], (found["examples"] or {}).get("effective"))
+    for name, value in found["metrics"].items():
+        metric, _, filtered = name.partition(",")
+        if not metric.endswith("_stderr"):
+            numbers = value, found["metrics"].get(f"{metric}_stderr,{filtered}")
+            shown = ["" if one is None else f"{one:.4f}" for one in numbers]
+            rows.append([task, *("" if one is None else str(one) for one in given), metric, filtered, *shown])
+    return rows
 
 
 def save(folder: Path, content: dict[str, Any], text: list[str]) -> Path:
-    """Writes both files under a name that is new, and returns that of the JSON."""
+    """Writes both files, and returns the path of the JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    time = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
-    path, number = folder / f"evaluate_{time}.json", 1
-    while path.exists():
-        number += 1
-        path = folder / f"evaluate_{time}_{number}.json"
+    path = folder / f"evaluate_{datetime.datetime.now():%Y%m%d_%H%M%S_%f}.json"
     write_bytes(path.with_suffix(".txt"), ("\n".join(text) + "\n").encode())
     write_json(path, content)
     return path

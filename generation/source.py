@@ -1,0 +1,108 @@
+"""The model that makes or scores text: its weights, its tokenizer, and what is known of both.
+
+Matrices are converted once to the dtype in which the model computes, and vectors where they are used, as in
+training. Low precision (fp8, MXFP8, NVFP4) is not used: text and figures are those of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from common.json_file import read_json
+from data.pipeline.meta_file import load_tokenizer, read_meta
+from data.tokenizers.tokenizer import EOT_NAMES, Tokenizer, open_tokenizer
+from generation.cache import cached_attention
+from model import Transformer
+from training.batches.fingerprint import tokenizer_identity
+from training.checkpoints.loading import load_model
+from training.configuration.dataset_name import first_folder
+from training.configuration.dtypes import DTYPES
+from training.pretrained.folder import PREFIX, read_generation
+from training.pretrained.generation_settings import end_ids, first_weights
+from training.pretrained.reading import load_pretrained
+from training.pretrained.same_tokenizer import check_recorded, check_rows, identity
+
+MAX_CONFIG = 1 << 24  # bytes of a tokenizer_config.json
+
+
+@dataclass(frozen=True)
+class Source:
+    model: Transformer
+    tokenizer: Tokenizer
+    folder: Path  # where the tokenizer is
+    ends: set[int]  # ids at which generated text ends
+    prefix_id: int | None  # what comes before the first token of a document; None if there is no such token
+    facts: dict[str, Any]  # where the weights come from
+    trained_in: dict[str, Any]  # "dtype", and of a run "low_precision"
+
+    @property
+    def about(self) -> str:
+        if "weights" in self.facts:
+            return f"weights {self.facts['weights']}"
+        loss = self.facts["val_loss"]
+        shown = "not evaluated" if loss is None else f"validation loss {loss:.4f}"
+        return f"checkpoint {self.facts['checkpoint']}, iteration {self.facts['iteration']}, {shown}"
+
+
+def load_run(
+    out_dir: Path, which: str, device: torch.device, fix: str, dataset: str | None, tokenizer: str | None
+) -> Source:
+    """A checkpoint of a run, and the tokenizer of its dataset. dataset, tokenizer: where they
+    are, if they have moved; fix: what to do if that is another tokenizer. Raises UserError."""
+    checkpoint, saved, model = load_model(out_dir, which, device, cached_attention)
+    folder = first_folder(dataset or saved.config["dataset"])
+    named = open_tokenizer(tokenizer) if tokenizer else None
+    found = identity(named) if named else tokenizer_identity(read_meta(folder)["tokenizer"] or {})
+    was, *_ = saved.data.get("sources", [saved.data])
+    check_recorded(was["tokenizer"], str(checkpoint), found, tokenizer or str(folder), fix)
+    opened = named or load_tokenizer(folder)
+    ends, eot_id = set(end_ids(first_weights(saved.pretrained), was.get("eot_id"))), was.get("eot_id")
+    facts = {"checkpoint": str(checkpoint), "iteration": saved.iteration, "val_loss": saved.val_loss}
+    trained_in = {
+        "dtype": saved.config.get("dtype"),
+        "low_precision": saved.config.get("low_precision", "none"),
+    }
+    return Source(model, opened, folder, ends, eot_id, {**facts, "run": saved.run}, trained_in)
+
+
+def load_weights(name: str, device: torch.device, tokenizer: str | None = None) -> Source:
+    """Weights in Hugging Face's format: FOLDER or OWNER/NAME[@REVISION]. Raises UserError."""
+    weights, model = load_pretrained(PREFIX + name.removeprefix(PREFIX), device, cached_attention)
+    opened = open_tokenizer(tokenizer or str(weights.folder))
+    fix = "name its own" if tokenizer else "put the model's own there"
+    check_rows(opened, model.config.vocab_size, f"the model in {weights.folder}", fix)
+    config, generation = weights.architecture().fields, read_generation(weights.folder)
+    # the ids at which transformers' generate stops; if the folder names none, those of EOT_NAMES
+    ends = end_ids({"config": config, "generation": generation}, None)
+    ends = ends or [one for name in EOT_NAMES if (one := opened.token_id(name)) is not None]
+    prefix_id = _special_id(weights.folder, opened)
+    prefix_id = next(iter(ends), None) if prefix_id is None else prefix_id
+    facts = {"weights": str(weights.folder), "commit": weights.commit}
+    trained_in = {"dtype": config.get("dtype") or config.get("torch_dtype")}
+    return Source(model, opened, weights.folder, set(ends), prefix_id, facts, trained_in)
+
+
+def _special_id(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """What lm-eval's backend `hf` puts before a text: beginning-of-text, else end-of-text."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = read_json(path, MAX_CONFIG) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    named = (config.get("bos_token"), config.get("eos_token"))
+    names = [token.get("content") if isinstance(token, dict) else token for token in named]
+    ids = [tokenizer.token_id(name) for name in names if isinstance(name, str)]
+    return next((one for one in ids if one is not None), None)
+
+
+def compute_in(model: Transformer, dtype: str) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(DTYPES[dtype])
+    model.compute_dtype = DTYPES[dtype]
+    model.eval()
