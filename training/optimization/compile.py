@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from model import Transformer
+from ops.ranges import BLOCK, ranged
 from training.configuration.keys import TrainConfig
 from training.configuration.recomputation import REMAKING
 
@@ -51,6 +52,8 @@ def _compiled(forward):
 
 
 def _recomputed(forward, keep_rng: bool):
+    forward = ranged(BLOCK)(forward)
+
     # to its end, as recomputed_flops counts: an early stop omits the last matmul, in some forms of a block
     def run(*inputs):
         return checkpoint(
