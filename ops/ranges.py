@@ -19,7 +19,8 @@ from torch._C._profiler import _RecordFunctionFast
 PREFIX = "nanomfu: "  # of a range in a trace; operators of ops/ begin with nanomfu::
 FORWARD, BACKWARD, BLOCK = "forward", "backward", "block"  # that something is inside of these is no name
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def named_range(name: str) -> AbstractContextManager:

@@ -115,13 +115,14 @@ def part_of(work: Work, linears: Linears) -> Part:
     products = (*PRODUCTS, *OWN_PRODUCTS) if work.device else tuple(PRODUCTS)
     if place and place.operator in products and not name.startswith("Memset"):
         return linears.part_of(place)
-    if found := next((each for each in (*names, name) if ATTENTION.search(each)), None):
+    if attention := next((each for each in (*names, name) if ATTENTION.search(each)), None):
         phase = (place.phase if place else "") or FORWARD
         # compiled code has no ranges: there its name tells what the backward computes again
-        again = place and phase == BACKWARD and found in place.path and ATTENTION_FORWARD.search(found)
+        is_call = place and attention in place.path
+        again = is_call and phase == BACKWARD and ATTENTION_FORWARD.search(attention)
         return Part(f"{ATTENTION_PART}{RECOMPUTE if again else phase}")
-    if found := FUSED.match(name):
-        return Part(f"compiled: {found[1][:NAME_WIDTH]}")
+    if fused := FUSED.match(name):
+        return Part(f"compiled: {fused[1][:NAME_WIDTH]}")
     return Part(place.name if place else name[:NAME_WIDTH])
 
 
