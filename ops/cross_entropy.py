@@ -16,8 +16,10 @@ from ops.linear import Linear
 from ops.low_precision import product
 from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
 from ops.matmul import add_weight_gradient
+from ops.ranges import ranged
 
 
+@ranged("cross_entropy")
 def linear_cross_entropy(
     x: torch.Tensor,
     lm_head: Linear,

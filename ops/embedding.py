@@ -10,12 +10,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.library import custom_op
 
+from ops.ranges import ranged
+
 
 class Embedding(nn.Embedding):
     """A lookup; weight_grad as in ops/linear.py's Linear."""
 
     weight_grad: torch.Tensor | None = None
 
+    @ranged("embedding")
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.weight_grad is None:
             return super().forward(ids)

@@ -13,6 +13,7 @@ from torch.library import custom_op
 from ops.linear import Linear
 from ops.low_precision import gradient_operand, linear_backward, linear_forward
 from ops.low_precision_methods import Kept, LowPrecision
+from ops.ranges import ranged
 
 
 class Rotary(NamedTuple):
@@ -54,6 +55,7 @@ def project_heads(
     return split_heads(qkv(x, amax), n_head, n_kv_head, rotary, q_norm, k_norm)
 
 
+@ranged("heads")
 def split_heads(
     qkv: torch.Tensor,
     n_head: int,

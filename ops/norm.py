@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
+from ops.ranges import ranged
+
 # What a layer wants added to the residual stream: delta (..., C), and its gradient_amax, which is for fp8.
 # The layer's last matmul needs the amax of delta's gradient. The backward of sum and norm finds it in
 # passing, but can hand a tensor on only as a gradient. So gradient_amax is a tensor that nobody reads, ()
@@ -56,6 +58,7 @@ def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
+@ranged("add_norm")
 def add_norm(
     x: torch.Tensor, delta: Delta, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

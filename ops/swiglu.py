@@ -18,6 +18,7 @@ from ops.linear import Linear
 from ops.low_precision import gradient_operand, linear_backward, linear_forward, unpack_kept
 from ops.low_precision_methods import LowPrecision, Operand, of_float8
 from ops.norm import Delta
+from ops.ranges import ranged
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
 
@@ -41,6 +42,7 @@ def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
+@ranged("swiglu")
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """x (..., 2F), pairs of gate and up -> silu(gate) * up (..., F)."""
     if x.is_cuda:

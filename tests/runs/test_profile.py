@@ -13,11 +13,8 @@ from bench.process import Outcome
 from common.command import FAILED, USER_ERROR, run_command
 from tools.profile import __main__ as tool
 from tools.profile import breakdown
-from tools.profile.parts import UNKNOWN
 from tools.profile.report import analyze, lines
 from training.records.profiler import ITERATIONS, TIMES, facts_path, trace_path
-
-MOST_UNKNOWN = 0.02  # of a tiny model's iteration, in which the smallest operators count, too
 
 
 @pytest.fixture
@@ -45,10 +42,6 @@ def in_process(run, monkeypatch):
     return calls
 
 
-def share(content, part):
-    return sum(row["percent"] for row in content["profiled"]["parts"] if row["part"] == part) / 100
-
-
 def profiled(config, output, *arguments):
     assert run_command(tool.main, [str(config), f"--output={output}", "--no-roofline", *arguments]) == 0
     return json.loads((output / "profile.json").read_text())
@@ -63,16 +56,15 @@ def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, ca
     products = {
         f"{n} {d}" for n in ("qkv", "out", "up", "down", "head") for d in ("forward", "dgrad", "wgrad")
     }
-    assert products | {"attention forward", "attention backward", "optimizer", "loss", "rotary"} <= names
+    ranges = {"attention forward", "attention backward", "add_norm", "heads", "swiglu", "cross_entropy"}
+    assert products | ranges <= names
     assert all(row["tflops"] > 0 for row in found["parts"] if row["part"] in products)
-    assert share(content, UNKNOWN) < MOST_UNKNOWN, found["unknown"]
     falls = content["waterfall"]
     assert 100 - sum(s["points"] or 0 for s in falls["steps"]) == pytest.approx(falls["mfu_percent"])
     assert content["unprofiled"]["mfu_percent"] > 0
     assert last_run(tmp_path / "out/plain_run")["config"]["profile"] is None
     printed = capsys.readouterr().out
     assert (tmp_path / "out/profile.txt").read_text() in printed
-    assert (tmp_path / "out/profile.png").read_bytes().startswith(b"\x89PNG")
     assert trace_path(tmp_path / "out/run", TIMES, 0).is_file(), "the Chrome trace stays"
 
 
@@ -91,11 +83,10 @@ def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, ca
     ],
     ids=["gpt2", "fp8", "recomputation"],
 )
-def test_every_kind_of_run_is_known(config, tmp_path, in_process, settings, monkeypatch):
-    monkeypatch.setattr(tool, "draw", lambda content, path: None)
+def test_every_kind_of_run_is_known(config, tmp_path, in_process, settings):
     flags = [f"--{key}={value}" for key, value in {"n_layer": 1, **settings}.items()]
     content = profiled(config, tmp_path / "out", *flags)
-    assert content["adds_up"] and share(content, UNKNOWN) < MOST_UNKNOWN, content["profiled"]["unknown"]
+    assert content["adds_up"]
     assert content["waterfall"]["unit"] == "ms", "a CPU has no peak"
     recomputed = [row["part"] for row in content["profiled"]["parts"] if row["part"].endswith("recompute")]
     assert bool(recomputed) == ("activation_checkpointing" in settings)
@@ -125,7 +116,6 @@ def test_each_of_two_ranks_leaves_its_trace(config, tmp_path):
     content = analyze(out_dir, out_dir, None, "left out")
     assert content["processes"] == 2 and [rank["rank"] for rank in content["ranks"]] == [0, 1]
     assert any(row["part"].startswith("communication: ") for row in content["profiled"]["parts"])
-    assert share(content, UNKNOWN) < MOST_UNKNOWN, content["profiled"]["unknown"]
     assert any(line.startswith("   1  ") for line in lines(content)), "a row of rank 1"
 
 

@@ -5,7 +5,6 @@ from support.helpers import SMALL, write_config
 from tools.tune.ladder import Result
 from tools.tune.settings import Machine, Settings
 from training.configuration.files_and_flags import load_config
-from training.hardware.capability import lookup
 from training.memory.gpus import DeviceMemory
 
 SEQUENCES = 48  # of a GPU, in an iteration: 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 divide them
@@ -26,9 +25,7 @@ def make_config(folder):
 
 
 def make_settings(config, gib=139.8, processes=2, fixed=()):
-    machine = Machine(
-        DeviceMemory(gib, "NVIDIA H200"), lookup((9, 0), "NVIDIA H200"), {"gpu_name": "H200"}, []
-    )
+    machine = Machine(DeviceMemory(gib, "NVIDIA H200"), {"gpu_name": "H200"}, [])
     return Settings(config, processes, machine, set(fixed))
 
 

@@ -11,7 +11,7 @@ from tools.tune.ladder import (
     AS_IT_IS,
     BATCH,
     CAREFUL,
-    FEATURE,
+    GRAPHS,
     LAST,
     NO_ROOM,
     STRATEGY,
@@ -19,7 +19,7 @@ from tools.tune.ladder import (
     OutOfTime,
     Result,
 )
-from tools.tune.settings import FEATURES, PARTS, RECOMPUTATION, STRATEGIES
+from tools.tune.settings import PARTS, RECOMPUTATION, STRATEGIES
 
 OOM = Result(reason="out of GPU memory", out_of_memory=True)
 
@@ -35,7 +35,7 @@ class Measured:
     def __init__(self, speed=speed_of, fits=lambda setting: True, noise=lambda run: 0.0, most=10**6):
         self.speed, self.fits, self.noise, self.most, self.calls = speed, fits, noise, most, []
 
-    def __call__(self, setting, run):
+    def __call__(self, setting):
         if len(self.calls) >= self.most:
             raise OutOfTime
         self.calls.append(setting)
@@ -62,7 +62,7 @@ def test_the_best_of_all_settings_is_found_with_few_trials(config, processes):
     assert speed_of(found) == pytest.approx(max(speeds), rel=1e-9) and found["batch_size"] == 16
     assert len(speeds) > 10 * len(measured.calls) and ladder.finished
     kept = [step.rung for step in ladder.steps if step.kept]
-    assert kept[0] == CAREFUL and kept[-1] == LAST and BATCH in kept and FEATURE in kept
+    assert kept[0] == CAREFUL and kept[-1] == LAST and BATCH in kept and GRAPHS in kept
     assert (STRATEGY in kept) == (processes == 2)
 
 
@@ -93,7 +93,7 @@ def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, noise, is_kept,
     )
     ladder = Ladder(make_settings(config, processes=1, fixed={"batch_size"}), measured)
     ladder.climb()
-    graphs = next(s for s in ladder.steps if s.rung == FEATURE and s.setting["use_cuda_graphs"])
+    graphs = next(s for s in ladder.steps if s.rung == GRAPHS and s.setting["use_cuda_graphs"])
     assert graphs.kept == is_kept
     made = measured.calls.count(graphs.setting)
     assert made >= runs if is_kept else made == runs, "what is kept is repeated at the end, too"
@@ -103,7 +103,7 @@ def test_a_small_gain_counts_if_repeats_confirm_it(config, gain, noise, is_kept,
 def test_a_gain_whose_repeats_fail_is_not_kept_and_the_climb_goes_on(config, fails):
     graphs, calls = fails == "the best", []
 
-    def measure(setting, run):
+    def measure(setting):
         calls.append(setting)
         if calls.count(setting) > 1 and setting["use_cuda_graphs"] == graphs:
             return OOM
@@ -112,7 +112,7 @@ def test_a_gain_whose_repeats_fail_is_not_kept_and_the_climb_goes_on(config, fai
 
     ladder = Ladder(make_settings(config, processes=1, fixed={"batch_size"}), measure)
     assert not ladder.climb()["use_cuda_graphs"] and ladder.finished
-    step = next(s for s in ladder.steps if s.rung == FEATURE and s.setting["use_cuda_graphs"])
+    step = next(s for s in ladder.steps if s.rung == GRAPHS and s.setting["use_cuda_graphs"])
     assert not step.kept and (step.note == f"run 2 failed: {OOM.reason}") == graphs
 
 
@@ -127,7 +127,7 @@ def test_a_stated_number_of_parts_of_the_loss_stays(config, parts):
 def test_a_gain_by_which_the_rows_of_a_run_differ_too_is_repeated(config, wobble, runs):
     calls, made = [], {}
 
-    def measure(setting, run):
+    def measure(setting):
         calls.append(setting)
         speed = 1.02e6 if setting["use_cuda_graphs"] else 1e6
         return Result(tuple(speed * (1 + steps * wobble) for steps in (-2, -1, 0, 0, 1, 2)), 10.0, 50.0)
@@ -136,7 +136,7 @@ def test_a_gain_by_which_the_rows_of_a_run_differ_too_is_repeated(config, wobble
         made.setdefault((step.rung, step.setting["use_cuda_graphs"]), calls.count(step.setting))
 
     Ladder(make_settings(config, processes=1, fixed={"batch_size"}), measure, report).climb()
-    assert made[FEATURE, True] == runs
+    assert made[GRAPHS, True] == runs
 
 
 @pytest.mark.parametrize(("rate", "is_tried"), [(1e6, True), (1e4, False)])
@@ -223,12 +223,3 @@ def test_the_config_stays_if_it_is_the_fastest(config):
     ladder = Ladder(settings, measured)
     assert ladder.climb() == settings.as_it_is
     assert ladder.steps[0].rung == AS_IT_IS and not ladder.steps[-1].kept
-
-
-def test_quack_is_tried_only_where_it_is_installed_and_has_kernels(config, monkeypatch):
-    settings = make_settings(config, processes=1)
-    setting = settings.as_it_is | FEATURES["QuACK"]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "requirements-quack.txt" in settings.obstacle(setting)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert settings.obstacle(setting) is None

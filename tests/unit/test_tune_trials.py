@@ -1,128 +1,71 @@
-"""What tools.tune keeps of its trials, and when it starts one: with a function in place of train.py."""
+"""When tools.tune starts a trial, and what it learns from it: with a function in place of train.py."""
 
 import argparse
 import itertools
 
 import pytest
-from support.helpers import SMALL, write_config
-from support.tuning import good, make_config, make_settings, speed_of
+from support.tuning import make_config, make_settings
 
 from tools.tune import trials as trials_module
-from tools.tune.ladder import Ladder
-from tools.tune.settings import TUNED
-from tools.tune.trials import OUT_OF_MEMORY, Trials
-from training.configuration.files_and_flags import load_config
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return make_config(tmp_path_factory.mktemp("tune"))
-
-
-class Killed(BaseException):
-    pass
+from tools.tune.ladder import OutOfTime
+from tools.tune.trials import GRAPHED_FROM, OUT_OF_MEMORY, Trials
 
 
 @pytest.fixture
-def runner(monkeypatch):
-    """run_entry() without a process; `left` says after how many runs it is killed."""
-    state = argparse.Namespace(left=10**6, ran=0)
+def make_trials(tmp_path, monkeypatch):
+    """make_trials(what a run ends with, an error or a measurement); started: its arguments."""
 
-    def run_entry(entry, number, folder, arguments, entries):
-        if not state.left:
-            raise Killed
-        state.left -= 1
-        state.ran += 1
-        keys = dict(flag.removeprefix("--").split("=", 1) for flag in entry.argv if flag.startswith("--"))
-        made = load_config([entry.argv[0]], 2).to_dict()
-        setting = {key: KEYS_OF[key](keys[key]) if key in keys else made[key] for key in TUNED}
-        rows = list(good(speed_of(setting)).tokens_per_sec)
-        measured = {"tokens_per_sec": rows, "mfu_percent": [50.0], "max_allocated_gb": 9.0}
-        entry.runs.append({"reason": None, "seconds": 1.0, "measurement": measured})
+    def make(ends_with, budget=1e6):
+        started = []
 
-    monkeypatch.setattr(trials_module, "run_entry", run_entry)
-    monkeypatch.setattr(trials_module, "git_state", lambda: {"commit": "c0ffee"})
-    return state
+        def run_entry(entry, number, folder, options, entries):
+            started.append((number, entry.argv, options.warmup))
+            reason = ends_with if isinstance(ends_with, str) else None
+            out = trials_module.run_folder(entry, number, folder)
+            out.mkdir(parents=True)
+            (out / "console.log").write_text(f"step 1\n[rank 1] error: {reason}\n")
+            entry.runs.append({"reason": reason, "measurement": None if reason else ends_with})
 
-
-def read_value(text):
-    return {"True": True, "False": False, "None": None}.get(text, int(text) if text.isdigit() else text)
-
-
-KEYS_OF = dict.fromkeys(TUNED, read_value)
-
-
-@pytest.fixture
-def make_ladder(tmp_path, config):
-    keys = {**SMALL, "block_size": 2048, "batch_size": 16, "gradient_accumulation_steps": 3}
-    path = write_config(tmp_path / "small.py", **keys, dataset="quickstart")
-
-    def make(budget=1e6, folder=tmp_path / "out"):
-        options = argparse.Namespace(budget=budget, iters=8, warmup=4, timeout=60, dataset=None, tokens=None)
-        settings = make_settings(config)
-        return Ladder(settings, Trials(settings, [str(path)], folder, options).measure)
+        monkeypatch.setattr(trials_module, "run_entry", run_entry)
+        options = argparse.Namespace(budget=budget, iters=8, warmup=4, timeout=60, tokens=None)
+        settings = make_settings(make_config(tmp_path))
+        return Trials(settings, ["small.py"], tmp_path / "out", options), settings.as_it_is, started
 
     return make
 
 
-def test_a_search_killed_at_any_trial_goes_on_and_finds_the_same(runner, make_ladder, tmp_path):
-    clean = make_ladder(folder=tmp_path / "clean")
-    found, total = clean.climb(), runner.ran
-    runner.ran = 0
-    for done in range(total - 1):
-        runner.left = 1
-        with pytest.raises(Killed):
-            make_ladder().climb()
-        assert runner.ran == done + 1, "one new trial, and no finished one again"
-    runner.left = 1
-    again = make_ladder()
-    assert again.climb() == found and again.steps == clean.steps
+def test_a_trial_has_the_settings_and_only_the_figures_are_kept(make_trials):
+    measured = {"tokens_per_sec": [10.0, 12.0], "mfu_percent": [50.0, 52.0], "max_allocated_gb": 9.0}
+    trials, setting, started = make_trials(measured)
+    result = trials.measure(setting | {"use_cuda_graphs": True})
+    assert (result.speed, result.mfu_percent, result.memory_gib) == (11.0, 51.0, 9.0)
+    trials.measure(setting)
+    (first, argv, graphed), (second, _, warmup) = started
+    assert (first, second, graphed, warmup) == (1, 2, GRAPHED_FROM, 4), "replays are timed, not the capture"
+    assert argv[0] == "small.py" and {
+        f"--batch_size={setting['batch_size']}",
+        "--use_cuda_graphs=True",
+    } < set(argv)
 
 
-def test_a_damaged_or_missing_result_is_measured_again(runner, make_ladder, tmp_path):
-    make_ladder().climb()
-    total = runner.ran
-    files = sorted((tmp_path / "out/trials").iterdir())
-    files[0].write_text('{"tokens_per_sec": [')
-    files[1].unlink()
-    files[2].write_text('{"tokens_per_sec": [-1], "reason": null}')
-    make_ladder().climb()
-    assert runner.ran == total + 3
-
-
-def test_no_trial_is_started_when_the_time_is_over(runner, make_ladder, monkeypatch):
+def test_no_trial_is_started_when_the_time_is_over(make_trials, monkeypatch):
     now = itertools.count(0.0, 10.0)
     monkeypatch.setattr(trials_module.time, "monotonic", lambda: next(now))
-    ladder = make_ladder(budget=35.0)
-    ladder.climb()
-    assert runner.ran == 3 and not ladder.finished
+    trials, setting, started = make_trials("lost", budget=25.0)
+    for _ in range(2):
+        trials.measure(setting)
+    with pytest.raises(OutOfTime):
+        trials.measure(setting)
+    assert len(started) == 2
 
 
-def test_another_machine_or_dataset_is_measured_anew(runner, make_ladder, config):
-    make_ladder().climb()
-    total = runner.ran
-    ladder = make_ladder()
-    ladder.settings.machine.facts["torch"] = "another"
-    ladder.climb()
-    assert runner.ran == 2 * total
-
-
-def test_a_failure_that_is_not_about_memory_is_tried_again(tmp_path, config, monkeypatch, make_ladder):
-    reasons = {"no space left on device": False, "out of GPU memory; state a lower --batch_size": True}
-    for reason, kept in reasons.items():
-        ladder = make_ladder(folder=tmp_path / str(kept))
-        monkeypatch.setattr(
-            trials_module, "run_entry", lambda entry, *_, reason=reason: fail(entry, reason, *_)
-        )
-        ladder.measure(ladder.settings.as_it_is, 1)
-        assert len(list((tmp_path / str(kept) / "trials").iterdir())) == kept
-
-
-def fail(entry, reason, number, folder, *_):
-    out = trials_module.run_folder(entry, number, folder)
-    out.mkdir(parents=True)
-    (out / "console.log").write_text(f"step 1\n[rank 1] error: {reason}\n")
-    entry.runs.append({"reason": reason, "seconds": 1.0, "measurement": None})
+@pytest.mark.parametrize(
+    ("reason", "is_memory"), [("no space left on device", False), ("out of GPU memory; state less", True)]
+)
+def test_a_failed_trial_says_whether_memory_was_the_reason(make_trials, reason, is_memory):
+    trials, setting, _ = make_trials(reason)
+    result = trials.measure(setting)
+    assert result.reason == reason and result.out_of_memory == is_memory
 
 
 @pytest.mark.parametrize(

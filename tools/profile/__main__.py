@@ -4,9 +4,8 @@
     python -m tools.profile config/quickstart.py --nproc=2
 
 It trains for a few iterations with the profiler and for a few without, each in a process of its own; any
-key of train.py is handed on. The output
-folder has the table and the waterfall as text, JSON and PNG, and the Chrome traces of every rank, for
-https://ui.perfetto.dev. docs/profile.md says how to read them.
+key of train.py is handed on. The output folder has the table and the waterfall as text and JSON, and the
+Chrome traces of every rank, for https://ui.perfetto.dev. docs/profile.md says how to read them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from common.command import FAILED, run_command, say
 from common.durable_file import write_bytes, write_json
 from common.errors import RunError, UserError
 from common.json_file import MAX_BYTES, read_regular
-from tools.profile.figure import draw
 from tools.profile.report import MEASURED_ROW, analyze, config_of, find_record, lines
 from training.configuration.flags import take_flags
 from training.configuration.keys import KEYS, TrainConfig
@@ -78,7 +76,6 @@ def main(argv: list[str]) -> int:
     print("\n".join(text), flush=True)
     write_json(folder / "profile.json", content)
     write_bytes(folder / "profile.txt", ("\n".join(text) + "\n").encode())
-    draw(content, folder / "profile.png")
     print(f"Saved in {folder}; the Chrome traces are run/profile_*.json.gz")
     return 0 if content["adds_up"] else FAILED
 

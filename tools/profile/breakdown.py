@@ -12,33 +12,22 @@ from typing import Any
 from common.errors import RunError
 from common.json_file import read_json
 from tools.profile.parts import (
+    COMMUNICATION,
     GROUPS,
     HOST,
-    LOST_MATMUL,
     PROFILER,
-    UNKNOWN,
     WAITING,
-    Classified,
-    Classifier,
+    Linears,
+    Part,
     group_of,
-    is_communication,
     is_matmul,
+    part_of,
 )
-from tools.profile.timeline import (
-    BETWEEN,
-    COMMUNICATION,
-    COMPUTE,
-    COPY,
-    LAUNCH,
-    Span,
-    add_up,
-    overlapped,
-)
-from tools.profile.trace import Recording, Work, give_places, read_events, recording
+from tools.profile.timeline import BETWEEN, COMPUTE, COPY, HIDDEN, LAUNCH, Span, add_up
+from tools.profile.trace import Recording, Work, give_places, read_recording
 from training.records.profiler import PLACES, TIMES, facts_path, trace_path
 
 TOLERANCE = 0.01  # of the wall clock, between the trace and the host's clock
-WITHOUT_PLACE = (UNKNOWN, LOST_MATMUL)
 
 
 @dataclass
@@ -78,28 +67,32 @@ def read_rank(out_dir: Path, rank: int) -> Rank:
         iterations = len(facts["windows"][TIMES]["iterations"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(f"rank {rank} has left no profile in {out_dir}: {error}") from None
-    times = recording(read_events(trace_path(out_dir, TIMES, rank)))
+    times = read_recording(trace_path(out_dir, TIMES, rank))
     if len(times.marks) != iterations + 1:
         raise RunError(f"rank {rank} marked {len(times.marks)} moments; expected {iterations + 1}")
     if PLACES not in facts["windows"]:
         return Rank(times.work, times, facts)
-    known = recording(read_events(trace_path(out_dir, PLACES, rank))).iteration(0)
+    known = read_recording(trace_path(out_dir, PLACES, rank)).iteration(0)
     work = [each for i in range(iterations) for each in give_places(times.iteration(i), known)]
     return Rank(work, times, facts)
 
 
-def split_waits(ranks: Sequence[Rank], classify: Classifier) -> tuple[list[list[Work]], bool]:
+def split_waits(ranks: Sequence[Rank], linears: Linears) -> tuple[list[list[Work]], bool]:
     """(the work of each rank, with the part of each collective in which a rank waited for others as work of
     its own; whether that is known). A collective ends on all ranks together, so the rank that came last has
     the shortest one: no common clock is needed."""
-    parts = [[classify(work).part for work in rank.work] for rank in ranks]
-    places = [_collectives(names) for names in parts]
-    if any(_lengths(of_rank) != _lengths(places[0]) for of_rank in places):
-        return [rank.work for rank in ranks], False
+    places: list[dict[str, list[int]]] = []
+    for rank in ranks:
+        places.append(defaultdict(list))
+        for index, work in enumerate(rank.work):
+            if (part := part_of(work, linears).name).startswith(COMMUNICATION):
+                places[-1][part].append(index)
+    counts = [{part: len(indices) for part, indices in of_rank.items()} for of_rank in places]
     found = [list(rank.work) for rank in ranks]
-    for kind, of_first in places[0].items():
-        for number in range(len(of_first)):
-            indices = [of_rank[kind][number] for of_rank in places]
+    if any(count != counts[0] for count in counts):
+        return found, False
+    for part in counts[0]:
+        for indices in zip(*(of_rank[part] for of_rank in places), strict=True):
             works = [rank.work[index] for rank, index in zip(ranks, indices, strict=True)]
             shortest = min(work.end - work.start for work in works)
             for of_rank, index, work in zip(found, indices, works, strict=True):
@@ -110,68 +103,50 @@ def split_waits(ranks: Sequence[Rank], classify: Classifier) -> tuple[list[list[
     return [sorted(works, key=lambda work: work.start) for works in found], True
 
 
-def _collectives(parts: list[str]) -> dict[str, list[int]]:
-    found = defaultdict(list)
-    for index, part in enumerate(parts):
-        if is_communication(part):
-            found[part].append(index)
-    return dict(found)
-
-
-def _lengths(places: dict[str, list[int]]) -> dict[str, int]:
-    return {kind: len(indices) for kind, indices in places.items()}
-
-
-def breakdown(rank: Rank, work: Sequence[Work], classify: Classifier) -> dict[str, Any]:
+def breakdown(rank: Rank, work: Sequence[Work], linears: Linears) -> dict[str, Any]:
     """Milliseconds of an iteration of one rank. `work` is split_waits()'s."""
     begin, end, iterations = rank.measured
-    kinds = [Classified(WAITING, 0.0) if each.name == WAITING else classify(each) for each in work]
-    line = add_up(
-        work,
-        begin,
-        end,
-        lambda index: level(work[index], kinds[index].part),
-        rank.data_waits(),
-        next(reversed(rank.recording.marks_launched), None),
-    )
+    parts = [Part(WAITING) if each.name == WAITING else part_of(each, linears) for each in work]
+    levels = [level(each, part.name) for each, part in zip(work, parts, strict=True)]
+    ended = next(reversed(rank.recording.marks_launched), None)
+    times, idle = add_up(work, begin, end, levels, rank.data_waits(), ended)
     own: defaultdict[str, float] = defaultdict(float)
     flops: defaultdict[str, float] = defaultdict(float)
-    unknown: defaultdict[str, float] = defaultdict(float)
     calls = set()
-    for index, time in line.own.items():
-        part, count = kinds[index]
-        own[part] += time
-        place = work[index].place
-        if count and place and (key := (place.call, _iteration(rank, work[index]))) not in calls:
-            calls.add(key)
-            flops[part] += count
-        if part in WITHOUT_PLACE:
-            where = f" in {place.path[-100:]}" if place else ""
-            unknown[f"{work[index].name[:150]}{where}"] += time
-    idle = {name: time for name, time in line.idle.items() if time}
+    for index, time in times.items():
+        part, place = parts[index], work[index].place
+        own[part.name] += time
+        call = (place and place.call, sum(mark <= work[index].start for mark in rank.recording.marks))
+        if part.flops and call not in calls:  # once for all of its kernels
+            calls.add(call)
+            flops[part.name] += part.flops
     if not any(each.device for each in work):  # on a CPU, what is not inside an operator is Python
-        own[HOST] += idle.pop(LAUNCH, 0.0)
+        own[HOST] += idle.pop(LAUNCH)
+    own.update({name: time for name, time in idle.items() if time})
+    shown = sum(time for part, time in own.items() if part.startswith(COMMUNICATION))
+    communicated = sum(
+        max(0.0, min(each.end, end) - max(each.start, begin))
+        for each, part in zip(work, parts, strict=True)
+        if part.name.startswith(COMMUNICATION)
+    )
     to_ms = 1 / (1000 * iterations)
-    times = {**own, **idle}
-    order = sorted(times, key=lambda part: (GROUPS.index(group_of(part)), -times[part]))
     rows = [
         {
             "part": part,
             "group": group_of(part),
-            "ms": to_ms * times[part],
-            "percent": 100 * times[part] / line.wall,
-            "tflops": flops[part] / times[part] / 1e6 if flops[part] else None,
+            "ms": to_ms * own[part],
+            "percent": 100 * own[part] / (end - begin),
+            "tflops": flops[part] / own[part] / 1e6 if flops[part] else None,
         }
-        for part in order
+        for part in sorted(own, key=lambda part: (GROUPS.index(group_of(part)), -own[part]))
     ]
     return {
         "rank": rank.facts["rank"],
         "iterations": iterations,
-        "wall_ms": to_ms * line.wall,
-        "sum_ms": to_ms * line.total,
+        "wall_ms": to_ms * (end - begin),
+        "sum_ms": to_ms * sum(own.values()),
         "parts": rows,
-        "communication_hidden_ms": to_ms * hidden(work, kinds, begin, end),
-        "unknown": {name: to_ms * unknown[name] for name in sorted(unknown, key=lambda name: -unknown[name])},
+        "communication_hidden_ms": to_ms * (communicated - shown),
         "trace_over_host_clock": rank.clock_ratio(),
     }
 
@@ -182,10 +157,10 @@ def split_profiler(found: dict[str, Any], unprofiled_ms: float) -> None:
     the profiler is no idle time of the training, as far as there is idle time."""
     excess = taken = max(0.0, found["wall_ms"] - unprofiled_ms)
     for row in found["parts"]:
-        if row["part"] in (LAUNCH, BETWEEN) and excess > 0:
-            part = min(excess, row["ms"])
-            row["ms"] -= part
-            excess -= part
+        if row["part"] in (LAUNCH, BETWEEN):
+            moved = min(excess, row["ms"])
+            row["ms"] -= moved
+            excess -= moved
     if taken > excess:
         found["parts"].append({"part": PROFILER, "group": group_of(PROFILER), "ms": taken - excess})
         found["parts"][-1] |= {"percent": None, "tflops": None}
@@ -193,24 +168,11 @@ def split_profiler(found: dict[str, Any], unprofiled_ms: float) -> None:
         row["percent"] = 100 * row["ms"] / found["wall_ms"]
 
 
-def _iteration(rank: Rank, work: Work) -> int:
-    return sum(mark <= work.start for mark in rank.recording.marks)
-
-
 def level(work: Work, part: str) -> int:
     """Which work a moment belongs to, if several run."""
-    if part == WAITING or is_communication(part):
-        return COMMUNICATION if work.device else COMPUTE
+    if work.device and (part == WAITING or part.startswith(COMMUNICATION)):
+        return HIDDEN
     return COPY if work.name.startswith("Memcpy") and not is_matmul(part) else COMPUTE
-
-
-def hidden(work: Sequence[Work], kinds: Sequence[Classified], begin: float, end: float) -> float:
-    """The time in which communication ran beside other work."""
-    spans: dict[bool, list[Span]] = {True: [], False: []}
-    for each, kind in zip(work, kinds, strict=True):
-        if each.device and kind.part != WAITING and each.end > begin and each.start < end:
-            spans[is_communication(kind.part)].append((max(each.start, begin), min(each.end, end)))
-    return overlapped(spans[True], spans[False])
 
 
 def adds_up(found: dict[str, Any]) -> bool:

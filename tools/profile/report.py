@@ -9,13 +9,12 @@ from common.json_file import read_json
 from common.run_records import run_records
 from common.text import aligned
 from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_profiler, split_waits
-from tools.profile.parts import Classifier, groups, is_communication
+from tools.profile.parts import COMMUNICATION, Linears, groups
 from tools.profile.waterfall import model_work, peak_clock_mhz, waterfall
 from training.configuration.keys import KEYS, TrainConfig
 
 MEASURED_ROW = 20  # of the run without the profiler: the iterations 11 to 20
-SHOWN_UNKNOWN = 12  # names; the JSON has all
-WIDTH = 46  # characters of a kernel's name in the list of the unknown
+SMALLEST = 0.1  # percent of an iteration; smaller parts of a step are one line, and the JSON has all
 
 NO_CLOCK = "no log row has the clock of the GPU"
 
@@ -41,9 +40,9 @@ def analyze(
     record = find_record(out_dir)
     config, info = config_of(record), record["startup_info"]
     ranks = [read_rank(out_dir, rank) for rank in range(info["hardware"]["num_gpus"])]
-    classify = Classifier(config)
-    works, waits_known = split_waits(ranks, classify)
-    found = [breakdown(rank, work, classify) for rank, work in zip(ranks, works, strict=True)]
+    linears = Linears(config)
+    works, waits_known = split_waits(ranks, linears)
+    found = [breakdown(rank, work, linears) for rank, work in zip(ranks, works, strict=True)]
     rows = find_record(plain_dir)["training_iterations"]
     row = next((row for row in rows if row["iter"] == MEASURED_ROW), None)
     if row and ranks[0].facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
@@ -109,27 +108,23 @@ def _waterfall(
 
 def lines(content: dict[str, Any]) -> list[str]:
     found = content["profiled"]
-    text = [_title(content), ""]
-    rows = [
-        [
-            row["part"],
-            row["group"],
-            f"{row['ms']:.3f}",
-            f"{row['percent']:.2f}",
-            _number(row["tflops"], "{:.4g}"),
-        ]
-        for row in found["parts"]
-    ]
-    rows.append(["sum", "", f"{found['sum_ms']:.3f}", f"{100 * found['sum_ms'] / found['wall_ms']:.2f}", ""])
-    text += aligned(["part", "step", "ms", "%", "TFLOPS"], rows, ["part", "step"])
-    text += ["", *_checks(content)]
-    if found["unknown"]:
-        text += ["", f"not known ({len(found['unknown'])} names, the largest first)"]
-        listed = list(found["unknown"].items())[:SHOWN_UNKNOWN]
-        text += [f"  {ms:9.3f} ms  {_short(name)}" for name, ms in listed]
+    rows, small = [], dict.fromkeys((row["group"] for row in found["parts"]), 0.0)
+    for row in found["parts"]:
+        if row["percent"] < SMALLEST:
+            small[row["group"]] += row["ms"]
+        else:
+            rows.append(_row(row["part"], row["group"], row["ms"], found["wall_ms"], row["tflops"]))
+    rows += [_row("all smaller ones", group, ms, found["wall_ms"]) for group, ms in small.items() if ms]
+    rows.append(_row("sum", "", found["sum_ms"], found["wall_ms"]))
+    table = aligned(["part", "step", "ms", "%", "TFLOPS"], rows, ["part", "step"])
+    text = [_title(content), "", *table, "", *_checks(content)]
     if len(content["ranks"]) > 1:
         text += ["", *_rank_lines(content["ranks"])]
     return [*text, "", *_waterfall_lines(content)]
+
+
+def _row(part: str, group: str, ms: float, wall_ms: float, tflops: float | None = None) -> list[str]:
+    return [part, group, f"{ms:.3f}", f"{100 * ms / wall_ms:.2f}", _number(tflops, "{:.4g}")]
 
 
 def _title(content: dict[str, Any]) -> str:
@@ -150,7 +145,7 @@ def _checks(content: dict[str, Any]) -> list[str]:
         f"by {difference:+.2f} %."
     ]
     hidden = found["communication_hidden_ms"]
-    if hidden or any(is_communication(row["part"]) for row in found["parts"]):
+    if hidden or any(row["part"].startswith(COMMUNICATION) for row in found["parts"]):
         text.append(f"Communication that other kernels hide, and that is not in the table: {hidden:.3f} ms.")
     if not content["waits_known"]:
         text.append("The ranks made different numbers of collectives, so their waiting is in communication.")
@@ -188,19 +183,8 @@ def _waterfall_lines(content: dict[str, Any]) -> list[str]:
         for step in found["steps"]
     ]
     text = [title, *aligned(["step", "ms", "points lost", "MFU %"], rows, ["step"])]
-    text += ["", "What could be done", *(f"  {step['label']}: {step['advice']}" for step in _costly(found))]
     return text + [f"Note: {note}" for note in found["notes"]]
-
-
-def _costly(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps that cost anything, the largest first."""
-    return sorted((step for step in found["steps"] if (step["ms"] or 0) > 0), key=lambda step: -step["ms"])
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
-
-
-def _short(name: str) -> str:
-    kernel, _, path = name.partition(" in ")
-    return f"{kernel[:WIDTH]:<{WIDTH}}  {path[-WIDTH:]}"

@@ -1,15 +1,14 @@
 """Reads a trace of torch.profiler as pieces of work, each with the place in the code that it belongs to:
 kernels on a GPU, operators on a CPU.
 
-A GPU's kernel belongs to the operator that was running on the host when the kernel was launched. On a CPU an
-operator's own time is what remains of it without the operators inside it.
+A GPU's kernel belongs to the operators and ranges (ops/ranges.py) around its launch on the host. Operators of
+autograd have the sequence number of the operator whose gradient they compute, and so the name of its range.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import RunError
+from ops.ranges import BACKWARD, BLOCK, FORWARD, PREFIX
 
 Event = dict[str, Any]  # of the Chrome trace
 Shape = tuple[int, ...]
@@ -27,32 +27,39 @@ HOST = ("cpu_op", "user_annotation")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 GPU_MARK = "spin_kernel"  # training/records/profiler.py launches it before each iteration
 CPU_MARK = "iteration "
+RECOMPUTE = "recompute"  # the phase of a forward within the backward
+NUMBER = "Sequence number"
 
-# What says on which side of autograd an operator runs: the nearest of these around it.
-BACKWARD = re.compile(r"^autograd::engine|Backward\d*$|post_backward|^torch::autograd::")
-FORWARD = re.compile(
-    r"^(CompiledFunction|Torch-Compiled|Linear\w*|LowPrecision\w+|EmbeddingFunction)|^aten::linear$"
-)
+OPERATORS = "nanomfu::"  # of ops/
+NAMED = (OPERATORS, PREFIX, "FSDP::", "Optimizer.step")  # torch names ranges of its own, too
+UNNAMED = (PREFIX + FORWARD, PREFIX + BACKWARD, PREFIX + BLOCK)
+# what autograd and torch.compile put around the code's own calls
+COMPILED = ("CompiledFunction", "## Call CompiledFxGraph")
+WRAPPERS = (*UNNAMED, "autograd::engine", "Torch-Compiled Region", *COMPILED)
 
 
 class Place(NamedTuple):
     """Where in the code a piece of work belongs."""
 
-    operator: str  # the innermost one
-    path: str  # the operators around it, from the outside, with ' > ' between them
+    name: str  # the innermost range or operator of NAMED; without one, the outermost call
+    path: tuple[str, ...]  # ranges and operators, from the outside
     shapes: tuple[Shape, ...]  # of the nearest operator that has tensors
-    phase: str  # 'forward', 'backward', 'recompute' (a forward within the backward) or 'update'
+    phase: str  # FORWARD, BACKWARD, RECOMPUTE or '': before and after them
     call: int  # a number of this call: one operator may launch several kernels
+
+    @property
+    def operator(self) -> str:
+        return self.path[-1]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel, a copy or a memset on a GPU; an operator's own time on a CPU. Times in microseconds."""
+    """A kernel, a copy or a memset on a GPU; an operator on a CPU, with those inside it. Times in
+    microseconds."""
 
     name: str
     start: float
     end: float
-    stream: int
     device: bool
     launched: float | None = None  # when the host launched it, if that is known
     grid: str = ""
@@ -78,22 +85,19 @@ class Recording:
         return [work for work in self.work if begin <= work.start < end]
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events that have a duration."""
+def read_recording(path: Path) -> Recording:
+    """Raises RunError."""
     try:
         with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
             events = json.load(file)["traceEvents"]
     except (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error) as error:
         raise RunError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from None
-    return [event for event in events if event.get("ph") == "X" and "dur" in event]
-
-
-def recording(events: list[Event]) -> Recording:
+    events = [event for event in events if event.get("ph") == "X" and "dur" in event]
     device = [event for event in events if event.get("cat") in DEVICE]
-    return _of_gpu(events, device) if device else _of_cpu(events)
-
-
-# --- a GPU ---
+    found = _of_gpu(events, device) if device else _of_cpu(events)
+    if len(found.marks) < 2:
+        raise RunError(f"the trace has {len(found.marks)} marks of iterations; it needs two or more")
+    return found
 
 
 def _of_gpu(events: list[Event], device: list[Event]) -> Recording:
@@ -102,52 +106,55 @@ def _of_gpu(events: list[Event], device: list[Event]) -> Recording:
         for event in events
         if event.get("cat") in LAUNCH and "correlation" in event.get("args", {})
     }
-    marks = [event for event in device if GPU_MARK in event["name"]]
-    if len(marks) < 2:
-        raise RunError(f"the trace has {len(marks)} marks of iterations; it needs two or more")
     places = _places(events, list(launches.values()))
-    found = []
+    work, marks, launched = [], [], []
     for event in device:
-        if GPU_MARK in event["name"]:
-            continue
         args = event["args"]
         launch = launches.get(args.get("correlation"))
-        found.append(
-            Work(
-                event["name"],
-                event["ts"],
-                event["ts"] + event["dur"],
-                args.get("stream", 0),
-                device=True,
-                launched=launch["ts"] if launch else None,
-                grid=str(args.get("grid", "")),
-                place=places.get(id(launch)) if launch else None,
-            )
-        )
-    found.sort(key=lambda work: work.start)
-    of_marks = [launches.get(event["args"].get("correlation")) for event in marks]
-    launched = [launch["ts"] for launch in of_marks if launch]
-    return Recording(found, sorted(event["ts"] for event in marks), sorted(launched))
+        if GPU_MARK in event["name"]:
+            marks.append(event["ts"])
+            launched += [launch["ts"]] if launch else []
+            continue
+        start, end, when = event["ts"], event["ts"] + event["dur"], launch["ts"] if launch else None
+        grid, place = str(args.get("grid", "")), places.get(id(launch)) if launch else None
+        work.append(Work(event["name"], start, end, True, when, grid, place))
+    return Recording(sorted(work, key=lambda each: each.start), sorted(marks), sorted(launched))
 
 
-def _places(events: list[Event], launches: list[Event]) -> dict[int, Place]:
-    """{id of a launch: its place}. Empty if the window has no operators."""
+def _of_cpu(events: list[Event]) -> Recording:
+    """The main thread's operators. Others, such as those of a process group, run beside it."""
+    host = [event for event in events if event.get("cat") in HOST]
+    marks = [event for event in host if event["name"].startswith(CPU_MARK)]
+    mains = {mark["tid"] for mark in marks}
+    operators = [e for e in host if e["tid"] in mains and not e["name"].startswith(CPU_MARK)]
+    places = _places(operators, operators)
+    work = [
+        Work(e["name"], e["ts"], e["ts"] + e["dur"], False, e["ts"], place=places.get(id(e)))
+        for e in operators
+    ]
+    times = sorted(event["ts"] for event in marks)
+    return Recording(sorted(work, key=lambda each: each.start), times, times)
+
+
+# --- places ---
+
+
+def _places(events: list[Event], moments: list[Event]) -> dict[int, Place]:
+    """{id of a moment's event: its place}. Empty if the window has no operators."""
     host = defaultdict(list)
     for event in events:
-        if event.get("cat") in HOST:
+        if event.get("cat") in HOST and not event["name"].startswith(CPU_MARK):
             host[event["tid"]].append(event)
-    if not host:
-        return {}
-    updates = Updates(host)
-    by_thread = defaultdict(list)
-    for launch in launches:
-        by_thread[launch["tid"]].append(launch)
-    return {
-        id(launch): place_of(stack, updates.phase(stack, launch["ts"]))
-        for thread, launched in by_thread.items()
-        for launch, stack in _stacks(host[thread], launched)
-        if stack
-    }
+    every = [event for of_thread in host.values() for event in of_thread]
+    # (begin, end) of each. On a GPU the operators of a backward are in a thread of autograd.
+    backwards = [(e["ts"], e["ts"] + e["dur"]) for e in every if e["name"] == PREFIX + BACKWARD]
+    names, found = _names_by_number(host), {}
+    for thread, operators in host.items():
+        for moment, stack in _stacks(operators, [each for each in moments if each["tid"] == thread]):
+            if stack:
+                in_backward = any(begin <= moment["ts"] < end for begin, end in backwards)
+                found[id(moment)] = place_of(stack, in_backward, names)
+    return found
 
 
 def _stacks(operators: list[Event], moments: list[Event]) -> Iterator[tuple[Event, list[Event]]]:
@@ -155,13 +162,13 @@ def _stacks(operators: list[Event], moments: list[Event]) -> Iterator[tuple[Even
     operators = sorted(operators, key=lambda event: (event["ts"], -event["dur"]))
     stack: list[Event] = []
     position = 0
-    for moment in sorted(moments, key=lambda event: event["ts"]):
+    for moment in sorted(moments, key=lambda event: (event["ts"], -event["dur"])):
         while position < len(operators) and operators[position]["ts"] <= moment["ts"]:
             _leave(stack, operators[position]["ts"])
             stack.append(operators[position])
             position += 1
         _leave(stack, moment["ts"])
-        yield moment, stack
+        yield moment, list(stack)
 
 
 def _leave(stack: list[Event], now: float) -> None:
@@ -169,38 +176,40 @@ def _leave(stack: list[Event], now: float) -> None:
         stack.pop()
 
 
-# --- places ---
+def _names_by_number(host: dict[int, list[Event]]) -> dict[int, str]:
+    """{sequence number of an operator in the forward: the range that it is in}. Operators without a gradient
+    have the number of the next one that has one, so the last counts."""
+    found = {}
+    for events in host.values():
+        numbered = [e for e in events if NUMBER in e.get("args", {}) and not e["args"].get("Fwd thread id")]
+        for event, stack in _stacks(events, numbered):
+            found[event["args"][NUMBER]] = _innermost(stack)
+    return {number: name for number, name in found.items() if name}
 
 
-class Updates:
-    """Tells the update from the forward: neither is inside a function of autograd, but the update comes after
-    the last backward of its iteration."""
-
-    def __init__(self, host: dict[int, list[Event]]):
-        every = [event for events in host.values() for event in events]
-        self.marks = sorted(e["ts"] for e in every if e["name"].startswith(CPU_MARK))
-        backwards = [e["ts"] + e["dur"] for e in every if BACKWARD.search(e["name"])]
-        self.last = [
-            max((end for end in backwards if begin <= end < stop), default=stop)
-            for begin, stop in zip([float("-inf"), *self.marks], [*self.marks, float("inf")], strict=True)
-        ]
-
-    def phase(self, stack: Sequence[Event], now: float) -> str:
-        names = [event["name"] for event in reversed(stack)]
-        nearest = next((name for name in names if BACKWARD.search(name) or FORWARD.search(name)), None)
-        if nearest and BACKWARD.search(nearest):
-            return "backward"
-        if nearest:
-            return "recompute" if any(BACKWARD.search(name) for name in names) else "forward"
-        iteration = sum(mark <= now for mark in self.marks)
-        return "update" if now >= self.last[iteration] else "forward"
+def _innermost(stack: Sequence[Event]) -> str:
+    """The name of a range or an operator of NAMED, without '_backward'; '' if there is none."""
+    names = (event["name"] for event in reversed(stack) if event["name"] not in UNNAMED)
+    name = next((name for name in names if name.startswith(NAMED)), "")
+    if name.startswith(OPERATORS):
+        name = name.removeprefix(OPERATORS).partition("_backward")[0]
+    return name.removeprefix(PREFIX)
 
 
-def place_of(stack: Sequence[Event], phase: str) -> Place:
-    names = [event["name"] for event in stack if not event["name"].startswith(CPU_MARK)]
+def place_of(stack: Sequence[Event], in_backward: bool, names: dict[int, str]) -> Place:
+    """names: _names_by_number()'s."""
+    path = tuple(event["name"] for event in stack)
+    phase = BACKWARD if in_backward else FORWARD if PREFIX + FORWARD in path else ""
+    node = max((i for i, name in enumerate(path) if name.startswith("autograd::engine")), default=None)
+    name = _innermost(stack if node is None else stack[node:])
+    within = set(path[node or 0 :]) - {PREFIX + BACKWARD}
+    if in_backward and any(each.startswith(PREFIX) for each in within):
+        phase = RECOMPUTE  # only a forward has ranges
+    elif node is not None and not name:
+        name = names.get(stack[node].get("args", {}).get(NUMBER, -1), "")
+    calls = (each for each in path if not each.startswith(WRAPPERS))
     shapes = next((found for event in reversed(stack) if (found := _shapes(event))), ())
-    operator = names[-1] if names else ""
-    return Place(operator, " > ".join(names), shapes, phase, id(stack[-1]))
+    return Place(name or next(calls, path[-1]), path, shapes, phase, id(stack[-1]))
 
 
 def _shapes(event: Event) -> tuple[Shape, ...]:
@@ -216,65 +225,20 @@ def _shapes(event: Event) -> tuple[Shape, ...]:
 
 def give_places(recorded: Sequence[Work], known: Sequence[Work]) -> list[Work]:
     """The work of an iteration with the places of another: the k-th kernel of a kind gets that of the k-th
-    kernel of this kind. None where an iteration has more of a kind than the other."""
-    places = defaultdict(list)
+    kernel of this kind. None where an iteration has more of a kind than the other, and they are not alike."""
+    places: dict[tuple[str, str], list[Place | None]] = defaultdict(list)
     for work in known:
         places[work.kind].append(work.place)
     counts = Counter(work.kind for work in recorded)
-    positions: dict[tuple[str, str], int] = defaultdict(int)
+    position: Counter = Counter()
     placed = []
     for work in recorded:
         here = places[work.kind]
-        place = here[positions[work.kind]] if len(here) == counts[work.kind] else _common(here)
-        positions[work.kind] += 1
+        if len(here) == counts[work.kind]:
+            place = here[position[work.kind]]
+        else:
+            distinct = {each and (each.name, each.operator, each.shapes, each.phase) for each in here}
+            place = here[0] if len(distinct) == 1 else None
+        position[work.kind] += 1
         placed.append(replace(work, place=place))
     return placed
-
-
-def _common(places: list[Place | None]) -> Place | None:
-    """The place that all of them share but for the call and the path; None if they differ."""
-    distinct = {(place.operator, place.shapes, place.phase) if place else None for place in places}
-    return places[0] if len(distinct) == 1 else None
-
-
-# --- a CPU ---
-
-
-def _of_cpu(events: list[Event]) -> Recording:
-    """The main thread's operators. Others, such as those of a process group, run beside it."""
-    marks = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(CPU_MARK)]
-    if len(marks) < 2:
-        raise RunError(f"the trace has {len(marks)} marks of iterations; it needs two or more")
-    main = marks[0]["tid"]
-    operators = [event for event in events if event.get("cat") in HOST and event["tid"] == main]
-    updates = Updates({main: operators})
-    work = []
-    for start, end, stack in _own_times(operators):
-        if stack[-1]["name"].startswith(CPU_MARK):
-            continue
-        place = place_of(stack, updates.phase(stack, start))
-        work.append(Work(place.operator, start, end, 0, device=False, launched=start, place=place))
-    times = sorted(event["ts"] for event in marks)
-    return Recording(work, times, times)
-
-
-def _own_times(operators: list[Event]) -> Iterator[tuple[float, float, list[Event]]]:
-    """(start, end, operators from the outside) of each time in which the same operator is the innermost."""
-    stack: list[Event] = []
-    now = 0.0
-
-    def leave_until(moment: float) -> Iterator[tuple[float, float, list[Event]]]:
-        nonlocal now
-        while stack and (end := stack[-1]["ts"] + stack[-1]["dur"]) <= moment:
-            if end > now:
-                yield now, end, list(stack)
-                now = end
-            stack.pop()
-
-    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        yield from leave_until(event["ts"])
-        if stack and event["ts"] > now:
-            yield now, event["ts"], list(stack)
-        now = event["ts"]
-        stack.append(event)
-    yield from leave_until(float("inf"))

@@ -17,7 +17,7 @@ the formula counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mfu_versions import model_builder_v3 as v3
 from tools.profile.parts import groups
@@ -28,23 +28,18 @@ from training.configuration.keys import TrainConfig
 # Compute capabilities 8.9 and 12.0 are missing: there the rate depends on the product.
 FLOPS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
 
-ADVICE = {
-    "clock": "a GPU at its power limit lowers its clock: raise the limit, cool it, or save power (fp8)",
-    "ceiling": "larger or better shaped matmuls: a larger batch_size, widths that are multiples of 256",
-    "matmuls": "other kernels share power, bandwidth and cache: hide less beside them, or see their clock",
-    "attention": "another attention_backend, shorter sequences, or doc_masking, which skips other documents",
-    "recomputation": "activation_checkpointing='memory_bound' or 'none', if the memory allows it",
-    "memory-bound": "compile=True fuses them, more micro-steps share an update; begin with the largest",
-    "communication": "more micro-steps per update; reduce_dtype='bfloat16'; compare DDP, ZeRO-1 and FSDP",
-    "ranks": "a rank is slower: look for the one that waits least (clock, data, other processes)",
-    "idle": "use_cuda_graphs=True or a larger batch_size against launches, use_dataloader=True against data",
+STEPS = {  # {step: its label}; docs/profile.md says what could be done about each
+    "clock": "clock below that of the peak",
+    "ceiling": "matmuls alone, below the peak",
+    "matmuls": "matmuls in the run",
+    "attention": "attention",
+    "recomputation": "recomputation",
+    "memory-bound": "memory-bound operations",
+    "communication": "communication that nothing hides",
+    "ranks": "waiting for another rank",
+    "idle": "idle: no kernel running",
 }
-
-
-class Step(NamedTuple):
-    name: str
-    label: str
-    ms: float | None  # None: not known, and then in the next step
+ALL_LOST = tuple(STEPS)[4:]  # steps of which the whole time is lost
 
 
 @dataclass(frozen=True)
@@ -88,86 +83,48 @@ def waterfall(
     """`found` is breakdown()'s. clock and peak_clock are (MHz, None) or (None, why not). `alone_ms`: the
     iteration's matmuls on this machine with nothing else, by bench.roofline; None: not measured."""
     ms = groups(found["parts"])
-    wall = found["wall_ms"] - ms["profiler"]
     notes = []
     if peak_flops is None:
-        steps = [Step(name, label, ms[name]) for name, label in LABELS.items() if ms.get(name)]
         notes.append("without a peak there is no MFU: milliseconds instead of points; state --peak_tflops")
-        return {"unit": "ms", "steps": _in_ms(steps), "notes": notes, "mfu_percent": None}
+        rows = [_row(name, ms[name]) for name in STEPS if ms.get(name)]
+        return {"unit": "ms", "steps": rows, "notes": notes, "mfu_percent": None}
     ideal = 1000 * work.total / peak_flops
     ratio = peak_clock[0] / clock[0] if peak_clock[0] and clock[0] else None
     if ratio is None:
         reason = clock[1] or peak_clock[1]
         notes.append(f"there is no step for the clock: {reason}; its points are in the next step")
     matmul_ideal = (ratio or 1) * 1000 * work.matmul / peak_flops
-    attention_ideal = (ratio or 1) * 1000 * work.attention / peak_flops
-    steps = [Step("clock", LABELS["clock"], None if ratio is None else (ratio - 1) * ideal)]
+    steps: dict[str, float | None] = {"clock": None if ratio is None else (ratio - 1) * ideal}
     if alone_ms is None:
-        steps.append(Step("ceiling", "matmuls below the peak", ms["matmuls"] - matmul_ideal))
-        notes.append("without bench.roofline the matmuls are one step")
+        steps["matmuls"] = ms["matmuls"] - matmul_ideal
+        notes.append("without bench.roofline the matmuls are one step, which begins at the peak")
     else:
-        steps.append(Step("ceiling", LABELS["ceiling"], alone_ms - matmul_ideal))
-        steps.append(Step("matmuls", LABELS["matmuls"], ms["matmuls"] - alone_ms))
-    steps.append(Step("attention", LABELS["attention"], ms["attention"] - attention_ideal))
-    steps += [Step(name, LABELS[name], ms[name]) for name in PLAIN if ms[name]]
-    if any((step.ms or 0) < 0 for step in steps[1:]):
+        steps |= {"ceiling": alone_ms - matmul_ideal, "matmuls": ms["matmuls"] - alone_ms}
+    steps["attention"] = ms["attention"] - (ratio or 1) * 1000 * work.attention / peak_flops
+    steps |= {name: ms[name] for name in ALL_LOST if ms[name]}
+    rows, before = [], ideal
+    for name, added in steps.items():
+        rows.append(_row(name, added))
+        if added is not None:
+            after = before + added
+            points = 100 * ideal / before - 100 * ideal / after
+            rows[-1] |= {"points": points, "left_percent": 100 * ideal / after}
+            before = after
+    if any((row["points"] or 0) < 0 for row in rows[1:]):
         notes.append(
             "a step that gives points back is faster than the formula's FLOPs at the bf16 peak: fp8 matmuls, "
             "or attention, whose kernels skip the causal half that the formula counts"
         )
     return {
         "unit": "points",
-        "steps": _in_points(steps, ideal),
+        "steps": rows,
         "notes": notes,
-        "mfu_percent": 100 * ideal / wall,
+        "mfu_percent": 100 * ideal / (found["wall_ms"] - ms["profiler"]),
         "clock_mhz": clock[0],
         "peak_clock_mhz": peak_clock[0],
     }
 
 
-LABELS = {
-    "clock": "clock below that of the peak",
-    "ceiling": "matmuls alone, below the peak",
-    "matmuls": "matmuls in the run, slower than alone",
-    "attention": "attention",
-    "recomputation": "recomputation",
-    "memory-bound": "memory-bound operations",
-    "communication": "communication that nothing hides",
-    "ranks": "waiting for another rank",
-    "idle": "idle: no kernel running",
-}
-PLAIN = ("recomputation", "memory-bound", "communication", "ranks", "idle")  # their time is all lost
-
-
-def _in_points(steps: list[Step], ideal: float) -> list[dict[str, Any]]:
-    rows, before = [], ideal
-    for name, label, ms in steps:
-        after = before + (ms or 0)
-        points = None if ms is None else 100 * ideal / before - 100 * ideal / after
-        rows.append(
-            {
-                "step": name,
-                "label": label,
-                "ms": ms,
-                "points": points,
-                "left_percent": None if ms is None else 100 * ideal / after,
-                "advice": ADVICE[name],
-            }
-        )
-        before = after
-    return rows
-
-
-def _in_ms(steps: list[Step]) -> list[dict[str, Any]]:
-    labels = {"matmuls": "matmuls"}
-    return [
-        {
-            "step": name,
-            "label": labels.get(name, label),
-            "ms": ms,
-            "points": None,
-            "left_percent": None,
-            "advice": ADVICE[name],
-        }
-        for name, label, ms in steps
-    ]
+def _row(name: str, ms: float | None) -> dict[str, Any]:
+    """ms: None if it is not known, and then in the next step."""
+    return {"step": name, "label": STEPS[name], "ms": ms, "points": None, "left_percent": None}

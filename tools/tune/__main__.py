@@ -5,9 +5,8 @@
 
 It climbs from a careful setting to the fastest one (docs/tuning.md says how) and prints each trial as it
 ends. A trial is a short train.py in a fresh process. The tokens per iteration stay those of the config. The
-result is config/tuned_NAME.py. A finished trial is kept in the output folder: the same command goes on from
-there after any end. Any --key=value of train.py goes to all trials and into the result, and stays: what it
-sets is not searched. Ctrl-C stops the search, and the result is the best so far.
+result is config/tuned_NAME.py. Any --key=value of train.py goes to all trials and into the result, and stays:
+what it sets is not searched. Ctrl-C stops the search, and the result is the best so far.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import model_builder
 from bench.plan import check_overrides
 from bench.process import TIMEOUT_MAX_S, from_root
 from bench.random_tokens import make_random_dataset
+from bench.table import open_folder
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command
 from common.durable_file import write_bytes
@@ -38,13 +38,8 @@ from training.configuration.files_and_flags import read_settings
 from training.configuration.flags import take_flags
 from training.configuration.keys import AUTO, KEYS, ROOT
 from training.pretrained.settings import load_run_config
-from training.process.run_lock import RunLock, check_writable
+from training.process.run_lock import check_writable
 
-LEFT = {  # options of an earlier version: what to type instead
-    "--allow": "state it as a key of train.py, such as --low_precision=fp8_tensorwise",
-    "--goal": "compare the memory of the trials in ladder.txt, and state --batch_size",
-    "--dry": "python train.py CONFIG --dry_run=True --gpu=H100 says what fits",
-}
 MARK = "# Found by tools.tune"  # how the file begins; another file of this name is not replaced
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -64,26 +59,24 @@ def main(argv: list[str]) -> int:
             f"{result} was not written by tools.tune; rename it, or name another file with --write"
         )
     check_writable(result.parent)
-    folder = (options.out_dir or ROOT / "out-tune" / name).resolve()
-    check_writable(folder)
-    with RunLock(folder) as lock:
-        lock.acquire()
-        options.tokens = None
-        if options.dataset == "random":
-            options.tokens = make_random_dataset(folder, base.model_config().vocab_size)
-        absolute = [str(Path(options.config).resolve()), *arguments[1:]]  # the trials start in the root
-        trials = Trials(settings, absolute, folder, options)
-        print(f"{settings.tokens:,} tokens per iteration; GiB are those that torch gave out", flush=True)
-        ladder = Ladder(settings, trials.measure, lambda step: print(line(step, settings), flush=True))
-        try:
-            ladder.climb()
-        except UserError:
-            if trials.interrupted:
-                raise KeyboardInterrupt from None
-            raise
+    started = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
+    folder = open_folder((options.out_dir or ROOT / "out-tune" / f"{name}_{started}").resolve())
+    if any((folder / "runs").iterdir()):
+        raise UserError(f"{folder} has the trials of a search, which may still run; choose another --out_dir")
+    options.tokens = None
+    if options.dataset == "random":
+        options.tokens = make_random_dataset(folder, base.model_config().vocab_size)
+    absolute = [str(Path(options.config).resolve()), *arguments[1:]]  # the trials start in the root
+    trials = Trials(settings, absolute, folder, options)
+    print(f"{settings.tokens:,} tokens per iteration; GiB are those that torch gave out", flush=True)
+    ladder = Ladder(settings, trials.measure, lambda step: print(line(step, settings), flush=True))
+    try:
+        ladder.climb()
+    except UserError:
+        if trials.interrupted:
+            raise KeyboardInterrupt from None
+        raise
     command = shlex.join(["python", "-m", "tools.tune", *argv])
-    found = [line(step, settings) for step in ladder.steps]
-    write_bytes(folder / "ladder.txt", ("\n".join([command, *found, *summary(ladder)]) + "\n").encode())
     stated = read_settings(arguments).values
     write_bytes(result, "\n".join([*header(ladder, command), *assignments(ladder, stated), ""]).encode())
     print("\n".join([*summary(ladder), f"Written to {from_root(result)}"]), flush=True)
@@ -113,7 +106,7 @@ def summary(ladder: Ladder) -> list[str]:
     if ladder.best == ladder.settings.as_it_is:
         lines.append("That is the config as it is.")
     if not ladder.finished:
-        lines.append("The time was over before the last rung; the same command goes on from here.")
+        lines.append("The time was over before the last rung; a larger --budget tries the others.")
     return lines
 
 
@@ -164,9 +157,6 @@ def seconds(text: str) -> float:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(the options, the flags of train.py). Raises UserError."""
-    for option, instead in LEFT.items():
-        if any(word.partition("=")[0] == option for word in argv):
-            raise UserError(f"{option} was removed: {instead}")
     parser = argparse.ArgumentParser(
         prog="python -m tools.tune",
         description=__doc__.splitlines()[0],
@@ -181,7 +171,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--warmup", type=whole_number(1, 10**6), default=2, help="iterations before them (2)")
     add("--timeout", type=real_number(1, TIMEOUT_MAX_S), default=600, help="seconds for one trial (600)")
     add("--dataset", type=user_path, help="instead of the config's own; 'random': trials on random tokens")
-    add("--out_dir", type=user_folder, help="the folder of the trials (default: out-tune/NAME)")
+    add("--out_dir", type=user_folder, help="a new folder for the trials (default: out-tune/NAME_TIME)")
     add("--write", type=user_folder, help="the file of the result (default: config/tuned_NAME.py)")
     flags, rest = take_flags(argv, ("dataset", "out_dir"))
     options, unknown = parser.parse_known_args(rest)

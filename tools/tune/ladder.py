@@ -1,7 +1,7 @@
 """Climbs from a careful setting to the fastest one, and compares each step with the best so far.
 
 The rungs are the phases of the published guide: a careful setting; larger micro-batches, each with the least
-recomputation that fits; other strategies; then features such as CUDA Graphs. A gain counts if it is more than
+recomputation that fits; other strategies; then CUDA Graphs. A gain counts if it is more than
 noise: one of CLEAR and more from one run, if its rows differ by less; a smaller one after both sides ran
 REPEATS times (plots/verdict.py). Within noise the setting stays. Nothing here knows how a trial is run.
 """
@@ -25,7 +25,7 @@ FRUGAL_TRIES = 2  # more, with less memory, of what runs out of it in spite of t
 LAUNCH_HIDDEN_S = 0.1  # launching kernels takes milliseconds, which a longer micro-step hides
 
 AS_IT_IS, CAREFUL, LAST = "as it is", "careful", "repeated"
-BATCH, STRATEGY, FEATURE = "micro-batch", "strategy", "feature"
+BATCH, STRATEGY, GRAPHS = "micro-batch", "strategy", "CUDA Graphs"
 NO_ROOM = "does not fit by the estimate"
 
 
@@ -61,12 +61,12 @@ class Step:
 
 
 class Ladder:
-    """The climb. measure(setting, number of its run, from 1) runs a trial, and raises OutOfTime."""
+    """The climb. measure(setting) runs a trial, and raises OutOfTime."""
 
     def __init__(
         self,
         settings: Settings,
-        measure: Callable[[Setting, int], Result],
+        measure: Callable[[Setting], Result],
         report: Callable[[Step], None] = lambda step: None,
     ):
         self.settings, self.measure, self.report = settings, measure, report
@@ -81,7 +81,7 @@ class Ladder:
             self._begin()
             self._climb_batch()
             self._try_strategies()
-            self._try_features()
+            self._try_graphs()
             self.finished = True
         except OutOfTime:
             pass
@@ -126,17 +126,19 @@ class Ladder:
             for batch in [size, *(larger for larger in self.settings.batches if larger > size)][:2]:
                 self._try(STRATEGY, batch, keys)
 
-    def _try_features(self) -> None:
-        for name, keys in self.settings.features.items():
-            settings, setting = self.settings, self.best | keys
-            tokens = setting["batch_size"] * settings.base.block_size * settings.processes
-            took = tokens / self.results(self.best)[0].speed
-            if name == "CUDA Graphs" and took > LAUNCH_HIDDEN_S:
-                self._add(Step(FEATURE, setting, note=f"a micro-step takes {took:.2f} s: nothing to gain"))
-            elif obstacle := settings.obstacle(setting):
-                self._add(Step(FEATURE, setting, note=obstacle))
-            else:
-                self._try(FEATURE, setting["batch_size"], keys)
+    def _try_graphs(self) -> None:
+        settings, setting = self.settings, self.best | {"use_cuda_graphs": True}
+        if "use_cuda_graphs" in settings.fixed:
+            return
+        tokens = setting["batch_size"] * settings.base.block_size * settings.processes
+        took = tokens / self.results(self.best)[0].speed
+        obstacle = settings.obstacle(setting)
+        if took > LAUNCH_HIDDEN_S:
+            obstacle = f"a micro-step takes {took:.2f} s: nothing to gain"
+        if obstacle:
+            self._add(Step(GRAPHS, setting, note=obstacle))
+        else:
+            self._try(GRAPHS, setting["batch_size"], setting)
 
     def _compare_with_config(self) -> None:
         """The best against the config as it is, both repeated. Without a real gain the config stays."""
@@ -186,7 +188,7 @@ class Ladder:
             return gain, gain > RUN_NOISE
         for number, one in itertools.product(range(2, REPEATS + 1), (setting, other)):
             if len(self.runs[_text(one)]) < number:
-                self.runs[_text(one)].append(self.measure(one, number))
+                self.runs[_text(one)].append(self.measure(one))
         sides = [[np.array(r.tokens_per_sec) for r in self.results(one)] for one in (setting, other)]
         if min(map(len, sides)) < 2:
             return gain, False
@@ -197,7 +199,7 @@ class Ladder:
         """The first run of a setting; once in a climb."""
         runs = self.runs.setdefault(_text(setting), [])
         if not runs:
-            runs.append(self.measure(setting, 1))
+            runs.append(self.measure(setting))
         return runs[0]
 
     def results(self, setting: Setting) -> list[Result]:

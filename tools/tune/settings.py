@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import importlib.util
 import multiprocessing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from common.errors import UserError
 from training.configuration.batch import divisors, is_auto
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
-from training.hardware.capability import Capability, capability
 from training.hardware.description import describe_hardware
 from training.memory.estimate import needed_memory
 from training.memory.gpus import DeviceMemory, device_memory
@@ -36,14 +34,10 @@ STRATEGIES: dict[str, Setting] = {
     "FSDP": {"use_zero1": False, "use_fsdp": True, "reshard_after_forward": False},
     "FSDP, reshard": {"use_zero1": False, "use_fsdp": True, "reshard_after_forward": True},
 }
-FEATURES: dict[str, Setting] = {
-    "CUDA Graphs": {"use_cuda_graphs": True},
-    "QuACK": {"ffn_backend": "quack"},
-}
 TUNED = (
     *("batch_size", "activation_checkpointing", "loss_chunks"),
     *STRATEGIES["DDP"],
-    *(key for keys in FEATURES.values() for key in keys),
+    "use_cuda_graphs",
 )
 # Of a trial's iteration, on each GPU, if the config's own is not smaller: enough micro-steps that the
 # optimizer's part in the time hardly depends on the micro-batch.
@@ -56,8 +50,7 @@ class Machine(NamedTuple):
     """What trials run on."""
 
     memory: DeviceMemory  # of one process
-    can: Capability
-    facts: dict[str, str | None]  # hardware and software, by which results are told apart
+    facts: dict[str, str | None]  # hardware and software
     used_gib: list[float]  # of each GPU, by whoever is there
 
 
@@ -85,10 +78,10 @@ def look_at(config: TrainConfig, processes: int) -> Machine:
 def _describe(kind: str, processes: int) -> Machine:
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     found = describe_hardware(device)
-    facts = {name: found[name] for name in ("gpu_name", "driver", "cuda", "torch")}
+    facts = {name: found[name] for name in ("gpu_name", "torch")}
     gpus = [torch.cuda.mem_get_info(number) for number in range(processes)] if kind == "cuda" else []
     used = [(total - free) / GIB for free, total in gpus]
-    return Machine(device_memory(device, processes), capability(device), facts, used)
+    return Machine(device_memory(device, processes), facts, used)
 
 
 class Settings:
@@ -112,7 +105,6 @@ class Settings:
         one_way = processes == 1 or fixed & STRATEGIES["DDP"].keys()
         as_stated = {key: self.as_it_is[key] for key in STRATEGIES["DDP"]}
         self.strategies = {"as it is": as_stated} if one_way else STRATEGIES
-        self.features = {name: keys for name, keys in FEATURES.items() if not fixed & keys.keys()}
 
     def fit(self, setting: Setting, batch: int) -> Iterator[Setting]:
         """This setting with another micro-batch, in each way that fits, the fastest first: with the least
@@ -150,13 +142,7 @@ class Settings:
             check(config, self.processes)
         except UserError as error:
             return str(error).splitlines()[0]
-        if config.use_cuda_graphs and (reason := cuda_graphs_obstacle(config)):
-            return reason
-        if config.ffn_backend == "quack" and not self.machine.can.quack:
-            return f"its kernels are not for {self.machine.can.name}"
-        if config.ffn_backend == "quack" and importlib.util.find_spec("quack") is None:
-            return "needs QuACK: pip install -r requirements-quack.txt"
-        return None
+        return cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
 
     def needed(self, setting: Setting) -> float:
         """GiB that a process must have free, by the estimate with its reserve."""
@@ -180,5 +166,6 @@ class Settings:
         words = [f"{setting['batch_size']} x {self.base.block_size}"]
         words.append(f"recomputation {setting['activation_checkpointing']}")
         words.append(f"loss in {setting['loss_chunks']} part{'s' * (setting['loss_chunks'] != 1)}")
-        extras = (STRATEGIES if self.processes > 1 else {}) | FEATURES
-        return ", ".join(words + [name for name, keys in extras.items() if keys.items() <= setting.items()])
+        strategies = STRATEGIES if self.processes > 1 else {}
+        words += [name for name, keys in strategies.items() if keys.items() <= setting.items()]
+        return ", ".join(words + ["CUDA Graphs"] * setting["use_cuda_graphs"])

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from model import Transformer
+from ops.ranges import BLOCK, ranged
 from training.configuration.keys import REMAKING, TrainConfig
 
 SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
@@ -50,6 +51,8 @@ def _compiled(forward):
 
 
 def _recomputed(forward, keep_rng: bool):
+    forward = ranged(BLOCK)(forward)
+
     # to its end, as recomputed_flops counts: an early stop omits the last matmul, in some forms of a block
     def run(*inputs):
         return checkpoint(

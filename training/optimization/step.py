@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ops.documents import Documents
+from ops.ranges import BACKWARD, FORWARD, named_range
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import LowPrecisionState
 from training.optimization.optimizer import OnePassAdamW
@@ -120,10 +121,12 @@ class EagerStep:
             self.strategy.micro_step(last)
             self.low_precision.before_micro_step()
             scale = gradient_scale if shares is None else gradient_scale * shares[i]
-            loss = self.strategy.forward(x[i], y[i], scale)
+            with named_range(FORWARD):
+                loss = self.strategy.forward(x[i], y[i], scale)
             if self.timer:
                 self.timer.end_forward()
-            loss.backward()
+            with named_range(BACKWARD):
+                loss.backward()
             losses.append(self.low_precision.after_micro_step(loss.detach(), last))
         means = torch.stack(losses)
         return (means if shares is None else means * shares).mean()
