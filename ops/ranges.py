@@ -1,7 +1,7 @@
 """Names parts of a step for torch.profiler. tools.profile sorts kernels and operators by these names. A part
 that has an operator in ops/ has its name.
 
-A range costs 0.3 us where no profiler runs, and nothing in compiled code, which leaves it out. It is no
+A range costs about 1 us where no profiler runs, and nothing in compiled code, which leaves it out. It is no
 torch.profiler.record_function: that one is an operator, which costs 5 us without a profiler, and which a
 checkpoint that chooses operators (ops/remade.py) would keep or repeat.
 """
