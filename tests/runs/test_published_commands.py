@@ -1,8 +1,6 @@
 """The commands of the published guides, in published_commands.txt, work as they stand: each training command
 as a dry run with its number of processes; the rest on a tiny run on a CPU, in the order of a user."""
 
-import contextlib
-import io
 import json
 import shlex
 import shutil
@@ -43,11 +41,12 @@ def processes_and_arguments(line: str) -> tuple[int, list[str]]:
 
 
 def printed(snippet: str) -> list[str]:
-    """The lines that a one-line script prints, here in this process."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(shlex.split(snippet)[2], "-c", "exec"), {})
-    return output.getvalue().splitlines()
+    """The lines that a one-line script prints, here in this process: by a print() of its own, since the run's
+    thread of checkpoints may print, too."""
+    lines: list[str] = []
+    own = {"print": lambda *values: lines.append(" ".join(map(str, values)))}
+    exec(compile(shlex.split(snippet)[2], "-c", "exec"), own)
+    return lines
 
 
 # --- training commands, dry ---

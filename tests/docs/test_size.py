@@ -1,0 +1,56 @@
+"""The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the commit
+why a budget grows."""
+
+import subprocess
+
+import pytest
+from support.helpers import ROOT
+from support.imports import graph, read_sources
+
+from training.configuration.keys import KEYS
+
+DATED = ("LOG.md", "CHANGELOG.md")  # they grow by their nature
+
+
+def files(pattern: str) -> list[str]:
+    done = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [path for path in done.stdout.split() if (ROOT / path).is_file()]
+
+
+def lines(paths) -> int:
+    return sum((ROOT / path).read_text(encoding="utf-8").count("\n") for path in paths)
+
+
+def reached(path: str) -> set[str]:
+    """The file, and what it imports, wherever the import stands."""
+    arrows, found, new = graph(read_sources()), {path}, [path]
+    while new:
+        new = [other for other in arrows[new.pop()] if other not in found and not found.add(other)] + new
+    return found
+
+
+MEASURES = {
+    "lines of the product": lambda: lines(path for path in files("*.py") if not path.startswith("tests/")),
+    "lines that train.py reaches": lambda: lines(reached("train.py")),
+    "lines of bench/": lambda: lines(files("bench/*.py")),
+    "lines of configs": lambda: lines(files("config/*.py")),
+    "lines of training/": lambda: lines(files("training/*.py")),
+    "keys": lambda: len(KEYS),
+    "words of the documents": lambda: sum(
+        len((ROOT / path).read_text(encoding="utf-8").split()) for path in files("*.md") if path not in DATED
+    ),
+}
+BUDGETS = {
+    "lines of the product": 37_200,
+    "lines that train.py reaches": 21_500,
+    "lines of bench/": 3_000,
+    "lines of configs": 480,
+    "lines of training/": 14_000,
+    "keys": 102,
+    "words of the documents": 38_000,
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_no_budget_is_exceeded(name):
+    assert MEASURES[name]() <= BUDGETS[name], name
