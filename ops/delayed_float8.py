@@ -59,25 +59,6 @@ def _delayed_quantize(
     return plain_delayed_quantize(x, scale, amax, dtype, known_amax)
 
 
-@custom_op("nanomfu::delayed_scale", mutates_args=("amax",))
-def delayed_scale(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    known_amax: torch.Tensor | None,
-) -> torch.Tensor:
-    """What delayed_quantize multiplies x by, () fp32: for an emulation of it. amax as there."""
-    found = (x.abs() if known_amax is None else known_amax).amax().float()
-    amax.copy_(torch.maximum(amax, found))
-    return torch.where(scale == 0, scale_of(found, dtype), scale)
-
-
-@delayed_scale.register_fake
-def _(x, scale, amax, dtype, known_amax):
-    return x.new_empty((), dtype=torch.float32)
-
-
 @_delayed_quantize.register_fake
 def _(x, scale, amax, dtype, known_amax):
     return empty_float8(x, dtype)
@@ -98,7 +79,9 @@ def plain_delayed_quantize(
     known_amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """delayed_quantize in plain PyTorch."""
-    used = delayed_scale(x, scale, amax, dtype, known_amax)
+    found = (x.abs() if known_amax is None else known_amax).amax().float()
+    amax.copy_(torch.maximum(amax, found))
+    used = torch.where(scale == 0, scale_of(found, dtype), scale)
     values = to_float8(x.float() * used, dtype)
     return values, values.t().contiguous(), used.reciprocal()
 

@@ -1,8 +1,8 @@
 """Methods of low precision: how each recipe of ops/recipes.py makes operands, and how it multiplies them.
 
-    scaled     fp8 operands with one scale each, multiplied by tensor cores (ops/float8.py); the scale may
+    Scaled     fp8 operands with one scale each, multiplied by tensor cores (ops/float8.py); the scale may
                come from earlier micro-steps (ops/delayed_float8.py)
-    emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
+    Emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
                that of the recipe's tensor cores, up to the order of sums; it is no faster: ops/emulation.py
 
 M tokens · K, N widths
@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from ops import emulation, float8
-from ops.delayed_float8 import delayed_quantize, delayed_requantize, delayed_scale
+from ops.delayed_float8 import delayed_quantize, delayed_requantize
 from ops.matmul import add_weight_gradient
 from ops.quantization.hadamard import random_hadamard
-from ops.recipes import RECIPES
+from ops.recipes import ALIGNMENTS
 
 HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are some hundred MiB
 
@@ -176,56 +176,8 @@ class Emulated(Method):
         add_weight_gradient(dy.columns, kept.x_columns, total)
 
 
-class EmulatedScaled(Emulated):
-    """fp8_tensorwise on a GPU without fp8."""
-
-    def activation(self, x, amax, low):
-        return self._by_own_amax(x, float8.FORWARD, amax)
-
-    def gradient(self, dy, amax, low):
-        return self._by_own_amax(dy, low.gradient_dtype, amax)
-
-    def gradient_of_logits(self, dy, low):
-        largest = torch.ones((), device=dy.device)  # scale and numbers that Scaled's logits have, too
-        return self._by_own_amax(dy, float8.GRADIENT, largest)
-
-    def empty_weight(self, weight):
-        both = _empty_bf16(weight)  # one scale: rows and columns are the same numbers
-        return Operand(both, both)
-
-    def requantize(self, weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            low.weight.rows.copy_(self._by_own_amax(weight.to(torch.bfloat16), float8.FORWARD, None).rows)
-
-    def _by_own_amax(self, x, dtype, amax):
-        scale = float8.scale_of((x.abs() if amax is None else amax).amax().float(), dtype)
-        both = emulation.float8_operand(x, scale, dtype)
-        return Operand(both, both)
-
-
-class EmulatedDelayed(EmulatedScaled):
-    """fp8_delayed on a GPU without fp8."""
-
-    def activation(self, x, amax, low):
-        return self._by_history(x, float8.FORWARD, amax, low.scalings[0])
-
-    def gradient(self, dy, amax, low):
-        return self._by_history(dy, low.gradient_dtype, amax, low.scalings[2])
-
-    def requantize(self, weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            low.scalings[1].amax.zero_()  # a checkpoint may have replaced the weight that it is of
-            made = self._by_history(weight.to(torch.bfloat16), float8.FORWARD, None, low.scalings[1])
-            low.weight.rows.copy_(made.rows)
-
-    def _by_history(self, x, dtype, amax, scaling):
-        scale = delayed_scale(x, scaling.scale, scaling.amax, dtype, amax)
-        both = emulation.float8_operand(x, scale, dtype)
-        return Operand(both, both)
-
-
-class EmulatedMxfp8(Emulated):
-    multiple = RECIPES["mxfp8"].alignment
+class Mxfp8(Emulated):
+    multiple = ALIGNMENTS["mxfp8"]
 
     def activation(self, x, amax, low):
         return Operand(*emulation.mxfp8_operand(x))
@@ -243,8 +195,8 @@ class EmulatedMxfp8(Emulated):
             low.weight.columns.copy_(columns)
 
 
-class EmulatedNvfp4(Emulated):
-    multiple = emulation.FP4_BLOCK
+class Nvfp4(Emulated):
+    multiple = ALIGNMENTS["nvfp4"]
 
     def activation(self, x, amax, low):
         return Operand(*_nvfp4(x, None))
@@ -272,10 +224,8 @@ class EmulatedNvfp4(Emulated):
 METHODS: dict[str, Method] = {
     "fp8_tensorwise": Scaled(),
     "fp8_delayed": Delayed(),
-    "emulated fp8_tensorwise": EmulatedScaled(),
-    "emulated fp8_delayed": EmulatedDelayed(),
-    "emulated mxfp8": EmulatedMxfp8(),
-    "emulated nvfp4": EmulatedNvfp4(),
+    "mxfp8": Mxfp8(),
+    "nvfp4": Nvfp4(),
 }
 
 

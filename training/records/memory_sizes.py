@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model_config import ModelConfig
-from ops.recipes import ONE_SCALE
+from ops.recipes import EMULATED
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import shards_optimizer
-from training.hardware.capability import multiplies_in_bf16
 from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -72,14 +71,12 @@ class Sizes:
     @property
     def emulated(self) -> bool:
         """Whether operands in low precision are bf16 (ops/emulation.py), not fp8."""
-        return multiplies_in_bf16(self.config.low_precision, self.config.device)
+        return self.config.low_precision in EMULATED
 
     @property
     def both_forms(self) -> int:
         """Bytes of an element of an activation or a gradient that is quantized for both of its matmuls."""
-        if not self.emulated:
-            return 2  # two forms
-        return self.compute * (1 if self.config.low_precision in ONE_SCALE else 2)  # with one scale, one form
+        return 2 * (self.compute if self.emulated else 1)
 
 
 def block_weights(model: ModelConfig) -> int:
