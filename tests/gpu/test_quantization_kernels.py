@@ -6,8 +6,7 @@ from support.tensors import random, random_bf16
 
 from ops import emulation
 from ops.compare_casts import compare_casts
-from ops.quantization import delayed_scaling, mxfp8, nvfp4
-from ops.quantization.formats import E4M3
+from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from ops.recipes import RECIPES
@@ -107,11 +106,3 @@ def test_a_plain_form_gives_the_bits_of_a_cpu_on_a_gpu(function):
     there = functions[function](x.cuda(), fp32.cuda(), KEY.cuda())
     for a, b in zip(there, here, strict=True):
         assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
-
-
-def test_the_state_of_delayed_scaling_is_that_of_a_cpu():
-    scale, history, amax = torch.ones(64), random(4, 64).abs(), random(64).abs()
-    here = delayed_scaling.update(scale, history, amax, E4M3)
-    there = delayed_scaling.update(scale.cuda(), history.cuda(), amax.cuda(), E4M3)
-    for a, b in zip(there, here, strict=True):
-        assert torch.equal(a.cpu(), b)
