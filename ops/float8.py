@@ -1,17 +1,11 @@
-"""fp8 training: what it computes, and the matmuls that it consists of.
+"""fp8: what it computes, and the matmuls that it consists of. docs/low_precision.md says how to use it.
 
 How it works
-    A Linear is three matmuls: y = x w^T, and in the backward dx = dy w and dw = dy^T x. Tensor cores run them
-    in fp8 at twice the rate of bf16. Each operand is multiplied by one scale, which maps its largest
-    magnitude to the largest fp8 number, and is then saturated and rounded; the matmul sums products in fp32
-    and multiplies the sums by both inverse scales. A scale is computed from the tensor that it is used for
-    ("tensorwise", "dynamic scaling"), so there is no history that a resume would have to restore. Weights and
-    activations are e4m3 (3 bits of mantissa, up to 448), gradients e5m2 (2 bits, up to 57344): Micikevicius
-    et al. 2022, sec. 3.
-What is not fp8
-    Everything but those matmuls. Activations and gradients between operations are bf16, as are embedding,
-    norms and attention; statistics, loss, sums of weight gradients and the optimizer's update are fp32. The
-    head's matmuls are fp8 only with low_precision_scope='layers_and_head'.
+    A Linear is three matmuls: y = x w^T, and in the backward dx = dy w and dw = dy^T x. Each operand is
+    multiplied by one scale, which maps its largest magnitude to the largest fp8 number, and is then saturated
+    and rounded; the matmul sums products in fp32 and multiplies the sums by both inverse scales. Weights and
+    activations are e4m3, gradients e5m2: Micikevicius et al. 2022, sec. 3. A CPU multiplies the same numbers
+    in fp32.
 Weights
     They change once an iteration, so refresh_weights (ops/linear.py) quantizes them once, after the update,
     for all micro-steps. FSDP gathers the bf16 weights at that moment instead of in the next forward.
@@ -34,15 +28,6 @@ Fast accumulation
 Sums of weight gradients
     The matmul adds to them as it writes (ops/cublaslt.py). Where it cannot, it writes a new tensor, which
     another pass adds; describe_sums says which and why.
-On a CPU
-    The same fp8 numbers are multiplied in fp32. It is slower than bf16 and there for tests and small runs.
-What torchao does differently
-    Its numbers are the same (tests/unit/test_float8.py compares them). It quantizes a weight in every
-    forward, and weight gradients leave the matmul in bf16 and go through autograd. It has recipes that are
-    not here (one scale a row) and lets FSDP gather in fp8.
-Measured
-    Qwen3 1.8B on one H200: 58,456 tokens/s in bf16, 76,692 with fp8 layers, 84,824 with fp8 layers and head.
-    A small Qwen3 ended 300 iterations at a loss 0.31 % above that of bf16 (LOG.md, 2026-11-21).
 
     M tokens · K, N widths
 """
@@ -57,11 +42,11 @@ import torch
 from torch.library import custom_op
 
 from ops import cublaslt
+from ops.quantization.formats import to_float8
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
 AMAX_PART = 16384  # numbers whose amax a program of the kernel finds
-ALIGNMENT = 16  # both widths of an fp8 matmul must be multiples of it
 
 
 class Float8(NamedTuple):
@@ -105,7 +90,7 @@ def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None
     else:
         scales = scale_of(torch.stack([_bf16(matrix).abs().amax().float() for matrix in matrices]), FORWARD)
         for matrix, scale, written in zip(matrices, scales, into, strict=True):
-            written.values.copy_(_saturated(_bf16(matrix).float() * scale, FORWARD))
+            written.values.copy_(to_float8(_bf16(matrix).float() * scale, FORWARD))
             written.transposed.copy_(written.values.t())
     torch._foreach_copy_([written.inverse_scale for written in into], list(scales.reciprocal().unbind()))
 
@@ -132,11 +117,6 @@ def _bf16(matrix: torch.Tensor) -> torch.Tensor:
 
 def _amax_parts(x: torch.Tensor) -> int:
     return -(-x.numel() // AMAX_PART)
-
-
-def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor | None:
@@ -169,7 +149,7 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[tor
         from ops.triton_kernels.float8 import triton_quantize
 
         return triton_quantize(x.contiguous(), scale, dtype)
-    values = _saturated(x.float() * scale, dtype)
+    values = to_float8(x.float() * scale, dtype)
     return values, values.t().contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The product that adds a weight's gradient to its sum.
+"""The product that makes a weight's gradient, or adds it to its sum.
 
 M tokens · K, N widths
 """
@@ -29,3 +29,12 @@ def _(dy, x, total):
 @register_flop_formula(torch.ops.nanomfu.add_weight_gradient)
 def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
     return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
+
+
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor | None:
+    """dy (..., N), x (..., K) -> (N, K), or None, if it was added to total."""
+    rows, x_rows = dy.flatten(0, -2), x.flatten(0, -2)
+    if total is None:
+        return rows.t() @ x_rows
+    add_weight_gradient(rows, x_rows, total)
+    return None
