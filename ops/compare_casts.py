@@ -48,7 +48,7 @@ def _compare_float8(device: torch.device) -> str | None:
     }
     for name, (source, found) in written.items():
         expected = (source.float() / found.inverse_scale).double()
-        for matrix, kernel in ((expected, found.values), (expected.t(), found.transposed)):
+        for matrix, kernel in ((expected, found.rows), (expected.t(), found.columns)):
             step = torch.finfo(kernel.dtype).eps * matrix.abs().clamp(min=torch.finfo(kernel.dtype).tiny)
             if not ((kernel.double() - matrix).abs() <= step).all():
                 return f"its kernel '{name}' stores wrong fp8 numbers"

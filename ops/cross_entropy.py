@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.float8 import GRADIENT, Float8, quantize, scale_of
+from ops.float8 import GRADIENT, quantize, scale_of
 from ops.linear import Linear
 from ops.low_precision import product
-from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
-from ops.matmul import add_weight_gradient
+from ops.low_precision_methods import METHODS, Kept, LowPrecision
+from ops.matmul import Operand, add_weight_gradient
 
 
 def linear_cross_entropy(
@@ -109,8 +109,7 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
         return cross_entropy(logits, targets, gradient=False).sum(), None
     if method.one_scale:
         # never e4m3: beside the target's -1 it would round all probabilities below 2e-6 to 0
-        losses, gradient = cross_entropy_float8(logits, targets, GRADIENT)
-        d = of_float8(gradient)
+        losses, d = cross_entropy_float8(logits, targets, GRADIENT)
     else:
         losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
         d = method.gradient_of_logits(logits, low)
@@ -123,13 +122,13 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
 
 def cross_entropy_float8(
     logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, Float8]:
+) -> tuple[torch.Tensor, Operand]:
     """cross_entropy's losses, and its gradients in fp8. Overwrites the logits on a CPU."""
     amax = torch.ones((), device=logits.device)  # no probability is above 1
     if logits.is_cuda:
         scale = scale_of(amax, dtype)
         losses, values, transposed = _cross_entropy_float8(logits, targets, scale, dtype)
-        return losses, Float8(values, transposed, scale.reciprocal())
+        return losses, Operand(values, transposed, scale.reciprocal())
     losses = cross_entropy(logits, targets, True)
     return losses, quantize(logits, dtype, amax)
 

@@ -28,7 +28,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.library import custom_op
 
-from ops.float8 import Float8, scale_of
+from ops.float8 import scale_of
+from ops.matmul import Operand
 from ops.quantization.formats import to_float8
 
 
@@ -38,10 +39,10 @@ def delayed_quantize(
     amax: torch.Tensor,
     dtype: torch.dtype,
     known_amax: torch.Tensor | None = None,
-) -> Float8:
+) -> Operand:
     """x (M, N) in fp8 by its scale, by its own amax if that is 0. amax becomes the larger one of itself and
     the amax of x, or nan. known_amax: a tensor whose maximum is the amax of x, from whoever made x."""
-    return Float8(*_delayed_quantize(x, scale, amax, dtype, known_amax))
+    return Operand(*_delayed_quantize(x, scale, amax, dtype, known_amax))
 
 
 @custom_op("nanomfu::delayed_quantize", mutates_args=("amax",))
@@ -65,7 +66,7 @@ def _(x, scale, amax, dtype, known_amax):
 
 
 def empty_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the fields of a Float8 of x (M, N) look like."""
+    """What the fields of an Operand of x (M, N) look like."""
     M, N = x.shape
     inverse_scale = x.new_empty((), dtype=torch.float32)
     return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype), inverse_scale
@@ -89,14 +90,14 @@ def plain_delayed_quantize(
 @torch.no_grad()
 def delayed_requantize(
     matrices: Sequence[torch.Tensor],
-    into: Sequence[Float8],
+    into: Sequence[Operand],
     scales: Iterable[torch.Tensor],
     amaxes: Iterable[torch.Tensor],
 ) -> None:
     """Writes matrices, rounded to bf16, in fp8 by their scales, () each, into the tensors of `into`, whose
     addresses stay: captured code has them. amaxes, () each, as in delayed_quantize."""
     for matrix, written, scale, amax in zip(matrices, into, scales, amaxes, strict=True):
-        w, dtype = matrix.to(torch.bfloat16), written.values.dtype
+        w, dtype = matrix.to(torch.bfloat16), written.rows.dtype
         if w.is_cuda:
             from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
 

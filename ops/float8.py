@@ -12,7 +12,7 @@ Weights
 Layout
     torch's fp8 matmul wants the summed dimension contiguous in both operands ("TN"). y sums over the columns
     of x and w, dx over the rows of w, dw over the rows of x and dy: each matrix is needed as it is and
-    transposed. A Float8 holds both; together they are as large as the matrix in bf16.
+    transposed. An Operand holds both; together they are as large as the matrix in bf16.
 amax
     A scale needs the tensor's largest magnitude (amax) before the cast, which by itself is one more pass
     over the tensor. A kernel that writes the tensor gets it for nothing: residual sum and norm, their
@@ -36,25 +36,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.library import custom_op
 
 from ops import cublaslt
+from ops.matmul import Operand
 from ops.quantization.formats import to_float8
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
 AMAX_PART = 16384  # numbers whose amax a program of the kernel finds
-
-
-class Float8(NamedTuple):
-    """A matrix in fp8: values * inverse_scale is about the matrix."""
-
-    values: torch.Tensor  # (M, N)
-    transposed: torch.Tensor  # (N, M), contiguous
-    inverse_scale: torch.Tensor  # () fp32
 
 
 # --- quantization ---
@@ -65,22 +57,22 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Float8:
+def quantize(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Operand:
     """x (M, N) as fp8. An amax that is not given is computed, row by row first, so that torch.compile can do
     it in the kernel that makes x."""
     scale = scale_of((x.abs().amax(-1) if amax is None else amax).amax(), dtype)
     values, transposed = _cast(x, scale, dtype)
-    return Float8(values, transposed, scale.reciprocal())
+    return Operand(values, transposed, scale.reciprocal())
 
 
-def empty_like(matrix: torch.Tensor) -> Float8:
+def empty_like(matrix: torch.Tensor) -> Operand:
     """Room for a weight; requantize() fills it."""
     values = torch.empty_like(matrix, dtype=FORWARD)
     inverse_scale = torch.empty((), dtype=torch.float32, device=matrix.device)
-    return Float8(values, torch.empty_like(matrix.t(), dtype=FORWARD).contiguous(), inverse_scale)
+    return Operand(values, torch.empty_like(matrix.t(), dtype=FORWARD).contiguous(), inverse_scale)
 
 
-def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None:
+def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Operand]) -> None:
     """Writes matrices, rounded to bf16, in fp8 into the tensors of `into`, whose addresses stay: captured
     code has them."""
     if not matrices:
@@ -90,12 +82,12 @@ def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None
     else:
         scales = scale_of(torch.stack([_bf16(matrix).abs().amax().float() for matrix in matrices]), FORWARD)
         for matrix, scale, written in zip(matrices, scales, into, strict=True):
-            written.values.copy_(to_float8(_bf16(matrix).float() * scale, FORWARD))
-            written.transposed.copy_(written.values.t())
+            written.rows.copy_(to_float8(_bf16(matrix).float() * scale, FORWARD))
+            written.columns.copy_(written.rows.t())
     torch._foreach_copy_([written.inverse_scale for written in into], list(scales.reciprocal().unbind()))
 
 
-def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> torch.Tensor:
+def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Operand]) -> torch.Tensor:
     """Values and transposed. The scales are computed together: by themselves, they would be seven small
     kernels for each matrix."""
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
@@ -106,7 +98,7 @@ def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) 
         triton_amax(_bf16(matrix), row[: _amax_parts(matrix)], AMAX_PART)
     scales = scale_of(parts.amax(1), FORWARD)
     for matrix, scale, written in zip(matrices, scales, into, strict=True):
-        triton_quantize(_bf16(matrix), scale, FORWARD, out=(written.values, written.transposed))
+        triton_quantize(_bf16(matrix), scale, FORWARD, out=(written.rows, written.columns))
     return scales
 
 

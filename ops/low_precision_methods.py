@@ -19,20 +19,11 @@ import torch.nn.functional as F
 
 from ops import emulation, float8
 from ops.delayed_float8 import delayed_quantize, delayed_requantize
-from ops.matmul import add_weight_gradient
+from ops.matmul import Operand, add_weight_gradient
 from ops.quantization.hadamard import random_hadamard
 from ops.recipes import ALIGNMENTS
 
 HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are some hundred MiB
-
-
-class Operand(NamedTuple):
-    """A matrix (M, N) for two matmuls. Scaled: with an inverse scale, and columns is transposed, (N, M).
-    Emulated: both forms are (M, N) in bf16, without a scale."""
-
-    rows: torch.Tensor  # for the product that sums over N
-    columns: torch.Tensor  # for the product that sums over M
-    inverse_scale: torch.Tensor | None = None
 
 
 class Scaling(NamedTuple):
@@ -117,16 +108,16 @@ class Scaled(Method):
     one_scale = True
 
     def activation(self, x, amax, low):
-        return of_float8(float8.quantize(x, float8.FORWARD, amax))
+        return float8.quantize(x, float8.FORWARD, amax)
 
     def gradient(self, dy, amax, low):
-        return of_float8(float8.quantize(dy, low.gradient_dtype, amax))
+        return float8.quantize(dy, low.gradient_dtype, amax)
 
     def empty_weight(self, weight):
-        return of_float8(float8.empty_like(weight))
+        return float8.empty_like(weight)
 
     def requantize(self, weights, into):
-        float8.requantize(weights, [as_float8(low.weight) for low in into])
+        float8.requantize(weights, [low.weight for low in into])
 
     def forward(self, x, weight, dtype):
         return float8.matmul(x.rows, weight.rows, x.inverse_scale, weight.inverse_scale, dtype, fast=True)
@@ -146,16 +137,16 @@ class Delayed(Scaled):
 
     def activation(self, x, amax, low):
         scale, found = low.scalings[0]
-        return of_float8(delayed_quantize(x, scale, found, float8.FORWARD, amax))
+        return delayed_quantize(x, scale, found, float8.FORWARD, amax)
 
     def gradient(self, dy, amax, low):
         scale, found = low.scalings[2]
-        return of_float8(delayed_quantize(dy, scale, found, low.gradient_dtype, amax))
+        return delayed_quantize(dy, scale, found, low.gradient_dtype, amax)
 
     def requantize(self, weights, into):
         scales, amaxes = zip(*(low.scalings[1] for low in into), strict=True)
         torch._foreach_zero_(list(amaxes))  # a checkpoint may have replaced the weights that they are of
-        delayed_requantize(weights, [as_float8(low.weight) for low in into], scales, amaxes)
+        delayed_requantize(weights, [low.weight for low in into], scales, amaxes)
 
 
 class Emulated(Method):
@@ -227,15 +218,6 @@ METHODS: dict[str, Method] = {
     "mxfp8": Mxfp8(),
     "nvfp4": Nvfp4(),
 }
-
-
-def of_float8(matrix: float8.Float8) -> Operand:
-    return Operand(*matrix)
-
-
-def as_float8(matrix: Operand) -> float8.Float8:
-    assert matrix.inverse_scale is not None
-    return float8.Float8(matrix.rows, matrix.columns, matrix.inverse_scale)
 
 
 def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

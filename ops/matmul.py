@@ -1,13 +1,24 @@
-"""The product that makes a weight's gradient, or adds it to its sum.
+"""What a matmul in low precision takes; the product that makes a weight's gradient, or adds it to its sum.
 
 M tokens · K, N widths
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
+
+
+class Operand(NamedTuple):
+    """A matrix (M, N) for two matmuls. In fp8, columns is transposed, (N, M), contiguous, and either form
+    times inverse_scale, () fp32, is about the matrix. Emulated: both forms are (M, N) in bf16."""
+
+    rows: torch.Tensor  # for the product that sums over N
+    columns: torch.Tensor  # for the product that sums over M
+    inverse_scale: torch.Tensor = None  # type: ignore[assignment]  # emulated operands have none
 
 
 @custom_op("nanomfu::add_weight_gradient", mutates_args=("total",))

@@ -51,7 +51,7 @@ def test_a_kernel_that_writes_other_numbers_ends_the_run_with_its_name(function,
 
 
 @pytest.mark.parametrize("name", ["quantize", "swiglu_backward_float8", "cross_entropy_float8"])
-@pytest.mark.parametrize("field", ["values", "transposed"])
+@pytest.mark.parametrize("field", ["rows", "columns"])
 def test_a_kernel_that_stores_wrong_fp8_numbers_ends_the_run_at_the_start(name, field, monkeypatch):
     """As ptxas' fault does: right shapes, right magnitudes, numbers of neighbors."""
     right = getattr(comparison, name)

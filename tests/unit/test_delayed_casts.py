@@ -47,8 +47,8 @@ def test_with_a_history_the_scale_of_the_past_is_used_and_the_largest_numbers_sa
     x[3, 5], x[7, 9] = 0.5, -8.0
     cast = delayed_quantize(x, scale, amax, dtype)
     largest = torch.finfo(dtype).max
-    assert cast.values[3, 5].float() == largest / 2 and cast.values[7, 9].float() == -largest
-    assert torch.equal(cast.transposed.float(), cast.values.float().t())
+    assert cast.rows[3, 5].float() == largest / 2 and cast.rows[7, 9].float() == -largest
+    assert torch.equal(cast.columns.float(), cast.rows.float().t())
     assert cast.inverse_scale == 1 / scale
     assert amax == 8.0  # of x as it is read
 
@@ -79,7 +79,7 @@ def test_inf_and_nan_show_in_the_amax_and_nan_stays_there(scale, wrong):
     cast = delayed_quantize(x, scale, amax, E4M3)
     assert not amax.isfinite() and amax.isnan() == x.isnan().any()
     if not scale:  # as fp8_tensorwise does
-        assert not (cast.values.float() * cast.inverse_scale).isfinite().all()
+        assert not (cast.rows.float() * cast.inverse_scale).isfinite().all()
     delayed_quantize(random_bf16(16, 16), scale, amax, E4M3)
     assert not amax.isfinite()
 

@@ -36,14 +36,14 @@ FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iter
 def test_the_largest_magnitude_becomes_the_largest_fp8_number(dtype):
     x = random_bf16(32, 48, std=7.0)
     quantized = float8.quantize(x, dtype)
-    assert quantized.values.float().abs().max() == torch.finfo(dtype).max
-    assert torch.equal(quantized.transposed.float(), quantized.values.float().t())
-    assert error(quantized.values.float() * quantized.inverse_scale, x) < (0.03 if dtype == E4M3 else 0.06)
+    assert quantized.rows.float().abs().max() == torch.finfo(dtype).max
+    assert torch.equal(quantized.columns.float(), quantized.rows.float().t())
+    assert error(quantized.rows.float() * quantized.inverse_scale, x) < (0.03 if dtype == E4M3 else 0.06)
 
 
 def test_a_tensor_of_zeros_stays_finite():
     quantized = float8.quantize(torch.zeros(16, 16, dtype=torch.bfloat16), E4M3)
-    assert torch.isfinite(quantized.inverse_scale) and not quantized.values.float().any()
+    assert torch.isfinite(quantized.inverse_scale) and not quantized.rows.float().any()
 
 
 def test_an_infinite_input_makes_a_result_that_is_not_finite():

@@ -349,7 +349,7 @@ def test_an_overflow_that_fp8_would_hide_skips_the_update():
         state.before_iteration()
         delayed_quantize(matrix, *x, torch.float8_e4m3fn)
         gradient = matrix.index_fill(0, torch.tensor(3), torch.inf) if overflow else matrix
-        values = delayed_quantize(gradient, *dy, torch.float8_e5m2).values
+        values = delayed_quantize(gradient, *dy, torch.float8_e5m2).rows
         before = state.scale.clone()
         result = state.after_micro_step(loss, last=True)
         assert result.isnan() == overflow and (overflow or result == loss)
