@@ -56,7 +56,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, total, low: LowPrecision | None, chunks: int, gradient: bool, scale):
         counted = (targets >= 0).sum().clamp(min=1)  # without any target, the sums are 0, and so is the mean
         scale = None if scale is None else scale / counted
-        exact = x.dtype != torch.float16 if low is None else not METHODS[low.method].emulated
+        exact = x.dtype != torch.float16 if low is None else METHODS[low.method].one_scale
         ctx.in_place = total is not None and scale is not None and exact
         dweight = None
         if gradient:

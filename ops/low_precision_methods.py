@@ -59,8 +59,7 @@ class Kept(NamedTuple):
 class Method(ABC):
     """Makes operands and multiplies them. amax: of the matrix, if somebody knows it (ops/float8.py)."""
 
-    one_scale = False  # for a whole matrix, so that whoever writes it can help: with its amax, or in fp8
-    emulated = False  # in bf16
+    one_scale = False  # for a whole matrix, so that whoever writes it can help; else emulated in bf16
     multiple = 1  # rows of an operand are a multiple of it
 
     @abstractmethod
@@ -151,8 +150,6 @@ class Delayed(Scaled):
 
 class Emulated(Method):
     """Multiplies in bf16."""
-
-    emulated = True
 
     def forward(self, x, weight, dtype):
         return F.linear(x.rows, weight.rows)

@@ -197,7 +197,7 @@ def executed_as(config: TrainConfig, device: torch.device) -> str:
     """What really computes the matmuls: 'native fp8', or 'bf16, emulates nvfp4'."""
     if low_precision_support(config.low_precision, capability(device)) == NATIVE:
         return "native fp8"
-    dtype = "bf16" if METHODS[config.low_precision].emulated else "fp32"
+    dtype = "fp32" if METHODS[config.low_precision].one_scale else "bf16"
     return f"{dtype}, emulates {config.low_precision}"
 
 
