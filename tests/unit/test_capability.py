@@ -166,6 +166,9 @@ def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
     assert run(config, "--dry_run=True", "--device=cuda", "--gpu=B200", "--low_precision=fp8_tensorwise") == 0
     said = capfd.readouterr().out
     assert "fp8_tensorwise matmuls in layers (native)" in said and "emulated" not in said
+    assert run(config, "--dry_run=True", "--device=cuda", "--gpu=A100", "--low_precision=fp8_tensorwise") == 0
+    said = capfd.readouterr().out
+    assert "fp8_tensorwise matmuls in layers (refused)" in said and "cannot run fp8_tensorwise" in said
     assert run(config, "--max_iters=1") == 0
     assert "emulated on the CPU: slower than bf16" in capfd.readouterr().out
     assert any("emulated" in text for text in last_run(tmp_path / "o")["startup_info"]["warnings"])

@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import NATIVE, emulation_warnings, low_precision_support
+from training.hardware.capability import EMULATED, NATIVE, emulation_warnings, low_precision_support
 from training.hardware.description import describe_hardware
 from training.hardware.gpu_memory import (
     Card,
@@ -49,8 +49,8 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     flops, peak = count_flops(config), _peak(config, card if config.gpu else None)
     info = startup_info(config, flops, peak, machine, {"line": line}, world_size, micro_batch)
     if config.gpu and config.low_precision != "none":
-        native = _is_native(config, card)
-        info["low_precision"] = {"executed": "native" if native else "emulated: slower than bf16"}
+        support = low_precision_support(config.low_precision, card_capability(card)) or "refused"
+        info["low_precision"] = {"executed": support.replace(EMULATED, "emulated: slower than bf16")}
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
