@@ -187,13 +187,6 @@ def test_meta_that_is_no_text_is_named(folder):
     assert str(folder / "meta.json") in refusal(folder)
 
 
-def test_vocabulary_size_written_as_a_string_counts_as_the_number(folder):
-    by_hand(folder, vocab_size=str(VOCABULARY))
-    assert open_dataset(config(folder), scan=True)
-    by_hand(folder, vocab_size=str(VOCABULARY + 1))
-    assert "vocabulary" in refusal(folder)
-
-
 def test_unknown_dtype_lists_the_known_ones(folder):
     by_hand(folder, dtype="int64")
     message = refusal(folder)
