@@ -125,7 +125,7 @@ def _digest(kind: str, content: bytes) -> str:
     """The hash of this kind. Those of xxhash are in a library, others in Python itself."""
     if XXHASH.fullmatch(kind):
         if importlib.util.find_spec("xxhash") is None:
-            raise ValueError(f"its hashes are of the kind {kind}, which needs xxhash: pip install xxhash")
+            raise ValueError(f"its hashes are of the kind {kind}, which needs the xxhash library")
         return getattr(importlib.import_module("xxhash"), kind)(content).hexdigest()
     if kind not in hashlib.algorithms_guaranteed or kind.startswith("shake"):
         raise ValueError(f"its hashes are of the kind {kind!r:.40}, which is not known")
