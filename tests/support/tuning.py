@@ -25,7 +25,7 @@ def make_config(folder):
 
 
 def make_settings(config, gib=139.8, processes=2, fixed=()):
-    machine = Machine(DeviceMemory(gib, "NVIDIA H200"), {"gpu_name": "H200"}, [])
+    machine = Machine(DeviceMemory(gib, "NVIDIA H200"), [])
     return Settings(config, processes, machine, set(fixed))
 
 

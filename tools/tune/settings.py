@@ -19,7 +19,6 @@ from common.errors import UserError
 from training.configuration.batch import divisors, is_auto
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
-from training.hardware.description import describe_hardware
 from training.hardware.gpu_memory import DeviceMemory, device_memory
 from training.process.memory import GIB
 from training.records.memory_estimate import needed_memory
@@ -51,7 +50,6 @@ class Machine(NamedTuple):
     """What trials run on."""
 
     memory: DeviceMemory  # of one process
-    facts: dict[str, str | None]  # hardware and software
     used_gib: list[float]  # of each GPU, by whoever is there
 
 
@@ -78,11 +76,9 @@ def look_at(config: TrainConfig, processes: int) -> Machine:
 
 def _describe(kind: str, processes: int) -> Machine:
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    found = describe_hardware(device)
-    facts = {name: found[name] for name in ("gpu_name", "torch")}
     gpus = [torch.cuda.mem_get_info(number) for number in range(processes)] if kind == "cuda" else []
     used = [(total - free) / GIB for free, total in gpus]
-    return Machine(device_memory(device, processes), facts, used)
+    return Machine(device_memory(device, processes), used)
 
 
 class Settings:
