@@ -61,7 +61,7 @@ def test_a_profile_adds_up_and_leaves_its_files(config, tmp_path, in_process, ca
     assert all(row["tflops"] > 0 for row in found["parts"] if row["part"] in products)
     falls = content["waterfall"]
     assert 100 - sum(s["points"] or 0 for s in falls["steps"]) == pytest.approx(falls["mfu_percent"])
-    assert content["unprofiled"]["mfu_percent"] > 0
+    assert content["unprofiled"]["mfu"]["mfu_percent"] > 0
     assert last_run(tmp_path / "out/plain_run")["config"]["profile"] is None
     printed = capsys.readouterr().out
     assert (tmp_path / "out/profile.txt").read_text() in printed
@@ -121,8 +121,11 @@ def test_two_ranks_leave_their_traces_and_the_table_shows_communication(config, 
 
 def test_what_cannot_work_is_one_message(config, tmp_path, in_process, capsys):
     for arguments, message in (
-        (["--max_iters=5"], "max_iters is set by tools.profile; leave it out"),
-        (["--out_dir=x"], "out_dir is set by tools.profile; use --output"),
+        (
+            ["--max_iters=5"],
+            "max_iters is the benchmark's to set; use --output or --dataset, or leave it out",
+        ),
+        (["--out_dir=x"], "out_dir is the benchmark's to set; use --output"),
         (["--batch_size=0"], "batch_size=0 must be at least 1"),
         ([f"--output={tmp_path}"], "is there already and is not an empty folder"),
     ):

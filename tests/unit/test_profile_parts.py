@@ -267,7 +267,7 @@ def test_the_text_shows_the_sum_and_puts_small_parts_together(tmp_path):
     content = {
         "device": "NVIDIA H200",
         "processes": 1,
-        "unprofiled": {"time_ms": 0.098, "mfu_percent": 41.5},
+        "unprofiled": {"time_ms": 0.098, "mfu": {"mfu_percent": 41.5}},
         "profiled": found,
         "adds_up": adds_up(found),
         "waterfall": waterfall(model_work(tiny()), found, 1e12, (1500.0, None), (1830.0, None), 0.02),

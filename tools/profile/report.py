@@ -42,14 +42,14 @@ def analyze(
     rank = read_rank(out_dir, 0)
     found = breakdown(rank, Linears(config))
     rows = find_record(plain_dir)["training_iterations"]
-    row = next((row for row in rows if row["iter"] == MEASURED_ROW), None)
-    if row and rank.facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
+    row = next(row for row in rows if row["iter"] == MEASURED_ROW)
+    if rank.facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
         split_profiler(found, row["time_ms"])
     return {
         "device": info["hardware"]["gpu_name"],
         "processes": info["hardware"]["num_gpus"],
         "torch": info["software"].get("torch"),
-        "unprofiled": _unprofiled(row),
+        "unprofiled": row,
         "profiled": found,
         "adds_up": adds_up(found),
         "waterfall": _waterfall(config, info, rank, found, row, roofline),
@@ -59,23 +59,12 @@ def analyze(
     }
 
 
-def _unprofiled(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    if row is None:
-        return None
-    names = ("time_ms", "tokens_per_sec", "sm_clock_mhz", "power_w")
-    return {
-        **{name: row.get(name) for name in names},
-        "mfu_percent": row["mfu"]["mfu_percent"] if row["mfu"] else None,
-        "mfu_reason": row["mfu_reason"],
-    }
-
-
 def _waterfall(
     config: TrainConfig,
     info: dict[str, Any],
     rank: Rank,
     found: dict[str, Any],
-    row: dict[str, Any] | None,
+    row: dict[str, Any],
     roofline: dict[str, Any] | None,
 ) -> dict[str, Any]:
     peak = info["hardware"]["peak"]
@@ -83,8 +72,8 @@ def _waterfall(
     at_peak: tuple[float | None, str | None] = (None, "the peak is no datasheet's, so it belongs to no clock")
     if flops and config.peak_tflops is None:
         at_peak = peak_clock_mhz(flops / 2 if peak["sparse"] else flops, rank.facts)
-    clock = (row or {}).get("sm_clock_mhz")
-    reason = None if clock else (row or {}).get("gpu_reason") or NO_CLOCK
+    clock = row.get("sm_clock_mhz")
+    reason = None if clock else row.get("gpu_reason") or NO_CLOCK
     alone = None
     if roofline:
         alone = 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"]
@@ -133,13 +122,12 @@ def _checks(content: dict[str, Any]) -> list[str]:
     if hidden or any(row["part"].startswith(COMMUNICATION) for row in found["parts"]):
         text.append(f"Communication that other kernels hide, and that is not in the table: {hidden:.3f} ms.")
     row = content["unprofiled"]
-    if row:
-        slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
-        text.append(
-            f"Without the profiler, in a run of its own: {row['time_ms']:.3f} ms, "
-            f"{_number(row['mfu_percent'], 'MFU {:.2f} %') or 'no MFU'}; the profiled iterations take "
-            f"{slower:+.1f} %."
-        )
+    mfu = f"MFU {row['mfu']['mfu_percent']:.2f} %" if row["mfu"] else "no MFU"
+    slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
+    text.append(
+        f"Without the profiler, in a run of its own: {row['time_ms']:.3f} ms, {mfu}; the profiled iterations "
+        f"take {slower:+.1f} %."
+    )
     return text
 
 
