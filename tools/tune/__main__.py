@@ -115,7 +115,7 @@ def summary(ladder: Ladder) -> list[str]:
 
 
 def header(ladder: Ladder, command: str) -> list[str]:
-    memory = ladder.settings.machine.memory
+    memory = ladder.settings.memory
     text = f"{ladder.settings.processes} x {memory.device}, {memory.gib:.1f} GiB for each process. "
     text += f"Measured {datetime.date.today()}. {' '.join(summary(ladder))}"
     return [f"{MARK}:", f"#     {command}", *(f"# {part}" for part in textwrap.wrap(text, 108))]
