@@ -40,12 +40,11 @@ class GpuTrace:
             json.dump({"traceEvents": self.events}, file)
 
 
-def write_rank(out_dir: Path, places: GpuTrace, times: GpuTrace, seconds: list[float], waited=None, rank=0):
+def write_rank(out_dir: Path, places: GpuTrace, times: GpuTrace, seconds: list[float], rank=0):
     """What training/records/profiler.py leaves of a rank. `seconds`: the host's clock at each mark."""
     places.write(trace_path(out_dir, PLACES, rank))
     times.write(trace_path(out_dir, TIMES, rank))
-    waited = waited or [0.0] * len(seconds)
-    marks = [{"seconds": s, "waited_seconds": w} for s, w in zip(seconds, waited, strict=True)]
+    marks = [{"seconds": s, "waited_seconds": 0.0} for s in seconds]
     iterations = list(range(22, 21 + len(seconds)))
     windows = {PLACES: {"iterations": [6], "marks": []}, TIMES: {"iterations": iterations, "marks": marks}}
     facts = {"rank": rank, "device": "cuda", "windows": windows, "multiprocessors": 132, "capability": [9, 0]}

@@ -3,7 +3,7 @@
 from support.helpers import SMALL, write_config
 
 from tools.tune.ladder import Result
-from tools.tune.settings import Machine, Settings
+from tools.tune.settings import Settings
 from training.configuration.files_and_flags import load_config
 from training.memory.gpus import DeviceMemory
 
@@ -25,8 +25,7 @@ def make_config(folder):
 
 
 def make_settings(config, gib=139.8, processes=2, fixed=()):
-    machine = Machine(DeviceMemory(gib, "NVIDIA H200"), {"gpu_name": "H200"}, [])
-    return Settings(config, processes, machine, set(fixed))
+    return Settings(config, processes, DeviceMemory(gib, "NVIDIA H200"), set(fixed))
 
 
 def speed_of(setting):

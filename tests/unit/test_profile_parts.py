@@ -9,9 +9,9 @@ from support.profile_traces import GpuTrace, write_rank
 from common.errors import RunError
 from ops.ranges import BACKWARD, BLOCK, FORWARD, PREFIX
 from tools.profile import report
-from tools.profile.breakdown import adds_up, breakdown, read_rank, split_waits
-from tools.profile.parts import WAITING, Linears, group_of, part_of
-from tools.profile.timeline import BETWEEN, DATA, LAUNCH, NO_CAUSE, add_up
+from tools.profile.breakdown import adds_up, breakdown, read_rank
+from tools.profile.parts import IDLE, Linears, group_of, part_of
+from tools.profile.timeline import add_up
 from tools.profile.trace import Work, place_of, read_recording
 from tools.profile.waterfall import model_work, waterfall
 from training.configuration.files_and_flags import load_config
@@ -180,40 +180,23 @@ def test_a_part_is_what_the_code_names_it(name, path, phase, part):
 # --- the timeline ---
 
 
-def add(times, begin, end, **options):
-    """times: (level, start, end), or more of Work's fields."""
-    works = [Work("kernel", start, stop, True, *launched) for _, start, stop, *launched in times]
-    return add_up(works, begin, end, [level for level, *_ in times], **options)
-
-
 def test_each_moment_belongs_to_one_piece_of_work():
     """0 computes, 1 copies, 2 communicates."""
-    own, idle = add([(0, 0, 10), (0, 5, 20), (2, 8, 30), (1, 18, 24)], 0, 40)
-    assert own == {0: 10, 1: 10, 3: 4, 2: 6} and sum(idle.values()) == 10
+    works = [Work("kernel", *times, True) for times in ((0, 10), (5, 20), (8, 30), (18, 24))]
+    own, idle = add_up(works, 0, 40, [0, 0, 2, 1])
+    assert own == {0: 10, 1: 10, 3: 4, 2: 6} and idle == 10
 
 
 def test_an_operator_on_a_cpu_has_what_those_inside_it_leave():
     nested = [Work("aten::op", *times, False) for times in ((0, 30), (5, 25), (10, 15), (40, 50))]
     own, idle = add_up(nested, 0, 50, [0] * 4)
-    assert own == {0: 10, 1: 15, 2: 5, 3: 10} and sum(idle.values()) == 10
-
-
-def test_a_gap_has_the_cause_that_the_launch_after_it_shows():
-    times = [
-        (0, 0, 10, 0),
-        (0, 12, 20, 5),  # had been launched: the device needed the time
-        (0, 50, 60, 48),  # launched late; the host waited from 25 to 40
-        (0, 61, 70, 5),
-        (0, 77, 80),  # the trace does not say
-    ]
-    _, idle = add(times, 0, 100, data_waits=[(25, 40), (80, 85)], end_launched=95)
-    assert idle == {BETWEEN: 3, DATA: 20, LAUNCH: 30, NO_CAUSE: 7}
+    assert own == {0: 10, 1: 15, 2: 5, 3: 10} and idle == 10
 
 
 # --- recordings of a GPU ---
 
 
-def window(iterations, operators=False, launch_delay=0.0, nccl=(20, 60)):
+def window(iterations, operators=False):
     """Iterations of 100 microseconds: a matmul, a norm on the same stream, a collective beside and after."""
     trace = GpuTrace()
     for number in range(iterations):
@@ -224,8 +207,8 @@ def window(iterations, operators=False, launch_delay=0.0, nccl=(20, 60)):
             trace.operator("nanomfu::rms_norm", at + 6, at + 9, [(128, 32)])
         trace.kernel("gemm", at + 4, at + 10, at + 30)
         trace.kernel("same_name_everywhere", at + 7, at + 30, at + 40, grid=(number % 2, 1, 1))
-        trace.kernel("ncclDevKernel_AllReduce_Sum_f32", at + 8, at + nccl[0], at + nccl[1], stream=9)
-        trace.kernel("Memset (Device)", at + 70 + launch_delay, at + 80, at + 90, category="gpu_memset")
+        trace.kernel("ncclDevKernel_AllReduce_Sum_f32", at + 8, at + 20, at + 60, stream=9)
+        trace.kernel("Memset (Device)", at + 70, at + 80, at + 90, category="gpu_memset")
     trace.mark(100 * iterations, 100 * iterations + 2)
     return trace
 
@@ -238,7 +221,7 @@ def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
     rank, model = read_rank(tmp_path, 0), Linears(tiny())
     assert all(work.place is None for work in rank.recording.work), "the window of times has no operators"
-    found = breakdown(rank, split_waits([rank], model)[0][0], model)
+    found = breakdown(rank, model)
     rows = {row["part"]: row for row in found["parts"]}
     assert found["iterations"] == 2 and found["wall_ms"] == pytest.approx(0.1)
     assert rows["qkv forward"]["ms"] == pytest.approx(0.020)
@@ -246,7 +229,7 @@ def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
     assert rows["communication: all-reduce"]["ms"] == pytest.approx(0.020), "what nothing hides"
     assert found["communication_hidden_ms"] == pytest.approx(0.020)
     assert rows["Memset (Device)"]["ms"] == pytest.approx(0.010)
-    assert rows[LAUNCH]["ms"] == pytest.approx(0.040) and NO_CAUSE not in rows
+    assert rows[IDLE]["ms"] == pytest.approx(0.040)
     assert sum(row["ms"] for row in found["parts"]) == pytest.approx(found["wall_ms"])
     assert adds_up(found)
 
@@ -255,48 +238,15 @@ def test_counts_that_differ_leave_the_place_unknown(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
     places = [work.place for work in read_rank(tmp_path, 0).work if work.name == "same_name_everywhere"]
     assert [place and place.operator for place in places] == ["nanomfu::rms_norm", None, "nanomfu::rms_norm"]
-    found = breakdown(rank := read_rank(tmp_path, 0), rank.work, Linears(tiny()))
+    found = breakdown(read_rank(tmp_path, 0), Linears(tiny()))
     rows = {row["part"]: row["ms"] for row in found["parts"]}
     assert rows["rms_norm"] == rows["same_name_everywhere"] == pytest.approx(0.005)
-
-
-def test_a_rank_that_comes_early_waits_for_the_others(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3, nccl=(40, 70)), seconds(3), rank=0)
-    write_rank(tmp_path, window(1, operators=True), window(3, nccl=(55, 70)), seconds(3), rank=1)
-    ranks, model = [read_rank(tmp_path, rank) for rank in (0, 1)], Linears(tiny())
-    works, known = split_waits(ranks, model)
-    assert known
-    found = [breakdown(rank, work, model) for rank, work in zip(ranks, works, strict=True)]
-    rows = [{row["part"]: row["ms"] for row in each["parts"]} for each in found]
-    assert rows[0][WAITING] == pytest.approx(0.015) and WAITING not in rows[1]
-    for each in rows:
-        assert each["communication: all-reduce"] == pytest.approx(0.015)
-
-
-def test_ranks_with_different_collectives_keep_their_waiting_in_the_communication(tmp_path):
-    fewer = window(3)
-    fewer.events = [event for event in fewer.events if not event["name"].startswith("nccl")]
-    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3), rank=0)
-    write_rank(tmp_path, window(1, operators=True), fewer, seconds(3), rank=1)
-    ranks = [read_rank(tmp_path, rank) for rank in (0, 1)]
-    works, known = split_waits(ranks, Linears(tiny()))
-    assert not known and works == [rank.work for rank in ranks]
-
-
-def test_the_host_waiting_for_a_batch_is_told_from_a_slow_launch(tmp_path):
-    times = window(3, launch_delay=8)  # the last kernel of each iteration is launched 8 before it starts
-    write_rank(tmp_path, window(1, operators=True), times, seconds(3), waited=[0, 6e-6, 12e-6, 18e-6])
-    rank = read_rank(tmp_path, 0)
-    assert [round(stop - start, 3) for start, stop in rank.data_waits()] == [6, 6, 6]
-    found = breakdown(rank, rank.work, Linears(tiny()))
-    rows = {row["part"]: row["ms"] for row in found["parts"]}
-    assert rows[LAUNCH] > 0 and rows[DATA] == pytest.approx(0.005), "4 and 6 microseconds of it in gaps"
 
 
 def test_a_trace_that_disagrees_with_the_hosts_clock_does_not_add_up(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), seconds(3, scale=1.02))
     rank = read_rank(tmp_path, 0)
-    assert not adds_up(breakdown(rank, rank.work, Linears(tiny())))
+    assert not adds_up(breakdown(rank, Linears(tiny())))
 
 
 def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
@@ -313,14 +263,12 @@ def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
 def test_the_text_shows_the_sum_and_puts_small_parts_together(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
     rank, model = read_rank(tmp_path, 0), Linears(tiny())
-    found = breakdown(rank, rank.work, model)
+    found = breakdown(rank, model)
     content = {
         "device": "NVIDIA H200",
         "processes": 1,
-        "unprofiled": {"time_ms": 0.098, "mfu_percent": 41.5},
+        "unprofiled": {"time_ms": 0.098, "mfu": {"mfu_percent": 41.5}},
         "profiled": found,
-        "ranks": [{"rank": 0}],
-        "waits_known": True,
         "adds_up": adds_up(found),
         "waterfall": waterfall(model_work(tiny()), found, 1e12, (1500.0, None), (1830.0, None), 0.02),
     }

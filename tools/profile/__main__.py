@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import plan
-from bench.process import TIMEOUT_MAX_S, python_command, run_process
+from bench.process import python_command, run_process
 from bench.runner import last_json
 from bench.throughput import dataset_chooser
-from common.arguments import real_number, user_folder, user_path, whole_number
+from common.arguments import user_folder, user_path, whole_number
 from common.command import FAILED, run_command, say
 from common.durable_file import write_bytes, write_json
 from common.errors import RunError, UserError
@@ -44,15 +44,16 @@ FIXED = {
     "log_interval": 10,
     "profile": "time",
 }
+RESERVED = {*FIXED, "out_dir"}
 # Of the run without the profiler, which tells what an iteration takes.
 PLAIN = {"profile": None, "max_iters": MEASURED_ROW + 1}
 NPROC_MAX = 1024
-TIMEOUT_S = 3600
+TIMEOUT_S = 3600  # of each process
 
 
 def main(argv: list[str]) -> int:
     options, overrides = parse(argv)
-    check_overrides(overrides)
+    plan.check_overrides(overrides, RESERVED, "--output or --dataset, or leave it out")
     flags = [options.config, *overrides, *as_flags(FIXED)]
     config = load_run_config(flags, options.nproc)
     folder = new_folder(options.output, Path(options.config).stem)
@@ -60,13 +61,13 @@ def main(argv: list[str]) -> int:
         flags.append(f"--dataset={dataset(config)}")
     out_dir, plain_dir = folder / "run", folder / "plain_run"
     try:
-        train(flags, out_dir, options)
-        train([*flags, *as_flags(PLAIN)], plain_dir, options)
+        train(flags, out_dir, options.nproc)
+        train([*flags, *as_flags(PLAIN)], plain_dir, options.nproc)
         roofline: dict[str, Any] | None = None
         reason: str | None = "not asked for: --no-roofline"
         if options.roofline:
             resolved = config_of(find_record(out_dir))
-            roofline, reason = measure_roofline(flags, resolved, folder, options.timeout)
+            roofline, reason = measure_roofline(flags, resolved, folder)
         content = analyze(out_dir, plain_dir, roofline, reason)
     except RunError as error:
         say(f"error: {error}")
@@ -84,41 +85,32 @@ def as_flags(keys: Mapping[str, Any]) -> list[str]:
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-def train(flags: list[str], out_dir: Path, options: argparse.Namespace) -> None:
+def train(flags: list[str], out_dir: Path, processes: int) -> None:
     """Runs train.py. Raises RunError if it fails."""
     out_dir.mkdir()
     log = out_dir.with_suffix(".log")
-    command = python_command(["train.py", *flags, f"--out_dir={out_dir}"], options.nproc)
+    command = python_command(["train.py", *flags, f"--out_dir={out_dir}"], processes)
     print(f"training a few iterations; the console is {log}", flush=True)
-    outcome = run_process(command, log, options.timeout, keep_cache=True)
+    outcome = run_process(command, log, TIMEOUT_S, keep_cache=True)
     if outcome.reason:
         raise RunError(f"train.py: {outcome.reason}; {log} has its whole output")
 
 
 def measure_roofline(
-    flags: list[str], config: TrainConfig, folder: Path, timeout_s: float
+    flags: list[str], config: TrainConfig, folder: Path
 ) -> tuple[dict[str, Any] | None, str | None]:
     """(what bench.roofline prints, None), or (None, why there is nothing)."""
     log = folder / "roofline.log"
     alone = [f"--{name}={KEYS[name].default}" for name in ("use_zero1", "use_fsdp", *OF_FSDP)]
     argv = [*flags, *alone, "--profile=None", f"--batch_size={config.micro_batch}"]
     print("measuring this machine's matmuls and attention alone", flush=True)
-    outcome = run_process(python_command(["-m", "bench.roofline", *argv], 1), log, timeout_s)
+    outcome = run_process(python_command(["-m", "bench.roofline", *argv], 1), log, TIMEOUT_S)
     if outcome.reason:
         return None, f"bench.roofline: {outcome.reason}"
     try:
         return last_json(read_regular(log, MAX_BYTES)), None
     except (OSError, ValueError) as error:
         return None, f"bench.roofline: {error}"
-
-
-def check_overrides(overrides: list[str]) -> None:
-    """Raises UserError for a key that this tool sets itself."""
-    for flag in overrides:
-        key = flag.removeprefix("--").partition("=")[0]
-        if key in FIXED or key == "out_dir":
-            instead = "use --output" if key == "out_dir" else "leave it out"
-            raise UserError(f"{key} is set by tools.profile; {instead}")
 
 
 def new_folder(asked: Path | None, name: str) -> Path:
@@ -151,12 +143,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         dest="roofline",
         action="store_false",
         help="do not measure the matmuls alone; the waterfall then has one step for them",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=real_number(0, TIMEOUT_MAX_S),
-        default=TIMEOUT_S,
-        help="seconds for each process (3600)",
     )
     flags, rest = take_flags(argv, plan.OWN_OPTIONS)
     options, unknown = parser.parse_known_args(rest)

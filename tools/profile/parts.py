@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from bench.roofline import matmul_shapes
 from ops.ranges import BACKWARD, FORWARD
-from tools.profile.timeline import IDLE
 from tools.profile.trace import COMPILED, RECOMPUTE, Place, Work
 from training.configuration.keys import TrainConfig
 
@@ -41,9 +40,8 @@ NAME_WIDTH = 60  # characters of a kernel's name, or of those of its operators
 CALL = re.compile(r"(?!autograd|torch)\w+::")
 
 COMMUNICATION, ATTENTION_PART = "communication: ", "attention "
-WAITING = "waiting for another rank"
 PROFILER = "the profiler itself"  # idle time that the same iterations do not have without it
-HOST = "no operator running"  # on a CPU: Python and autograd between the operators
+IDLE = "nothing running"  # on a CPU: Python and autograd between the operators
 COMPILED_CODE = "compiled code"  # on a CPU, whose traces do not have its kernels
 
 
@@ -110,7 +108,7 @@ def part_of(work: Work, linears: Linears) -> Part:
     if not work.device and name.startswith(COMPILED):
         return Part(COMPILED_CODE)
     if not work.device and not CALL.match(name):
-        return Part(HOST)
+        return Part(IDLE)
     # on a CPU, operators within ours compute
     products = (*PRODUCTS, *OWN_PRODUCTS) if work.device else tuple(PRODUCTS)
     if place and place.operator in products and not name.startswith("Memset"):
@@ -132,11 +130,8 @@ def is_matmul(part: str) -> bool:
 
 # --- groups of parts: the steps of the waterfall ---
 
-GROUPS = (
-    *("matmuls", "attention", "recomputation", "memory-bound"),
-    *("communication", "ranks", "idle", "profiler"),
-)
-OF_ONE_PART = {WAITING: "ranks", PROFILER: "profiler", **dict.fromkeys((*IDLE, HOST), "idle")}
+GROUPS = ("matmuls", "attention", "recomputation", "memory-bound", "communication", "idle", "profiler")
+OF_ONE_PART = {PROFILER: "profiler", IDLE: "idle"}
 
 
 def group_of(part: str) -> str:

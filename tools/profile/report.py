@@ -8,8 +8,8 @@ from typing import Any
 from common.json_file import read_json
 from common.run_records import run_records
 from common.text import aligned
-from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_profiler, split_waits
-from tools.profile.parts import COMMUNICATION, Linears, groups
+from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_profiler
+from tools.profile.parts import COMMUNICATION, Linears
 from tools.profile.waterfall import model_work, peak_clock_mhz, waterfall
 from training.configuration.keys import KEYS, TrainConfig
 
@@ -35,51 +35,28 @@ def config_of(record: dict[str, Any]) -> TrainConfig:
 def analyze(
     out_dir: Path, plain_dir: Path, roofline: dict[str, Any] | None, roofline_reason: str | None
 ) -> dict[str, Any]:
-    """The content of profile.json, of a run with the profiler and one without. Raises RunError if a rank has
-    left nothing that can be read."""
+    """The content of profile.json, of a run with the profiler and one without. Raises RunError if rank 0
+    has left nothing that can be read."""
     record = find_record(out_dir)
     config, info = config_of(record), record["startup_info"]
-    ranks = [read_rank(out_dir, rank) for rank in range(info["hardware"]["num_gpus"])]
-    linears = Linears(config)
-    works, waits_known = split_waits(ranks, linears)
-    found = [breakdown(rank, work, linears) for rank, work in zip(ranks, works, strict=True)]
+    rank = read_rank(out_dir, 0)
+    found = breakdown(rank, Linears(config))
     rows = find_record(plain_dir)["training_iterations"]
-    row = next((row for row in rows if row["iter"] == MEASURED_ROW), None)
-    if row and ranks[0].facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
-        for each in found:
-            split_profiler(each, row["time_ms"])
+    row = next(row for row in rows if row["iter"] == MEASURED_ROW)
+    if rank.facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
+        split_profiler(found, row["time_ms"])
     return {
         "device": info["hardware"]["gpu_name"],
-        "processes": len(ranks),
+        "processes": info["hardware"]["num_gpus"],
         "torch": info["software"].get("torch"),
-        "unprofiled": _unprofiled(row),
-        "profiled": found[0],
-        "ranks": [_of_rank(each) for each in found],
-        "waits_known": waits_known,
-        "adds_up": all(map(adds_up, found)),
-        "waterfall": _waterfall(config, info, ranks[0], found[0], row, roofline),
+        "unprofiled": row,
+        "profiled": found,
+        "adds_up": adds_up(found),
+        "waterfall": _waterfall(config, info, rank, found, row, roofline),
         "roofline": roofline,
         "roofline_reason": roofline_reason,
         "config": record["config"],
     }
-
-
-def _unprofiled(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    if row is None:
-        return None
-    names = ("time_ms", "tokens_per_sec", "sm_clock_mhz", "power_w")
-    return {
-        **{name: row.get(name) for name in names},
-        "mfu_percent": row["mfu"]["mfu_percent"] if row["mfu"] else None,
-        "mfu_reason": row["mfu_reason"],
-    }
-
-
-def _of_rank(found: dict[str, Any]) -> dict[str, Any]:
-    ms = groups(found["parts"])
-    names = ("communication", "ranks", "idle")
-    facts = {name: found[name] for name in ("rank", "wall_ms", "communication_hidden_ms")}
-    return {**facts, **{f"{name}_ms": ms[name] for name in names}}
 
 
 def _waterfall(
@@ -87,7 +64,7 @@ def _waterfall(
     info: dict[str, Any],
     rank: Rank,
     found: dict[str, Any],
-    row: dict[str, Any] | None,
+    row: dict[str, Any],
     roofline: dict[str, Any] | None,
 ) -> dict[str, Any]:
     peak = info["hardware"]["peak"]
@@ -95,8 +72,8 @@ def _waterfall(
     at_peak: tuple[float | None, str | None] = (None, "the peak is no datasheet's, so it belongs to no clock")
     if flops and config.peak_tflops is None:
         at_peak = peak_clock_mhz(flops / 2 if peak["sparse"] else flops, rank.facts)
-    clock = (row or {}).get("sm_clock_mhz")
-    reason = None if clock else (row or {}).get("gpu_reason") or NO_CLOCK
+    clock = row.get("sm_clock_mhz")
+    reason = None if clock else row.get("gpu_reason") or NO_CLOCK
     alone = None
     if roofline:
         alone = 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"]
@@ -117,10 +94,7 @@ def lines(content: dict[str, Any]) -> list[str]:
     rows += [_row("all smaller ones", group, ms, found["wall_ms"]) for group, ms in small.items() if ms]
     rows.append(_row("sum", "", found["sum_ms"], found["wall_ms"]))
     table = aligned(["part", "step", "ms", "%", "TFLOPS"], rows, ["part", "step"])
-    text = [_title(content), "", *table, "", *_checks(content)]
-    if len(content["ranks"]) > 1:
-        text += ["", *_rank_lines(content["ranks"])]
-    return [*text, "", *_waterfall_lines(content)]
+    return [_title(content), "", *table, "", *_checks(content), "", *_waterfall_lines(content)]
 
 
 def _row(part: str, group: str, ms: float, wall_ms: float, tflops: float | None = None) -> list[str]:
@@ -147,30 +121,14 @@ def _checks(content: dict[str, Any]) -> list[str]:
     hidden = found["communication_hidden_ms"]
     if hidden or any(row["part"].startswith(COMMUNICATION) for row in found["parts"]):
         text.append(f"Communication that other kernels hide, and that is not in the table: {hidden:.3f} ms.")
-    if not content["waits_known"]:
-        text.append("The ranks made different numbers of collectives, so their waiting is in communication.")
     row = content["unprofiled"]
-    if row:
-        slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
-        text.append(
-            f"Without the profiler, in a run of its own: {row['time_ms']:.3f} ms, "
-            f"{_number(row['mfu_percent'], 'MFU {:.2f} %') or 'no MFU'}; the profiled iterations take "
-            f"{slower:+.1f} %."
-        )
+    mfu = f"MFU {row['mfu']['mfu_percent']:.2f} %" if row["mfu"] else "no MFU"
+    slower = 100 * (found["wall_ms"] / row["time_ms"] - 1)
+    text.append(
+        f"Without the profiler, in a run of its own: {row['time_ms']:.3f} ms, {mfu}; the profiled iterations "
+        f"take {slower:+.1f} %."
+    )
     return text
-
-
-def _rank_lines(ranks: list[dict[str, Any]]) -> list[str]:
-    head = {
-        "rank": "rank",
-        "wall_ms": "ms",
-        "communication_ms": "communication",
-        "communication_hidden_ms": "hidden",
-        "ranks_ms": "waits for ranks",
-        "idle_ms": "idle",
-    }
-    rows = [[str(rank["rank"]), *(f"{rank[key]:.3f}" for key in list(head)[1:])] for rank in ranks]
-    return aligned(list(head.values()), rows, [])
 
 
 def _waterfall_lines(content: dict[str, Any]) -> list[str]:

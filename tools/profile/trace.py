@@ -12,7 +12,7 @@ import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,6 @@ class Work:
     start: float
     end: float
     device: bool
-    launched: float | None = None  # when the host launched it, if that is known
     grid: str = ""
     place: Place | None = None
 
@@ -77,7 +76,6 @@ class Recording:
 
     work: list[Work]  # by start
     marks: list[float]  # the start of each iteration, and the end of the last
-    marks_launched: list[float] = field(default_factory=list)  # the same by the host, in the trace's time
 
     def iteration(self, number: int) -> list[Work]:
         """The work that starts between two marks."""
@@ -107,18 +105,17 @@ def _of_gpu(events: list[Event], device: list[Event]) -> Recording:
         if event.get("cat") in LAUNCH and "correlation" in event.get("args", {})
     }
     places = _places(events, list(launches.values()))
-    work, marks, launched = [], [], []
+    work, marks = [], []
     for event in device:
         args = event["args"]
         launch = launches.get(args.get("correlation"))
         if GPU_MARK in event["name"]:
             marks.append(event["ts"])
-            launched += [launch["ts"]] if launch else []
             continue
-        start, end, when = event["ts"], event["ts"] + event["dur"], launch["ts"] if launch else None
+        start, end = event["ts"], event["ts"] + event["dur"]
         grid, place = str(args.get("grid", "")), places.get(id(launch)) if launch else None
-        work.append(Work(event["name"], start, end, True, when, grid, place))
-    return Recording(sorted(work, key=lambda each: each.start), sorted(marks), sorted(launched))
+        work.append(Work(event["name"], start, end, True, grid, place))
+    return Recording(sorted(work, key=lambda each: each.start), sorted(marks))
 
 
 def _of_cpu(events: list[Event]) -> Recording:
@@ -128,12 +125,9 @@ def _of_cpu(events: list[Event]) -> Recording:
     mains = {mark["tid"] for mark in marks}
     operators = [e for e in host if e["tid"] in mains and not e["name"].startswith(CPU_MARK)]
     places = _places(operators, operators)
-    work = [
-        Work(e["name"], e["ts"], e["ts"] + e["dur"], False, e["ts"], place=places.get(id(e)))
-        for e in operators
-    ]
+    work = [Work(e["name"], e["ts"], e["ts"] + e["dur"], False, place=places.get(id(e))) for e in operators]
     times = sorted(event["ts"] for event in marks)
-    return Recording(sorted(work, key=lambda each: each.start), times, times)
+    return Recording(sorted(work, key=lambda each: each.start), times)
 
 
 # --- places ---

@@ -10,7 +10,7 @@ the formula counts.
     + ceiling    matmuls alone on this machine - their FLOPs at the peak of that clock
     + matmuls    matmuls in the run - matmuls alone
     + attention  attention in the run - its FLOPs at the peak of that clock
-    + recomputation, memory-bound operations, communication, waiting for ranks, idle: their time
+    + recomputation, memory-bound operations, communication, idle: their time
     = wall clock, without what only the profiler takes
 """
 
@@ -36,7 +36,6 @@ STEPS = {  # {step: its label}; docs/profile.md says what could be done about ea
     "recomputation": "recomputation",
     "memory-bound": "memory-bound operations",
     "communication": "communication that nothing hides",
-    "ranks": "waiting for another rank",
     "idle": "idle: no kernel running",
 }
 ALL_LOST = tuple(STEPS)[4:]  # steps of which the whole time is lost

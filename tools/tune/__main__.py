@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
     if options.dataset and options.dataset != "random":
         arguments.append(f"--dataset={options.dataset}")
     base = load_run_config(arguments, options.nproc)
-    settings = Settings(base, options.nproc, look_at(base, options.nproc), set(keys_of(overrides)))
+    fixed = {flag.removeprefix("--").partition("=")[0] for flag in overrides}
+    settings = Settings(base, options.nproc, look_at(base, options.nproc), fixed)
     several = f"_{options.nproc}gpu" if options.nproc > 1 else ""
     name = Path(options.config).stem
     result = options.write or ROOT / "config" / f"tuned_{name.removeprefix('tuned_')}{several}.py"
@@ -114,12 +115,9 @@ def summary(ladder: Ladder) -> list[str]:
 
 
 def header(ladder: Ladder, command: str) -> list[str]:
-    settings, machine = ladder.settings, ladder.settings.machine
-    steps = settings.sequences // ladder.best["batch_size"]
-    had = settings.trial_keys(ladder.best)["gradient_accumulation_steps"]
-    where = f"{settings.processes} x {machine.facts['gpu_name'] or machine.memory.device}"
-    text = f"{where}, {machine.memory.gib:.1f} GiB for each process. Measured {datetime.date.today()}, torch "
-    text += f"{machine.facts['torch']}, {had} of {steps} micro-steps. {' '.join(summary(ladder))}"
+    memory = ladder.settings.memory
+    text = f"{ladder.settings.processes} x {memory.device}, {memory.gib:.1f} GiB for each process. "
+    text += f"Measured {datetime.date.today()}. {' '.join(summary(ladder))}"
     return [f"{MARK}:", f"#     {command}", *(f"# {part}" for part in textwrap.wrap(text, 108))]
 
 
@@ -142,10 +140,6 @@ def literal(value: object) -> str:
 
 
 # --- options ---
-
-
-def keys_of(flags: list[str]) -> list[str]:
-    return [flag.removeprefix("--").partition("=")[0] for flag in flags]
 
 
 def seconds(text: str) -> float:

@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from common.errors import UserError
 from training.configuration.batch import divisors, is_auto
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
-from training.hardware.description import describe_hardware
 from training.memory.estimate import needed_memory
 from training.memory.gpus import DeviceMemory, device_memory
 from training.memory.micro_batch import SMALLEST_PART, choose, settings_that_fit
@@ -46,50 +45,41 @@ CAREFUL_TOKENS, MOST_TOKENS = 8_192, 65_536  # of the first micro-batch; above t
 OWN_GIB = 3.0  # of a GPU: the driver, and the context of the process that asks
 
 
-class Machine(NamedTuple):
-    """What trials run on."""
-
-    memory: DeviceMemory  # of one process
-    facts: dict[str, str | None]  # hardware and software
-    used_gib: list[float]  # of each GPU, by whoever is there
-
-
-def look_at(config: TrainConfig, processes: int) -> Machine:
-    """This machine. A GPU is looked at in a process of its own, whose context would otherwise stay in the
-    GPU's memory beside the trials. Raises UserError if there are too few GPUs, or others use them."""
+def look_at(config: TrainConfig, processes: int) -> DeviceMemory:
+    """What a process has. A GPU is looked at in a process of its own, whose context would otherwise stay in
+    its memory beside the trials. Raises UserError if there are too few GPUs, or others use them."""
     if config.device == "cpu":
-        return _describe("cpu", processes)
+        return _describe("cpu", processes)[0]
     if processes > torch.cuda.device_count():
         raise UserError(
             f"--nproc={processes} needs as many GPUs, but torch sees {torch.cuda.device_count()}; use fewer, "
             "or --device=cpu. train.py --dry_run=True --gpu=H100 says what fits a GPU that is not here"
         )
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        machine = pool.submit(_describe, "cuda", processes).result()
-    for number, used in enumerate(machine.used_gib):
+        memory, taken = pool.submit(_describe, "cuda", processes).result()
+    for number, used in enumerate(taken):
         if used > OWN_GIB:
             raise UserError(
                 f"GPU {number} is in use: {used:.1f} GiB of its memory are taken, and trials would compete "
                 "with whoever has them; wait, stop them (nvidia-smi), or choose others (CUDA_VISIBLE_DEVICES)"
             )
-    return machine
+    return memory
 
 
-def _describe(kind: str, processes: int) -> Machine:
+def _describe(kind: str, processes: int) -> tuple[DeviceMemory, list[float]]:
+    """(the memory of one process, GiB of each GPU that whoever is there has taken)."""
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    found = describe_hardware(device)
-    facts = {name: found[name] for name in ("gpu_name", "torch")}
     gpus = [torch.cuda.mem_get_info(number) for number in range(processes)] if kind == "cuda" else []
     used = [(total - free) / GIB for free, total in gpus]
-    return Machine(device_memory(device, processes), facts, used)
+    return device_memory(device, processes), used
 
 
 class Settings:
     """The settings of one config. `fixed`: keys that the user states as flags, which stay."""
 
-    def __init__(self, base: TrainConfig, processes: int, machine: Machine, fixed: set[str]):
-        self.base, self.processes, self.machine, self.fixed = base, processes, machine, fixed
-        own, found = choose(base, processes, machine.memory)  # 'auto' as numbers
+    def __init__(self, base: TrainConfig, processes: int, memory: DeviceMemory, fixed: set[str]):
+        self.base, self.processes, self.memory, self.fixed = base, processes, memory, fixed
+        own, found = choose(base, processes, memory)  # 'auto' as numbers
         self.runs_as_it_is = found.fits or not is_auto(base)  # else train.py would refuse it
         self.eval_batch = own.eval_batch_size or own.micro_batch  # losses of evaluations stay comparable
         tokens = base.tokens_per_iter if is_auto(base) else None
@@ -130,9 +120,9 @@ class Settings:
                 if found := list(self.fit(self.as_it_is | strategy, batch)):
                     return found[-1]
         raise UserError(
-            f"no setting of this config fits {self.machine.memory.device} with "
-            f"{self.machine.memory.gib:.1f} GiB; these do, by the estimate:\n"
-            + "\n".join(settings_that_fit(self.base, self.processes, self.machine.memory))
+            f"no setting of this config fits {self.memory.device} with "
+            f"{self.memory.gib:.1f} GiB; these do, by the estimate:\n"
+            + "\n".join(settings_that_fit(self.base, self.processes, self.memory))
         )
 
     def obstacle(self, setting: Setting) -> str | None:
@@ -149,7 +139,7 @@ class Settings:
         return needed_memory(self.config(setting), self.processes)
 
     def fits(self, setting: Setting) -> bool:
-        return self.needed(setting) <= self.machine.memory.gib
+        return self.needed(setting) <= self.memory.gib
 
     def config(self, setting: Setting) -> TrainConfig:
         steps = self.sequences // setting["batch_size"]
