@@ -123,4 +123,4 @@ def open_model(folder: str, dtype: torch.dtype, batch_size: int, world: World, *
     different places; without it, a batch of any size gives the scores of a batch of one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(world.device)
     keys |= dict(batch_size=batch_size, logits_cache=False, softmax_dtype="float32")
-    return SharedHF(world, pretrained=model, **keys)
+    return SharedHF(world, pretrained=model, tokenizer=folder, **keys)
