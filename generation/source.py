@@ -60,10 +60,8 @@ def load_run(out_dir: Path, which: str, device: torch.device, dataset: str | Non
     check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), fix)
     ends, eot_id = set(end_ids(first_weights(saved.pretrained), was.get("eot_id"))), was.get("eot_id")
     facts = {"checkpoint": str(checkpoint), "iteration": saved.iteration, "val_loss": saved.val_loss}
-    trained_in = {
-        "dtype": saved.config.get("dtype"),
-        "low_precision": saved.config.get("low_precision", "none"),
-    }
+    low = saved.config.get("low_precision", "none")
+    trained_in = {"dtype": saved.config.get("dtype"), "low_precision": low}
     return Source(
         model, load_tokenizer(folder), folder, ends, eot_id, {**facts, "run": saved.run}, trained_in
     )
