@@ -45,7 +45,12 @@ def main(argv: list[str]) -> None:
     ids, ends = encode(options, source, prompts)
     check_prompts(source.model, ids)
     print(source.about, flush=True)
-    say_room(options, source.model.config.block_size, ids)
+    context = source.model.config.block_size
+    if (room := context - max(map(len, ids))) < options.max_new_tokens:
+        say(
+            f"the model's context has {context:,} tokens, which leave room for {room:,} new ones after the "
+            "longest prompt: text ends there"
+        )
     choice = Choice(options.temperature, options.top_k, options.top_p)
     total, tokens, began = len(ids) * options.num_samples, 0, time.perf_counter()
     try:
@@ -58,10 +63,8 @@ def main(argv: list[str]) -> None:
                 number, sample = divmod(place, options.num_samples)
                 begins = f"prompt {number + 1}, " if len(ids) > 1 else ""
                 # decoded together, because some tokenizers drop the space in front of the first token
-                print(
-                    f"--- {begins}sample {sample + 1} ---\n{source.tokenizer.decode([*old, *new])}",
-                    flush=True,
-                )
+                text = source.tokenizer.decode([*old, *new])
+                print(f"--- {begins}sample {sample + 1} ---\n{text}", flush=True)
                 tokens += len(new)
     except torch.OutOfMemoryError:
         raise UserError("the GPU's memory is full; lower --batch_size or --max_new_tokens") from None
@@ -78,15 +81,6 @@ def encode(
     else:
         ids, ends = [source.tokenizer.encode(prompt) for prompt in prompts], set()
     return ids, set() if options.ignore_eot else source.ends | ends
-
-
-def say_room(options: argparse.Namespace, context: int, prompts: list[list[int]]) -> None:
-    room = context - max(map(len, prompts))
-    if room < options.max_new_tokens:
-        say(
-            f"the model's context has {context:,} tokens, which leave room for {room:,} new ones after the "
-            f"longest prompt: text ends there, not after --max_new_tokens={options.max_new_tokens}"
-        )
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
