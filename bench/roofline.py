@@ -31,7 +31,6 @@ from model_config import ModelConfig
 from ops.recipes import ONE_SCALE
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import multiplies_in_bf16
 from training.hardware.peaks import Peak, resolve_peak
 from training.memory.micro_batch import resolve_micro_batch
 from training.pretrained.settings import load_run_config
@@ -132,9 +131,8 @@ def matmul_shapes(config: ModelConfig) -> Counter:
 
 
 def runs_in_fp8(name: str, config: TrainConfig) -> bool:
-    recipe = config.low_precision
-    low = recipe in ONE_SCALE and not multiplies_in_bf16(recipe, config.device)
-    return low and (name != HEAD or config.low_precision_scope == "layers_and_head")
+    chosen = name != HEAD or config.low_precision_scope == "layers_and_head"
+    return config.low_precision in ONE_SCALE and chosen
 
 
 def lines(measured: dict) -> list[str]:

@@ -3,8 +3,7 @@
     python -m data.adopt FOLDER --tokenizer=gpt2
 
 Reads both files whole, and refuses ids that the tokenizer does not have. meta.json then records hashes, token
-counts and the end-of-text id. If each X.bin has an X.bin.lengths beside it, these say where documents end:
-the tokens of each document as uint32. A meta.pkl is never unpickled, and no token file is changed.
+counts and the end-of-text id. A meta.pkl is never unpickled, and no token file is changed.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from common.errors import UserError
 from common.json_file import open_regular
 from data.folders import dataset_folder
 from data.pipeline.command import TOKENIZER
-from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_name
+from data.pipeline.document_lengths import lengths_name
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, keep_tokenizer
 from data.pipeline.next_commands import report
@@ -67,6 +66,8 @@ def find_token_files(folder: Path, dtype: np.dtype) -> list[Path]:
             raise UserError(f"there is no {folder / split}.bin; a dataset needs train.bin and val.bin")
         paths += [folder / name for name in names]
     for path in paths:
+        if path.with_name(lengths_name(path.name)).exists():
+            raise UserError(f"{path} has document lengths beside it, which are not adopted; move them away")
         check_is_tokens(path)
         size = path.stat().st_size
         if not size:
@@ -110,28 +111,6 @@ def describe_files(paths: list[Path], dtype: np.dtype, tokenizer: SubwordTokeniz
         if twin != path.name:
             raise UserError(f"{path} holds the same as {twin}; training and validation need other text")
     return {path.name: files[path.name] for path in paths}
-
-
-def add_lengths(folder: Path, files: dict[str, dict]) -> None:
-    """Adds what meta.json says of the files of document lengths, if there are any. Raises UserError."""
-    paths = {name: folder / lengths_name(name) for name in files}
-    missing = [path for path in paths.values() if not path.exists()]
-    if missing and len(missing) < len(paths):
-        raise UserError(f"there is no {missing[0]}, but other token files have document lengths beside them")
-    if missing:
-        return
-    for path, sha256, longest in read_whole(list(paths.values()), stored_dtype(LENGTH_DTYPE)):
-        tokens = files[path.name.removesuffix(SUFFIX)]["tokens"]
-        with open_regular(path) as file:
-            lengths = np.fromfile(file, "<u4")
-        total = int(lengths.sum(dtype=np.int64))
-        if path.stat().st_size % LENGTH_BYTES or not lengths.all() or total != tokens:
-            raise UserError(
-                f"{path} has lengths that add up to {total:,} and its token file {tokens:,} tokens; each is "
-                "the number of tokens of a document, above 0, as uint32"
-            )
-        known = {"documents": len(lengths), "longest": longest, "sha256": sha256}
-        files[path.name.removesuffix(SUFFIX)]["lengths"] = known
 
 
 def holds(path: Path, dtype: np.dtype, token_id: int) -> bool:
@@ -178,16 +157,14 @@ def adopt(folder: Path, tokenizer: SubwordTokenizer, eot: str | None, dtype_name
         check_not_there(folder)
         entries = {path: entry(path, name, {}) for path in paths}  # before they are read: see entry()
         files = describe_files(paths, dtype, tokenizer)
-        add_lengths(folder, files)
-        listed = any("lengths" in file for file in files.values())
-        marked = not listed and any(holds(path, dtype, eot_id) for path in paths)
+        marked = any(holds(path, dtype, eot_id) for path in paths)
         meta = describe(tokenizer.vocab_size, {}, eot_id if marked else None, SOURCE, files)
         meta |= {"dtype": name, "tokenizer": keep_tokenizer(folder, tokenizer)}
         write_json(folder / "meta.json", meta)
         for path, known in entries.items():
             known["max_id"], known["stamp"][-1] = files[path.name]["max_id"], files[path.name]["sha256"]
         remember(folder, {path.name: known for path, known in entries.items()})
-    if not marked and not listed:
+    if not marked:
         print(f"id {eot_id}, the end of a text, is not in the files: doc_masking and packing need it")
     return meta
 

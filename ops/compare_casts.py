@@ -1,17 +1,21 @@
-"""Compares the kernels that emulate a recipe with their plain forms, before a run on a GPU trusts them.
+"""Compares the kernels of a recipe with plain arithmetic, before a run on a GPU trusts them.
 
 A compiler that rounds or divides otherwise makes other numbers and says nothing: a run would train, with a
-recipe that is not the one it names. The plain forms, computed on the CPU, are what tests compare with
-TransformerEngine and torchao.
+recipe that is not the one it names. Emulated casts must have the bits of their plain forms on the CPU, which
+are what tests compare with TransformerEngine and torchao; fp8 numbers must be right to a rounding step: a
+compiler's fault has made such kernels store wrong ones (ops/triton_kernels/float8.py).
 """
 
 from __future__ import annotations
 
 import torch
 
-from ops.emulation import float8_operand, mxfp8_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from ops.cross_entropy import cross_entropy, cross_entropy_float8
+from ops.emulation import mxfp8_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from ops.float8 import FORWARD, GRADIENT, quantize
 from ops.quantization.random_bits import random_key
 from ops.recipes import ONE_SCALE
+from ops.swiglu import swiglu_backward, swiglu_backward_float8
 
 SHAPE = (128, 1152)  # of every kernel, a row has several programs, and the last one is not full
 
@@ -19,36 +23,56 @@ Casts = dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
 def compare_casts(recipe: str, device: torch.device) -> str | None:
-    """Why this device must not emulate the recipe: which kernel stores other numbers than its plain form, or
+    """Why this device must not run the recipe: which kernel stores other numbers than plain arithmetic, or
     failed. None: every kernel stores the same. Sync point."""
+    try:
+        return _compare_float8(device) if recipe in ONE_SCALE else _compare_emulation(recipe, device)
+    except Exception as error:  # whatever fails here would fail in training
+        return f"a kernel failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _compare_float8(device: torch.device) -> str | None:
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    x, dh, logits = (
+        torch.randn(256, width, generator=generator, device=device).to(torch.bfloat16)
+        for width in (512, 256, 512)
+    )
+    targets = torch.arange(256, device=device)
+    _, gradient = cross_entropy_float8(logits.clone(), targets, GRADIENT)
+    cross_entropy(logits, targets, True)  # by now, logits are their gradient
+    written = {
+        "cast to e4m3": (x, quantize(x, FORWARD)),
+        "cast to e5m2": (x, quantize(x, GRADIENT)),
+        "backward of SwiGLU": (swiglu_backward(x, dh), swiglu_backward_float8(x, dh, GRADIENT)),
+        "gradient of the logits": (logits, gradient),
+    }
+    for name, (source, found) in written.items():
+        expected = (source.float() / found.inverse_scale).double()
+        for matrix, kernel in ((expected, found.rows), (expected.t(), found.columns)):
+            step = torch.finfo(kernel.dtype).eps * matrix.abs().clamp(min=torch.finfo(kernel.dtype).tiny)
+            if not ((kernel.double() - matrix).abs() <= step).all():
+                return f"its kernel '{name}' stores wrong fp8 numbers"
+    return None
+
+
+def _compare_emulation(recipe: str, device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
     x = torch.randn(SHAPE, generator=generator) * 10.0 ** torch.linspace(-4, 2, SHAPE[1])  # every E4M3 scale
     x[:32, :32] = 0.0  # blocks of zeros
     x, key = x.bfloat16(), random_key(2**40 + 7, iteration=20, micro_step=3, tensor=17)
     plain = _casts(recipe, x, key)
-    try:
-        written = _casts(recipe, x.to(device), key.to(device))
-        for name, tensors in written.items():
-            for form, (found, expected) in enumerate(zip(_both(tensors), _both(plain[name]), strict=True)):
-                if different := int((found.cpu() != expected).sum()):
-                    along = f" along {('rows', 'columns')[form]}" if isinstance(tensors, tuple) else ""
-                    of_all = f"{different:,} of {expected.numel():,}"
-                    return f"its kernel '{name}' writes other numbers{along} than the plain form ({of_all})"
-    except Exception as error:  # whatever fails here would fail in training
-        return f"a kernel failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    written = _casts(recipe, x.to(device), key.to(device))
+    for name, tensors in written.items():
+        for form, (found, expected) in enumerate(zip(_both(tensors), _both(plain[name]), strict=True)):
+            if different := int((found.cpu() != expected).sum()):
+                along = f" along {('rows', 'columns')[form]}" if isinstance(tensors, tuple) else ""
+                of_all = f"{different:,} of {expected.numel():,}"
+                return f"its kernel '{name}' writes other numbers{along} than the plain form ({of_all})"
     return None
 
 
 def _casts(recipe: str, x: torch.Tensor, key: torch.Tensor) -> Casts:
     """What each kernel of a recipe makes of x, by the kernel's name."""
-    if recipe in ONE_SCALE:
-        scales = {torch.float8_e4m3fn: 3.7, torch.float8_e5m2: 2.0**-4}  # some numbers saturate
-        return {
-            f"cast to {str(dtype).removeprefix('torch.float8_')}": float8_operand(
-                x, torch.tensor(scale, device=x.device), dtype
-            )
-            for dtype, scale in scales.items()
-        }
     if recipe == "mxfp8":
         return {"cast": mxfp8_operand(x)}
     assert recipe == "nvfp4", recipe

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.float8 import GRADIENT, Float8, quantize, scale_of
+from ops.float8 import GRADIENT, quantize, scale_of
 from ops.linear import Linear
 from ops.low_precision import product
-from ops.low_precision_methods import METHODS, Kept, LowPrecision, of_float8
-from ops.matmul import add_weight_gradient
+from ops.low_precision_methods import METHODS, Kept, LowPrecision
+from ops.matmul import Operand, add_weight_gradient
 from ops.ranges import ranged
 
 
@@ -58,7 +58,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, total, low: LowPrecision | None, chunks: int, gradient: bool, scale):
         counted = (targets >= 0).sum().clamp(min=1)  # without any target, the sums are 0, and so is the mean
         scale = None if scale is None else scale / counted
-        exact = x.dtype != torch.float16 if low is None else not METHODS[low.method].emulated
+        exact = x.dtype != torch.float16 if low is None else METHODS[low.method].one_scale
         ctx.in_place = total is not None and scale is not None and exact
         dweight = None
         if gradient:
@@ -111,8 +111,7 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
         return cross_entropy(logits, targets, gradient=False).sum(), None
     if method.one_scale:
         # never e4m3: beside the target's -1 it would round all probabilities below 2e-6 to 0
-        losses, gradient = cross_entropy_float8(logits, targets, GRADIENT)
-        d = of_float8(gradient)
+        losses, d = cross_entropy_float8(logits, targets, GRADIENT)
     else:
         losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
         d = method.gradient_of_logits(logits, low)
@@ -125,13 +124,13 @@ def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
 
 def cross_entropy_float8(
     logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, Float8]:
+) -> tuple[torch.Tensor, Operand]:
     """cross_entropy's losses, and its gradients in fp8. Overwrites the logits on a CPU."""
     amax = torch.ones((), device=logits.device)  # no probability is above 1
     if logits.is_cuda:
         scale = scale_of(amax, dtype)
         losses, values, transposed = _cross_entropy_float8(logits, targets, scale, dtype)
-        return losses, Float8(values, transposed, scale.reciprocal())
+        return losses, Operand(values, transposed, scale.reciprocal())
     losses = cross_entropy(logits, targets, True)
     return losses, quantize(logits, dtype, amax)
 

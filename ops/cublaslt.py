@@ -167,12 +167,6 @@ def set_scales(product: Product, a_scale: torch.Tensor, b_scale: torch.Tensor) -
         library().cublasLtMatmulDescSetAttribute(product.matmul, name, byref(address), ctypes.sizeof(address))
 
 
-def set_any_scales(product: Product, device: int) -> None:
-    """For find_algorithm: that fp8 operands have scales matters to it, not their values."""
-    one = torch.empty((), device=f"cuda:{device}")
-    set_scales(product, one, one)
-
-
 def find_algorithm(product: Product, device: int) -> Algorithm:
     """The one that cuBLASLt expects to be fastest. Raises Unavailable if there is none."""
     preference, found, result = c_void_p(), c_int(), Algorithm()
@@ -240,7 +234,8 @@ def _plan(
 ) -> tuple[Product, Algorithm] | None:
     try:
         product = define(size, dtypes)
-        set_any_scales(product, device)
+        any_scale = torch.empty((), device=f"cuda:{device}")  # the algorithm depends on there being scales
+        set_scales(product, any_scale, any_scale)
         return product, find_algorithm(product, device)
     except Unavailable as error:
         K, N, M = size

@@ -28,7 +28,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.library import custom_op
 
-from ops.float8 import Float8, scale_of
+from ops.float8 import scale_of
+from ops.matmul import Operand
 from ops.quantization.formats import to_float8
 
 
@@ -38,10 +39,10 @@ def delayed_quantize(
     amax: torch.Tensor,
     dtype: torch.dtype,
     known_amax: torch.Tensor | None = None,
-) -> Float8:
+) -> Operand:
     """x (M, N) in fp8 by its scale, by its own amax if that is 0. amax becomes the larger one of itself and
     the amax of x, or nan. known_amax: a tensor whose maximum is the amax of x, from whoever made x."""
-    return Float8(*_delayed_quantize(x, scale, amax, dtype, known_amax))
+    return Operand(*_delayed_quantize(x, scale, amax, dtype, known_amax))
 
 
 @custom_op("nanomfu::delayed_quantize", mutates_args=("amax",))
@@ -59,32 +60,13 @@ def _delayed_quantize(
     return plain_delayed_quantize(x, scale, amax, dtype, known_amax)
 
 
-@custom_op("nanomfu::delayed_scale", mutates_args=("amax",))
-def delayed_scale(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    known_amax: torch.Tensor | None,
-) -> torch.Tensor:
-    """What delayed_quantize multiplies x by, () fp32: for an emulation of it. amax as there."""
-    found = (x.abs() if known_amax is None else known_amax).amax().float()
-    amax.copy_(torch.maximum(amax, found))
-    return torch.where(scale == 0, scale_of(found, dtype), scale)
-
-
-@delayed_scale.register_fake
-def _(x, scale, amax, dtype, known_amax):
-    return x.new_empty((), dtype=torch.float32)
-
-
 @_delayed_quantize.register_fake
 def _(x, scale, amax, dtype, known_amax):
     return empty_float8(x, dtype)
 
 
 def empty_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the fields of a Float8 of x (M, N) look like."""
+    """What the fields of an Operand of x (M, N) look like."""
     M, N = x.shape
     inverse_scale = x.new_empty((), dtype=torch.float32)
     return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype), inverse_scale
@@ -98,7 +80,9 @@ def plain_delayed_quantize(
     known_amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """delayed_quantize in plain PyTorch."""
-    used = delayed_scale(x, scale, amax, dtype, known_amax)
+    found = (x.abs() if known_amax is None else known_amax).amax().float()
+    amax.copy_(torch.maximum(amax, found))
+    used = torch.where(scale == 0, scale_of(found, dtype), scale)
     values = to_float8(x.float() * used, dtype)
     return values, values.t().contiguous(), used.reciprocal()
 
@@ -106,14 +90,14 @@ def plain_delayed_quantize(
 @torch.no_grad()
 def delayed_requantize(
     matrices: Sequence[torch.Tensor],
-    into: Sequence[Float8],
+    into: Sequence[Operand],
     scales: Iterable[torch.Tensor],
     amaxes: Iterable[torch.Tensor],
 ) -> None:
     """Writes matrices, rounded to bf16, in fp8 by their scales, () each, into the tensors of `into`, whose
     addresses stay: captured code has them. amaxes, () each, as in delayed_quantize."""
     for matrix, written, scale, amax in zip(matrices, into, scales, amaxes, strict=True):
-        w, dtype = matrix.to(torch.bfloat16), written.values.dtype
+        w, dtype = matrix.to(torch.bfloat16), written.rows.dtype
         if w.is_cuda:
             from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
 

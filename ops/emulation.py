@@ -1,20 +1,16 @@
-"""Operands of matmuls whose numbers are those of MXFP8, NVFP4, or fp8 with one scale, held in bf16.
+"""Operands of matmuls whose numbers are those of MXFP8 or NVFP4, held in bf16.
 
 bf16 holds every MXFP8 number, and every NVFP4 number but for its global factor. So an ordinary bf16 matmul of
 such operands is what Blackwell's tensor cores compute, up to the order of sums, on any GPU and on a CPU. The
 product with NVFP4's global factor is rounded to bf16, which changes the result of a matmul by 0.24 %; the
 format itself changes it by 14.5 % (tests/unit/test_quantization_nvfp4.py has both without that rounding).
 
-fp8 with one scale is emulated so on GPUs without fp8 (before Ada); its scale is any fp32 number, so that it
-is like NVFP4's global factor.
-
 y = x w^T sums over the columns of x and w; dx = dy w over the rows of w; dw = dy^T x over the rows of
 both. So each operand exists twice, in blocks along its rows and along its columns, both in the layout of the
 matrix.
 
 torch.compile does not see into these operations: it would divide approximately and keep more digits than bf16
-has. On a GPU each is one kernel (ops/triton_kernels/mxfp8.py, nvfp4.py, emulated_float8.py), with the same
-bits.
+has. On a GPU each is one kernel (ops/triton_kernels/mxfp8.py, nvfp4.py), with the same bits.
 
 M rows · K columns
 """
@@ -26,31 +22,11 @@ from torch.library import custom_op
 
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.blocks import Block, number_of_blocks
-from ops.quantization.formats import to_float8
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_bits
 
 FP4_BLOCK = 16
 ROWS, COLUMNS = 0, 1  # the streams of random bits of a gradient's two forms
-
-
-@custom_op("nanomfu::emulate_float8", mutates_args=())
-def float8_operand(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (M, K), bf16, and scale, one fp32 number -> (M, K): x * scale in dtype (E4M3 or E5M2), over scale.
-    The same values along rows and columns."""
-    check_operand(x)
-    inverse = scale.reciprocal()
-    if x.is_cuda:
-        from ops.triton_kernels.emulated_float8 import triton_emulate_float8
-
-        return triton_emulate_float8(x.contiguous(), scale, inverse, dtype)
-    return (to_float8(x.float() * scale, dtype).float() * inverse).bfloat16()
-
-
-@float8_operand.register_fake
-def _(x, scale, dtype):
-    check_operand(x)
-    return _empty_like(x)
 
 
 @custom_op("nanomfu::emulate_mxfp8", mutates_args=())

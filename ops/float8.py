@@ -1,24 +1,18 @@
-"""fp8 training: what it computes, and the matmuls that it consists of.
+"""fp8: what it computes, and the matmuls that it consists of. docs/low_precision.md says how to use it.
 
 How it works
-    A Linear is three matmuls: y = x w^T, and in the backward dx = dy w and dw = dy^T x. Tensor cores run them
-    in fp8 at twice the rate of bf16. Each operand is multiplied by one scale, which maps its largest
-    magnitude to the largest fp8 number, and is then saturated and rounded; the matmul sums products in fp32
-    and multiplies the sums by both inverse scales. A scale is computed from the tensor that it is used for
-    ("tensorwise", "dynamic scaling"), so there is no history that a resume would have to restore. Weights and
-    activations are e4m3 (3 bits of mantissa, up to 448), gradients e5m2 (2 bits, up to 57344): Micikevicius
-    et al. 2022, sec. 3.
-What is not fp8
-    Everything but those matmuls. Activations and gradients between operations are bf16, as are embedding,
-    norms and attention; statistics, loss, sums of weight gradients and the optimizer's update are fp32. The
-    head's matmuls are fp8 only with low_precision_scope='layers_and_head'.
+    A Linear is three matmuls: y = x w^T, and in the backward dx = dy w and dw = dy^T x. Each operand is
+    multiplied by one scale, which maps its largest magnitude to the largest fp8 number, and is then saturated
+    and rounded; the matmul sums products in fp32 and multiplies the sums by both inverse scales. Weights and
+    activations are e4m3, gradients e5m2: Micikevicius et al. 2022, sec. 3. A CPU multiplies the same numbers
+    in fp32.
 Weights
     They change once an iteration, so refresh_weights (ops/linear.py) quantizes them once, after the update,
     for all micro-steps. FSDP gathers the bf16 weights at that moment instead of in the next forward.
 Layout
     torch's fp8 matmul wants the summed dimension contiguous in both operands ("TN"). y sums over the columns
     of x and w, dx over the rows of w, dw over the rows of x and dy: each matrix is needed as it is and
-    transposed. A Float8 holds both; together they are as large as the matrix in bf16.
+    transposed. An Operand holds both; together they are as large as the matrix in bf16.
 amax
     A scale needs the tensor's largest magnitude (amax) before the cast, which by itself is one more pass
     over the tensor. A kernel that writes the tensor gets it for nothing: residual sum and norm, their
@@ -34,15 +28,6 @@ Fast accumulation
 Sums of weight gradients
     The matmul adds to them as it writes (ops/cublaslt.py). Where it cannot, it writes a new tensor, which
     another pass adds; describe_sums says which and why.
-On a CPU
-    The same fp8 numbers are multiplied in fp32. It is slower than bf16 and there for tests and small runs.
-What torchao does differently
-    Its numbers are the same (tests/unit/test_float8.py compares them). It quantizes a weight in every
-    forward, and weight gradients leave the matmul in bf16 and go through autograd. It has recipes that are
-    not here (one scale a row) and lets FSDP gather in fp8.
-Measured
-    Qwen3 1.8B on one H200: 58,456 tokens/s in bf16, 76,692 with fp8 layers, 84,824 with fp8 layers and head.
-    A small Qwen3 ended 300 iterations at a loss 0.31 % above that of bf16 (LOG.md, 2026-11-21).
 
     M tokens · K, N widths
 """
@@ -51,25 +36,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.library import custom_op
 
 from ops import cublaslt
+from ops.matmul import Operand
+from ops.quantization.formats import to_float8
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale
 AMAX_PART = 16384  # numbers whose amax a program of the kernel finds
-ALIGNMENT = 16  # both widths of an fp8 matmul must be multiples of it
-
-
-class Float8(NamedTuple):
-    """A matrix in fp8: values * inverse_scale is about the matrix."""
-
-    values: torch.Tensor  # (M, N)
-    transposed: torch.Tensor  # (N, M), contiguous
-    inverse_scale: torch.Tensor  # () fp32
 
 
 # --- quantization ---
@@ -80,22 +57,22 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Float8:
+def quantize(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Operand:
     """x (M, N) as fp8. An amax that is not given is computed, row by row first, so that torch.compile can do
     it in the kernel that makes x."""
     scale = scale_of((x.abs().amax(-1) if amax is None else amax).amax(), dtype)
     values, transposed = _cast(x, scale, dtype)
-    return Float8(values, transposed, scale.reciprocal())
+    return Operand(values, transposed, scale.reciprocal())
 
 
-def empty_like(matrix: torch.Tensor) -> Float8:
+def empty_like(matrix: torch.Tensor) -> Operand:
     """Room for a weight; requantize() fills it."""
     values = torch.empty_like(matrix, dtype=FORWARD)
     inverse_scale = torch.empty((), dtype=torch.float32, device=matrix.device)
-    return Float8(values, torch.empty_like(matrix.t(), dtype=FORWARD).contiguous(), inverse_scale)
+    return Operand(values, torch.empty_like(matrix.t(), dtype=FORWARD).contiguous(), inverse_scale)
 
 
-def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None:
+def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Operand]) -> None:
     """Writes matrices, rounded to bf16, in fp8 into the tensors of `into`, whose addresses stay: captured
     code has them."""
     if not matrices:
@@ -105,12 +82,12 @@ def requantize(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> None
     else:
         scales = scale_of(torch.stack([_bf16(matrix).abs().amax().float() for matrix in matrices]), FORWARD)
         for matrix, scale, written in zip(matrices, scales, into, strict=True):
-            written.values.copy_(_saturated(_bf16(matrix).float() * scale, FORWARD))
-            written.transposed.copy_(written.values.t())
+            written.rows.copy_(to_float8(_bf16(matrix).float() * scale, FORWARD))
+            written.columns.copy_(written.rows.t())
     torch._foreach_copy_([written.inverse_scale for written in into], list(scales.reciprocal().unbind()))
 
 
-def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) -> torch.Tensor:
+def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Operand]) -> torch.Tensor:
     """Values and transposed. The scales are computed together: by themselves, they would be seven small
     kernels for each matrix."""
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
@@ -121,7 +98,7 @@ def _write_by_kernels(matrices: Sequence[torch.Tensor], into: Sequence[Float8]) 
         triton_amax(_bf16(matrix), row[: _amax_parts(matrix)], AMAX_PART)
     scales = scale_of(parts.amax(1), FORWARD)
     for matrix, scale, written in zip(matrices, scales, into, strict=True):
-        triton_quantize(_bf16(matrix), scale, FORWARD, out=(written.values, written.transposed))
+        triton_quantize(_bf16(matrix), scale, FORWARD, out=(written.rows, written.columns))
     return scales
 
 
@@ -132,11 +109,6 @@ def _bf16(matrix: torch.Tensor) -> torch.Tensor:
 
 def _amax_parts(x: torch.Tensor) -> int:
     return -(-x.numel() // AMAX_PART)
-
-
-def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor | None:
@@ -169,7 +141,7 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[tor
         from ops.triton_kernels.float8 import triton_quantize
 
         return triton_quantize(x.contiguous(), scale, dtype)
-    values = _saturated(x.float() * scale, dtype)
+    values = to_float8(x.float() * scale, dtype)
     return values, values.t().contiguous()
 
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ops.low_precision_methods import METHODS, Kept, LowPrecision, Operand
+from ops.low_precision_methods import METHODS, Kept, LowPrecision
+from ops.matmul import Operand
 
 
 def unpack_kept(saved: Sequence[torch.Tensor | None]) -> list[Kept]:

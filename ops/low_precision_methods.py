@@ -1,8 +1,8 @@
 """Methods of low precision: how each recipe of ops/recipes.py makes operands, and how it multiplies them.
 
-    scaled     fp8 operands with one scale each, multiplied by tensor cores (ops/float8.py); the scale may
+    Scaled     fp8 operands with one scale each, multiplied by tensor cores (ops/float8.py); the scale may
                come from earlier micro-steps (ops/delayed_float8.py)
-    emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
+    Emulated   operands whose numbers are those of the recipe, held in bf16, multiplied in bf16. The result is
                that of the recipe's tensor cores, up to the order of sums; it is no faster: ops/emulation.py
 
 M tokens · K, N widths
@@ -18,21 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from ops import emulation, float8
-from ops.delayed_float8 import delayed_quantize, delayed_requantize, delayed_scale
-from ops.matmul import add_weight_gradient
+from ops.delayed_float8 import delayed_quantize, delayed_requantize
+from ops.matmul import Operand, add_weight_gradient
 from ops.quantization.hadamard import random_hadamard
-from ops.recipes import RECIPES
+from ops.recipes import ALIGNMENTS
 
 HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are some hundred MiB
-
-
-class Operand(NamedTuple):
-    """A matrix (M, N) for two matmuls. Scaled: with an inverse scale, and columns is transposed, (N, M).
-    Emulated: both forms are (M, N) in bf16, without a scale."""
-
-    rows: torch.Tensor  # for the product that sums over N
-    columns: torch.Tensor  # for the product that sums over M
-    inverse_scale: torch.Tensor | None = None
 
 
 class Scaling(NamedTuple):
@@ -68,8 +59,7 @@ class Kept(NamedTuple):
 class Method(ABC):
     """Makes operands and multiplies them. amax: of the matrix, if somebody knows it (ops/float8.py)."""
 
-    one_scale = False  # for a whole matrix, so that whoever writes it can help: with its amax, or in fp8
-    emulated = False  # in bf16
+    one_scale = False  # for a whole matrix, so that whoever writes it can help; else emulated in bf16
     multiple = 1  # rows of an operand are a multiple of it
 
     @abstractmethod
@@ -117,16 +107,16 @@ class Scaled(Method):
     one_scale = True
 
     def activation(self, x, amax, low):
-        return of_float8(float8.quantize(x, float8.FORWARD, amax))
+        return float8.quantize(x, float8.FORWARD, amax)
 
     def gradient(self, dy, amax, low):
-        return of_float8(float8.quantize(dy, low.gradient_dtype, amax))
+        return float8.quantize(dy, low.gradient_dtype, amax)
 
     def empty_weight(self, weight):
-        return of_float8(float8.empty_like(weight))
+        return float8.empty_like(weight)
 
     def requantize(self, weights, into):
-        float8.requantize(weights, [as_float8(low.weight) for low in into])
+        float8.requantize(weights, [low.weight for low in into])
 
     def forward(self, x, weight, dtype):
         return float8.matmul(x.rows, weight.rows, x.inverse_scale, weight.inverse_scale, dtype, fast=True)
@@ -146,22 +136,20 @@ class Delayed(Scaled):
 
     def activation(self, x, amax, low):
         scale, found = low.scalings[0]
-        return of_float8(delayed_quantize(x, scale, found, float8.FORWARD, amax))
+        return delayed_quantize(x, scale, found, float8.FORWARD, amax)
 
     def gradient(self, dy, amax, low):
         scale, found = low.scalings[2]
-        return of_float8(delayed_quantize(dy, scale, found, low.gradient_dtype, amax))
+        return delayed_quantize(dy, scale, found, low.gradient_dtype, amax)
 
     def requantize(self, weights, into):
         scales, amaxes = zip(*(low.scalings[1] for low in into), strict=True)
         torch._foreach_zero_(list(amaxes))  # a checkpoint may have replaced the weights that they are of
-        delayed_requantize(weights, [as_float8(low.weight) for low in into], scales, amaxes)
+        delayed_requantize(weights, [low.weight for low in into], scales, amaxes)
 
 
 class Emulated(Method):
     """Multiplies in bf16."""
-
-    emulated = True
 
     def forward(self, x, weight, dtype):
         return F.linear(x.rows, weight.rows)
@@ -176,56 +164,8 @@ class Emulated(Method):
         add_weight_gradient(dy.columns, kept.x_columns, total)
 
 
-class EmulatedScaled(Emulated):
-    """fp8_tensorwise on a GPU without fp8."""
-
-    def activation(self, x, amax, low):
-        return self._by_own_amax(x, float8.FORWARD, amax)
-
-    def gradient(self, dy, amax, low):
-        return self._by_own_amax(dy, low.gradient_dtype, amax)
-
-    def gradient_of_logits(self, dy, low):
-        largest = torch.ones((), device=dy.device)  # scale and numbers that Scaled's logits have, too
-        return self._by_own_amax(dy, float8.GRADIENT, largest)
-
-    def empty_weight(self, weight):
-        both = _empty_bf16(weight)  # one scale: rows and columns are the same numbers
-        return Operand(both, both)
-
-    def requantize(self, weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            low.weight.rows.copy_(self._by_own_amax(weight.to(torch.bfloat16), float8.FORWARD, None).rows)
-
-    def _by_own_amax(self, x, dtype, amax):
-        scale = float8.scale_of((x.abs() if amax is None else amax).amax().float(), dtype)
-        both = emulation.float8_operand(x, scale, dtype)
-        return Operand(both, both)
-
-
-class EmulatedDelayed(EmulatedScaled):
-    """fp8_delayed on a GPU without fp8."""
-
-    def activation(self, x, amax, low):
-        return self._by_history(x, float8.FORWARD, amax, low.scalings[0])
-
-    def gradient(self, dy, amax, low):
-        return self._by_history(dy, low.gradient_dtype, amax, low.scalings[2])
-
-    def requantize(self, weights, into):
-        for weight, low in zip(weights, into, strict=True):
-            low.scalings[1].amax.zero_()  # a checkpoint may have replaced the weight that it is of
-            made = self._by_history(weight.to(torch.bfloat16), float8.FORWARD, None, low.scalings[1])
-            low.weight.rows.copy_(made.rows)
-
-    def _by_history(self, x, dtype, amax, scaling):
-        scale = delayed_scale(x, scaling.scale, scaling.amax, dtype, amax)
-        both = emulation.float8_operand(x, scale, dtype)
-        return Operand(both, both)
-
-
-class EmulatedMxfp8(Emulated):
-    multiple = RECIPES["mxfp8"].alignment
+class Mxfp8(Emulated):
+    multiple = ALIGNMENTS["mxfp8"]
 
     def activation(self, x, amax, low):
         return Operand(*emulation.mxfp8_operand(x))
@@ -243,8 +183,8 @@ class EmulatedMxfp8(Emulated):
             low.weight.columns.copy_(columns)
 
 
-class EmulatedNvfp4(Emulated):
-    multiple = emulation.FP4_BLOCK
+class Nvfp4(Emulated):
+    multiple = ALIGNMENTS["nvfp4"]
 
     def activation(self, x, amax, low):
         return Operand(*_nvfp4(x, None))
@@ -272,20 +212,9 @@ class EmulatedNvfp4(Emulated):
 METHODS: dict[str, Method] = {
     "fp8_tensorwise": Scaled(),
     "fp8_delayed": Delayed(),
-    "emulated fp8_tensorwise": EmulatedScaled(),
-    "emulated fp8_delayed": EmulatedDelayed(),
-    "emulated mxfp8": EmulatedMxfp8(),
-    "emulated nvfp4": EmulatedNvfp4(),
+    "mxfp8": Mxfp8(),
+    "nvfp4": Nvfp4(),
 }
-
-
-def of_float8(matrix: float8.Float8) -> Operand:
-    return Operand(*matrix)
-
-
-def as_float8(matrix: Operand) -> float8.Float8:
-    assert matrix.inverse_scale is not None
-    return float8.Float8(matrix.rows, matrix.columns, matrix.inverse_scale)
 
 
 def _nvfp4(x: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

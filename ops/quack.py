@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from ops.linear import Linear, add_weight_gradient
+from ops.linear import Linear
+from ops.matmul import weight_gradient
 from ops.norm import Delta
 from ops.swiglu import pairs, plain_swiglu_backward
 
@@ -198,15 +199,7 @@ class FusedFeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, preactivation, h, up, down = ctx.saved_tensors
-        d_down = _weight_gradient(dy, h, ctx.down_total)  # first: compiled code then frees h
+        d_down = weight_gradient(dy, h, ctx.down_total)  # first: compiled code then frees h
         d_preactivation = activation_backward_matmul(dy, down, preactivation, ctx.activation)
-        d_up = _weight_gradient(d_preactivation, x, ctx.up_total)
+        d_up = weight_gradient(d_preactivation, x, ctx.up_total)
         return d_preactivation @ up, d_up, d_down, None, None, None
-
-
-def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor | None:
-    """dy (M, N), x (M, K) -> (N, K), or None if it was added to total."""
-    if total is None:
-        return dy.t() @ x
-    add_weight_gradient(dy, x, total)
-    return None

@@ -23,7 +23,7 @@ from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ops.linear import Linear, LinearFunction
-from ops.matmul import add_weight_gradient
+from ops.matmul import weight_gradient
 from ops.norm import Norm, normalize
 from ops.swiglu import swiglu, swiglu_backward_and_product
 
@@ -107,17 +107,6 @@ def _operands(layer: Linear, x: torch.Tensor):
     return layer.weight.to(x.dtype), bias, None
 
 
-def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, weight_grad: torch.Tensor | None
-) -> torch.Tensor | None:
-    """dy (..., N), x (..., K) -> (N, K), or None, if it was added to weight_grad."""
-    rows, x_rows = dy.flatten(0, -2), x.flatten(0, -2)
-    if weight_grad is None:
-        return rows.t() @ x_rows
-    add_weight_gradient(rows, x_rows, weight_grad)
-    return None
-
-
 def _bias_gradient(dy: torch.Tensor) -> torch.Tensor:
     return dy.flatten(0, -2).sum(0)
 
@@ -136,7 +125,7 @@ class _NormLinear(torch.autograd.Function):
         total, norm_weight, norm_bias, weight = ctx.saved_tensors
         dx = dy @ weight
         x = norm_again(total, norm_weight, norm_bias, ctx.eps, ctx.centered)
-        dweight = _weight_gradient(dy, x, ctx.weight_grad)
+        dweight = weight_gradient(dy, x, ctx.weight_grad)
         dbias = _bias_gradient(dy) if ctx.has_bias else None
         return dx, None, None, None, None, None, dweight, dbias, None
 
@@ -178,7 +167,7 @@ class _SwiGLULinear(torch.autograd.Function):
         gate_up, weight = ctx.saved_tensors
         dh = dy @ weight
         dgate_up, h = swiglu_backward_and_product(gate_up.flatten(0, -2), dh.flatten(0, -2))
-        dweight = _weight_gradient(dy, h, ctx.weight_grad)
+        dweight = weight_gradient(dy, h, ctx.weight_grad)
         dbias = _bias_gradient(dy) if ctx.has_bias else None
         return dgate_up.view_as(gate_up), dweight, dbias, None
 

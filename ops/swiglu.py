@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch.library import custom_op
 
 from ops.delayed_float8 import empty_float8, plain_delayed_quantize
-from ops.float8 import Float8, quantize, scale_of
+from ops.float8 import quantize, scale_of
 from ops.linear import Linear
 from ops.low_precision import gradient_operand, linear_backward, linear_forward, unpack_kept
-from ops.low_precision_methods import LowPrecision, Operand, of_float8
+from ops.low_precision_methods import LowPrecision
+from ops.matmul import Operand
 from ops.norm import Delta
 from ops.ranges import ranged
 
@@ -114,14 +115,14 @@ def _(x, dh):
     return x.new_empty(x.shape), x.new_empty(dh.shape)
 
 
-def swiglu_backward_float8(x: torch.Tensor, dh: torch.Tensor, dtype: torch.dtype) -> Float8:
+def swiglu_backward_float8(x: torch.Tensor, dh: torch.Tensor, dtype: torch.dtype) -> Operand:
     """swiglu_backward in fp8. On a GPU it is computed twice, first for its amax alone: that moves fewer bytes
     than a gradient in bf16 that a cast reads again, and needs no room for it."""
     if not x.is_cuda:
         return quantize(swiglu_backward(x, dh), dtype)
     scale = scale_of(_swiglu_backward_amax(x, dh).amax(), dtype)
     values, transposed = _swiglu_backward_float8(x, dh, scale, dtype)
-    return Float8(values, transposed, scale.reciprocal())
+    return Operand(values, transposed, scale.reciprocal())
 
 
 @custom_op("nanomfu::swiglu_backward_amax", mutates_args=())
@@ -155,10 +156,10 @@ def _(x, dh, scale, dtype):
 
 def delayed_swiglu_backward(
     x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
-) -> Float8:
+) -> Operand:
     """swiglu_backward in fp8 by the scale of the past, with the state of ops/delayed_float8.py. On a GPU it
     is computed once, or twice without a history."""
-    return Float8(*_delayed_swiglu_backward(x, dh, scale, amax, dtype))
+    return Operand(*_delayed_swiglu_backward(x, dh, scale, amax, dtype))
 
 
 @custom_op("nanomfu::delayed_swiglu_backward", mutates_args=("amax",))
@@ -213,5 +214,5 @@ class LowPrecisionSwiGLU(torch.autograd.Function):
 def _gradient_of_up(gate_up: torch.Tensor, dh: torch.Tensor, up: LowPrecision) -> Operand:
     """SwiGLU's backward, in fp8 as it is written."""
     if up.scalings is None:
-        return of_float8(swiglu_backward_float8(gate_up, dh, up.gradient_dtype))
-    return of_float8(delayed_swiglu_backward(gate_up, dh, *up.scalings[2], up.gradient_dtype))
+        return swiglu_backward_float8(gate_up, dh, up.gradient_dtype)
+    return delayed_swiglu_backward(gate_up, dh, *up.scalings[2], up.gradient_dtype)

@@ -22,51 +22,28 @@ from common.arguments import user_path, whole_number
 from common.command import run_command
 from common.errors import UserError
 from data.folders import dataset_folder, how_to_make
-from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, SUFFIX, lengths_files
+from data.pipeline.document_lengths import LENGTH_DTYPE, lengths_files
 from data.pipeline.meta_file import count_tokens, document_ends, load_tokenizer, names_tokenizer, read_meta
 from data.pipeline.token_files import SPLITS, is_of_split, stored_dtype, token_file_names
-from data.pipeline.verified import damaged_files, entry, forget, read_whole, remember
+from data.pipeline.verified import damaged_files, forget, wrong_size
 
 
 def check_files(folder: Path, meta: dict, hashes: bool) -> None:
-    dtype = stored_dtype(meta["dtype"])
+    files, lengths = meta["files"], lengths_files(meta["files"])
     there = {name for split in SPLITS for name in token_file_names(folder, split)}
-    for name in sorted(there - set(meta["files"])):
+    for name in sorted(there - set(files)):
         raise UserError(f"{folder / name} is not in meta.json; run the dataset's prepare.py again")
-    for name, written in meta["files"].items():
-        path, size = folder / name, written["tokens"] * dtype.itemsize
-        if not path.is_file():
-            raise UserError(f"{path} is missing or not a regular file; {how_to_make(folder)}")
-        if path.stat().st_size != size:
-            raise UserError(f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}")
-    lengths = lengths_files(meta["files"])
-    for name in lengths:
-        size = meta["files"][name.removesuffix(SUFFIX)]["lengths"]["documents"] * LENGTH_BYTES
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-            raise UserError(f"{folder / name} is missing, or has not the {size:,} bytes that it had")
+    if wrong := wrong_size(folder, meta["dtype"], files):
+        raise UserError(f"{wrong}; {how_to_make(folder)}")
     if not hashes:
         return
-    forget(folder, set(lengths))
-    if damaged := damaged_files(folder, LENGTH_DTYPE, lengths):
-        forget(folder, damaged)
+    damaged = damaged_files(folder, LENGTH_DTYPE, lengths, again=True)
+    if damaged := damaged | damaged_files(folder, meta["dtype"], files, True, meta["vocab_size"]):
+        forget(folder, damaged)  # else prepare.py and train.py would trust its size and time
         raise UserError(
-            f"{folder / min(damaged)} is not the file that meta.json describes; {how_to_make(folder)}"
+            f"{folder / min(damaged)} is not the file that meta.json describes; run the dataset's prepare.py "
+            "again"
         )
-    entries = {name: entry(folder / name, meta["dtype"], written) for name, written in meta["files"].items()}
-    for path, sha256, max_id in read_whole([folder / name for name in meta["files"]], dtype):
-        written = meta["files"][path.name]
-        recorded = (written.get("sha256", sha256), written.get("max_id", max_id))
-        if (sha256, max_id) != recorded:
-            forget(folder, {path.name})  # else prepare.py and train.py would trust its size and time
-            raise UserError(
-                f"{path} is not the file that meta.json describes; run the dataset's prepare.py again"
-            )
-        if max_id >= meta["vocab_size"]:
-            raise UserError(
-                f"{path} contains token id {max_id:,}, but meta.json says vocab_size {meta['vocab_size']:,}"
-            )
-        entries[path.name]["max_id"] = max_id
-    remember(folder, entries)
 
 
 def sample(

@@ -110,7 +110,7 @@ def make_dataset(
     tokenizer: SubwordTokenizer,
     settings: Settings,
     source: str,
-    config: str | None,
+    config: str | None = None,
     store: Disk | Hub = ON_DISK,
 ) -> dict | None:
     """Calls prepare() with these options, and prints a report if that completes the dataset."""

@@ -1,42 +1,61 @@
-"""Decompresses the content of one file, whose size is known: no more memory than that is used, whatever the
-content claims."""
+"""Reads compressed files as a stream, with little memory.
+
+The trap: zstandard's own reader takes the middle of a frame for its end, so an archive that was cut off reads
+like a shorter one; ZstdFile knows the difference.
+"""
 
 import bz2
-import zlib
+import gzip
+import io
+from typing import Any, BinaryIO
 
 from common.errors import UserError
 
-CODECS = ("zstd", "gz", "bz2")
+
+class ZstdFile(io.RawIOBase):
+    """Decompresses one or more zstd frames; EOFError if the last one is cut off."""
+
+    def __init__(self, raw: BinaryIO):
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError("zstd archives need the zstandard library: pip install zstandard") from None
+        self.source, self.output = raw, memoryview(b"")
+        self.frame: zstandard.ZstdDecompressionObj | None = None
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as zstd --long needs
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.output:
+            data = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
+            data = data or self.source.read(16 << 10)  # few bytes, because they may unpack to very many
+            if not data:
+                if self.frame is not None and not self.frame.eof:
+                    raise EOFError("the zstd archive ends in the middle of a frame")
+                return 0
+            if self.frame is None or self.frame.eof:
+                self.frame = self.decompressor.decompressobj()
+            self.output = memoryview(self.frame.decompress(data))
+        count = min(len(buffer), len(self.output))
+        buffer[:count] = self.output[:count]
+        self.output = self.output[count:]
+        return count
 
 
-def codec(compression: str | None) -> str:
-    """The name in 'zstd:3', which also has a level."""
-    return (compression or "").partition(":")[0]
+def _open_zstd(raw: BinaryIO) -> io.BufferedReader:
+    return io.BufferedReader(ZstdFile(raw), 1 << 20)
 
 
-def decompress(content: bytes, compression: str | None, size: int) -> bytes:
-    """`size` bytes, or one more if there are more. compression: one of CODECS, also with a level after a
-    colon. Raises ValueError for damaged content."""
-    name, most = codec(compression), size + 1
-    assert name in CODECS, compression
-    try:
-        if name == "gz":
-            return zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(content, most)
-        if name == "bz2":
-            return bz2.BZ2Decompressor().decompress(content, most)
-        return _zstd(content, most)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"it cannot be decompressed as {name} ({error})") from None
+CODECS: dict[str, Any] = {"zstd": _open_zstd, "gz": gzip.open, "bz2": bz2.open}
 
 
-def _zstd(content: bytes, most: int) -> bytes:
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError("compression 'zstd' needs the zstandard library: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    try:
-        with decompressor.stream_reader(content, read_across_frames=True) as reader:
-            return reader.read(most)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"it cannot be decompressed as zstd ({error})") from None
+def open_decompressed(raw: BinaryIO, codec: str | None) -> BinaryIO:
+    """The content of a file that is open; codec: one of CODECS, or None."""
+    return CODECS[codec](raw) if codec else raw
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether the system failed to read, which may work later; otherwise the content of the file is wrong."""
+    return isinstance(error, OSError) and error.errno is not None

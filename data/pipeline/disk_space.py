@@ -6,6 +6,7 @@ little; a zstd archive of prose holds three times its size in text, one of code 
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -48,35 +49,26 @@ def check_disk_space(
         f"the token files will take about {needed / GB:,.2f} GB and the disk of {folder} has "
         f"{free / GB:,.2f} GB free"
     )
-    fix = "another --output, or --max_tokens, or --part with disks of several machines"
+    fix = "make room, or use another --output, or --max_tokens, or --part with disks of several machines"
     if needed > 2 * free:
-        raise UserError(f"{state}; make room, or use {fix}")
+        raise UserError(f"{state}; {fix}")
     if needed > 0.95 * free:
-        print(f"warning: {state}. If it fills, what is complete is kept: make room, or use {fix}")
+        print(f"warning: {state}. If it fills, what is complete is kept: {fix}")
 
 
 def tokens_per_byte(files: list[str], tokenizer: Tokenizer, text_key: str = TEXT_KEY) -> float | None:
     """Tokens for each byte of these files, as they are on disk (compressed); None if they hold no text."""
-    read = chars = encoded = tokens = 0
-
-    def advance(size: int) -> None:
-        nonlocal read
-        read += size
-
+    read: list[int] = []
+    chars = encoded = tokens = 0
     for path in files:
-        file_chars, sample = 0, ""
-        for _, document in read_records(Path(path), advance, text_key):
-            if isinstance(document, BadRecord):
-                continue
-            for text in islice(document, 3):
-                file_chars += len(text)
+        before, sample = chars, ""
+        for _, document in read_records(Path(path), read.append, text_key):
+            for text in [] if isinstance(document, BadRecord) else islice(document, 3):
+                chars += len(text)
                 sample += text[: ENCODED_CHARS - len(sample)]
-            if file_chars >= SAMPLED_CHARS:
+            if chars - before >= SAMPLED_CHARS:
                 break
-        chars += file_chars
-        try:
+        with suppress(EncodeError):
             tokens += len(tokenizer.encode(sample))
             encoded += len(sample)
-        except EncodeError:
-            continue
-    return chars / read * tokens / encoded if read and encoded else None
+    return chars / sum(read) * tokens / encoded if sum(read) and encoded else None

@@ -2,23 +2,22 @@
 
 A file of text is one document, read in chunks; each line of .jsonl or row of .parquet is one, {"text": ...},
 and so is each sample of an MDS shard (data/pipeline/mds.py).
-What cannot be read becomes a BadRecord and is never left out in silence. The trap: zstandard's own reader
-takes the middle of a frame for its end, so an archive that was cut off reads like a shorter one; ZstdFile
-below knows the difference.
+What cannot be read becomes a BadRecord and is never left out in silence.
 """
 
-import gzip
 import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from common.errors import UserError
-from common.text import one_line
+from data.pipeline.bad_records import BadRecord, MissingColumn
+from data.pipeline.decompression import is_disk_error, open_decompressed
 from data.pipeline.mds import is_shard
 from data.pipeline.mds_samples import read_texts
-from data.pipeline.parquet import NoColumn, NoText, is_disk_error, read_values
+from data.pipeline.parquet import read_values
 
 # A file with one of these is one document, read as it stands: also the tags of .html, the markup of .md.
 PROSE_SUFFIXES = (".txt", ".md", ".rst", ".tex", ".html")
@@ -31,20 +30,6 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # many docu
 TEXT_KEY = "text"  # the name in a JSON line, or the column of .parquet, that holds a document
 LINE_BYTES = 64 << 20  # longest JSON line; decoding it takes up to nine times that in memory
 CHUNK_CHARS = 1 << 20  # of a file of text, read at once
-SHOWN_COLUMNS = 500  # characters of the names that exist, where one is missing
-
-
-class BadRecord(Exception):
-    """A record that holds no document: where it is, and what is wrong with it."""
-
-
-class MissingColumn(BadRecord):
-    """A record without the name that holds the document. names: of those with text, the longest first."""
-
-    def __init__(self, place: object, text_key: str, columns: Iterable[str], with_text: list[str]):
-        shown = one_line(", ".join(columns), SHOWN_COLUMNS) or "none"
-        fix = f"; use --text_key={one_line(with_text[0])}" if with_text else ""
-        super().__init__(f"no column {text_key!r:.100} in {place}; it has: {shown}{fix}")
 
 
 def is_one_document(path: Path) -> bool:
@@ -52,42 +37,8 @@ def is_one_document(path: Path) -> bool:
     return path.suffix.lower() in TEXT_SUFFIXES
 
 
-class ZstdFile(io.RawIOBase):
-    """Decompresses one or more zstd frames; EOFError if the last one is cut off."""
-
-    def __init__(self, raw: io.BufferedReader, path: Path):
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(f"{path} needs the zstandard library: pip install zstandard") from None
-        self.raw, self.output = raw, memoryview(b"")
-        self.frame: zstandard.ZstdDecompressionObj | None = None
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as zstd --long needs
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self.output:
-            data = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
-            data = data or self.raw.read(16 << 10)  # few bytes, because they may unpack to very many
-            if not data:
-                if self.frame is not None and not self.frame.eof:
-                    raise EOFError("the zstd archive ends in the middle of a frame")
-                return 0
-            if self.frame is None or self.frame.eof:
-                self.frame = self.decompressor.decompressobj()
-            self.output = memoryview(self.frame.decompress(data))
-        count = min(len(buffer), len(self.output))
-        buffer[:count] = self.output[:count]
-        self.output = self.output[count:]
-        return count
-
-
-def open_lines(raw: io.BufferedReader, path: Path) -> io.BufferedReader | gzip.GzipFile:
-    if path.suffix == ".gz":
-        return gzip.open(raw)
-    return io.BufferedReader(ZstdFile(raw, path), 1 << 20) if path.suffix == ".zst" else raw
+def open_lines(raw: BinaryIO, path: Path) -> BinaryIO:
+    return open_decompressed(raw, {".gz": "gz", ".zst": "zstd"}.get(path.suffix))
 
 
 def parse_line(line: bytes, place: str, text_key: str) -> str:
@@ -145,7 +96,7 @@ def read_lines(
                     yield number, bad
 
 
-def _skip_line(lines: io.BufferedReader | gzip.GzipFile) -> None:
+def _skip_line(lines: BinaryIO) -> None:
     while (rest := lines.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
         pass
 
@@ -156,9 +107,9 @@ def read_rows(
     number = 0
     try:
         for number, text in read_values(path, LINE_BYTES, progress, text_key, span):
-            yield number, BadRecord(f"{path}, row {number} {text}") if isinstance(text, NoText) else text
-    except NoColumn as missing:  # in all rows: more than a bad record
-        raise UserError(str(MissingColumn(path, text_key, missing.columns, missing.with_text))) from None
+            yield number, text
+    except MissingColumn as missing:  # in all rows: more than a bad record
+        raise UserError(str(missing)) from None
     except (UserError, MemoryError):
         raise
     except Exception as error:  # of a file without a readable footer; pyarrow raises many kinds

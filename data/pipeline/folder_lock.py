@@ -94,17 +94,14 @@ def _parts_at_work(folder: Path) -> Iterator[int]:
 
 def _lock(path: Path, kind: int) -> int | None:
     """A descriptor that holds the lock until it is closed; None if another process has it. Nothing is written
-    into the file, and a link is removed, not followed."""
+    into the file, and a link is not followed."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                may_not = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-                fix = "name a folder into which you may write with --output" if may_not else "remove it"
-                raise UserError(f"{path} cannot be opened: {error.strerror}; {fix}") from None
-            path.unlink(missing_ok=True)
-            continue
+            may_not = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+            fix = "name a folder into which you may write with --output" if may_not else "remove it"
+            raise UserError(f"{path} cannot be opened: {error.strerror}; {fix}") from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise UserError(f"{path} is not a regular file; remove it")

@@ -5,7 +5,6 @@ the whole data set. So the names, sizes and hashes of one commit's files are lis
 planned from that list, and each file is compared with it before it is read.
 """
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -24,7 +23,6 @@ from data.pipeline.token_files import is_count, is_hash
 LISTING = "hub.json"
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 RETRY_SECONDS = (1, 5, 20, 60, 120)  # waits between tries, each of which has the library's own retries
-ABANDONED_SECONDS = 3600  # a partial download that was not written for so long has no process any more
 FINAL_STATUSES = (401, 403, 404)  # of HTTP; trying again does not change them
 
 
@@ -76,27 +74,19 @@ class Hub:
     def _check_no_link(self, path: str | Path) -> None:
         """Through a link inside the folder, a download or its deletion would change files elsewhere. The
         folder itself may be a link, to another disk."""
-        cache = self.folder / ".cache" / "huggingface" / "download"  # where the library writes first
         name = Path(self._name(path)).parent
-        for inside in (self.folder / name, cache / name):
-            for parent in (inside, *inside.parents):
-                if parent == self.folder:
-                    break
-                if parent.is_symlink():
-                    raise UserError(f"{parent} is a link, through which nothing is written; remove it")
+        for inside in (name, Path(".cache/huggingface/download") / name):  # where the library writes first
+            for parent in (inside, *inside.parents[:-1]):
+                if (self.folder / parent).is_symlink() and parent.name:
+                    raise UserError(
+                        f"{self.folder / parent} is a link, through which nothing is written; remove it"
+                    )
 
     def release(self, paths: Iterable[str]) -> None:
         """The files will not be read again."""
         if not self.keep:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
-
-    def delete_partial_downloads(self) -> None:
-        """Those of killed processes: the library downloads such a file again under another name."""
-        for path in (self.folder / ".cache").rglob("*.incomplete"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-                    path.unlink()
 
     def _name(self, path: str | Path) -> str:
         return Path(path).relative_to(self.folder).as_posix()
@@ -160,13 +150,10 @@ def _read_listing(path: Path, repository: str) -> tuple[str, dict[str, tuple[int
         raise UserError(f"{path} is damaged (it lists no commit or no files); delete it")
     for name, file in files.items():
         inside = name.endswith(SUFFIXES) and all(map(is_plain_name, name.split("/")))
-        if not inside or not isinstance(file, list) or not _is_size_and_hash(file):
+        size, sha256 = file if isinstance(file, list) and len(file) == 2 else (None, None)
+        if not inside or not is_count(size) or not (sha256 is None or is_hash(sha256)):
             raise UserError(f"{path} is damaged (it says {file!r:.80} of {name!r:.80}); delete it")
     return commit, {name: (size, sha256) for name, (size, sha256) in files.items()}
-
-
-def _is_size_and_hash(file: list) -> bool:
-    return len(file) == 2 and is_count(file[0]) and (file[1] is None or is_hash(file[1]))
 
 
 def _ask(repository: str) -> tuple[str, dict]:

@@ -14,7 +14,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from common.arguments import matching_files
-from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import open_regular
 from common.text import one_line
@@ -31,7 +30,6 @@ SHOWN_FILES = 10  # of those that are left out for one reason; a folder may have
 CHECKED_BYTES = 16 << 20  # of a file; what is no UTF-8 after them is an error when the file is read
 COMPARED_BYTES = 1 << 20  # of two files, at a time
 COPY = "copy of another file"
-LISTING = "left_out.json"  # beside the dataset: all files that are left out
 NOTE = "a note beside the other files? Name a file that is one text with a glob"
 
 
@@ -45,16 +43,6 @@ class InputFiles:
     def leave_out(self, path: Path, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(str(path))
 
-    def report(self) -> None:
-        for reason, names in self.left_out.items():
-            say_files("left out", names, reason)
-
-    def write_left_out(self, folder: Path) -> None:
-        """Writes the whole list, if there is more in it than the console showed."""
-        if any(len(names) > SHOWN_FILES for names in self.left_out.values()):
-            write_json(folder / LISTING, {reason: sorted(names) for reason, names in self.left_out.items()})
-            print(f"all files that were left out: {folder / LISTING}")
-
 
 def say_files(what: str, names: Iterable[str | Path], reason: str) -> None:
     """Names input files, and says what becomes of them, and why. Prints nothing if there are none."""
@@ -67,7 +55,8 @@ def say_files(what: str, names: Iterable[str | Path], reason: str) -> None:
 def find_files(patterns: list[str]) -> list[Path]:
     """The input files in the order in which they are read; prints what is left out."""
     found = find_input(patterns)
-    found.report()
+    for reason, names in found.left_out.items():
+        say_files("left out", names, reason)
     return found.files
 
 

@@ -5,17 +5,11 @@ import re
 from pathlib import Path
 
 from common.json_file import read_json
-from data.pipeline.document_lengths import (
-    LENGTH_BYTES,
-    LENGTH_DTYPE,
-    SUFFIX,
-    lengths_files,
-    lengths_name,
-)
+from data.pipeline.document_lengths import LENGTH_DTYPE, SUFFIX, lengths_files
 from data.pipeline.meta_file import wrong_token_file
-from data.pipeline.token_files import is_count, stored_dtype
+from data.pipeline.token_files import is_count
 from data.pipeline.units import Unit
-from data.pipeline.verified import damaged_files
+from data.pipeline.verified import damaged_files, wrong_size
 
 COUNTS = ("documents", "empty", "bad")
 
@@ -47,15 +41,8 @@ def _read(path: Path, pattern: str, folder: Path, dtype: str) -> dict | None:
         manifest = read_json(path)
         if not _is_possible(manifest, pattern):
             return None
-        itemsize = stored_dtype(dtype).itemsize
-        for name, file in manifest["files"].items():
-            there = folder / name
-            if not there.is_file() or there.stat().st_size != file["tokens"] * itemsize:
-                return None
-            if "lengths" in file:
-                there, size = folder / lengths_name(name), file["lengths"]["documents"] * LENGTH_BYTES
-                if not there.is_file() or there.stat().st_size != size:
-                    return None
+        if wrong_size(folder, dtype, manifest["files"]):
+            return None
         return manifest
     except (OSError, ValueError):
         return None

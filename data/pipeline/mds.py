@@ -12,6 +12,7 @@ compared with the bytes that are there before it is used. Nothing is ever unpick
 import functools
 import hashlib
 import importlib.util
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from common.errors import UserError
 from common.json_file import open_regular, read_json
 from common.text import shown
 from data.folders import is_plain_name
-from data.pipeline.decompression import CODECS, codec, decompress
+from data.pipeline.decompression import CODECS, is_disk_error, open_decompressed
 from data.pipeline.token_files import is_count
 
 INDEX = "index.json"
@@ -62,6 +63,14 @@ def is_shard(path: Path) -> bool:
 # --- index.json ---
 
 
+def _field(entry: Any, name: str, kind: type, most: int = MOST_BYTES) -> Any:
+    """A field of an object in index.json, whose type is certain then, and that no number is too large."""
+    value = entry.get(name) if isinstance(entry, dict) else None
+    if type(value) is not kind or kind is int and not is_count(value, most):
+        raise ValueError(f"{name} is {value!r:.80} in {entry!r:.80}")
+    return value
+
+
 @functools.lru_cache(8)
 def read_index(path: Path) -> list[Shard]:
     """Raises UserError for anything that is not an index of MDS shards."""
@@ -69,10 +78,9 @@ def read_index(path: Path) -> list[Shard]:
         index = read_json(path, INDEX_BYTES)
         if index.get("version") != 2:
             raise ValueError(f"it has version {index.get('version')!r:.40}, and version 2 is read")
-        shards = index.get("shards")
-        if not isinstance(shards, list) or not shards:
+        if not _field(index, "shards", list):
             raise ValueError("it names no shards")
-        return [_read_shard(shard) for shard in shards]
+        return [_read_shard(shard) for shard in index["shards"]]
     except FileNotFoundError:
         raise UserError(
             f"there is no {path}; name the folder that MDSWriter wrote, with its index.json"
@@ -82,41 +90,46 @@ def read_index(path: Path) -> list[Shard]:
 
 
 def _read_shard(entry: Any) -> Shard:
-    if not isinstance(entry, dict):
-        raise ValueError(f"a shard is {entry!r:.80}")
-    if (entry.get("version"), entry.get("format")) != (2, "mds"):
-        raise ValueError(f"a shard has format {entry.get('format')!r:.40}, and 'mds' of version 2 is read")
-    names, encodings, sizes = (entry.get(f"column_{what}") for what in ("names", "encodings", "sizes"))
-    lists = [each for each in (names, encodings, sizes) if isinstance(each, list)]
-    if len(lists) < 3 or len({len(each) for each in lists}) > 1 or len(lists[0]) > MOST_COLUMNS:
+    if _field(entry, "format", str) != "mds" or entry.get("version") != 2:
+        raise ValueError(f"a shard has format {entry['format']!r:.40}, and 'mds' of version 2 is read")
+    names, encodings, sizes = (
+        _field(entry, f"column_{what}", list) for what in ("names", "encodings", "sizes")
+    )
+    if not len(names) == len(encodings) == len(sizes) <= MOST_COLUMNS:
         raise ValueError(f"the columns are {names!r:.80}, their encodings {encodings!r:.80}")
     columns = {}
-    for name, encoding, size in zip(*lists, strict=True):
+    for name, encoding, size in zip(names, encodings, sizes, strict=True):
         if not (isinstance(name, str) and isinstance(encoding, str)) or name in columns:
             raise ValueError(f"a column is {name!r:.80} with the encoding {encoding!r:.80}")
         if size is not None and not is_count(size, MOST_BYTES):
             raise ValueError(f"the column {name!r:.80} has the size {size!r:.80}")
         columns[name] = (encoding, size or None)
-    compression, samples = entry.get("compression"), entry.get("samples")
-    if compression is not None and not isinstance(compression, str):
-        raise ValueError(f"the compression is {compression!r:.80}")
-    if not isinstance(samples, int) or not is_count(samples, MOST_BYTES // 4):
-        raise ValueError(f"a shard has {samples!r:.80} samples")
-    compressed = _read_file(entry["zip_data"]) if entry.get("zip_data") is not None else None
+    compression = None if entry.get("compression") is None else _field(entry, "compression", str)
+    compressed = None if entry.get("zip_data") is None else _read_file(entry["zip_data"])
+    samples = _field(entry, "samples", int, MOST_BYTES // 4)
     return Shard(columns, compression, _read_file(entry.get("raw_data")), compressed, samples)
 
 
 def _read_file(info: Any) -> FileInfo:
-    if not isinstance(info, dict):
-        raise ValueError(f"a file is {info!r:.80}")
-    name, size, hashes = info.get("basename"), info.get("bytes"), info.get("hashes") or {}
-    if not isinstance(name, str) or not all(map(is_plain_name, name.split("/"))):
+    name, size = _field(info, "basename", str), _field(info, "bytes", int)
+    if not all(map(is_plain_name, name.split("/"))):
         raise ValueError(f"the file name {name!r:.80} leads out of the folder")
-    if not isinstance(size, int) or not is_count(size, MOST_BYTES):
-        raise ValueError(f"{name} has {size!r:.80} bytes")
-    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
-        raise ValueError(f"{name} has the hashes {hashes!r:.80}")
+    hashes = _field(info, "hashes", dict) if info.get("hashes") else {}
+    for kind in hashes:
+        _digest(kind, b"")
+        _field(hashes, kind, str)
     return FileInfo(name, size, hashes)
+
+
+def _digest(kind: str, content: bytes) -> str:
+    """The hash of this kind. Those of xxhash are in a library, others in Python itself."""
+    if XXHASH.fullmatch(kind):
+        if importlib.util.find_spec("xxhash") is None:
+            raise ValueError(f"its hashes are of the kind {kind}, which needs the xxhash library")
+        return getattr(importlib.import_module("xxhash"), kind)(content).hexdigest()
+    if kind not in hashlib.algorithms_guaranteed or kind.startswith("shake"):
+        raise ValueError(f"its hashes are of the kind {kind!r:.40}, which is not known")
+    return hashlib.new(kind, content, usedforsecurity=False).hexdigest()
 
 
 # --- the shards of a folder ---
@@ -126,23 +139,17 @@ def find_shards(folders: list[str], columns: Mapping[str, Callable[[str], str | 
     """The files of all shards, in their order. columns: {name: what is wrong with an encoding, or None}.
     Raises UserError for a missing shard, one of another size, and a column that is missing or unreadable."""
     files = []
-    _say_unchecked_hashes([shard for folder in folders for shard in read_index(Path(folder) / INDEX)])
     for folder in dict.fromkeys(folders):
         for shard in read_index(Path(folder) / INDEX):
-            present = [
-                info
-                for info in (shard.raw, shard.compressed)
-                if info and (Path(folder) / info.name).is_file()
-            ]
-            if not present:
-                name = (shard.compressed or shard.raw).name
-                raise UserError(f"{Path(folder) / name} is missing: the folder was not copied whole")
-            path = Path(folder) / present[0].name
-            if path.stat().st_size != present[0].size:
-                raise _damaged(
-                    path, f"it has {path.stat().st_size:,} bytes, {INDEX} says {present[0].size:,}"
-                )
-            if present[0] is not shard.raw and codec(shard.compression) not in CODECS:
+            info = shard.raw
+            if shard.compressed and not (Path(folder) / info.name).is_file():
+                info = shard.compressed
+            path = Path(folder) / info.name
+            if not path.is_file():
+                raise UserError(f"{path} is missing: the folder was not copied whole")
+            if path.stat().st_size != info.size:
+                raise _damaged(path, f"it has {path.stat().st_size:,} bytes, {INDEX} says {info.size:,}")
+            if info is not shard.raw and _codec(shard) not in CODECS:
                 raise UserError(
                     f"{path} is compressed by {shown(shard.compression)}; decompress the shards, or write "
                     f"them with one of {', '.join(CODECS)}"
@@ -154,12 +161,6 @@ def find_shards(folders: list[str], columns: Mapping[str, Callable[[str], str | 
                     raise UserError(f"the column {column!r} of {path} {problem}")
             files.append(path)
     return files
-
-
-def _say_unchecked_hashes(shards: list[Shard]) -> None:
-    names = sorted({name for shard in shards for name in shard.raw.hashes if XXHASH.fullmatch(name)})
-    if names and importlib.util.find_spec("xxhash") is None:
-        print(f"hashes of the kind {', '.join(names)} are not compared: the xxhash library is not installed")
 
 
 def _shard_of(path: Path) -> tuple[Shard, FileInfo]:
@@ -192,44 +193,37 @@ def read_samples(path: Path, columns: list[str]) -> Iterator[list[tuple[str, mem
         yield [(shard.columns[column][0], values[column]) for column in columns]
 
 
+def _codec(shard: Shard) -> str:
+    """The name in 'zstd:3', which also has a level."""
+    return (shard.compression or "").partition(":")[0]
+
+
 def _read_raw(path: Path, shard: Shard, info: FileInfo) -> bytes:
     """The shard, decompressed. Sizes and hashes are those that index.json says."""
     try:
         with open_regular(path) as file:
             content = file.read(info.size + 1)
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    _compare(path, content, info)
-    if info is shard.raw:
+        _compare(content, info)
+        if info is not shard.raw:
+            with open_decompressed(io.BytesIO(content), _codec(shard)) as file:
+                content = file.read(shard.raw.size + 1)  # no more, whatever the content claims
+            _compare(content, shard.raw)
         return content
-    try:
-        content = decompress(content, shard.compression, shard.raw.size)
-    except UserError:
+    except (UserError, MemoryError):
         raise
-    except ValueError as error:
+    except Exception as error:  # each codec raises errors of its own
+        if is_disk_error(error):
+            raise
         raise _damaged(path, f"{error}") from None
-    _compare(path, content, shard.raw)
-    return content
 
 
-def _compare(path: Path, content: bytes, info: FileInfo) -> None:
+def _compare(content: bytes, info: FileInfo) -> None:
     if len(content) != info.size:
         found = f"{len(content):,}" if len(content) < info.size else f"more than {info.size:,}"
-        raise _damaged(path, f"{info.name} has {found} bytes, {INDEX} says {info.size:,}")
-    for name, recorded in info.hashes.items():
-        if (found_hash := _hash(path, name, content)) not in (None, recorded):
-            raise _damaged(path, f"the {name} of {info.name} is {found_hash}, {INDEX} says {shown(recorded)}")
-
-
-def _hash(path: Path, name: str, content: bytes) -> str | None:
-    """None for xxhash's, if that library is not installed: sha1 and others are in Python itself."""
-    if XXHASH.fullmatch(name):
-        if importlib.util.find_spec("xxhash") is None:
-            return None
-        return getattr(importlib.import_module("xxhash"), name)(content).hexdigest()
-    if name not in hashlib.algorithms_guaranteed or name.startswith("shake"):
-        raise UserError(f"{path}: {INDEX} names the hash {shown(name)}, which is not known")
-    return hashlib.new(name, content, usedforsecurity=False).hexdigest()
+        raise ValueError(f"{info.name} has {found} bytes, {INDEX} says {info.size:,}")
+    for kind, recorded in info.hashes.items():
+        if (found := _digest(kind, content)) != recorded:
+            raise ValueError(f"the {kind} of {info.name} is {found}, {INDEX} says {shown(recorded)}")
 
 
 def _offsets(path: Path, raw: memoryview, shard: Shard) -> list[int]:

@@ -7,7 +7,7 @@ dataset may contain, is never read.
 
 import os
 import pickle
-import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,6 @@ def read_meta(folder: str | Path) -> dict:
         meta = read_json(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); {how_to_make(folder)}") from None
-    if re.fullmatch("[0-9]{1,10}", str(meta.get("vocab_size"))):
-        meta["vocab_size"] = int(meta["vocab_size"])  # people who write it by hand put it in quotes
     version = meta.get("format", FORMAT)
     if type(version) is not int or version not in (FORMAT, LENGTHS_FORMAT):
         raise UserError(
@@ -106,57 +104,66 @@ def read_meta(folder: str | Path) -> dict:
 
 
 def _missing(folder: Path, path: Path) -> str:
-    message = (
+    found = any(token_file_names(folder, split) for split in SPLITS)
+    found = found and not (folder / "plan.json").exists()  # of a prepare.py, which has not finished
+    adopt = f"python -m data.adopt {dataset_argument(folder)} --tokenizer=gpt2"
+    return (
         f"no {path}, which says how the tokens are stored, so {folder} holds no complete dataset; "
-        f"{how_to_make(folder)}"
+        f"{how_to_make(folder)}{f'. For token files of nanoGPT: {adopt}' if found else ''}"
     )
-    begun = (folder / "plan.json").exists()  # by a prepare.py, which has not finished
-    if not begun and any(token_file_names(folder, split) for split in SPLITS):
-        message += (
-            f". For token files of nanoGPT: python -m data.adopt {dataset_argument(folder)} --tokenizer=gpt2"
-        )
-    return message
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _or_null(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_possible(value)
+
+
+def _wrong(where: str, fields: object, possible: Mapping[str, Callable[[Any], bool]]) -> str | None:
+    """What is impossible in an object: the first of these fields that is there and not possible."""
+    if not isinstance(fields, dict):
+        return f"{fields!r:.80}{where}"
+    for name, is_possible in possible.items():
+        if name in fields and not is_possible(fields[name]):
+            return f"{name} {fields[name]!r:.80}{where}"
+    return None
 
 
 def _wrong_field(meta: dict) -> str | None:
     """What is impossible in a meta.json; None if nothing is."""
-    vocab_size, eot_id, files = meta.get("vocab_size"), meta.get("eot_id"), meta.get("files", {})
+    vocab_size, tokenizer = meta.get("vocab_size"), meta.get("tokenizer")
     if not is_count(vocab_size, MOST_IDS) or not vocab_size:
         return f"vocab_size {vocab_size!r:.80}"
-    if eot_id is not None and not is_count(eot_id, vocab_size - 1):
-        return f"eot_id {eot_id!r:.80} with a vocabulary of {vocab_size}"
-    if not isinstance(meta.get("source", ""), str):
-        return f"the source {meta['source']!r:.80}"
-    for name in ("documents", "empty", "bad"):
-        if name in meta and not is_count(meta[name]):
-            return f"{meta[name]!r:.80} for {name}"
-    if not isinstance(files, dict):
-        return f"the files {files!r:.80}"
-    for name, file in files.items():
+    possible = dict.fromkeys(("documents", "empty", "bad"), is_count) | {
+        "eot_id": _or_null(lambda value: is_count(value, vocab_size - 1)),
+        "source": _is_text,
+        "files": lambda value: isinstance(value, dict),
+    }
+    if wrong := _wrong(f" with a vocabulary of {vocab_size}", meta, possible):
+        return wrong
+    for name, file in meta.get("files", {}).items():
         if wrong := wrong_token_file(name, file):
             return wrong
         if ("lengths" in file) != (meta.get("format") == LENGTHS_FORMAT):
             return f"format {meta.get('format')}, in which {name} has no such entry for document lengths"
-    return _wrong_tokenizer(meta.get("tokenizer"))
+    if tokenizer is None or isinstance(tokenizer, str):
+        return None
+    texts = dict.fromkeys(("kind", "name", "chars", "sha256"), _is_text) | {"file": is_plain_name}
+    return _wrong(" of the tokenizer", tokenizer, texts)
 
 
 def wrong_token_file(name: str, file: object) -> str | None:
     """What is impossible in what a meta.json or a manifest says of one token file; None if nothing is."""
     if not is_plain_name(name):
         return f"the file name {name!r:.80}, which leads out of the folder"
-    if not isinstance(file, dict):
-        return f"{file!r:.80} of {name}"
-    tokens, max_id = file.get("tokens"), file.get("max_id")
-    if tokens is not None and not is_count(tokens):
-        return f"{tokens!r:.80} tokens in {name}"
-    if max_id is not None and not is_count(max_id, MOST_IDS - 1):
-        return f"the largest id {max_id!r:.80} in {name}"
-    if file.get("sha256") is not None and not is_hash(file["sha256"]):
-        return f"a sha256 of {name} that is {file['sha256']!r:.80}"
-    return _wrong_lengths(name, file["lengths"], tokens) if "lengths" in file else None
-
-
-def _wrong_lengths(name: str, lengths: object, tokens: int | None) -> str | None:
+    possible = {"tokens": is_count, "max_id": lambda value: is_count(value, MOST_IDS - 1), "sha256": is_hash}
+    if wrong := _wrong(f" of {name}", file, {key: _or_null(check) for key, check in possible.items()}):
+        return wrong
+    if not isinstance(file, dict) or "lengths" not in file:
+        return None
+    lengths, tokens = file["lengths"], file.get("tokens")
     if not isinstance(lengths, dict) or not is_hash(lengths.get("sha256")) or tokens is None:
         return f"the document lengths {lengths!r:.80} of {name}, with {tokens!r:.80} tokens"
     documents, longest = lengths.get("documents"), lengths.get("longest")
@@ -164,19 +171,6 @@ def _wrong_lengths(name: str, lengths: object, tokens: int | None) -> str | None
         return (
             f"{documents!r:.80} documents of at most {longest!r:.80} tokens in {name}, which has {tokens:,}"
         )
-    return None
-
-
-def _wrong_tokenizer(tokenizer: object) -> str | None:
-    if tokenizer is None or isinstance(tokenizer, str):
-        return None
-    if not isinstance(tokenizer, dict):
-        return f"the tokenizer {tokenizer!r:.80}"
-    for key in ("kind", "name", "chars", "file", "sha256"):
-        if key in tokenizer and not isinstance(tokenizer[key], str):
-            return f"{key} {tokenizer[key]!r:.80} of the tokenizer"
-    if "file" in tokenizer and not is_plain_name(tokenizer["file"]):
-        return f"the tokenizer file {tokenizer['file']!r:.80}, which leads out of the folder"
     return None
 
 

@@ -11,8 +11,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from data.folders import DATA_DIR, dataset_argument
 from data.pipeline.meta_file import count_tokens, document_ends
@@ -24,8 +24,7 @@ LARGE_TOKENS = 100_000_000  # from here on, a config of a billion parameters, on
 VOCAB_MULTIPLE = 64  # keeps the logits matmul on the tiles of tensor cores
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """A Qwen3 model, and how much it reads in one iteration."""
 
     n_layer: int
@@ -40,35 +39,25 @@ class Size:
         attention = 2 * self.n_embd**2 * (1 + self.num_key_value_heads / self.n_head)
         return 2 * vocab_size * self.n_embd + self.n_layer * int(attention + 3 * self.n_embd * self.d_ff)
 
-    def flags(self) -> list[str]:
-        return [f"--{name}={value}" for name, value in vars(self).items()]
 
-
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """sizes: from small to large; the first is that of the config."""
 
     name: str
     config: str
     block_size: int
-    sizes: tuple[Size, ...]
+    sizes: list[Size]
     most_iterations: int
 
 
-CPU = Device("a CPU", "config/quickstart.py", 128, (Size(4, 4, 2, 192, 512, 2e-3, 2048),), 500)
-GPU = Device(
-    "one GPU",
-    "config/own_text.py",
-    1024,
-    (
-        Size(4, 4, 2, 192, 512, 2e-3, 1 << 14),
-        Size(6, 6, 2, 384, 1024, 1e-3, 1 << 15),
-        Size(8, 8, 4, 512, 1408, 1e-3, 1 << 16),
-        Size(12, 12, 4, 768, 2048, 6e-4, 1 << 18),
-        Size(20, 16, 8, 1024, 2816, 4e-4, 1 << 19),
-    ),
-    1_000_000,
-)
+CPU = Device("a CPU", "config/quickstart.py", 128, [Size(4, 4, 2, 192, 512, 2e-3, 2048)], 500)
+GPU_SIZES = [
+    Size(4, 4, 2, 192, 512, 2e-3, 1 << 14),
+    Size(8, 8, 4, 512, 1408, 1e-3, 1 << 16),
+    Size(12, 12, 4, 768, 2048, 6e-4, 1 << 18),
+    Size(20, 16, 8, 1024, 2816, 4e-4, 1 << 19),
+]
+GPU = Device("one GPU", "config/own_text.py", 1024, GPU_SIZES, 1_000_000)
 
 
 def device_here() -> Device:
@@ -82,44 +71,25 @@ def device_here() -> Device:
     return GPU if any(line.startswith("GPU ") for line in done.stdout.splitlines()) else CPU
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A fitting model, and how long it trains."""
-
-    device: Device
-    size: Size
-    vocab_size: int
-    block_size: int
-    iterations: int
-    epochs: float
-
-
-def fitting(meta: dict, device: Device) -> Plan:
-    tokens = count_tokens(meta)
-    vocab_size, block_size = meta["vocab_size"], device.block_size
+def fitting(meta: dict, device: Device) -> tuple[list[str], str]:
+    """The arguments of train.py for a fitting model, without what its config says, and what the model is."""
+    tokens, vocab_size, block_size = count_tokens(meta), meta["vocab_size"], device.block_size
     if device is GPU:
         vocab_size = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     fits = [s for s in device.sizes if TOKENS_PER_PARAMETER * s.parameters(vocab_size) <= tokens["train"]]
     size = fits[-1] if fits else device.sizes[0]
-    wanted = min(TOKENS_PER_PARAMETER * size.parameters(vocab_size), EPOCHS * tokens["train"])
+    parameters = size.parameters(vocab_size)
+    wanted = min(TOKENS_PER_PARAMETER * parameters, EPOCHS * tokens["train"])
     iterations = min(max(LEAST_ITERATIONS, wanted // size.tokens_per_iter), device.most_iterations)
     while block_size > 1 and min(tokens.values()) <= block_size:  # a window needs one token more
         block_size //= 2
     epochs = iterations * size.tokens_per_iter / max(1, tokens["train"])
-    return Plan(device, size, vocab_size, block_size, iterations, epochs)
-
-
-def training_arguments(plan: Plan) -> list[str]:
-    """For train.py, without the dataset and out_dir. What the config says already is left out."""
-    size = [] if plan.size == plan.device.sizes[0] else plan.size.flags()
-    block = [] if plan.block_size == plan.device.block_size else [f"--block_size={plan.block_size}"]
-    return [
-        plan.device.config,
-        f"--vocab_size={plan.vocab_size}",
-        *size,
-        *block,
-        f"--max_iters={plan.iterations}",
-    ]
+    flags = {"vocab_size": vocab_size}
+    flags |= size._asdict() if size != device.sizes[0] else {}
+    flags |= {"block_size": block_size} if block_size != device.block_size else {}
+    arguments = [f"--{name}={value}" for name, value in {**flags, "max_iters": iterations}.items()]
+    model = f"{parameters / 1e6:,.1f} M parameters, for {device.name}, {epochs:,.1f} epochs"
+    return [device.config, *arguments], model
 
 
 def report(meta: dict, folder: str | Path, config: str | None = None) -> None:
@@ -137,30 +107,15 @@ def next_lines(meta: dict, folder: str | Path, config: str | None, device: Devic
     """{label: line}: what the model is, and the commands, from the folder where the user is, by the Python
     that runs now."""
     root, out_dir = DATA_DIR.parent, f"out-{Path(folder).resolve().name}"
-    lines = {}
-    if config is None or count_tokens(meta)["train"] < LARGE_TOKENS:
-        plan = fitting(meta, device)
-        lines["model"] = (
-            f"{plan.size.parameters(plan.vocab_size) / 1e6:,.1f} M parameters, for {device.name}, "
-            f"{plan.epochs:,.1f} epochs"
-        )
-        arguments = training_arguments(plan)
-    else:
-        arguments = [config]
+    arguments, model = fitting(meta, device)
+    lines = {"model": model}
+    if config is not None and count_tokens(meta)["train"] >= LARGE_TOKENS:
+        arguments, lines = [config], {}
     train = ["train.py", *arguments, f"--dataset={dataset_argument(folder)}", f"--out_dir={out_dir}"]
-    python = _this_python(root)
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
     before = "" if Path.cwd() == root else f"cd {shlex.quote(str(root))} && "
+    records = f"{shlex.quote(out_dir)}/run_*.json"
     lines["next"] = before + shlex.join([python, *train])
-    lines["plot"] = (
-        before + f"{shlex.quote(python)} plots/plot_single_run.py {shlex.quote(out_dir)}/run_*.json"
-    )
+    lines["plot"] = f"{before}{shlex.quote(python)} plots/plot_single_run.py {records}"
     lines["sample"] = before + shlex.join([python, "sample.py", f"--out_dir={out_dir}"])
     return lines
-
-
-def _this_python(root: Path) -> str:
-    """As short as the shell finds it: 'python', '.venv/bin/python', or the whole path."""
-    this = Path(sys.executable)
-    if (found := shutil.which("python")) and Path(found) == this:
-        return "python"
-    return str(this.relative_to(root) if this.is_relative_to(root) else this)

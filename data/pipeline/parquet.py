@@ -10,27 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from data.pipeline.bad_records import BadRecord, MissingColumn
+from data.pipeline.decompression import is_disk_error
 
 BATCH_BYTES = 32 << 20  # of the rows that are decoded at once, by the average size of a row
 MOST_ROWS = 64  # of these
 READ_BYTES = 1 << 20
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-
-
-class NoColumn(Exception):
-    """The file does not have this column. columns: those that it has; with_text: the largest first."""
-
-    def __init__(self, columns: list[str], with_text: list[str]):
-        self.columns, self.with_text = columns, with_text
-
-
-class NoText(Exception):
-    """Why a row has no text: what follows its place in a message."""
-
-
-def is_disk_error(error: Exception) -> bool:
-    """Whether the system failed to read, which may work later; otherwise the content of the file is wrong."""
-    return isinstance(error, OSError) and error.errno is not None
 
 
 def read_values(
@@ -39,7 +25,7 @@ def read_values(
     progress: Callable[[int], None],
     column_name: str,
     span: tuple[int, int] | None = None,
-) -> Iterator[tuple[int, str | NoText]]:
+) -> Iterator[tuple[int, str | BadRecord]]:
     """(number, text) of every row, of a column of strings or of UTF-8 bytes. span: bytes of the file, whose
     even share of the row groups is read; None: all."""
     try:
@@ -57,13 +43,13 @@ def read_values(
         for group in groups:
             for values in _read_group(file, group, column, column_name):
                 for number, value in enumerate(values, start=done + 1):
-                    yield number, value if isinstance(value, NoText) else _text(value, max_bytes)
+                    yield number, _text(value, max_bytes, f"{path}, row {number}")
                 progress(size * (done + len(values)) // total - size * done // total)
                 done += len(values)
 
 
 def _find_column(path: Path, file: Any, name: str) -> int:
-    """The number of the column among those that hold values. Raises NoColumn, and UserError for its type."""
+    """Its number among the columns that hold values. Raises MissingColumn, and UserError for its type."""
     schema, metadata = file.schema_arrow, file.metadata
     types = {field.name: str(getattr(field.type, "value_type", field.type)) for field in schema}
     leaves = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
@@ -76,11 +62,11 @@ def _find_column(path: Path, file: Any, name: str) -> int:
     if name in types:
         kind, fix = schema.field(name).type, f"; use --text_key={texts[0]}" if texts else ""
         raise UserError(f"the column {name!r:.100} of {path} holds {kind!s:.200}, not text{fix}")
-    raise NoColumn(list(types), texts)
+    raise MissingColumn(path, name, types, texts)
 
 
 def _read_group(file: Any, group: int, column: int, name: str) -> Iterator[list[Any]]:
-    """The values of a row group, some at a time; a NoText for each row that damage makes unreadable."""
+    """The values of a row group, some at a time; for each row that is unreadable, why."""
     rows = file.metadata.row_group(group).num_rows
     row_bytes = file.metadata.row_group(group).column(column).total_uncompressed_size // max(1, rows)
     done = 0
@@ -101,13 +87,15 @@ def _read_group(file: Any, group: int, column: int, name: str) -> Iterator[list[
                 raise
             damage = f"cannot be read, as this part of the file is damaged: {type(error).__name__}: {error}"
     for _ in range(done, rows):
-        yield [NoText(damage)]
+        yield [damage]
 
 
-def _text(value: Any, max_bytes: int) -> str | NoText:
+def _text(value: Any, max_bytes: int, place: str) -> str | BadRecord:
+    if isinstance(value, str):
+        return BadRecord(f"{place} {value}")
     if value.is_valid and value.as_buffer().size <= max_bytes:
         try:
             return str(value.as_buffer(), "utf-8")
         except UnicodeDecodeError:
             pass
-    return NoText(f"has no text, or none of at most {max_bytes >> 20} MiB")
+    return BadRecord(f"{place} has no text, or none of at most {max_bytes >> 20} MiB")

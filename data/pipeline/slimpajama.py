@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.arguments import user_folder, user_path
 from data.pipeline.command import INPUT, TOKENIZER, make_dataset, make_parser, make_settings, parse
-from data.pipeline.hub import LISTING, ON_DISK, Hub, open_hub
+from data.pipeline.hub import LISTING, ON_DISK, Disk, Hub, open_hub
 from data.pipeline.input_files import find_files
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.tokenizer import find_eot
@@ -26,20 +26,17 @@ def main(folder: Path) -> None:
     description = HELP.format(repository=HUB_DATASETS[size], tokenizer=family.tokenizer, folder=folder.name)
     parser = make_parser(description, folder, val_fraction=0.001)
     add = parser.add_argument
+    add("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--input", nargs="+", type=user_path, metavar="PATH", help=f"{INPUT}, instead of the download")
     add(
         "--text", type=user_folder, metavar="DIR", help="of the download (default: data/slimpajama_SIZE_text)"
     )
     add("--stream", action="store_true", help="delete each downloaded file when its tokens are made")
-    add("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     args = parse(parser)
-    if sum(map(bool, (args.input, args.text, args.stream))) > 1:
-        parser.error(
-            "--input needs no download, and --stream keeps none: pass one of --input, --text, --stream"
-        )
     tokenizer = open_family(family, args.tokenizer)
     settings = make_settings(args, tokenizer, find_eot(tokenizer, family.eot))
-    hub: Hub | None = None
+    store: Disk | Hub = ON_DISK
     if args.input:
         files = find_files(args.input)
         source = f"{len(files)} local files"
@@ -47,11 +44,9 @@ def main(folder: Path) -> None:
         kept = args.text or folder.parent / f"slimpajama_{size}_text"
         text = args.output / "download" if args.stream else kept
         listing = (args.output if args.stream else kept) / LISTING
-        hub = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
+        store = hub = open_hub(HUB_DATASETS[size], text, listing, keep=not args.stream)
         files = hub.paths()
         source = f"{hub.repository} at {hub.commit}"
-    meta = make_dataset(args, files, tokenizer, settings, source, family.config, hub or ON_DISK)
-    if meta is not None and hub is not None:
-        hub.delete_partial_downloads()
-        if args.stream:
-            shutil.rmtree(text, ignore_errors=True)
+    meta = make_dataset(args, files, tokenizer, settings, source, family.config, store)
+    if meta is not None and args.stream:
+        shutil.rmtree(args.output / "download", ignore_errors=True)

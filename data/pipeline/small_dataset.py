@@ -16,7 +16,7 @@ from common.errors import UserError
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
 from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype
-from data.pipeline.verified import damaged_files
+from data.pipeline.verified import damaged_files, wrong_size
 from data.tokenizers.file_tokenizer import tokenizer_json
 
 
@@ -39,58 +39,46 @@ def write_dataset(
     with only_preparation(folder):
         if (folder / "plan.json").is_file():
             raise UserError(f"{folder} holds a dataset made otherwise; pass another --output, or empty it")
-        return _write(folder, splits, vocab_size, tokenizer, eot_id, source)
-
-
-def _write(
-    folder: Path,
-    splits: Mapping[str, Iterable[np.ndarray | list[int]]],
-    vocab_size: int,
-    tokenizer: dict,
-    eot_id: int | None,
-    source: str,
-) -> dict:
-    dtype = smallest_dtype(vocab_size)
-
-    names = [f"{split}.bin" for split in SPLITS] + ["meta.pkl"]
-    if tokenizer["kind"] == "tokenizers":
-        names.append("tokenizer.json")
-    names.append("meta.json")  # last
-    temporary = {name: folder / f"{name}.tmp" for name in names}
-    writers = {split: TokenWriter(temporary[f"{split}.bin"], dtype, vocab_size) for split in SPLITS}
-    try:
-        for split, chunks in splits.items():
-            for ids in chunks:
-                writers[split].write(ids)
-        files = {f"{split}.bin": writers[split].finish() for split in SPLITS}
-        for name, written in files.items():
-            if written["tokens"] == 0:
-                raise UserError(
-                    f"{name} of {folder} would hold no tokens; the input is too small to be split"
-                )
-
+        dtype = smallest_dtype(vocab_size)
+        names = [f"{split}.bin" for split in SPLITS] + ["meta.pkl"]
         if tokenizer["kind"] == "tokenizers":
-            content = tokenizer_json(tokenizer["file"]).encode()
-            _write_new(temporary["tokenizer.json"], content)
-            sha256 = hashlib.sha256(content).hexdigest()
-            tokenizer = {**tokenizer, "file": "tokenizer.json", "sha256": sha256}
-        meta = describe(vocab_size, tokenizer, eot_id, source, files)
-        _write_new(temporary["meta.json"], (json.dumps(meta, indent=2) + "\n").encode())
-        _write_new(temporary["meta.pkl"], nanogpt_meta(vocab_size, tokenizer))
-        for name in names:
-            sync(temporary[name])
+            names.append("tokenizer.json")
+        names.append("meta.json")  # last
+        temporary = {name: folder / f"{name}.tmp" for name in names}
+        writers = {split: TokenWriter(temporary[f"{split}.bin"], dtype, vocab_size) for split in SPLITS}
+        try:
+            for split, chunks in splits.items():
+                for ids in chunks:
+                    writers[split].write(ids)
+            files = {f"{split}.bin": writers[split].finish() for split in SPLITS}
+            for name, written in files.items():
+                if written["tokens"] == 0:
+                    raise UserError(
+                        f"{name} of {folder} would hold no tokens; the input is too small to be split"
+                    )
 
-        # From here on, the folder holds files of two datasets, so the old meta.json is deleted first.
-        (folder / "meta.json").unlink(missing_ok=True)
-        for name in names:
-            os.replace(temporary[name], folder / name)
-        sync_folder(folder)
-    finally:
-        for writer in writers.values():
-            writer.file.close()
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
-    return meta
+            if tokenizer["kind"] == "tokenizers":
+                content = tokenizer_json(tokenizer["file"]).encode()
+                _write_new(temporary["tokenizer.json"], content)
+                sha256 = hashlib.sha256(content).hexdigest()
+                tokenizer = {**tokenizer, "file": "tokenizer.json", "sha256": sha256}
+            meta = describe(vocab_size, tokenizer, eot_id, source, files)
+            _write_new(temporary["meta.json"], (json.dumps(meta, indent=2) + "\n").encode())
+            _write_new(temporary["meta.pkl"], nanogpt_meta(vocab_size, tokenizer))
+            for name in names:
+                sync(temporary[name])
+
+            # From here on, the folder holds files of two datasets, so the old meta.json is deleted first.
+            (folder / "meta.json").unlink(missing_ok=True)
+            for name in names:
+                os.replace(temporary[name], folder / name)
+            sync_folder(folder)
+        finally:
+            for writer in writers.values():
+                writer.file.close()
+            for path in temporary.values():
+                path.unlink(missing_ok=True)
+        return meta
 
 
 def _write_new(path: Path, content: bytes) -> None:
@@ -105,9 +93,6 @@ def has_dataset(folder: str | Path, source: str) -> bool:
         load_tokenizer(folder)
     except UserError:
         return False
-    itemsize = np.dtype(meta["dtype"]).itemsize
-    paths = {Path(folder) / name: written["tokens"] * itemsize for name, written in meta["files"].items()}
-    whole = all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
-    return (
-        meta["source"] == source and whole and not damaged_files(Path(folder), meta["dtype"], meta["files"])
-    )
+    folder, dtype, files = Path(folder), meta["dtype"], meta["files"]
+    whole = meta["source"] == source and not wrong_size(folder, dtype, files)
+    return whole and not damaged_files(folder, dtype, files)

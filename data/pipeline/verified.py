@@ -25,7 +25,7 @@ from tqdm import tqdm
 from common.durable_file import write_bytes
 from common.errors import UserError
 from common.json_file import open_regular, read_json
-from data.pipeline.document_lengths import LENGTH_DTYPE, lengths_files
+from data.pipeline.document_lengths import LENGTH_BYTES, LENGTH_DTYPE, lengths_files, lengths_name
 from data.pipeline.token_files import stored_dtype
 
 MEMORY, LOCK = ".verified.json", ".verified.lock"
@@ -62,10 +62,16 @@ def recall(folder: Path) -> dict[str, dict]:
 
 def remember(folder: Path, entries: dict[str, dict]) -> None:
     """Add entries to .verified.json. In a folder that cannot be written, files are read again each time."""
-    with contextlib.suppress(OSError), _one_at_a_time(folder):
-        for remains in folder.glob(f"{MEMORY}.tmp*"):  # of a process that was killed; others wait
-            remains.unlink()
-        write_bytes(folder / MEMORY, json.dumps({**recall(folder), **entries}).encode())
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # some network disks lock no folders
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            for remains in folder.glob(f"{MEMORY}.tmp*"):  # of a process that was killed; others wait
+                remains.unlink()
+            write_bytes(folder / MEMORY, json.dumps({**recall(folder), **entries}).encode())
+        finally:
+            os.close(descriptor)
 
 
 def remember_files(folder: Path, dtype: str, files: dict[str, dict]) -> None:
@@ -81,10 +87,27 @@ def forget(folder: Path, names: Set[str]) -> None:
         remember(folder, {name: {"stamp": ["damaged"], "max_id": 0} for name in names})
 
 
-def damaged_files(folder: Path, dtype: str, files: dict[str, dict]) -> set[str]:
+def wrong_size(folder: Path, dtype: str, files: dict[str, dict]) -> str | None:
+    """Which token file, or file of lengths, is not there or has another size than meta.json says."""
+    itemsize = stored_dtype(dtype).itemsize
+    sizes = {name: file["tokens"] * itemsize for name, file in files.items()}
+    listed = {lengths_name(name): file["lengths"] for name, file in files.items() if "lengths" in file}
+    sizes |= {name: lengths["documents"] * LENGTH_BYTES for name, lengths in listed.items()}
+    for path, size in ((folder / name, size) for name, size in sizes.items()):
+        if not path.is_file():
+            return f"{path} is missing or not a regular file"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size:,} bytes, meta.json says {size:,}"
+    return None
+
+
+def damaged_files(
+    folder: Path, dtype: str, files: dict[str, dict], again: bool = False, vocab_size: int | None = None
+) -> set[str]:
     """The names of the files that are not what meta.json says of them: {name: what it says}. A file is read
-    unless it was read before and has not changed since."""
-    known = recall(folder)
+    unless it was read before and has not changed since; with `again`, in any case. UserError for ids outside
+    of the vocabulary."""
+    known = {} if again else recall(folder)
     entries = {name: entry(folder / name, dtype, written) for name, written in files.items()}
     unread = [name for name in files if known.get(name, {}).get("stamp") != entries[name]["stamp"]]
     damaged = set()
@@ -92,6 +115,11 @@ def damaged_files(folder: Path, dtype: str, files: dict[str, dict]) -> set[str]:
         written = files[path.name]
         if (sha256, max_id) != (written.get("sha256", sha256), written.get("max_id", max_id)):
             damaged.add(path.name)
+        elif vocab_size is not None and max_id >= vocab_size:
+            raise UserError(
+                f"{path} contains token id {max_id:,}, but meta.json says vocab_size {vocab_size:,}"
+            )
+        entries[path.name]["max_id"] = max_id
     if good := {name: entries[name] for name in unread if name not in damaged}:
         remember(folder, good)
     return damaged
@@ -112,18 +140,6 @@ def one_reader(folder: Path) -> Iterator[None]:
                 log.warning("Waiting for another process, which reads the token files in %s", folder)
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """If the folder cannot be locked, entries that another process adds at the same moment may be lost."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network disks lock no folders
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def read_whole(paths: list[Path], dtype: np.dtype) -> Iterator[tuple[Path, str, int]]:

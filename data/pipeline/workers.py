@@ -4,13 +4,11 @@ The trap: a worker outlives a parent that was killed, and would write the same f
 next run. So each worker waits in a thread for the end of its parent, and then ends too.
 """
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ class FinishedUnit:
 
 
 def _start_worker(tokenizer_name: str, counters: SynchronizedArray, store: Disk | Hub, fast: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to all; the parent ends them
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
@@ -102,8 +101,7 @@ def run_units(
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, counters, store, fast))
     with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
         try:
-            with _not_in_children(signal.SIGINT):
-                waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
+            waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
             while waiting:
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 _show(bar, counters)
@@ -127,17 +125,6 @@ def run_units(
             f"{len(failed)} of {len(units)} units could not be made; the others are kept\n{shown}"
         )
     return finished
-
-
-@contextlib.contextmanager
-def _not_in_children(number: int) -> Iterator[None]:
-    """Processes that are started here never receive this signal: Ctrl-C in a terminal goes to all of them,
-    and each would print a traceback. What comes meanwhile is delivered to this process afterwards."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _error(future: Future) -> UserError | None:

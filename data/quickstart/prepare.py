@@ -61,11 +61,11 @@ def read_stdlib(limit_bytes: int) -> list[str]:
     return texts
 
 
-def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_BYTES) -> dict | None:
+def prepare(folder: str | Path, corpus_bytes: int = CORPUS_BYTES) -> dict | None:
     """Make the dataset; returns its meta, or None when the folder already holds exactly this one."""
     library = f"{platform.python_implementation()} {platform.python_version()} standard library"
     source = f"{library}, {corpus_bytes} bytes, BPE {VOCAB_SIZE} on {BPE_BYTES} bytes, val 1 in {VAL_EVERY}"
-    if has_dataset(folder, source) and not force:
+    if has_dataset(folder, source):
         return None
 
     texts = read_stdlib(corpus_bytes)
@@ -88,15 +88,14 @@ def prepare(folder: str | Path, force: bool = False, corpus_bytes: int = CORPUS_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
     parser.add_argument(
         "--output", type=user_path, metavar="DIR", default=HERE, help="dataset folder (default: this one)"
     )
     args = parser.parse_args()
     check_output(args.output)
-    meta = prepare(args.output, args.force)
+    meta = prepare(args.output)
     if meta is None:
-        print("already prepared from this Python (--force makes it again)")
+        print("already prepared from this Python")
     report(meta or read_meta(args.output), args.output)
 
 

@@ -12,7 +12,7 @@ on where it stopped.
 """
 
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +32,13 @@ from data.pipeline.command import (  # noqa: E402
     parse,
 )
 from data.pipeline.documents import TEXT_KEY, MissingColumn, is_one_document, read_records  # noqa: E402
-from data.pipeline.input_files import find_input  # noqa: E402
+from data.pipeline.input_files import find_files  # noqa: E402
 from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
 from data.pipeline.units import Settings  # noqa: E402
 from data.tokenizers.bpe_training import EOT, EOT_ID, LEAST_IDS  # noqa: E402
 from data.tokenizers.tokenizer import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
 VOCABULARY_MAX = 1 << 20
-# Which config has a model for a tokenizer of this vocabulary size, for the command printed at the end.
-CONFIGS = {
-    50257: "config/full_gpt2_1.36b.py",
-    32000: "config/full_llama_1.36b.py",
-    128256: "config/full_llama3_1.5b_optimal.py",
-    151669: "config/full_qwen3_1.8b_optimal.py",
-}
 
 
 def parse_arguments() -> Namespace:
@@ -56,7 +49,7 @@ def parse_arguments() -> Namespace:
     tokenizers.add_argument("--tokenizer", type=user_path, metavar="NAME", help=TOKENIZER)
     tokenizers.add_argument(
         "--train_tokenizer",
-        type=vocabulary_size,
+        type=whole_number(LEAST_IDS, VOCABULARY_MAX),
         metavar="IDS",
         help="train a byte-level BPE of so many ids on the text: 8000 for some MB, 32000 for a GB",
     )
@@ -77,31 +70,20 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    found = find_input(args.input)
-    found.report()
-    check_text_key(found.files, args.text_key)
-    config = None
+    files = find_files(args.input)
+    check_text_key(files, args.text_key)
     if args.tokenizer:
         tokenizer = open_or_download_tokenizer(args.tokenizer)
-        config = CONFIGS.get(tokenizer.vocab_size)
     else:
         trained = Settings(
             EOT_ID, None, args.val_fraction, args.shard_tokens, text_key=args.text_key, splits=args.splits
         )
         tokenizer = make_tokenizer(
-            found.files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
+            files, args.output, args.train_tokenizer, args.eot or EOT, trained, make_job(args)
         )
     settings = make_settings(args, tokenizer, find_eot(tokenizer, args.eot))
     settings = replace(settings, text_key=args.text_key)
-    make_dataset(args, found.files, tokenizer, settings, " ".join(args.input), config)
-    found.write_left_out(args.output)
-
-
-def vocabulary_size(text: str) -> int:
-    try:
-        return whole_number(LEAST_IDS, VOCABULARY_MAX)(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}: the 256 bytes and the end-of-text token have an id each") from None
+    make_dataset(args, files, tokenizer, settings, " ".join(args.input))
 
 
 def check_text_key(files: list[Path], text_key: str) -> None:

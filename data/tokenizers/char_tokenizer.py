@@ -31,6 +31,3 @@ class CharTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self.ids.get(token)
-
-    def use_fast_encoder(self, verify: bool = True) -> bool:
-        return False

@@ -21,13 +21,6 @@ def spread(scales: torch.Tensor, block: Block) -> torch.Tensor:
     return scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
-def check_block(block: Block, allowed: tuple[Block, ...], recipe: str) -> None:
-    """ValueError if a recipe has no blocks of this shape."""
-    if block not in allowed:
-        shapes = ", ".join(f"{rows} x {columns}" for rows, columns in allowed)
-        raise ValueError(f"{recipe} has no blocks of {block[0]} x {block[1]}; its blocks are {shapes}")
-
-
 def number_of_blocks(x: torch.Tensor, block: Sequence[int]) -> tuple[int, int]:
     """M / rows and K / columns. ValueError: the block does not divide the matrix."""
     if x.ndim != 2:

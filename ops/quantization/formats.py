@@ -84,18 +84,6 @@ def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     return torch.where(codes < 8, magnitude, -magnitude)
 
 
-def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Codes (..., K) -> bytes (..., K / 2), uint8: of each two neighbors, the first is the low half."""
-    if codes.shape[-1] % 2:
-        raise ValueError(f"two codes share a byte, but a row has {codes.shape[-1]} codes, an odd number")
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
-
-
-def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of pack_e2m1()."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
 # --- E4M3 and E5M2 ---
 
 

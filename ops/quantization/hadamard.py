@@ -23,15 +23,6 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 NEGATIVE_ROWS = sum(1 << row for row, sign in enumerate(SIGNS) if sign < 0)
 
 
-def hadamard_matrix(device: torch.device | str = "cpu") -> torch.Tensor:
-    """H (16, 16), fp32; its numbers are 1/4 and -1/4."""
-    column = torch.arange(SIZE, device=device)
-    row = column[:, None]
-    shared = row & column  # Sylvester's sign is the parity of the bits that row and column share
-    parity = shared ^ (shared >> 1) ^ (shared >> 2) ^ (shared >> 3) ^ (NEGATIVE_ROWS >> row)
-    return (1.0 - 2.0 * (parity & 1)) / SIZE**0.5
-
-
 def random_hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x (M, K) in bf16, transformed in tiles of 16 along dim 0 or 1 -> (M, K) in bf16, from sums in fp32.
     ValueError: another type, or 16 does not divide the dimension."""
@@ -47,7 +38,7 @@ def random_hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 @custom_op("nanomfu::random_hadamard", mutates_args=())
 def _transform(x: torch.Tensor, dim: int) -> torch.Tensor:
-    signs = hadamard_matrix(x.device)[:, 0]  # the first column of H16 is ones
+    signs = torch.tensor(SIGNS, dtype=torch.float32, device=x.device) / SIZE**0.5
     tiles = x.float().movedim(dim, -1).unflatten(-1, (-1, SIZE)) * signs
     for distance in (1, 2, 4, 8):
         first, second = tiles.unflatten(-1, (-1, 2, distance)).unbind(-2)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.library import custom_op
 
-from ops.quantization.blocks import Block, block_amax, check_block, number_of_blocks, spread
+from ops.quantization.blocks import Block, block_amax, number_of_blocks, spread
 from ops.quantization.formats import (
     E4M3,
     E4M3_MAX,
@@ -43,8 +43,7 @@ def quantize(x: torch.Tensor, block: Block = ALONG_ROWS) -> Mxfp8:
     """x (M, K), bf16 or fp32, in blocks of 1 x 32 or 32 x 1. A block with nan becomes nan; in one with inf,
     inf is 448 with the largest scale, which dequantize() makes inf again. A block below 2^-118 becomes 0,
     because TransformerEngine and torchao do not scale where the exponent's code is 0.
-    ValueError: the block is another one or does not divide the matrix."""
-    check_block(block, (ALONG_ROWS, ALONG_COLUMNS), "mxfp8")
+    ValueError: the block does not divide the matrix."""
     number_of_blocks(x, block)  # raises for x of another size
     values, exponents = _quantize(x, block)
     return Mxfp8(values, exponents, block)

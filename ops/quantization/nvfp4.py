@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.library import custom_op
 
-from ops.quantization.blocks import Block, block_amax, check_block, number_of_blocks, spread
+from ops.quantization.blocks import Block, block_amax, number_of_blocks, spread
 from ops.quantization.formats import (
     E2M1_MAX,
     E4M3,
@@ -59,16 +59,9 @@ def quantize(
     shape; None: it is computed. bits (M, K), integers from 0 to 255: stochastic rounding; None: to nearest
     even. With nan in x, every scale is nan. With inf, the global scale is 1, and what is above a block's
     range saturates; amax stays inf, so that global_factor() does.
-    ValueError: the block is another one or does not divide the matrix, or amax is more than one number."""
-    check_block(block, (ALONG_ROWS, ALONG_COLUMNS, SQUARE), "nvfp4")
+    ValueError: the block does not divide the matrix."""
     number_of_blocks(x, block)  # raises for x of another size
-    if amax is None:
-        amax = x.abs().amax()
-    elif amax.numel() != 1:
-        raise ValueError(
-            f"nvfp4 has one amax for the whole matrix, but this one has shape {tuple(amax.shape)}"
-        )
-    amax = amax.float().reshape(())
+    amax = (x.abs().amax() if amax is None else amax).float().reshape(())
     codes, scales = _quantize(x, block, amax, bits)
     return Nvfp4(codes, scales, amax, block)
 

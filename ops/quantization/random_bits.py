@@ -29,7 +29,7 @@ ROUNDS = 10
 WORD = 32
 MASK = 2**WORD - 1
 BITS_OF_A_COUNTER = 4 * WORD
-TENSOR_BITS, STREAM_BITS = 30, 2  # of one word of the counter
+TENSOR_BITS = 30  # of one word of the counter, whose other two are the stream
 KEY_BITS = {"seed": 63, "iteration": WORD, "micro_step": WORD, "tensor": TENSOR_BITS}
 WEIGHTS = 2 ** (TENSOR_BITS - 1)  # the upper half of all tensor numbers
 
@@ -83,15 +83,7 @@ def random_bits(
     of a tensor, counted in its row-major order. key: as random_key() makes it. stream: 0 to 3, sets of bits
     for what a tensor needs several of. bits: 8, 16 or 32 (a number of 32 bits is negative if its highest bit
     is 1). Counter c gives the elements from c * 128 / bits on, the low bits of the first word to the first.
-    ValueError: a number that does not fit; those in key are not looked at."""
-    if bits not in (8, 16, 32):
-        raise ValueError(f"random numbers have 8, 16 or 32 bits, not {bits}")
-    if not 0 <= stream < 2**STREAM_BITS:
-        raise ValueError(f"stream={stream} is not from 0 to {2**STREAM_BITS - 1}")
-    if key.shape != (len(KEY_BITS),) or key.dtype != torch.int64:
-        raise ValueError(
-            f"a key is {', '.join(KEY_BITS)}, int64 ({len(KEY_BITS)}); got {key.dtype} {tuple(key.shape)}"
-        )
+    ValueError: more elements than a counter tells apart; the numbers in key are not looked at."""
     per_counter = BITS_OF_A_COUNTER // bits
     if elements < 0 or start < 0 or start + elements > per_counter << WORD:
         raise ValueError(f"elements {start} to {start + elements} are not within 0 to {per_counter << WORD}")

@@ -47,11 +47,6 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def with_sign_of(magnitude, x):
-    return as_float(as_bits(magnitude) | (as_bits(x) & -0x80000000))
-
-
-@triton.jit
 def negative(x):
     """-x as a part of the instruction that takes it: Triton's own is 0 - x, and one more."""
     return x * -1.0

@@ -1,5 +1,5 @@
-"""The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the commit
-why a budget grows."""
+"""The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
+commit why a budget grows."""
 
 import subprocess
 

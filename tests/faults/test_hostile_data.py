@@ -106,8 +106,12 @@ def test_links_at_temporary_names_do_not_stop_a_preparation(tmp_path, bpe, here)
     folder = tmp_path / "out"
     (folder / "units").mkdir(parents=True)
     for name in NAMES:
-        if "tmp" in name or name.endswith(".lock"):
+        if "tmp" in name:
             (folder / name).symlink_to(tmp_path / "absent")
+    (folder / ".prepare.lock").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"\.prepare\.lock cannot be opened: .*remove it"):
+        make(folder, bpe)
+    (folder / ".prepare.lock").unlink()
     assert make(folder, bpe) is not None
     wanted = {name for name in contents(tmp_path / "wanted") if ".tmp" not in name}
     assert all(contents(folder)[name] == contents(tmp_path / "wanted")[name] for name in wanted)

@@ -51,8 +51,8 @@ def test_the_loss_writes_the_bits_that_a_cast_of_its_gradient_gives(shape):
     assert torch.equal(losses, cross_entropy(logits, targets, True))
     apart = float8.quantize(logits, E5M2, torch.ones((), device="cuda"))  # by now, they are their gradient
     assert fused.inverse_scale == apart.inverse_scale
-    assert same_bits(fused.values, apart.values)
-    assert same_bits(fused.transposed, apart.transposed)
+    assert same_bits(fused.rows, apart.rows)
+    assert same_bits(fused.columns, apart.columns)
 
 
 SWIGLU_SHAPES = [(128, 64), (272, 1056), (64, 6144)]
@@ -76,8 +76,8 @@ def test_the_backward_of_swiglu_in_fp8_has_the_bits_of_a_cast_of_the_one_in_bf16
     assert error(dx.cpu(), swiglu_backward(x, dh)) < 3e-3
     fused, apart = swiglu_backward_float8(x.cuda(), dh.cuda(), E5M2), float8.quantize(dx, E5M2)
     assert fused.inverse_scale == apart.inverse_scale
-    assert same_bits(fused.values, apart.values)
-    assert same_bits(fused.transposed, apart.transposed)
+    assert same_bits(fused.rows, apart.rows)
+    assert same_bits(fused.columns, apart.columns)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -107,8 +107,8 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
 
 def test_an_fp8_matmul_equals_its_plain_form():
     a, b = float8.quantize(random_bf16(256, 128), E5M2), float8.quantize(random_bf16(64, 128), E4M3)
-    plain = float8.matmul(a.values, b.values, a.inverse_scale, b.inverse_scale)
-    moved = [t.cuda() for t in (a.values, b.values, a.inverse_scale, b.inverse_scale)]
+    plain = float8.matmul(a.rows, b.rows, a.inverse_scale, b.inverse_scale)
+    moved = [t.cuda() for t in (a.rows, b.rows, a.inverse_scale, b.inverse_scale)]
     assert error(float8.matmul(*moved).cpu(), plain) < 4e-3
 
 

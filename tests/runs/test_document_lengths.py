@@ -224,26 +224,3 @@ def test_other_lengths_are_other_data_to_a_resume(run, listed, capsys):
     logging.getLogger("nanomfu").handlers.clear()
     assert run(config, out, "--max_iters=4", "--init_from=resume") == 2
     assert "other tokens in train.bin" in capsys.readouterr().err
-
-
-def test_adopt_takes_lengths_that_lie_beside_the_tokens(tmp_path, capsys):
-    from support.preparation import small_bpe
-
-    from data.adopt import adopt
-    from data.tokenizers.file_tokenizer import FileTokenizer
-
-    folder = make_dataset(tmp_path / "data", train_tokens=5000)
-    (folder / "meta.json").unlink()
-    tokenizer = FileTokenizer(small_bpe(tmp_path / "bpe"))
-    np.array([2000, 3000], "<u4").tofile(folder / "train.bin.lengths")
-    with pytest.raises(UserError, match="val.bin.lengths, but other token files have document lengths"):
-        adopt(folder, tokenizer, None, None)
-    np.array([1, 3998], "<u4").tofile(folder / "val.bin.lengths")
-    with pytest.raises(UserError, match="add up to 3,999 and its token file 4,000 tokens"):
-        adopt(folder, tokenizer, None, None)
-    np.array([1, 3999], "<u4").tofile(folder / "val.bin.lengths")
-    meta = adopt(folder, tokenizer, None, None)
-    assert meta["format"] == 2 and meta["files"]["val.bin"]["lengths"]["documents"] == 2
-    assert open_sources(settings(folder, vocab_size=257), scan=True)[0].documents["train"].starts.shape == (
-        2,
-    )

@@ -142,6 +142,10 @@ WRONG = {
         lambda path: write_ids(path, np.arange(60_000, 140_000, 100), "<u4"),
         "pass --dtype=uint32",
     ),
+    "lengths": (
+        lambda path: path.with_name("val.bin.lengths").write_bytes(b""),
+        "has document lengths beside it, which are not adopted",
+    ),
     "8 bytes": (lambda path: write_ids(path, range(1000), "<i8"), "ids of 64 bits must be written again"),
     "a copy of val": (
         lambda path: path.write_bytes(path.with_name("val.bin").read_bytes()),

@@ -9,7 +9,6 @@ import torch
 from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from common.errors import UserError
-from training.configuration.keys import KEYS
 from training.hardware.capability import (
     CPU,
     CUDNN,
@@ -19,7 +18,6 @@ from training.hardware.capability import (
     emulation_warnings,
     lookup,
     low_precision_support,
-    multiplies_in_bf16,
     require_low_precision,
 )
 
@@ -56,7 +54,7 @@ def test_a_gpu_has_what_its_capability_has(gpu, compute):
     assert facts == EXPECTED[compute]
     assert (here.compute, here.name) == (compute, "NVIDIA Something")
     emulated = "emulated" if here.bf16 else None  # no GPU runs mxfp8 and nvfp4 natively yet
-    assert low_precision_support("fp8_tensorwise", here) == ("native" if here.fp8 else emulated)
+    assert low_precision_support("fp8_tensorwise", here) == ("native" if here.fp8 else None)
     assert low_precision_support("mxfp8", here) == low_precision_support("nvfp4", here) == emulated
 
 
@@ -85,26 +83,19 @@ def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):
     assert low_precision_support("fp8_tensorwise", CPU) == "emulated"
 
 
-def test_fp8_on_a_gpu_without_bf16_is_an_error_that_says_what_to_set():
+def test_a_recipe_on_a_gpu_that_cannot_run_it_is_an_error_that_says_what_to_set():
     with pytest.raises(UserError) as error:
-        require_low_precision("fp8_tensorwise", lookup((7, 0), "Tesla V100-SXM2-32GB"))
+        require_low_precision("mxfp8", lookup((7, 0), "Tesla V100-SXM2-32GB"))
     assert str(error.value) == (
-        "low_precision='fp8_tensorwise' needs bfloat16 (compute capability 8.0 or above), in which it is "
+        "low_precision='mxfp8' needs bfloat16 (compute capability 8.0 or above), in which it is "
         "emulated, but Tesla V100-SXM2-32GB has 7.0; set --low_precision=none"
     )
-
-
-def test_recipes_multiply_in_bf16_where_they_are_emulated_but_for_fp8_on_a_cpu(gpu, monkeypatch):
-    recipes = [recipe for recipe in KEYS["low_precision"].choices if recipe != "none"]
-    native = {"cpu": {"fp8_tensorwise", "fp8_delayed"}, "cuda": {*recipes} - {"mxfp8", "nvfp4"}}
-    for device, fp8 in native.items():  # a GPU that is not here is taken for one of Hopper
-        assert {recipe for recipe in recipes if not multiplies_in_bf16(recipe, device)} == fp8
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gpu((8, 0))
-    assert all(multiplies_in_bf16(recipe, "cuda") for recipe in recipes)
-    gpu((10, 0))
-    assert multiplies_in_bf16("mxfp8", "cuda") and not multiplies_in_bf16("fp8_delayed", "cuda")
-    assert not multiplies_in_bf16("none", "cuda")
+    with pytest.raises(UserError) as error:
+        require_low_precision("fp8_delayed", lookup((8, 0), "NVIDIA A100-SXM4-80GB"))
+    assert str(error.value) == (
+        "low_precision='fp8_delayed' needs fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, "
+        "Blackwell), but NVIDIA A100-SXM4-80GB has 8.0; set --low_precision=none"
+    )
 
 
 def test_nothing_else_asks_for_the_capability():
@@ -118,7 +109,7 @@ def test_nothing_else_asks_for_the_capability():
 def test_a_recipe_that_is_only_emulated_warns_and_names_a_faster_one(recipe):
     for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((10, 0), "B200")):
         warnings = emulation_warnings(recipe, lookup(compute, name))
-        emulated = recipe in ("mxfp8", "nvfp4") or (recipe != "none" and name == "A100")
+        emulated = recipe in ("mxfp8", "nvfp4")
         assert len(warnings) == emulated
         faster = "none" if name == "A100" else "fp8_tensorwise"
         assert all(f"emulated on {name}" in w and f"take {faster!r}" in w for w in warnings)
@@ -136,6 +127,9 @@ def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
     assert run(config, "--dry_run=True", "--device=cuda", "--gpu=B200", "--low_precision=fp8_tensorwise") == 0
     said = capfd.readouterr().out
     assert "fp8_tensorwise matmuls in layers (native)" in said and "emulated" not in said
+    assert run(config, "--dry_run=True", "--device=cuda", "--gpu=A100", "--low_precision=fp8_tensorwise") == 0
+    said = capfd.readouterr().out
+    assert "fp8_tensorwise matmuls in layers (refused)" in said and "cannot run fp8_tensorwise" in said
     assert run(config, "--max_iters=1") == 0
     assert "emulated on the CPU: slower than bf16" in capfd.readouterr().out
     assert any("emulated" in text for text in last_run(tmp_path / "o")["startup_info"]["warnings"])

@@ -6,11 +6,10 @@ import torch
 from common.errors import RunError
 from ops import compare_casts as comparison
 from ops.recipes import RECIPES
-from training.optimization.low_precision import check_emulation
+from training.optimization.low_precision import check_kernels
 
 CPU = torch.device("cpu")
 KERNELS = {  # each kernel that is compared: its recipe, its name in the message
-    "float8_operand": ("fp8_tensorwise", "'cast to e4m3fn' writes other numbers than"),
     "mxfp8_operand": ("mxfp8", "'cast' writes other numbers along rows"),
     "nvfp4_amaxes": ("nvfp4", "'amaxes' writes other numbers than"),
     "nvfp4_operand": ("nvfp4", "'cast' writes other numbers along rows"),
@@ -21,7 +20,7 @@ KERNELS = {  # each kernel that is compared: its recipe, its name in the message
 def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
     """After the plain forms, the comparison gets other numbers from the function."""
     right, rounds = getattr(comparison, function), []
-    plain = 2 if function in ("float8_operand", "nvfp4_operand") else 1  # calls of the first round
+    plain = 2 if function == "nvfp4_operand" else 1  # calls of the first round
 
     def wrong(*arguments):
         rounds.append(arguments)
@@ -43,9 +42,26 @@ def test_a_kernel_that_writes_other_numbers_ends_the_run_with_its_name(function,
     recipe, message = KERNELS[function]
     spoiled(function, monkeypatch)
     with pytest.raises(RunError) as caught:
-        check_emulation(recipe, CPU)
-    assert f"low_precision='{recipe}' cannot be emulated on this GPU" in str(caught.value)
+        check_kernels(recipe, CPU)
+    assert f"low_precision='{recipe}' cannot run on this GPU" in str(caught.value)
     assert message in str(caught.value) and "low_precision='none'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quantize", "swiglu_backward_float8", "cross_entropy_float8"])
+@pytest.mark.parametrize("field", ["rows", "columns"])
+def test_a_kernel_that_stores_wrong_fp8_numbers_ends_the_run_at_the_start(name, field, monkeypatch):
+    """As ptxas' fault does: right shapes, right magnitudes, numbers of neighbors."""
+    right = getattr(comparison, name)
+
+    def wrong(*arguments):
+        result = right(*arguments)
+        found = result[1] if name == "cross_entropy_float8" else result
+        spoilt = found._replace(**{field: getattr(found, field).roll(1, 0)})
+        return (result[0], spoilt) if name == "cross_entropy_float8" else spoilt
+
+    monkeypatch.setattr(comparison, name, wrong)
+    with pytest.raises(RunError, match="stores wrong fp8 numbers.*low_precision='none'"):
+        check_kernels("fp8_delayed", CPU)
 
 
 def test_one_number_that_differs_is_enough(monkeypatch):

@@ -66,7 +66,7 @@ def nothing_remembered():
 
 def operands(N=32, K=48, M=64):
     dy, x = float8.quantize(random_bf16(M, N), E5M2), float8.quantize(random_bf16(M, K), E4M3)
-    return dy.transposed, x.transposed, dy.inverse_scale, x.inverse_scale
+    return dy.columns, x.columns, dy.inverse_scale, x.inverse_scale
 
 
 # --- the numbers of the headers ---

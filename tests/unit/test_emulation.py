@@ -9,8 +9,7 @@ from support import warm_python
 from support.tensors import error, random, random_bf16
 
 from ops import emulation
-from ops.quantization import delayed_scaling, mxfp8, nvfp4
-from ops.quantization.formats import E4M3
+from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 
@@ -99,7 +98,6 @@ OF_BF16 = {
     "nvfp4 weight": lambda x, key: emulation.nvfp4_weight(x, x.abs().amax().float()),
 }
 OF_FP32 = {
-    "delayed": lambda x, key: delayed_scaling.update(x[0], x, x[1].abs(), E4M3)[0],
     "bf16": lambda x, key: bf16_stochastically(x, key, start=7),
 }
 

@@ -124,7 +124,6 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
     from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
-    from ops.triton_kernels.emulated_float8 import triton_emulate_float8
     from ops.triton_kernels.float8 import triton_amax, triton_quantize
     from ops.triton_kernels.heads import triton_heads
     from ops.triton_kernels.mxfp8 import triton_mxfp8
@@ -158,9 +157,7 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
     triton_nvfp4_square(x, torch.ones(()))
     triton_nvfp4_amaxes(x)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        triton_emulate_float8(x, torch.ones(()), torch.ones(()), dtype)
-    expected = 16
+    expected = 15
     if TABLE[compute].fp8:  # others have no instruction for it
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
         triton_amax(x, torch.zeros(2), 16384)

@@ -16,61 +16,61 @@ from support.tensors import error, random_bf16, use_recipe
 
 from model_builder import build_model
 from model_config import model_config
-from ops import emulation, float8
-from ops.cross_entropy import LinearCrossEntropy, cross_entropy_float8
+from ops import emulation
+from ops.cross_entropy import LinearCrossEntropy
 from ops.delayed_float8 import delayed_quantize
 from ops.linear import Linear, refresh_weights
 from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
-from ops.recipes import RECIPES
+from ops.recipes import EMULATED, RECIPES
 from training.configuration.keys import TrainConfig
-from training.optimization import low_precision
 from training.optimization.low_precision import DelayedScaling, low_precision_layers
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-EMULATED = ("mxfp8", "nvfp4")
 NEW = ("fp8_delayed", *EMULATED)
 BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest magnitude
 M, K, N = 128, 256, 128
 
 
-def emulated_linear(recipe, key=None, bias=False):
+def low_linear(recipe, key=None, bias=False):
     layer = Linear(K, N, bias=bias)
     layer.weight.data = random_bf16(N, K, std=0.05)
-    return use_recipe(layer, f"emulated {recipe}", key)
+    return use_recipe(layer, recipe, key)
 
 
-def by_table(form, matrix, stream=None, key=None):
-    """A matrix in a form of the table, from ops/quantization alone."""
-    if form.block is None:
-        values, _, inverse_scale = float8.quantize(matrix, FP8[form.element])
-        return (values.float() * inverse_scale).bfloat16()
-    if form.scale.startswith("e8m0"):
-        return mxfp8.dequantize(mxfp8.quantize(matrix, form.block))
-    source = random_hadamard(matrix, dim=0) if form.hadamard else matrix
-    bits = emulation.bits_of_operand(matrix, key, stream) if form.stochastic else None
-    return nvfp4.dequantize(nvfp4.quantize(source, form.block, source.abs().amax().float(), bits))
+def forms_of(recipe, matrix, weight=False, key=None):
+    """A matrix as the recipe's rows and columns, from ops/quantization alone."""
+    if recipe == "mxfp8":
+        blocks = mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS
+        return [mxfp8.dequantize(mxfp8.quantize(matrix, block)) for block in blocks]
+    if weight:
+        return [nvfp4.dequantize(nvfp4.quantize(matrix, nvfp4.SQUARE))] * 2
+    forms = [(matrix, nvfp4.ALONG_ROWS), (random_hadamard(matrix, dim=0), nvfp4.ALONG_COLUMNS)]
+    streams = [None if key is None else emulation.bits_of_operand(matrix, key, stream) for stream in (0, 1)]
+    return [
+        nvfp4.dequantize(nvfp4.quantize(form, block, form.abs().amax().float(), bits))
+        for (form, block), bits in zip(forms, streams, strict=True)
+    ]
 
 
 # --- a Linear ---
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
-def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_table(recipe):
-    forms, key = RECIPES[recipe], random_key(seed=5, iteration=3, micro_step=1, tensor=7)
-    layer = emulated_linear(recipe, key)
+@pytest.mark.parametrize("recipe", EMULATED)
+def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_recipe(recipe):
+    key = random_key(seed=5, iteration=3, micro_step=1, tensor=7)
+    layer = low_linear(recipe, key)
     x, dy = random_bf16(M, K), random_bf16(M, N, std=1e-3)
     layer.weight_grad = torch.zeros(N, K)
     start = x.clone().requires_grad_()
     y = layer(start)
     y.backward(dy)
     w = layer.weight.detach()
-    x_rows, x_columns = (by_table(form, x) for form in (forms.x_rows, forms.x_columns))
-    w_rows, w_columns = (by_table(form, w) for form in (forms.w_rows, forms.w_columns))
-    dy_rows = by_table(forms.dy_rows, dy, emulation.ROWS, key)
-    dy_columns = by_table(forms.dy_columns, dy, emulation.COLUMNS, key)
+    x_rows, x_columns = forms_of(recipe, x)
+    w_rows, w_columns = forms_of(recipe, w, weight=True)
+    dy_rows, dy_columns = forms_of(recipe, dy, key=key)
     assert torch.equal(y, x_rows @ w_rows.t())
     assert torch.equal(start.grad, dy_rows @ w_columns)
     assert torch.equal(layer.weight_grad, dy_columns.float().t() @ x_columns.float())
@@ -83,7 +83,7 @@ def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_table(recipe):
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_a_sum_autograd_gets_the_weights_gradient(recipe, bias):
     key = random_key(seed=1)
-    summed, plain = (emulated_linear(recipe, key, bias) for _ in range(2))
+    summed, plain = (low_linear(recipe, key, bias) for _ in range(2))
     if bias:
         summed.bias.data = plain.bias.data = random_bf16(N)
     summed.weight_grad = torch.zeros(N, K)
@@ -98,7 +98,7 @@ def test_without_a_sum_autograd_gets_the_weights_gradient(recipe, bias):
 
 def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     key = random_key(seed=1)
-    layer = emulated_linear("nvfp4", key)
+    layer = low_linear("nvfp4", key)
     layer.weight_grad = torch.zeros(N, K)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, dy = random_bf16(M, K), random_bf16(M, N)
@@ -114,10 +114,7 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     assert torch.equal(first, input_gradient(layer, 0)) and torch.equal(second, input_gradient(layer, 1))
 
 
-HEADS = ("fp8_tensorwise", "fp8_delayed", *(f"emulated {recipe}" for recipe in RECIPES))
-
-
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", RECIPES)
 @pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
 def test_an_improbable_id_is_still_pushed_down(method, dtype):
     """Whatever fp8_gradients says. Half of the ids have a probability of about 1e-7."""
@@ -140,7 +137,7 @@ def test_an_improbable_id_is_still_pushed_down(method, dtype):
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_parts_of_the_head_have_the_gradients_of_the_whole(recipe):
     """The same tokens in two parts."""
-    low = emulated_linear(recipe, random_key(seed=3)).low_precision
+    low = low_linear(recipe, random_key(seed=3)).low_precision
     half = random_bf16(M, K)
     x, targets = torch.cat((half, half)).requires_grad_(), (torch.arange(2 * M) % M)
     LinearCrossEntropy.apply(x, random_bf16(N, K), targets, None, low, 2, True, None).backward()
@@ -150,7 +147,7 @@ def test_parts_of_the_head_have_the_gradients_of_the_whole(recipe):
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_an_evaluation_may_have_any_number_of_tokens(recipe):
-    layer = emulated_linear(recipe)
+    layer = low_linear(recipe)
     x = random_bf16(M, K)
     with torch.no_grad():
         if recipe not in BY_AMAX:  # blocks lie inside of a row
@@ -161,56 +158,19 @@ def test_an_evaluation_may_have_any_number_of_tokens(recipe):
             assert torch.equal(layer(rows)[1:], layer(x)[:20])
 
 
-def in_bf16(operand):
-    return (operand.rows.float() * operand.inverse_scale).bfloat16()
-
-
-@pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
-def test_emulated_delayed_scaling_has_the_numbers_scales_and_amaxes_of_fp8_delayed(dtype):
-    """Without a history, then with one in which some numbers saturate; a Linear's three tensors."""
-    made = {name: METHODS[name] for name in ("fp8_delayed", "emulated fp8_delayed")}
-    x, dy, w = random_bf16(M, K), random_bf16(M, N, std=1e-3), random_bf16(N, K)
-    for history in (0.0, 70.0):
-        states, results = [], []
-        for method in made.values():
-            scalings = tuple(Scaling(torch.tensor(history), torch.zeros(())) for _ in range(3))
-            low = LowPrecision("fp8_delayed", dtype, method.empty_weight(w), scalings=scalings)
-            operands = method.activation(x, None, low), method.gradient(dy, None, low)
-            method.requantize([w], [low])
-            results.append([*operands, low.weight])
-            states.append([scaling.amax for scaling in scalings])
-        fp8, emulated = results
-        for expected, found in zip(fp8, emulated, strict=True):
-            assert torch.equal(found.rows, in_bf16(expected)) and found.rows is found.columns
-        assert states[0] == states[1] == [x.abs().amax(), w.abs().amax(), dy.abs().amax()]
-        logits = random_bf16(M, K)
-        _, fixed = cross_entropy_float8(logits, torch.arange(M), FP8["e5m2"])  # by now, logits are gradients
-        ours = made["emulated fp8_delayed"].gradient_of_logits(logits, low)
-        assert torch.equal(ours.rows, (fixed.values.float() * fixed.inverse_scale).bfloat16())
-
-
 def test_an_nvfp4_weight_is_kept_once():
-    rows, columns, scale = METHODS["emulated nvfp4"].empty_weight(random_bf16(N, K))
+    rows, columns, scale = METHODS["nvfp4"].empty_weight(random_bf16(N, K))
     assert rows.data_ptr() == columns.data_ptr() and scale is None
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", *EMULATED])
 def test_weights_are_quantized_where_they_are(recipe):
-    layer = emulated_linear(recipe)
+    layer = low_linear(recipe)
     before, address = layer.low_precision.weight.rows.clone(), layer.low_precision.weight.rows.data_ptr()
     layer.weight.data = random_bf16(N, K, std=3.0)
     refresh_weights(layer)
     assert layer.low_precision.weight.rows.data_ptr() == address
     assert not torch.equal(layer.low_precision.weight.rows, before)
-
-
-def test_each_recipe_says_the_multiples_that_it_needs():
-    assert {name: recipe.alignment for name, recipe in RECIPES.items()} == {
-        "fp8_tensorwise": 16,
-        "fp8_delayed": 16,
-        "mxfp8": 32,
-        "nvfp4": 16,
-    }
 
 
 # --- runs ---
@@ -346,37 +306,6 @@ def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
     assert "nvfp4 matmuls in layers_and_head but the last 1 blocks (bf16, emulates nvfp4)" in log
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed"])
-def test_a_gpu_without_fp8_emulates_it(folder, run, monkeypatch, recipe):
-    """As on an A100. The CPU's own form multiplies the fp8 numbers in fp32."""
-    keys = {**KEYS, "dataset": folder / "data", "low_precision": recipe, "max_iters": 6}
-    found = []
-    for method in (recipe, f"emulated {recipe}"):
-        out = folder / method.replace(" ", "-")
-        monkeypatch.setattr(low_precision, "method_name", lambda *_, method=method: method)
-        assert run(write_config(folder / "without.py", **keys), f"--out_dir={out}") == 0
-        found.append(last_run(out))
-    assert losses(found[1]) == pytest.approx(losses(found[0]), rel=5e-3)
-    assert found[1]["startup_info"]["low_precision"]["executed"] == f"bf16, emulates {recipe}"
-    assert not any("fp8" in name for row in found[1]["training_iterations"] for name in row["mfu"] or {})
-
-
-def test_emulated_delayed_scaling_compiles_in_one_graph_that_notes_amaxes():
-    def made(compiles):
-        layer = emulated_linear("fp8_tensorwise")
-        scalings = tuple(Scaling(torch.tensor(0.0), torch.tensor(0.0)) for _ in range(3))
-        low = layer.low_precision._replace(method="emulated fp8_delayed", scalings=scalings)
-        layer.low_precision, layer.weight_grad = low, torch.zeros(N, K)
-        step = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
-        x = random_bf16(M, K).requires_grad_()
-        step(x).backward(random_bf16(M, N))
-        return [x.grad, layer.weight_grad, *(scaling.amax for scaling in scalings)]
-
-    torch._dynamo.reset()
-    eager, compiled = made(False), made(True)
-    assert all(map(torch.equal, eager, compiled)) and eager[2] > 0 < eager[4]
-
-
 @pytest.mark.parametrize(
     ("skip", "scope", "blocks"),
     [((1, 0), "layers", {1, 2, 3}), ((0, 2), "layers_and_head", {0, 1}), ((2, 1), "layers", {2})],
@@ -420,7 +349,7 @@ def test_an_overflow_that_fp8_would_hide_skips_the_update():
         state.before_iteration()
         delayed_quantize(matrix, *x, torch.float8_e4m3fn)
         gradient = matrix.index_fill(0, torch.tensor(3), torch.inf) if overflow else matrix
-        values = delayed_quantize(gradient, *dy, torch.float8_e5m2).values
+        values = delayed_quantize(gradient, *dy, torch.float8_e5m2).rows
         before = state.scale.clone()
         result = state.after_micro_step(loss, last=True)
         assert result.isnan() == overflow and (overflow or result == loss)

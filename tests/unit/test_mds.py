@@ -253,9 +253,12 @@ SHARD_FIELDS = {
     "no such column": ({"column_names": ["attention_mask", "words"]}, "has no column 'input_ids'"),
     "columns differ": ({"column_sizes": [None]}, "the columns are"),
     "column size": ({"column_sizes": [None, -4]}, "has the size -4"),
-    "samples": ({"samples": 10**12}, "1000000000000 samples"),
+    "samples": ({"samples": 10**12}, "samples is 1000000000000"),
     "fewer samples": ({"samples": 3}, "index.json says 3"),
-    "hash": ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1383, "hashes": {"x": "1"}}}, "hash 'x'"),
+    "hash": (
+        {"raw_data": {"basename": "shard.00000.mds", "bytes": 1383, "hashes": {"x": "1"}}},
+        "kind 'x', which is not known",
+    ),
 }
 
 

@@ -6,8 +6,8 @@ from support.te_reference import GEMMType, nvfp4_reference
 from support.tensors import error, random, random_bf16
 
 from ops.quantization import nvfp4
-from ops.quantization.formats import e2m1_values, pack_e2m1, round_to_e2m1_stochastically
-from ops.quantization.hadamard import hadamard_matrix, random_hadamard
+from ops.quantization.formats import e2m1_values, round_to_e2m1_stochastically
+from ops.quantization.hadamard import random_hadamard
 from ops.quantization.nvfp4 import ALONG_COLUMNS, ALONG_ROWS, SQUARE
 
 
@@ -22,7 +22,8 @@ def assert_equals_reference(ours, codes, scales, amax, transposed=False):
     if ours.block == SQUARE:
         our_scales = our_scales.repeat_interleave(16, 0)
     # It gives -0 the code of 0.
-    assert torch.equal(pack_e2m1(torch.where(our_codes == 8, 0, our_codes)), without_minus_zero(codes))
+    our_codes = torch.where(our_codes == 8, 0, our_codes)
+    assert torch.equal(our_codes[..., ::2] | (our_codes[..., 1::2] << 4), without_minus_zero(codes))
     assert torch.equal(our_scales, scales.contiguous().view(torch.uint8))
     assert torch.equal(ours.amax, amax.squeeze())
 
@@ -95,8 +96,6 @@ def test_an_amax_that_is_known_is_used():
     ours, known = nvfp4.quantize(x), nvfp4.quantize(x, amax=x.abs().amax().view(1, 1))
     assert torch.equal(ours.codes, known.codes) and torch.equal(ours.amax, known.amax)
     assert not torch.equal(ours.scales.float(), nvfp4.quantize(x, amax=x.abs().amax() * 3).scales.float())
-    with pytest.raises(ValueError, match=r"one amax for the whole matrix, but this one has shape \(32,\)"):
-        nvfp4.quantize(x, amax=x.abs().amax(0))
 
 
 def test_a_weight_has_the_same_values_in_forward_and_backward():
@@ -199,7 +198,7 @@ def test_the_transform_is_that_of_the_reference():
 
 
 def test_the_transform_is_orthogonal_so_that_it_cancels_in_a_matmul():
-    matrix = hadamard_matrix()
+    matrix = random_hadamard(torch.eye(16).bfloat16(), dim=1).float()
     assert torch.equal(matrix @ matrix.t(), torch.eye(16))
     assert matrix.abs().eq(0.25).all()
     a, b = random_bf16(32, 64), random_bf16(48, 64)
@@ -223,7 +222,6 @@ def test_the_transform_spreads_an_outlier_over_its_16_numbers():
     [
         ((16, 24), ALONG_ROWS, "16 x 24 cannot be divided into blocks of 1 x 16"),
         ((24, 16), SQUARE, "its height must be a multiple of 16"),
-        ((16, 16), (1, 32), "nvfp4 has no blocks of 1 x 32"),
     ],
 )
 def test_a_matrix_that_blocks_do_not_divide_is_an_error(shape, block, message):

@@ -84,9 +84,9 @@ def capability(device: torch.device | str) -> Capability:
 
 def low_precision_support(recipe: str, here: Capability) -> str | None:
     """How a low_precision recipe runs here: 'native', by tensor cores of its kind; 'emulated', with the same
-    numbers and no gain in speed; None if it cannot."""
-    if recipe in ONE_SCALE and here.fp8:
-        return NATIVE
+    numbers and no gain in speed; None if it cannot. A CPU multiplies fp8 numbers in fp32."""
+    if recipe in ONE_SCALE:
+        return NATIVE if here.fp8 else EMULATED if here.compute is None else None
     return EMULATED if here.bf16 else None
 
 
@@ -102,21 +102,10 @@ def emulation_warnings(recipe: str, here: Capability) -> list[str]:
     ]
 
 
-def multiplies_in_bf16(recipe: str, device: str) -> bool:
-    """Whether operands of a low_precision recipe are bf16 on this machine's device of this type. If there is
-    no GPU here, the answer is Hopper's. On a CPU, numbers with one scale are multiplied as fp8."""
-    if recipe == "none":
-        return False
-    if device != "cuda":
-        return recipe not in ONE_SCALE
-    here = capability(device) if torch.cuda.is_available() else TABLE[9, 0]
-    return low_precision_support(recipe, here) == EMULATED
-
-
 def require_low_precision(recipe: str, here: Capability) -> None:
     """Raises UserError if a low_precision recipe cannot run here; 'none' always can."""
     if recipe != "none" and low_precision_support(recipe, here) is None:
         raise UserError(
-            f"low_precision={recipe!r} needs {BF16_NEEDS}, but "
+            f"low_precision={recipe!r} needs {FP8_NEEDS if recipe in ONE_SCALE else BF16_NEEDS}, but "
             f"{here.name} has {dotted(here.compute)}; set --low_precision=none"
         )

@@ -6,11 +6,9 @@ import functools
 
 import model_builder
 from model_config import ModelConfig
-from ops.recipes import ONE_SCALE
+from ops.recipes import EMULATED
 from training.configuration.keys import REMAKING, TrainConfig
 from training.configuration.rules import shards_optimizer
-from training.hardware.capability import EMULATED, low_precision_support, multiplies_in_bf16
-from training.memory.gpus import card_capability, find_card
 from training.process.world import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,13 +19,6 @@ Moment = dict[str, float]  # item -> bytes
 @functools.cache
 def count_parameters(model: ModelConfig) -> int:
     return int(model_builder.build_model(model).count_parameters()["total"])  # on the meta device
-
-
-def _is_emulated(config: TrainConfig) -> bool:
-    """On the GPU that a dry run names, else on this machine's."""
-    if config.gpu is None or config.low_precision == "none":
-        return multiplies_in_bf16(config.low_precision, config.device)
-    return low_precision_support(config.low_precision, card_capability(find_card(config.gpu))) == EMULATED
 
 
 class Sizes:
@@ -53,12 +44,12 @@ class Sizes:
         self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
         self.reduce = BYTES[config.reduce_dtype]
         # low precision: of which blocks, of the head; whether in bf16 (ops/emulation.py); bytes of an element
-        # that is quantized for both of its matmuls: in two forms, or in one if it is bf16 with one scale
+        # that is quantized for both of its matmuls, in two forms
         recipe = config.low_precision
         blocks = range(config.low_precision_skip_first, model.n_layer - config.low_precision_skip_last)
         self.low_blocks = range(0) if recipe == "none" else blocks
         self.low_head = recipe != "none" and config.low_precision_scope == "layers_and_head"
-        self.emulated = _is_emulated(config)
-        self.both_forms = 2 if not self.emulated else self.compute * (1 if recipe in ONE_SCALE else 2)
+        self.emulated = recipe in EMULATED
+        self.both_forms = 2 * (self.compute if self.emulated else 1)
         # whether parts of every block are made again (ops/remade.py)
         self.remakes = config.activation_checkpointing in REMAKING

@@ -16,17 +16,15 @@ import torch.nn as nn
 from common.errors import RunError, UserError
 from ops import float8
 from ops.compare_casts import compare_casts
-from ops.cross_entropy import cross_entropy, cross_entropy_float8
-from ops.float8 import FORWARD, GRADIENT, quantize
+from ops.float8 import FORWARD
 from ops.linear import Linear
 from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization.delayed_scaling import update_all
 from ops.quantization.random_bits import random_key
-from ops.recipes import DELAYED, RANDOM, RECIPES
-from ops.swiglu import swiglu_backward, swiglu_backward_float8
+from ops.recipes import ALIGNMENTS, DELAYED, RANDOM
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
-from training.hardware.capability import NATIVE, capability, low_precision_support, multiplies_in_bf16
+from training.hardware.capability import NATIVE, capability, low_precision_support
 
 GRADIENT_DTYPES = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}  # by fp8_gradients
 
@@ -124,7 +122,6 @@ def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> L
         return state
     _check_tokens(config)
     device = next(model.parameters()).device
-    name = method_name(config.low_precision, device)
     if config.low_precision in RANDOM:  # ranks have other gradients, so they draw other bits
         state = RandomBits(len(layers), stream_seed(config.seed, LOW_PRECISION, rank) >> 1, device)
     elif config.low_precision in DELAYED:
@@ -133,17 +130,14 @@ def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> L
         assert not module.weight.is_meta, f"{path}: init_weights comes first"
         _check_widths(config, path, module.weight)
         module.low_precision = LowPrecision(
-            method=name,
+            method=config.low_precision,
             gradient_dtype=GRADIENT_DTYPES[config.fp8_gradients],
-            weight=METHODS[name].empty_weight(module.weight),
+            weight=METHODS[config.low_precision].empty_weight(module.weight),
             key=state.keys[i] if isinstance(state, RandomBits) else None,
             scalings=state.of_layer(i) if isinstance(state, DelayedScaling) else None,
         )
     if device.type == "cuda":  # where kernels write the numbers
-        if METHODS[name].emulated:
-            check_emulation(config.low_precision, device)
-        elif METHODS[name].one_scale:
-            check_low_precision(device)
+        check_kernels(config.low_precision, device)
     return state
 
 
@@ -165,13 +159,8 @@ def has_low_precision_head(config: TrainConfig) -> bool:
     return config.low_precision != "none" and config.low_precision_scope == "layers_and_head"
 
 
-def method_name(recipe: str, device: torch.device) -> str:
-    """In METHODS: the recipe's own, or its emulation in bf16."""
-    return f"emulated {recipe}" if multiplies_in_bf16(recipe, device.type) else recipe
-
-
 def _check_widths(config: TrainConfig, path: str, weight: torch.Tensor) -> None:
-    multiple = RECIPES[config.low_precision].alignment
+    multiple = ALIGNMENTS[config.low_precision]
     if any(width % multiple for width in weight.shape):
         raise UserError(
             f"low_precision={config.low_precision!r} needs matrices whose sides are multiples of "
@@ -183,7 +172,7 @@ def _check_widths(config: TrainConfig, path: str, weight: torch.Tensor) -> None:
 def _check_tokens(config: TrainConfig) -> None:
     """Weight gradients sum over the tokens of a micro-batch, the head's over those of a part of it."""
     tokens, chunks = config.micro_batch * config.block_size, config.logit_parts
-    multiple = RECIPES[config.low_precision].alignment
+    multiple = ALIGNMENTS[config.low_precision]
     if not has_low_precision_head(config):
         chunks = 1
     if tokens % (chunks * multiple):
@@ -194,41 +183,11 @@ def _check_tokens(config: TrainConfig) -> None:
         )
 
 
-def check_low_precision(device: torch.device) -> None:
-    """Compares what the kernels write in fp8 with plain arithmetic, number by number, to a rounding step: a
-    compiler's fault has made such kernels store wrong ones (ops/triton_kernels/float8.py). Raises RunError.
-    Sync point."""
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
-    x, dh, logits = (
-        torch.randn(256, width, generator=generator, device=device).to(torch.bfloat16)
-        for width in (512, 256, 512)
-    )
-    targets = torch.arange(256, device=device)
-    _, gradient = cross_entropy_float8(logits.clone(), targets, GRADIENT)
-    cross_entropy(logits, targets, True)  # by now, logits are their gradient
-    written = {
-        "cast to e4m3": (x, quantize(x, FORWARD)),
-        "cast to e5m2": (x, quantize(x, GRADIENT)),
-        "backward of SwiGLU": (swiglu_backward(x, dh), swiglu_backward_float8(x, dh, GRADIENT)),
-        "gradient of the logits": (logits, gradient),
-    }
-    for name, (source, found) in written.items():
-        expected = (source.float() / found.inverse_scale).double()
-        for matrix, kernel in ((expected, found.values), (expected.t(), found.transposed)):
-            step = torch.finfo(kernel.dtype).eps * matrix.abs().clamp(min=torch.finfo(kernel.dtype).tiny)
-            if not ((kernel.double() - matrix).abs() <= step).all():
-                raise RunError(
-                    f"the kernel of the {name} stores wrong fp8 numbers on this GPU, with Triton's compiler "
-                    "as it is installed; another version of torch brings another one, low_precision='none' "
-                    "needs none"
-                )
-
-
-def check_emulation(recipe: str, device: torch.device) -> None:
-    """Compares what the kernels of an emulated recipe write with their plain forms. Raises RunError."""
+def check_kernels(recipe: str, device: torch.device) -> None:
+    """Compares what a recipe's kernels write with plain arithmetic. Raises RunError. Sync point."""
     if reason := compare_casts(recipe, device):
         raise RunError(
-            f"low_precision={recipe!r} cannot be emulated on this GPU with torch {torch.__version__} and its "
+            f"low_precision={recipe!r} cannot run on this GPU with torch {torch.__version__} and its "
             f"Triton: {reason}; another version of torch brings another Triton, low_precision='none' needs "
             "no such kernel"
         )
@@ -238,7 +197,7 @@ def executed_as(config: TrainConfig, device: torch.device) -> str:
     """What really computes the matmuls: 'native fp8', or 'bf16, emulates nvfp4'."""
     if low_precision_support(config.low_precision, capability(device)) == NATIVE:
         return "native fp8"
-    dtype = "bf16" if method_name(config.low_precision, device).startswith("emulated") else "fp32"
+    dtype = "fp32" if METHODS[config.low_precision].one_scale else "bf16"
     return f"{dtype}, emulates {config.low_precision}"
 
 
@@ -270,7 +229,7 @@ def describe_low_precision(model: nn.Module, config: TrainConfig) -> dict[str, o
             "layers": len(layers),
         }
     }
-    if METHODS[method_name(config.low_precision, device)].one_scale:
+    if METHODS[config.low_precision].one_scale:
         sums = [layer.weight_grad for layer in layers.values() if layer.weight_grad is not None]
         found["fp8_weight_gradients"] = float8.describe_sums(sums)
     return found

@@ -13,7 +13,7 @@ from common import units
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import NATIVE, emulation_warnings, low_precision_support
+from training.hardware.capability import EMULATED, NATIVE, emulation_warnings, low_precision_support
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak, table_peak
 from training.memory.gpus import (
@@ -49,8 +49,8 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
         warnings = _problems(config, card)
     info = startup_info(config, flops, peak, machine, attention, world_size, micro_batch)
     if config.gpu and config.low_precision != "none":
-        executed = "native" if _is_native(config, card) else "emulated: slower than bf16"
-        info["low_precision"] = {"executed": executed}
+        support = low_precision_support(config.low_precision, card_capability(card)) or "refused"
+        info["low_precision"] = {"executed": support.replace(EMULATED, "emulated: slower than bf16")}
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
