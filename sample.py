@@ -4,18 +4,15 @@
     python sample.py --hf=exported --prompt="Once upon a time"
     python sample.py --hf=Qwen3-0.6B --chat --prompts=questions.txt --top_p=0.95
 
-Text goes to stdout, and its speed to stderr. docs/sampling.md has the
-details.
+Text goes to stdout, and its speed to stderr. docs/sampling.md has the details.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -26,7 +23,7 @@ from common.json_file import read_regular
 from common.text import plain
 from generation.chat import apply_template
 from generation.choice import Choice
-from generation.decoding import Speed, check_prompts, generate
+from generation.decoding import check_prompts, generate
 from generation.source import Source, compute_in, load_run, load_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.seeds import SAMPLING, stream_seed
@@ -36,14 +33,6 @@ TOP_P_MIN = 1e-6  # 0 would leave no token
 MAX_PROMPTS = 1 << 28  # bytes of a file
 
 
-class Text(NamedTuple):
-    """One that is to be made."""
-
-    title: str
-    ids: list[int]
-    seed: int
-
-
 def main(argv: list[str]) -> None:
     options = parse(argv)
     prompts = read_prompts(options)
@@ -51,32 +40,36 @@ def main(argv: list[str]) -> None:
     if options.hf:
         source = load_weights(options.hf, device)
     else:
-        fix = "name the run's with --dataset"
-        source = load_run(Path(options.out_dir), options.checkpoint, device, fix, options.dataset, None)
+        source = load_run(Path(options.out_dir), options.checkpoint, device, options.dataset)
     compute_in(source.model, options.dtype)
     ids, ends = encode(options, source, prompts)
     check_prompts(source.model, ids)
     print(source.about, flush=True)
-    say_room(options, source.model.config.block_size, ids)
-    texts, speed = list_texts(options, ids), Speed()
+    context = source.model.config.block_size
+    if (room := context - max(map(len, ids))) < options.max_new_tokens:
+        say(
+            f"the model's context has {context:,} tokens, which leave room for {room:,} new ones after the "
+            "longest prompt: text ends there"
+        )
+    choice = Choice(options.temperature, options.top_k, options.top_p)
+    total, tokens, began = len(ids) * options.num_samples, 0, time.perf_counter()
     try:
-        while batch := list(itertools.islice(texts, options.batch_size)):
-            show(options, source, batch, ends, speed)
+        for start in range(0, total, options.batch_size):
+            places = range(start, min(start + options.batch_size, total))
+            seeds = [stream_seed(options.seed, SAMPLING, place) for place in places]
+            given = [ids[place // options.num_samples] for place in places]
+            made = generate(source.model, given, options.max_new_tokens, choice, seeds=seeds, ends=ends)
+            for place, old, new in zip(places, given, made, strict=True):
+                number, sample = divmod(place, options.num_samples)
+                begins = f"prompt {number + 1}, " if len(ids) > 1 else ""
+                # decoded together, because some tokenizers drop the space in front of the first token
+                text = source.tokenizer.decode([*old, *new])
+                print(f"--- {begins}sample {sample + 1} ---\n{text}", flush=True)
+                tokens += len(new)
     except torch.OutOfMemoryError:
         raise UserError("the GPU's memory is full; lower --batch_size or --max_new_tokens") from None
-    say(str(speed))
-
-
-def show(
-    options: argparse.Namespace, source: Source, batch: list[Text], ends: set[int], speed: Speed
-) -> None:
-    """Makes the texts of a batch and prints them."""
-    ids, seeds = [text.ids for text in batch], [text.seed for text in batch]
-    choice = Choice(options.temperature, options.top_k, options.top_p)
-    made = generate(source.model, ids, options.max_new_tokens, choice, seeds=seeds, ends=ends, speed=speed)
-    for text, new in zip(batch, made, strict=True):
-        # decoded together, because some tokenizers drop the space in front of the first token
-        print(f"{text.title}\n{source.tokenizer.decode([*text.ids, *new])}", flush=True)
+    seconds = time.perf_counter() - began
+    say(f"{tokens:,} new tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s")
 
 
 def encode(
@@ -88,25 +81,6 @@ def encode(
     else:
         ids, ends = [source.tokenizer.encode(prompt) for prompt in prompts], set()
     return ids, set() if options.ignore_eot else source.ends | ends
-
-
-def list_texts(options: argparse.Namespace, prompts: list[list[int]]) -> Iterator[Text]:
-    """Every text that is to be made, one at a time: --num_samples may be any number."""
-    numbers = itertools.count()
-    for number, ids in enumerate(prompts, 1):
-        begins = f"prompt {number}, " if len(prompts) > 1 else ""
-        for sample in range(1, options.num_samples + 1):
-            seed = stream_seed(options.seed, SAMPLING, next(numbers))
-            yield Text(f"--- {begins}sample {sample} ---", ids, seed)
-
-
-def say_room(options: argparse.Namespace, context: int, prompts: list[list[int]]) -> None:
-    room = context - max(map(len, prompts))
-    if room < options.max_new_tokens:
-        say(
-            f"the model's context has {context:,} tokens, which leave room for {room:,} new ones after the "
-            f"longest prompt: text ends there, not after --max_new_tokens={options.max_new_tokens}"
-        )
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:

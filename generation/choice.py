@@ -25,7 +25,11 @@ class Choice:
         """logits (B, V) in fp32, draws (B,) in [0, 1) -> ids (B,). No sync point."""
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        logits, ids = self._most_likely(logits / self.temperature)
+        logits, ids = logits / self.temperature, None  # None: the ids are 0 to V - 1
+        if 0 < self.top_k < logits.shape[-1]:
+            logits, ids = logits.topk(self.top_k)
+        elif self.top_p < 1:  # only then, because a sort of the vocabulary costs more than all the rest
+            logits, ids = logits.sort(dim=-1, descending=True)
         # float64, because the sum over a vocabulary is compared with a draw
         probabilities = logits.softmax(dim=-1, dtype=torch.float64)
         reached = probabilities.cumsum(dim=-1)  # (B, N)
@@ -35,17 +39,6 @@ class Choice:
         total = reached.amax(dim=-1, keepdim=True)
         index = (reached > draws[:, None] * total).int().argmax(dim=-1, keepdim=True)  # the first one above
         return (index if ids is None else ids.gather(1, index))[:, 0]
-
-    def _most_likely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits that stay, and their ids. Sorted where top_p needs it, because a sort of the vocabulary
-        costs more than all the rest. None: the ids are 0 to V - 1."""
-        if 0 < self.top_k < logits.shape[-1]:
-            values, ids = logits.topk(self.top_k)
-            return values, ids
-        if self.top_p < 1:
-            values, ids = logits.sort(dim=-1, descending=True)
-            return values, ids
-        return logits, None
 
 
 GREEDY = Choice()

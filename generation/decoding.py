@@ -5,9 +5,7 @@ B sequences · T tokens of the longest prompt · V vocabulary
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,23 +20,6 @@ from ops.norm import Delta, no_delta
 Step = Callable[..., torch.Tensor]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
 
 
-@dataclass
-class Speed:
-    """Tokens and seconds, summed over batches. Each part ends when its result is on the host; the time in
-    which the CUDA graph is recorded is in neither."""
-
-    prompt_tokens: int = 0
-    prompt_s: float = 0.0  # until the first new token of each sequence is known
-    new_tokens: int = 0  # after the first of each sequence
-    new_s: float = 0.0
-
-    def __str__(self) -> str:
-        parts = ("prompt", self.prompt_tokens, self.prompt_s), ("new text", self.new_tokens, self.new_s)
-        return "; ".join(
-            f"{what}: {n:,} tokens in {s:.2f} s, {n / max(s, 1e-9):,.0f} tokens/s" for what, n, s in parts
-        )
-
-
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -48,7 +29,6 @@ def generate(
     *,
     seeds: Sequence[int] | None = None,
     ends: Collection[int] = (),
-    speed: Speed | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, all prompts in one batch. The model must be in eval mode.
 
@@ -59,8 +39,6 @@ def generate(
     check_prompts(model, prompts)
     attention = [module.attend for module in model.modules() if isinstance(module, Attention)]
     assert all(attend is cached_attention for attend in attention), "build it with attend=cached_attention"
-    speed = Speed() if speed is None else speed
-    began = time.perf_counter()
     device, context = model.embed.weight.device, model.config.block_size
     lengths = [len(prompt) for prompt in prompts]
     room = [min(max_new_tokens, context - length) for length in lengths]
@@ -72,8 +50,6 @@ def generate(
         raise UserError("the model gives values that are not finite; its weights are of no use")
     tokens = choice.choose(logits, draws[0])
     found = tokens.tolist()  # sync point
-    speed.prompt_tokens, speed.prompt_s = speed.prompt_tokens + sum(lengths), speed.prompt_s + _since(began)
-
     step, running = make_step(model, cache, choice), list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in prompts]
     for made in range(1, max(room) + 1):
@@ -85,12 +61,10 @@ def generate(
             break
         if made == 1 and device.type == "cuda":
             step = record(step, tokens, positions, draws[0])
-        began = time.perf_counter()
         tokens = step(tokens, positions, draws[made])
         # a sequence that has ended stays in the batch, and writes to the last slot at most
         positions = (positions + 1).clamp(max=len(cache.slots) - 1)
         found = tokens.tolist()  # sync point
-        speed.new_tokens, speed.new_s = speed.new_tokens + len(running), speed.new_s + _since(began)
     return new
 
 
@@ -151,7 +125,3 @@ def _run_blocks(
     for block, cache in zip(model.blocks, caches, strict=True):
         x, delta = block(x, delta, rotary, cache)
     return x, delta
-
-
-def _since(began: float) -> float:
-    return time.perf_counter() - began

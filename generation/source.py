@@ -25,7 +25,7 @@ from training.configuration.dtypes import DTYPES
 from training.pretrained.folder import PREFIX, read_generation
 from training.pretrained.generation_settings import end_ids, first_weights
 from training.pretrained.reading import load_pretrained
-from training.pretrained.same_tokenizer import check_recorded, check_rows, identity
+from training.pretrained.same_tokenizer import check_recorded, check_rows
 
 MAX_CONFIG = 1 << 24  # bytes of a tokenizer_config.json
 
@@ -49,33 +49,29 @@ class Source:
         return f"checkpoint {self.facts['checkpoint']}, iteration {self.facts['iteration']}, {shown}"
 
 
-def load_run(
-    out_dir: Path, which: str, device: torch.device, fix: str, dataset: str | None, tokenizer: str | None
-) -> Source:
-    """A checkpoint of a run, and the tokenizer of its dataset. dataset, tokenizer: where they
-    are, if they have moved; fix: what to do if that is another tokenizer. Raises UserError."""
+def load_run(out_dir: Path, which: str, device: torch.device, dataset: str | None = None) -> Source:
+    """A checkpoint of a run, and the tokenizer of its dataset, which may have moved to `dataset`. Raises
+    UserError."""
     checkpoint, saved, model = load_model(out_dir, which, device, cached_attention)
     folder = first_folder(dataset or saved.config["dataset"])
-    named = open_tokenizer(tokenizer) if tokenizer else None
-    found = identity(named) if named else tokenizer_identity(read_meta(folder)["tokenizer"] or {})
+    found = tokenizer_identity(read_meta(folder)["tokenizer"] or {})
     was, *_ = saved.data.get("sources", [saved.data])
-    check_recorded(was["tokenizer"], str(checkpoint), found, tokenizer or str(folder), fix)
-    opened = named or load_tokenizer(folder)
+    fix = "name the run's with --dataset of sample.py or tools.export_hf"
+    check_recorded(was["tokenizer"], str(checkpoint), found, str(folder), fix)
     ends, eot_id = set(end_ids(first_weights(saved.pretrained), was.get("eot_id"))), was.get("eot_id")
     facts = {"checkpoint": str(checkpoint), "iteration": saved.iteration, "val_loss": saved.val_loss}
-    trained_in = {
-        "dtype": saved.config.get("dtype"),
-        "low_precision": saved.config.get("low_precision", "none"),
-    }
-    return Source(model, opened, folder, ends, eot_id, {**facts, "run": saved.run}, trained_in)
+    low = saved.config.get("low_precision", "none")
+    trained_in = {"dtype": saved.config.get("dtype"), "low_precision": low}
+    return Source(
+        model, load_tokenizer(folder), folder, ends, eot_id, {**facts, "run": saved.run}, trained_in
+    )
 
 
-def load_weights(name: str, device: torch.device, tokenizer: str | None = None) -> Source:
+def load_weights(name: str, device: torch.device) -> Source:
     """Weights in Hugging Face's format: FOLDER or OWNER/NAME[@REVISION]. Raises UserError."""
     weights, model = load_pretrained(PREFIX + name.removeprefix(PREFIX), device, cached_attention)
-    opened = open_tokenizer(tokenizer or str(weights.folder))
-    fix = "name its own" if tokenizer else "put the model's own there"
-    check_rows(opened, model.config.vocab_size, f"the model in {weights.folder}", fix)
+    opened = open_tokenizer(str(weights.folder))
+    check_rows(opened, model.config.vocab_size, f"the model in {weights.folder}", "put the model's own there")
     config, generation = weights.architecture().fields, read_generation(weights.folder)
     # the ids at which transformers' generate stops; if the folder names none, those of EOT_NAMES
     ends = end_ids({"config": config, "generation": generation}, None)

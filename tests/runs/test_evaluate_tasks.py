@@ -48,7 +48,7 @@ def theirs(folder, name, **keys):
 def ours(folder, name):
     from tools.evaluate.benchmarks import open_model
 
-    return open_model(str(folder / name), torch.float32, 3, ALONE, tokenizer=str(folder / name))
+    return open_model(str(folder / name), torch.float32, 3, ALONE)
 
 
 def numbers(metrics: dict) -> dict:

@@ -7,7 +7,7 @@ from support.hf_models import VOCAB, make
 from common.errors import UserError
 from generation.cache import cached_attention
 from generation.choice import Choice
-from generation.decoding import Speed, generate
+from generation.decoding import generate
 from model_builder import build_model
 from model_config import model_config
 from training.pretrained.reading import load_pretrained
@@ -131,14 +131,6 @@ def test_text_ends_where_the_context_is_full(model):
     prompts = [list(range(1, 22)), [1, 2]]
     assert [len(new) for new in generate(model, prompts, 100)] == [3, 22]
     assert [len(new) for new in generate(model, [list(range(23))], 2**62)] == [1]
-
-
-def test_tokens_and_seconds_are_summed_over_batches(model):
-    speed = Speed()
-    made = generate(model, PROMPTS, 5, speed=speed) + generate(model, [[1]], 1, speed=speed)
-    assert (speed.prompt_tokens, speed.new_tokens) == (12, sum(map(len, made)) - 4)  # one came of each prompt
-    assert speed.prompt_s > 0 and speed.new_s > 0
-    assert "prompt: 12 tokens in " in str(speed) and "new text: 12 tokens in " in str(speed)
 
 
 # --- bad input ---

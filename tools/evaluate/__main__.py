@@ -27,8 +27,6 @@ from bench.process import end_with_status
 from common.arguments import check_output, user_folder, user_path, whole_number
 from common.errors import UserError
 from common.text import one_line
-from data.tokenizers.to_file import write_tokenizer
-from data.tokenizers.tokenizer import open_tokenizer
 from generation.source import Source, compute_in, load_run, load_weights
 from tools import export_hf
 from tools.evaluate import report
@@ -61,7 +59,7 @@ def main(argv: list[str]) -> int:
 def evaluate(argv: list[str], options: argparse.Namespace) -> None:
     """All ranks."""
     benchmarks = import_benchmarks() if options.tasks else None
-    tasks = benchmarks.load_tasks(options.tasks, options.include_path) if benchmarks else (None, {})
+    manager, tasks = benchmarks.load_tasks(options.tasks, options.include_path) if benchmarks else (None, {})
     world = join(options)
     source = load(options, world)
     if benchmarks and source.prefix_id is None:
@@ -74,12 +72,11 @@ def evaluate(argv: list[str], options: argparse.Namespace) -> None:
     content |= {"truncated_contexts": 0, "tasks": {}}
     if benchmarks:
         source.model.to("meta")  # its memory is for the benchmarks now
-        keys: dict[str, Any] = {"prefix_token_id": source.prefix_id}
-        keys["add_bos_token"] = None if options.hf else False  # a run was trained without it
-        with folders(options, source, dtype, world) as (folder, keys["tokenizer"]):
+        begins = None if options.hf else False  # a run was trained without a beginning-of-text token
+        keys = {"prefix_token_id": source.prefix_id, "add_bos_token": begins}
+        with model_folder(options, source, dtype, world) as folder:
             lm = benchmarks.open_model(folder, DTYPES[dtype], options.batch_size, world, **keys)
-        manager, loaded = tasks
-        content["tasks"] = benchmarks.run_tasks(manager, loaded, lm, options.num_fewshot, options.limit)
+        content["tasks"] = benchmarks.run_tasks(manager, tasks, lm, options.num_fewshot, options.limit)
         content["truncated_contexts"] = sum(gather_objects(lm.truncated, world))
         content["versions"]["lm_eval"] = benchmarks.VERSION
     if world.is_main:
@@ -93,9 +90,9 @@ def import_benchmarks() -> Any:
     try:
         from tools.evaluate import benchmarks
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in ("lm_eval", "accelerate"):
-            raise
-        raise UserError("--tasks needs lm-eval: pip install -r requirements-evaluate.txt") from None
+        raise UserError(
+            f"--tasks needs lm-eval: pip install -r requirements-evaluate.txt ({error})"
+        ) from None
     return benchmarks
 
 
@@ -114,21 +111,18 @@ def join(options: argparse.Namespace) -> World:
 def load(options: argparse.Namespace, world: World) -> Source:
     """The same model on every rank. All ranks."""
     if options.hf:
-        return load_weights(options.hf, world.device, options.tokenizer)
+        return load_weights(options.hf, world.device)
     # a run that goes on may save another one before the last rank has looked
     options.checkpoint = gather_objects(find_checkpoint(options.out_dir, options.checkpoint).name, world)[0]
-    fix = "name the run's with --tokenizer"
-    return load_run(options.out_dir, options.checkpoint, world.device, fix, None, options.tokenizer)
+    return load_run(options.out_dir, options.checkpoint, world.device)
 
 
 @contextlib.contextmanager
-def folders(
-    options: argparse.Namespace, source: Source, dtype: str, world: World
-) -> Iterator[tuple[str, str]]:
-    """Where the model is in Hugging Face's format, and its tokenizer: what --hf names, or an export of the
-    checkpoint, which is deleted in the end. All ranks."""
+def model_folder(options: argparse.Namespace, source: Source, dtype: str, world: World) -> Iterator[str]:
+    """A folder in Hugging Face's format: what --hf names, or an export of the checkpoint, which is deleted in
+    the end. All ranks."""
     if options.hf:
-        yield str(source.folder), options.tokenizer or str(source.folder)
+        yield str(source.folder)
         return
     with contextlib.ExitStack() as stack:
         mine = ""
@@ -137,10 +131,7 @@ def folders(
             argv = [str(options.out_dir), mine, f"--checkpoint={options.checkpoint}", f"--dtype={dtype}"]
             with contextlib.redirect_stdout(sys.stderr):
                 export_hf.main(argv)
-            if options.tokenizer:
-                write_tokenizer(Path(mine), open_tokenizer(options.tokenizer), source.prefix_id)
-        folder = gather_objects(mine, world)[world.rank - world.local_rank]  # of this machine
-        yield folder, folder
+        yield gather_objects(mine, world)[world.rank - world.local_rank]  # of this machine
         gather_objects(None, world)  # until every rank has read it
 
 
@@ -167,7 +158,8 @@ def describe(
 ) -> dict[str, Any]:
     model, tokenizer = source.model, source.tokenizer
     size = {"parameters": model.count_parameters()["total"], "block_size": model.config.block_size}
-    meta = {"sha256": tokenizer_hash(tokenizer), "vocab_size": tokenizer.vocab_size}
+    kind = {key: tokenizer.meta[key] for key in ("kind", "name")}
+    kind |= {"sha256": tokenizer_hash(tokenizer), "vocab_size": tokenizer.vocab_size}
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu"
     return {
         "format": report.FORMAT,
@@ -176,11 +168,7 @@ def describe(
         "model": {**source.facts, **size},
         "precision": {"compute_dtype": dtype, "low_precision": "none", "attention": "sdpa"},
         "trained_in": source.trained_in,
-        "tokenizer": {
-            **{key: tokenizer.meta[key] for key in ("kind", "name")},
-            **meta,
-            "prefix_id": source.prefix_id,
-        },
+        "tokenizer": {**kind, "prefix_id": source.prefix_id},
         "limit": options.limit,
         "batch_size": options.batch_size,
         "hardware": {"device": name, "processes": world.size},
@@ -206,7 +194,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch_size", type=whole_number(1, 1 << 16), default=8, help="sequences (8)")
     add("--dtype", choices=list(DTYPES), help="default: that in which the run computed")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
-    add("--tokenizer", type=user_path, help="a file or folder, if the run's dataset has moved")
     add("--output", type=user_folder, help=f"where to save (OUT_DIR; with --hf, {WITHOUT_OUT_DIR})")
     options = parser.parse_args(argv)
     if (options.out_dir is None) == (options.hf is None):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -74,11 +73,8 @@ def load_tasks(names: list[str], include_path: str | None) -> tuple[TaskManager,
     except UserError:
         raise
     except Exception as error:  # of datasets, jinja, YAML, and lm-eval's own
-        offline = " (the hub is switched off by HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise UserError(
-            f"--tasks={','.join(names)}: lm-eval cannot load it{offline}: {type(error).__name__}: "
-            f"{one_line(str(error), 300)}"
-        ) from error
+        why = f"{type(error).__name__}: {one_line(str(error), 300)}"
+        raise UserError(f"--tasks={','.join(names)}: lm-eval cannot load it: {why}") from error
 
 
 def run_tasks(
@@ -94,12 +90,8 @@ def run_tasks(
     try:
         found = lm_eval.simple_evaluate(model=lm, tasks=[*tasks["groups"].values(), *outside], **keys)
     except AssertionError as error:  # that is how the backend says that something is too long
-        raise UserError(
-            "lm-eval's backend refuses a task: "
-            + one_line(
-                str(error) or f"an answer is longer than the model's context of {lm.max_length:,}", 300
-            )
-        ) from error
+        why = str(error) or f"an answer is longer than the model's context of {lm.max_length:,}"
+        raise UserError(f"lm-eval's backend refuses a task: {one_line(why, 300)}") from error
     finally:
         BACKEND_LOG.removeFilter(lm.count_truncated)
     return {
@@ -123,4 +115,4 @@ def open_model(folder: str, dtype: torch.dtype, batch_size: int, world: World, *
     different places; without it, a batch of any size gives the scores of a batch of one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(world.device)
     keys |= dict(batch_size=batch_size, logits_cache=False, softmax_dtype="float32")
-    return SharedHF(world, pretrained=model, **keys)
+    return SharedHF(world, pretrained=model, tokenizer=folder, **keys)

@@ -1,15 +1,7 @@
 """Perplexity and bits per byte of held-out text: files of any kind that prepare.py reads, or the validation
 split of a prepared dataset.
 
-Every document is a text of its own. What counts:
-
-- Tokens: each token of a document is predicted exactly once, the first one from the end-of-text token
-  before it (beginning-of-text for weights that have one). Without such a token, the first one is not
-  predicted. The end-of-text token itself is never predicted.
-- Bytes: those of the document as UTF-8; of a prepared dataset, those of its decoded tokens. The bytes of a
-  first token that is not predicted do not count, nor does an end-of-text token, which has none.
-- perplexity = exp(nats / tokens); bits per byte = nats / ln 2 / bytes, which compares models of different
-  tokenizers (Gao et al. 2020, The Pile, sec. 3.1; lm-eval's bits_per_byte is the same).
+Every document is a text of its own. docs/evaluation.md says which tokens and bytes count.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     python -m tools.track out-quickstart/run_20260101_120000.json --trackers=tensorboard,wandb
 
-A tracker gets only what it lacks. train.py itself starts this command, with --follow, if `trackers` is set:
-then it reads the record again and again until the run has ended. So nothing that a tracker does can hold up
-or end a run, and a tracker that fails only needs this command once more.
+A tracker gets only what it lacks, so one that failed only needs this command once more. train.py itself
+starts it, with --follow, if `trackers` is set (training/records/follower.py).
 """
 
 from __future__ import annotations
