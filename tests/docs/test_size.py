@@ -1,5 +1,5 @@
 """The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
-commit why a budget grows."""
+commit why a budget grows. The first two are to come to 35,500 and 21,500."""
 
 import subprocess
 
@@ -41,8 +41,8 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 37_200,
-    "lines that train.py reaches": 21_500,
+    "lines of the product": 36_400,
+    "lines that train.py reaches": 22_750,
     "lines of bench/": 3_000,
     "lines of configs": 480,
     "lines of training/": 14_000,

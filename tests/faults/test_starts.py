@@ -377,6 +377,7 @@ def test_two_machines_train_after_a_restart(config, tmp_path):
         "c10d",
         torchrun=["--max-restarts=1"],
         FAULT="raise 1 hashing",
+        FAULT_ONCE=str(tmp_path / "fault"),
         DEAD_TICKS="20",
     )
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2][-3000:]

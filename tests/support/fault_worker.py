@@ -7,6 +7,8 @@ what: a signal's name, 'raise', 'oom', 'exit0', 'hang' (for ever), 'illegal' (a 
 'orphan' (SIGKILL, to its torchrun alone, and it hangs itself);
 who: a rank, 'any', 'torchrun', or 'job' (the process in the file JOB_PID);
 where: an iteration, 'evaluation', 'saving', 'start', 'hashing' or 'import'. Only in the first attempt.
+FAULT_ONCE: a file that the fault makes, and happens no more: an agent that restarts because another one did
+counts no restart.
 DEAD_TICKS: seconds of silence before the ranks have joined, after which a rank is taken for dead.
 """
 
@@ -38,6 +40,11 @@ def happen(what: str, who: str) -> None:
     rank = launch_info()[0]
     if rank != (int(who) if who.isdigit() else 0) and who != "any":
         return
+    if once := os.environ.get("FAULT_ONCE"):
+        try:
+            os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
     os.write(1, f"FAULT at {time.time():.6f}s\n".encode())  # at once: print() writes the line's end by itself
     if what == "raise":
         raise ValueError(f"a fault of rank {rank}")

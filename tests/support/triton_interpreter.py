@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from ops.quantization.formats import to_float8
 from ops.triton_kernels import float8
-from ops.triton_kernels.float_bits import as_float, magnitude_bits, nearest_e4m3, with_sign_of
+from ops.triton_kernels.float_bits import as_bits, as_float, magnitude_bits, nearest_e4m3
 
 FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
@@ -74,7 +74,8 @@ def larger_words(a, b):
 
 @triton.jit
 def mx_number(x, inverse, scale):
-    return with_sign_of(nearest_e4m3(tl.abs(x * inverse)), x) * scale
+    magnitude = nearest_e4m3(tl.abs(x * inverse))
+    return as_float(as_bits(magnitude) | (as_bits(x) & -0x80000000)) * scale
 
 
 @triton.jit
