@@ -27,7 +27,6 @@ from ops.heads import Rotary, keeps_copies, project_heads, split_heads
 from ops.linear import Linear
 from ops.norm import Delta, Norm, add_norm, no_delta, normalize
 from ops.quack import fused_feed_forward
-from ops.ranges import ranged
 from ops.remade import Remake, again, linear_of_again, linear_of_norm, linear_of_swiglu
 from ops.swiglu import pairs, swiglu_feed_forward
 from rope_scaling import RopeScaling
@@ -150,7 +149,6 @@ class Attention(nn.Module):
             return linear_of_again(self.out, attended, qkv, **how), None
         return self._project(again(attended, qkv, keep_products=not remake.attention, **how))
 
-    @ranged("attention")
     def _attend(self, q, k, v, mask: Mask) -> torch.Tensor:
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
         arguments = (self.dropout if self.training else 0.0, *(() if mask is None else (mask,)))
@@ -187,7 +185,6 @@ class FeedForward(nn.Module):
             return swiglu_feed_forward(x, amax, self.up, self.down, self.gradient_amax)
         return self.down.delta(self._activate(self.up(x, amax)), None, self.gradient_amax)
 
-    @ranged("activation")
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, F), or (B, T, 2F): pairs of gate and up -> (B, T, F)."""
         if not self.gated:

@@ -75,17 +75,13 @@ from training.optimization.step import EagerStep, Step
 from training.optimization.update_guard import UpdateGuard
 from training.pretrained.reading import begin_with_weights
 from training.pretrained.settings import load_run_config
+from training.process.agreement import check_same_settings
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
+from training.process.launch import check_launch, launch_info
 from training.process.memory import GIB
 from training.process.redaction import redact
 from training.process.run_lock import RunLock
-from training.process.world import (
-    World,
-    check_launch,
-    check_same_settings,
-    init_world,
-    launch_info,
-)
+from training.process.world import World, init_world
 from training.records.clock import Clock
 from training.records.dry_run import dry_run
 from training.records.profiler import Profiler, make_profiler

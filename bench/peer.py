@@ -24,7 +24,8 @@ from common.errors import UserError
 from training.batches.sources import open_sources
 from training.configuration.flags import take_flags
 from training.pretrained.settings import load_run_config
-from training.process.world import check_device, launch_info
+from training.process.launch import launch_info
+from training.process.world import check_device
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ from common.command import FAILED, outcome, prepare_output, say
 from common.text import one_line, shorten
 from training.configuration.keys import ROOT
 from training.process.exit_status import leave_now
-from training.process.world import launch_info
+from training.process.launch import launch_info
 
 STOP_GRACE_S = 40  # torchrun gives its workers 30 s before it kills them
 TIMEOUT_MAX_S = 30 * 24 * 3600  # a month, for --timeout

@@ -13,12 +13,15 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ops.ranges import ranged
+
 CUBIC = 0.044715
 # e^-2u = 2^(x (LINEAR + CUBED x^2))
 LINEAR = -2 * math.sqrt(2 / math.pi) / math.log(2)
 CUBED = CUBIC * LINEAR
 
 
+@ranged("activation")
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """In x's dtype, computed in fp32. Without torch.compile torch's own, which is one kernel."""
     return GELU.apply(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")

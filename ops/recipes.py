@@ -8,7 +8,6 @@ from __future__ import annotations
 
 # tokens and both widths of a matrix must be multiples of it: for torch's fp8 matmul, or of a block
 ALIGNMENTS = {"fp8_tensorwise": 16, "fp8_delayed": 16, "mxfp8": 32, "nvfp4": 16}
-RECIPES = tuple(ALIGNMENTS)
 ONE_SCALE = ("fp8_tensorwise", "fp8_delayed")  # for a whole tensor: fp8_gradients chooses gradients' numbers
 DELAYED = ("fp8_delayed",)  # scales come from the amaxes of earlier micro-steps
 RANDOM = ("nvfp4",)  # gradients are rounded stochastically

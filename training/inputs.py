@@ -12,8 +12,9 @@ from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability, require_low_precision
 from training.optimization.ffn_backend import require_ffn_backend
 from training.pretrained.reading import check_weights
+from training.process.launch import launch_info
 from training.process.run_lock import RunLock, check_writable
-from training.process.world import check_device, launch_info
+from training.process.world import check_device
 
 
 def check_inputs(config: TrainConfig, lock: RunLock) -> list[Source]:

@@ -31,7 +31,8 @@ from model_config import ModelConfig
 from training.batches.sources import Source
 from training.configuration.keys import AUTO, ROOT, TrainConfig
 from training.hardware.gpu_monitor import watch_gpus
-from training.process.world import World, launch_info, machine_size
+from training.process.launch import launch_info, machine_size
+from training.process.world import World
 
 FILES = ("train.py", "model.py", "configurator.py")
 LINE = re.compile(r"iter (\d+): loss ([\d.]+|nan|inf), time ([\d.]+)ms")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ from training.records.utilization import utilization
 NOT_COUNTED = -100  # the target that torch's cross entropy leaves out
 
 
-class Program:
+class Program(ABC):
     """Another program that trains our model."""
 
     name: ClassVar[str]  # what --peer takes
@@ -43,7 +44,7 @@ class Program:
         """Of bench.peer, which runs it."""
         return [f"--peer={self.name}"]
 
-    def require(self) -> None:
+    def require(self) -> None:  # noqa: B027 - some need nothing
         """Raises UserError if it is not installed."""
 
     def obstacle(self, config: TrainConfig, processes: int) -> str | None:
@@ -77,9 +78,9 @@ class Program:
         agree_on_data(sources, world)
         return config, world
 
+    @abstractmethod
     def train(self, config: TrainConfig, world: World, sources: list[Source]) -> dict[str, Any]:
         """All ranks. Facts: 'peer' is its name and version, 'parameters' their number; and its rows."""
-        raise NotImplementedError
 
     def end(self, world: World) -> None:
         """All ranks. The last call of a process."""

@@ -27,7 +27,8 @@ from training.batches.loader import Loader
 from training.batches.sources import Source, make_windows
 from training.configuration.keys import TrainConfig
 from training.optimization.schedule import warmup_and_decay_iters
-from training.process.world import World, is_launched, launch_info, machine_size
+from training.process.launch import is_launched, launch_info, machine_size
+from training.process.world import World
 
 VERSION = "0.3.0"  # as in requirements-peers.txt
 IMPORTS = ("torchdata", "datasets", "tensorboard", "tyro", "spmd_types")  # also where its data are not used

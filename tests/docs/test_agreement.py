@@ -19,7 +19,7 @@ from bench import plan
 from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS, ShardWriter
 from model_config import ModelConfig
-from ops.recipes import RECIPES
+from ops.recipes import ALIGNMENTS
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
 from training.checkpoints.resume import FREE_TO_CHANGE, NOT_COMPARED
@@ -110,7 +110,7 @@ def test_every_dtype_has_its_size_and_its_peak():
 
 
 def test_every_recipe_of_low_precision_is_in_the_table_and_no_other():
-    assert set(KEYS["low_precision"].choices) - {"none"} == set(RECIPES)
+    assert set(KEYS["low_precision"].choices) - {"none"} == set(ALIGNMENTS)
 
 
 def test_attention_falls_back_along_the_choices_of_its_key():

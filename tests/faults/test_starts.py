@@ -24,8 +24,10 @@ from training.configuration.keys import TrainConfig
 from training.faults import liveness as module
 from training.faults.liveness import DEAD_TICKS, WAITING, Liveness, Process, this_process
 from training.faults.watchdog import BUSY_SECONDS, Watchdog
+from training.process import agreement as agreement_module
 from training.process import world as world_module
-from training.process.world import World, check_same_settings, meet
+from training.process.agreement import check_same_settings
+from training.process.world import World, meet
 
 SECONDS = 90  # for a machine
 END_SECONDS = 60  # from a rank's end to that of all others
@@ -290,7 +292,7 @@ def settings_of(monkeypatch, *of_ranks: tuple[int, dict]) -> None:
     """check_same_settings() of ranks with these (machine, settings)."""
     base = TrainConfig()
     everyone = [(machine, dataclasses.replace(base, **keys).to_dict()) for machine, keys in of_ranks]
-    monkeypatch.setattr(world_module, "gather_objects", lambda mine, world: everyone)
+    monkeypatch.setattr(agreement_module, "gather_objects", lambda mine, world: everyone)
     check_same_settings(base, World(0, 0, len(of_ranks), torch.device("cpu")))
 
 

@@ -28,7 +28,7 @@ from training.configuration.files_and_flags import load_config
 from training.faults import liveness as liveness_module
 from training.faults.liveness import Liveness
 from training.faults.watchdog import Watchdog
-from training.process import exit_status, world
+from training.process import exit_status, launch, world
 
 FOR_EVER = "--max_iters=100000000", "--log_interval=1000000"
 AT_ONCE = "--timeout_minutes=1e-9"
@@ -440,4 +440,4 @@ def test_variables_of_an_earlier_torchrun_do_not_make_a_restart(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "abc")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert world.restart_count() == 0 and not world.may_restart()
+    assert launch.restart_count() == 0 and not launch.may_restart()

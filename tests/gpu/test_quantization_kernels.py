@@ -9,7 +9,7 @@ from ops.compare_casts import compare_casts
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
-from ops.recipes import RECIPES
+from ops.recipes import ALIGNMENTS
 from training.hardware.capability import capability, low_precision_support
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def test_other_constants_of_nvfp4s_kernels_give_the_same_bits(warps, words, monk
     assert_same_bits(weight, emulation.nvfp4_weight(x, amaxes[0]), "weight")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALIGNMENTS)
 def test_the_comparison_at_the_start_finds_nothing(recipe):
     if low_precision_support(recipe, capability("cuda")) is None:
         pytest.skip("needs fp8")

@@ -29,7 +29,7 @@ from training.batches import loader as loader_module
 from training.checkpoints import saver
 from training.faults import liveness
 from training.process.exit_status import leave_now
-from training.process.world import launch_info, restart_count
+from training.process.launch import launch_info, restart_count
 
 SLOW_SECONDS, SLOW_CYCLES = 0.05, 100_000_000  # at 2 GHz
 PASSED_ON_SECONDS = 0.5  # until torchrun has passed a signal on; it looks every 0.1 s

@@ -27,14 +27,8 @@ from training.optimization.precision import LossScale
 from training.optimization.step import EagerStep
 from training.optimization.update_guard import UpdateGuard
 from training.process.exit_status import end_process
-from training.process.world import (
-    World,
-    another_connection,
-    gather_objects,
-    init_world,
-    launch_info,
-    meet,
-)
+from training.process.launch import launch_info
+from training.process.world import World, another_connection, gather_objects, init_world, meet
 from training.records.clock import Clock
 from training.strategies.parallelize import parallelize
 

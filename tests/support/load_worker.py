@@ -27,7 +27,8 @@ from training.configuration.files_and_flags import load_config
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.process.exit_status import end_process
-from training.process.world import init_world, launch_info
+from training.process.launch import launch_info
+from training.process.world import init_world
 from training.strategies.fsdp import Fsdp
 from training.strategies.replicated import Replicated
 from training.strategies.zero1 import Zero1

@@ -19,7 +19,8 @@ import train
 from training.faults import liveness
 from training.pretrained.settings import load_run_config
 from training.process.exit_status import end_process
-from training.process.world import another_connection, init_world, launch_info, meet
+from training.process.launch import launch_info
+from training.process.world import another_connection, init_world, meet
 
 
 def main(path: str) -> None:

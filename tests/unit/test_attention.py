@@ -224,7 +224,7 @@ def test_sdpa_keeps_the_order_of_the_capability(monkeypatch):
 
 def test_where_cudnn_fails_the_probe_torchs_own_choice_runs(hopper):
     choice = choose("sdpa", shape(), torch.bfloat16)  # this machine is a CPU, whatever it looks like
-    assert (choice.used, choice.attend) == ("sdpa", attention._sdpa_default)
+    assert (choice.used, choice.attend.__wrapped__) == ("sdpa", attention._sdpa_default)
     assert choice.reason.startswith("sdpa [cuDNN] failed: ")
 
 
@@ -313,7 +313,7 @@ def test_manual_is_the_end_of_the_chain(hopper, monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
     choice = choose("flash_attn_3", shape(2))
-    assert (choice.used, choice.attend) == ("manual", manual_attention)
+    assert (choice.used, choice.attend.__wrapped__) == ("manual", manual_attention)
     for name in ("flash_attn_3", "flash_attn_2", "sdpa"):
         assert name in choice.reason
     line = choice.to_dict()["line"]

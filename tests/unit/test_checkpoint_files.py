@@ -313,6 +313,8 @@ def test_any_rows_of_halves_in_any_parts_are_read_as_pairs(tmp_path):
     reader = TensorFiles(places, {"t"})
     for rows in (range(10)[a:b:step] for a in range(10) for b in range(a + 1, 11) for step in (1, 2)):
         assert torch.equal(reader.read_rows("t", rows), whole[rows.start : rows.stop : rows.step]), rows
+    with pytest.raises(ValueError, match="t has 10 rows, and 11 were asked for"):
+        reader.load(Part("t", (8, 0), (3, 3), torch.float32), torch.empty(3, 3))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (5, 2)], ids=str)

@@ -5,7 +5,7 @@ import torch
 
 from common.errors import RunError
 from ops import compare_casts as comparison
-from ops.recipes import RECIPES
+from ops.recipes import ALIGNMENTS
 from training.optimization.low_precision import check_kernels
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def spoiled(function, monkeypatch, spoil=lambda x: x.roll(1, 0)):
     monkeypatch.setattr(comparison, function, wrong)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALIGNMENTS)
 def test_the_comparison_finds_nothing_where_plain_forms_run_twice(recipe):
     assert comparison.compare_casts(recipe, CPU) is None
 

@@ -24,7 +24,7 @@ from ops.low_precision_methods import METHODS, LowPrecision, Scaling
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
-from ops.recipes import EMULATED, RECIPES
+from ops.recipes import ALIGNMENTS, EMULATED
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import DelayedScaling, low_precision_layers
 
@@ -114,7 +114,7 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     assert torch.equal(first, input_gradient(layer, 0)) and torch.equal(second, input_gradient(layer, 1))
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", ALIGNMENTS)
 @pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
 def test_an_improbable_id_is_still_pushed_down(method, dtype):
     """Whatever fp8_gradients says. Half of the ids have a probability of about 1e-7."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support.helpers import ROOT
 from support.hf_models import gather
 
+from bench.peers.hugging_face import build
 from model_builder import build_model
 from model_config import PRESETS, ModelConfig, model_config
 from training.configuration.files_and_flags import load_config
@@ -50,50 +51,10 @@ def relative_error(ours, theirs):
 
 
 def hf_model(config):
-    """Hugging Face's model of the same shape with random weights: fp32, eager attention, no dropout."""
+    """Hugging Face's model of the same shape with random weights: fp32, no dropout."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
-    common = dict(
-        vocab_size=config.vocab_size,
-        tie_word_embeddings=config.weight_tying,
-        attn_implementation="eager",
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    if config.arch == "gpt2":
-        theirs = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                n_layer=config.n_layer,
-                n_head=config.n_head,
-                n_embd=config.n_embd,
-                n_inner=config.d_ff,
-                n_positions=config.block_size,
-                activation_function="gelu_new",
-                layer_norm_epsilon=config.norm_eps,
-                **common,
-            )
-        )
-    else:
-        scaling = config.rope_scaling.to_dict() if config.rope_scaling else {"rope_type": "default"}
-        sizes = dict(
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_kv_head,
-            hidden_size=config.n_embd,
-            intermediate_size=config.d_ff,
-            max_position_embeddings=config.block_size,
-            rms_norm_eps=config.norm_eps,
-            head_dim=config.head_dim,
-            rope_parameters={**scaling, "rope_theta": config.rope_theta},
-            attention_bias=config.bias,
-        )
-        if config.qk_norm:
-            theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **common))
-        elif config.qkv_bias:
-            theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **common))
-        else:
-            theirs = transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(mlp_bias=config.bias, **sizes, **common)
-            )
+    biased = config.bias or config.arch == "gpt2"  # published GPT-2s have biases, without which theirs are 0
+    theirs = build(transformers, dataclasses.replace(config, bias=biased))
     randomize(theirs)
     if not (config.bias or config.qkv_bias):
         with torch.no_grad():

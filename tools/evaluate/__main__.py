@@ -37,7 +37,8 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.pretrained.same_tokenizer import tokenizer_hash
 from training.process.exit_status import end_process
-from training.process.world import World, check_device, check_launch, gather_objects, init_world
+from training.process.launch import check_launch
+from training.process.world import World, check_device, gather_objects, init_world
 
 WITHOUT_OUT_DIR = "out-evaluate"  # where --hf saves
 

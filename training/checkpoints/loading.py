@@ -15,7 +15,7 @@ from training.checkpoints.tensor_files import Part
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import Progress, TrainState, whole_parts
 from training.checkpoints.verification import damage, damaged, open_tensors
-from training.process.world import agree
+from training.process.agreement import agree
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> Progress:

@@ -33,8 +33,10 @@ from training.checkpoints.verification import damage, damaged
 from training.configuration.keys import FACTORS, GUARDED, KEYS, TrainConfig
 from training.configuration.other_names import removed_settings
 from training.optimization.schedule import end_after_epochs, fix_schedule
+from training.process.agreement import from_main
+from training.process.launch import may_restart, restart_count
 from training.process.redaction import redact_all, without_logins
-from training.process.world import World, from_main, may_restart, restart_count
+from training.process.world import World
 
 log = logging.getLogger("nanomfu")
 

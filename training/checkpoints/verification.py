@@ -30,7 +30,8 @@ from training.checkpoints.saved_state import (
 from training.checkpoints.tensor_files import SUFFIX, Part, read_header
 from training.checkpoints.tensor_reader import TensorFiles
 from training.checkpoints.train_state import SCALES
-from training.process.world import ALONE, World, from_main, gather_objects
+from training.process.agreement import from_main
+from training.process.world import ALONE, World, gather_objects
 
 HASH_THREADS = 4  # files hashed in parallel
 HASH_CHUNK = 1 << 22  # bytes

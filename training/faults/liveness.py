@@ -24,16 +24,8 @@ import torch.distributed as dist
 
 from common.processes import is_running
 from training.process.exit_status import within
-from training.process.world import (
-    NO_LIMIT,
-    another_connection,
-    is_launched,
-    launch_info,
-    machine_number,
-    machine_size,
-    meet,
-    store_address,
-)
+from training.process.launch import is_launched, launch_info, machine_number, machine_size, store_address
+from training.process.world import NO_LIMIT, another_connection, meet
 
 SILENCE_SECONDS = 3  # a rank that has published nothing for so long is silent
 DEAD_TICKS = 50  # before all have joined, a rank that is silent for so long is taken for dead

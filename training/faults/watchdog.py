@@ -49,8 +49,9 @@ from training.process.exit_status import (
     tell_launcher,
     within,
 )
+from training.process.launch import is_launched
 from training.process.redaction import redact
-from training.process.world import FLIGHT_RECORDER, World, is_launched
+from training.process.world import FLIGHT_RECORDER, World
 from training.records.rows import Logger
 
 log = logging.getLogger("nanomfu")

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from model_config import ModelConfig
 from ops.documents import Documents, dense_mask
+from ops.ranges import ranged
 from training.hardware.capability import CUDNN, TORCH, capability
 
 CHAIN = ("flash_attn_3", "flash_attn_2", "sdpa", "manual")
@@ -86,6 +87,7 @@ def choose_attention(
         for kernel, attend, *mask in candidates:
             failure = _probe(attend, config, dtype, device, manual, *mask)
             if failure is None:
+                attend = ranged("attention")(attend)
                 return AttentionChoice(asked, name, kernel, "; ".join(reasons), attend, *mask)
             reasons.append(f"{name} [{kernel}] failed: {failure}")
     raise RuntimeError(f"no attention backend runs here: {'; '.join(reasons)}")

@@ -9,7 +9,7 @@ from model_config import ModelConfig
 from ops.recipes import EMULATED
 from training.configuration.keys import REMAKING, TrainConfig
 from training.configuration.rules import shards_optimizer
-from training.process.world import machine_size
+from training.process.launch import machine_size
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

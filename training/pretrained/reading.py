@@ -38,7 +38,8 @@ from training.pretrained.folder import (
 from training.pretrained.names import in_pairs, pieces
 from training.pretrained.same_tokenizer import is_tokenizer_of, not_of_dataset
 from training.pretrained.tokenizer_files import VOCABULARIES
-from training.process.world import World, agree, gather_objects
+from training.process.agreement import agree
+from training.process.world import World, gather_objects
 
 log = logging.getLogger("nanomfu")
 

@@ -28,8 +28,9 @@ from common.command import FAILED, INTERRUPTED, USER_ERROR
 from common.errors import NO_MEMORY, RunError, UserError, is_out_of_memory
 from common.text import MESSAGE_CHARACTERS, plain, shorten
 from training.process.console import write_to_log_file
+from training.process.launch import launch_info
 from training.process.redaction import redact
-from training.process.world import World, launch_info
+from training.process.world import World
 
 # Each asks a run to save and to end. Only the training process itself reacts, not its data workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

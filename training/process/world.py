@@ -1,4 +1,4 @@
-"""Sets up processes and devices: no other file reads torchrun's environment or starts a process group."""
+"""Sets up processes and devices: no other file starts a process group."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.text import shorten
 from training.configuration.keys import TrainConfig
+from training.process.launch import launch_info, machine_size
 
 # torch 2.13 renamed these two and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-Result = TypeVar("Result")
 
 NO_LIMIT = datetime.timedelta(days=365)  # torch must be given some
 # A collective's own timeout comes so much later than the watchdog's, which ends the process first.
@@ -48,65 +46,6 @@ class World:
 
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
-
-
-def launch_info() -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) without it. A dry run takes a WORLD_SIZE
-    without torchrun, too; check_launch() refuses what else is there."""
-    return _number("RANK", 0), _number("LOCAL_RANK", 0), _number("WORLD_SIZE", 1)
-
-
-def _number(name: str, alone: int) -> int:
-    """The variable's value; `alone`, which it has in a run of one process, if it is not a number."""
-    value = os.environ.get(name, "")
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else alone
-
-
-def check_launch(config: TrainConfig) -> None:
-    """Raises UserError if the environment speaks of several processes, but torchrun has not started this one:
-    it would wait for processes that nobody starts."""
-    if is_launched():
-        return
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    if config.dry_run and launch_info()[2] > 0:
-        alone["WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
-    stray = [name for name, value in alone.items() if os.environ.get(name, value) != value]
-    if stray:
-        listed = ", ".join(f"{name}={os.environ[name]!r}" for name in stray)
-        raise UserError(
-            f"the environment has {listed}, but torchrun did not start this process; for several processes: "
-            f"torchrun --standalone --nproc_per_node=N train.py ...; for one: unset {' '.join(stray)}"
-        )
-
-
-def machine_size() -> int:
-    """Processes of this machine, as torchrun set it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def machine_number() -> tuple[int, int]:
-    """(number of this machine, number of machines): torchrun's, one for each torchrun of the run."""
-    return int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
-
-
-def restart_count() -> int:
-    """How often torchrun has restarted these processes because one had failed (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_launched() else 0
-
-
-def may_restart() -> bool:
-    """Whether torchrun restarts these processes if one fails."""
-    return is_launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-
-
-def is_launched() -> bool:
-    """Whether torchrun started this process, and will stop it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def launch_record() -> dict | None:
-    """Which torchrun started the processes, and how often it restarted them; None without torchrun."""
-    return {"id": os.environ["TORCHELASTIC_RUN_ID"], "restarts": restart_count()} if is_launched() else None
 
 
 def check_device(config: TrainConfig) -> None:
@@ -166,10 +105,6 @@ def nccl_options(config: TrainConfig):
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = _timeout(config)  # torch warns if it differs from init_process_group's
     return options
-
-
-def store_address() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def meet(rank: int, timeout: datetime.timedelta = NO_LIMIT, about: str = "") -> dist.Store:
@@ -299,56 +234,3 @@ def gather_objects(value: object, world: World) -> list:
     values = [None] * world.size
     dist.all_gather_object(values, value)
     return values
-
-
-def agree(world: World, action: Callable[..., Result], *arguments: object) -> Result:
-    """This rank's action(*arguments). If it raises UserError on any rank, every rank raises it. All ranks."""
-    outcome = _outcome(action, *arguments)
-    failures = gather_objects(outcome if isinstance(outcome, UserError) else None, world)
-    if failure := next(filter(None, failures), None):
-        raise failure
-    return cast("Result", outcome)
-
-
-def from_main(world: World, action: Callable[..., Result], *arguments: object) -> Result:
-    """Rank 0's action(*arguments), on every rank, also if it raises UserError. All ranks."""
-    outcome = gather_objects(_outcome(action, *arguments) if world.is_main else None, world)[0]
-    if isinstance(outcome, UserError):
-        raise outcome
-    return outcome
-
-
-def _outcome(action: Callable[..., Result], *arguments: object) -> Result | UserError:
-    try:
-        return action(*arguments)
-    except UserError as error:
-        return error
-
-
-# Settings that may differ between machines: what they name is compared by content, or they change no result.
-OF_A_MACHINE = ("dataset", "init_weights", "dataloader_num_workers", "dataloader_prefetch_factor")
-
-
-def check_same_settings(config: TrainConfig, world: World) -> None:
-    """Raises UserError, on every rank, if ranks were started with different settings. All ranks."""
-    ranks: dict[tuple[str, int], dict[str, list[int]]] = {}  # (setting, machine) -> value -> ranks
-    for rank, (machine, settings) in enumerate(
-        gather_objects((machine_number()[0], config.to_dict()), world)
-    ):
-        for name, value in settings.items():
-            place = machine if name in OF_A_MACHINE else 0
-            ranks.setdefault((name, place), {}).setdefault(repr(value), []).append(rank)
-    differing = [
-        f"{name} is " + ", ".join(f"{value} on rank {_listed(of)}" for value, of in values.items())
-        for (name, _), values in ranks.items()
-        if len(values) > 1
-    ]
-    if differing:
-        raise UserError(
-            f"the processes of this run were started with different settings: {'; '.join(differing)}. Start "
-            "all of them with the same config file and flags"
-        )
-
-
-def _listed(ranks: list[int]) -> str:
-    return shorten(", ".join(map(str, ranks)), 40)

@@ -25,7 +25,7 @@ from training.memory.gpus import (
     find_card,
 )
 from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
-from training.process.world import machine_size
+from training.process.launch import machine_size
 from training.records.report import report_lines
 from training.records.startup_info import startup_info
 from training.records.utilization import count_flops

@@ -20,7 +20,7 @@ from training.memory.micro_batch import MicroBatch
 from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
-from training.process.world import launch_record
+from training.process.launch import launch_record
 from training.records.machine import machine_info
 from training.strategies.fused_sums import describe_fusion
 from training.strategies.parallelize import strategy_name
