@@ -1,10 +1,9 @@
 """One decoder that is GPT-2, LLaMA, Qwen2 or Qwen3 by its ModelConfig: plain nn.Modules, no communication, no
 FLOP formula. Activations have the compute dtype, and weights are cast to it where they are not stored in it,
-so no autocast runs in the step. In which form an operation runs (Triton kernel, fp8) is decided in ops/.
+so no autocast runs in the step. In which form an operation runs is decided in ops/.
 
     B batch · T sequence · C model width · H query heads · K key/value heads · D head width · A = H D
     F feed-forward width · V vocabulary
-    amax: the largest magnitude of an activation, for fp8 matmuls; None if nobody knows it (ops/float8.py)
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model_config import ModelConfig
-from ops.cross_entropy import linear_cross_entropy
+from ops.activation import Activation, Delta, drop, no_delta
+from ops.cross_entropy import GradientScale, linear_cross_entropy
 from ops.documents import Documents
 from ops.embedding import Embedding
-from ops.float8 import amax_of
+from ops.feed_forward import feed_forward
 from ops.gelu import gelu
-from ops.heads import Rotary, keeps_copies, project_heads, split_heads
+from ops.heads import Rotary, merge_heads, split_heads
 from ops.linear import Linear
-from ops.norm import Delta, Norm, add_norm, no_delta, normalize
-from ops.quack import fused_feed_forward
-from ops.remade import Remake, again, linear_of_again, linear_of_norm, linear_of_swiglu
-from ops.swiglu import pairs, swiglu_feed_forward
+from ops.norm import Norm, add_norm, normalize
+from ops.swiglu import pairs, swiglu
 from rope_scaling import RopeScaling
 
 # Radford et al. 2018, sec. 4.1; also initializer_range of the published LLaMA and Qwen3 configs
@@ -77,8 +75,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalize(x, self.settings())
 
-    def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """x + delta, its norm, and the norm's amax, in one pass."""
+    def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, Activation]:
+        """x + delta, and the norm of that, in one pass."""
         return add_norm(x, delta, self.settings())
 
     def settings(self) -> Norm:
@@ -115,7 +113,6 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.dropout, self.attend = config.dropout, attend
-        self.gradient_amax = config.dropout == 0  # else it is not the gradient of what is added
         qkv_width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         # one matmul: q, then k, then v
         self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias or config.qkv_bias)
@@ -123,87 +120,53 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        amax: torch.Tensor | None,
-        rotary: Rotary | None,
-        mask: Mask = None,
-        remake: Remake | None = None,
-    ) -> Delta:
-        heads = self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm
-        # not with a mask: the kernel of flex attention cannot be kept while q and k are made again
-        copies = mask is None and keeps_copies(x, rotary, self.q_norm)
-        from_qkv = remake is not None and (copies or remake.attention)
-        if remake is None or (self.qkv.low_precision is not None and not from_qkv):
-            return self._project(self._attend(*project_heads(x, amax, self.qkv, *heads), mask))
+    def forward(self, x: Activation, rotary: Rotary | None, mask: Mask = None) -> Delta:
+        return self.attend_and_project(self.qkv.activation(x), rotary, mask)
 
-        def attended(qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend(*split_heads(qkv, *heads), mask)
+    def attend_and_project(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> Delta:
+        return self.out.delta(merge_heads(self.attend_heads(qkv, rotary, mask)))
 
-        qkv = linear_of_norm(self.qkv, x, amax, remake)
-        if not from_qkv:
-            return self._project(attended(qkv))
-        how = {"keep_rng": self.training and self.dropout > 0, "flex": mask is not None}
-        if remake.attention and self.out.low_precision is None:  # then out's input is made again, too
-            return linear_of_again(self.out, attended, qkv, **how), None
-        return self._project(again(attended, qkv, keep_products=not remake.attention, **how))
-
-    def _attend(self, q, k, v, mask: Mask) -> torch.Tensor:
+    def attend_heads(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> torch.Tensor:
+        """qkv (B, T, (H + 2K) D) -> (B, T, H, D)."""
+        q, k, v = split_heads(qkv, self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm)
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
-        arguments = (self.dropout if self.training else 0.0, *(() if mask is None else (mask,)))
-        return self.attend(q, k, v, *arguments).flatten(2)  # (B, T, H, D) -> (B, T, A)
-
-    def _project(self, y: torch.Tensor) -> Delta:
-        return self.out.delta(y, amax_of(y) if self.out.has_one_scale else None, self.gradient_amax)
+        masks = () if mask is None else (mask,)
+        return self.attend(q, k, v, self.dropout if self.training else 0.0, *masks)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": gelu, "silu": F.silu}
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = pairs(x)
+    return gelu(gate) * up
+
+
+ACTIVATIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
+    ("mlp", "gelu"): gelu,
+    ("mlp", "silu"): F.silu,
+    ("swiglu", "silu"): swiglu,  # silu(gate) * up
+    ("swiglu", "gelu"): geglu,
+}
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))); swiglu: down(act(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matmul, whose
-    rows are gate 0, up 0, gate 1, up 1, ..."""
+    """down(activation(up(x))); gated: down(activation(gate(x)) * up(x)) (Shazeer 2020), gate and up in one
+    matmul, whose rows are gate 0, up 0, gate 1, up 1, ..."""
 
-    backend = "torch"  # or 'quack', if training/optimization/ffn_backend.py sets it
+    compute = staticmethod(feed_forward)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gated = config.ffn_type == "swiglu"
-        self.swiglu = self.gated and config.activation == "silu"
-        self.activation = ACTIVATIONS[config.activation]
-        self.gradient_amax = config.dropout == 0  # else it is not the gradient of what is added
-        self.up = Linear(config.n_embd, config.d_ff * (2 if self.gated else 1), bias=config.bias)
+        gated = config.ffn_type == "swiglu"
+        self.activation = ACTIVATIONS[config.ffn_type, config.activation]
+        self.up = Linear(config.n_embd, config.d_ff * (2 if gated else 1), bias=config.bias)
         self.down = Linear(config.d_ff, config.n_embd, bias=config.bias)
 
-    def forward(self, x, amax: torch.Tensor | None = None, remake: Remake | None = None) -> Delta:
-        if remake is not None and self.up.low_precision is None:
-            return self._remaking(linear_of_norm(self.up, x, amax, remake)), None
-        if self.backend == "quack":
-            return fused_feed_forward(x, self.up, self.down, "swiglu" if self.gated else "gelu")
-        if self.swiglu:
-            return swiglu_feed_forward(x, amax, self.up, self.down, self.gradient_amax)
-        return self.down.delta(self._activate(self.up(x, amax)), None, self.gradient_amax)
-
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, T, F), or (B, T, 2F): pairs of gate and up -> (B, T, F)."""
-        if not self.gated:
-            return self.activation(x)
-        gate, up = pairs(x)
-        return self.activation(gate) * up
-
-    def _remaking(self, x: torch.Tensor) -> torch.Tensor:
-        """down of the activated x, which is not kept."""
-        if self.swiglu:
-            return linear_of_swiglu(self.down, x)
-        return again(lambda x: self.down(self._activate(x)), x, keep_rng=False, keep_products=True)
+    def forward(self, x: Activation) -> Delta:
+        return self.compute(x, self.up, self.activation, self.down)
 
 
 class Block(nn.Module):
     """Pre-norm residual block. The stream comes and goes as (x, delta), what the last layer wants added to x
     not yet added, so that adding and normalizing are one pass."""
-
-    remakes = "nothing"  # or 'memory_bound' or 'attention', as training/optimization/compile.py sets it
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -215,18 +178,10 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, delta: Delta, rotary: Rotary | None, mask: Mask = None
     ) -> tuple[torch.Tensor, Delta]:
-        x, normed, amax = self.attn_norm.add(x, delta)
-        delta = self._drop(self.attn(normed, amax, rotary, mask, self._remake(x, self.attn_norm)))
-        x, normed, amax = self.ffn_norm.add(x, delta)
-        return x, self._drop(self.ffn(normed, amax, self._remake(x, self.ffn_norm)))
-
-    def _remake(self, total: torch.Tensor, norm: RMSNorm) -> Remake | None:
-        remakes = self.remakes != "nothing" and torch.is_grad_enabled()
-        return Remake(total, norm.settings(), self.remakes == "attention") if remakes else None
-
-    def _drop(self, delta: Delta) -> Delta:
-        value, gradient_amax = delta
-        return self.dropout(value), gradient_amax
+        x, normed = self.attn_norm.add(x, delta)
+        delta = drop(self.attn(normed, rotary, mask), self.dropout)
+        x, normed = self.ffn_norm.add(x, delta)
+        return x, drop(self.ffn(normed), self.dropout)
 
 
 class Head(nn.Module):
@@ -245,12 +200,15 @@ class Head(nn.Module):
         x: torch.Tensor,
         delta: Delta,
         targets: torch.Tensor | None = None,
-        gradient_scale: torch.Tensor | None = None,
+        gradient_scale: GradientScale | None = None,
     ) -> torch.Tensor:
-        _, x, _ = self.norm.add(x, delta)
+        x = self.normed(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks, gradient_scale)
+
+    def normed(self, x: torch.Tensor, delta: Delta) -> torch.Tensor:
+        return self.norm.add(x, delta)[1].plain()
 
 
 # --- the model ---
@@ -285,7 +243,7 @@ class Transformer(nn.Module):
         self,
         ids: torch.Tensor,
         targets: torch.Tensor | None = None,
-        gradient_scale: torch.Tensor | None = None,
+        gradient_scale: GradientScale | None = None,
     ) -> torch.Tensor:
         T = ids.shape[1]
         if T > self.config.block_size:

@@ -11,12 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.float8 import GRADIENT, quantize, scale_of
-from ops.linear import Linear
-from ops.low_precision import product
-from ops.low_precision_methods import METHODS, Kept, LowPrecision
-from ops.matmul import Operand, add_weight_gradient
+from ops.float8 import quantize, scale_of
+from ops.linear import Linear, add_weight_gradient
+from ops.quantized_linear import Operand, Quantized, matmul
 from ops.ranges import ranged
+
+
+class GradientScale:
+    """What the gradients of a micro-batch's loss are to be multiplied by: its share of the iteration, and the
+    loss scale. A loss that multiplies its gradients itself sets `applied`; any other is multiplied by the
+    caller (training/optimization/step.py)."""
+
+    def __init__(self, value: torch.Tensor):
+        self.value, self.applied = value, False  # () fp32
 
 
 @ranged("cross_entropy")
@@ -25,20 +32,23 @@ def linear_cross_entropy(
     lm_head: Linear,
     targets: torch.Tensor,
     chunks: int,
-    gradient_scale: torch.Tensor | None = None,
+    gradient_scale: GradientScale | None = None,
 ) -> torch.Tensor:
     """x (B, T, C), targets (B, T) -> the mean loss of lm_head(x) over the targets that are not negative, 0 if
     there are none, without logits that outlive it. `chunks` parts of the tokens have their logits one after
     another.
 
-    gradient_scale, a scalar in fp32: the gradients of the loss are multiplied by it, and the weight's is in
+    With gradient_scale, the gradients of the loss are multiplied by it, and the weight's is in
     lm_head.weight_grad when this returns. So call backward() on the loss itself: a multiple of it has NaN for
     its gradients.
     """
+    scale = None
+    if gradient_scale is not None:
+        scale, gradient_scale.applied = gradient_scale.value, True
     weight = lm_head.weight.to(x.dtype)
     x, targets = x.flatten(0, 1), targets.flatten()
     total, low, gradient = lm_head.weight_grad, lm_head.low_precision, torch.is_grad_enabled()
-    return LinearCrossEntropy.apply(x, weight, targets, total, low, chunks, gradient, gradient_scale)
+    return LinearCrossEntropy.apply(x, weight, targets, total, low, chunks, gradient, scale)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -55,10 +65,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, total, low: LowPrecision | None, chunks: int, gradient: bool, scale):
+    def forward(ctx, x, weight, targets, total, low: Quantized | None, chunks: int, gradient: bool, scale):
         counted = (targets >= 0).sum().clamp(min=1)  # without any target, the sums are 0, and so is the mean
         scale = None if scale is None else scale / counted
-        exact = x.dtype != torch.float16 if low is None else METHODS[low.method].one_scale
+        exact = x.dtype != torch.float16 if low is None else low.kind.one_scale
         ctx.in_place = total is not None and scale is not None and exact
         dweight = None
         if gradient:
@@ -103,23 +113,17 @@ def _loss(x, targets, weight, dweight, scale):
     return losses.sum(), logits @ weight
 
 
-def _low_precision_loss(x, targets, low: LowPrecision, dweight, scale):
+def _low_precision_loss(x, targets, low: Quantized, dweight, scale):
     """_loss in low precision."""
-    method, weight = METHODS[low.method], low.weight
-    logits, operand = product(x, None, low)
+    logits, kept = matmul(x, None, low)
     if dweight is None:
         return cross_entropy(logits, targets, gradient=False).sum(), None
-    if method.one_scale:
-        # never e4m3: beside the target's -1 it would round all probabilities below 2e-6 to 0
-        losses, d = cross_entropy_float8(logits, targets, GRADIENT)
-    else:
-        losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
-        d = method.gradient_of_logits(logits, low)
+    losses, d = low.kind.loss_and_gradient(logits, targets, low)
     del logits
-    x_scale = operand.inverse_scale if scale is None else operand.inverse_scale * scale
-    kept = Kept(operand.columns, x_scale, weight.columns, weight.inverse_scale)
-    method.add_weight_gradient(d, kept, dweight)
-    return losses.sum(), method.input_gradient(d, kept, x.dtype)
+    if scale is not None:
+        kept = kept._replace(x_scale=kept.x_scale * scale)
+    low.kind.weight_gradient(d, kept, x.dtype, dweight)
+    return losses.sum(), low.kind.input_gradient(d, kept, x.dtype)
 
 
 def cross_entropy_float8(

@@ -7,7 +7,7 @@ How it works
     activations are e4m3, gradients e5m2: Micikevicius et al. 2022, sec. 3. A CPU multiplies the same numbers
     in fp32.
 Weights
-    They change once an iteration, so refresh_weights (ops/linear.py) quantizes them once, after the update,
+    They change once an iteration, so refresh_weights quantizes them once, after the update,
     for all micro-steps. FSDP gathers the bf16 weights at that moment instead of in the next forward.
 Layout
     torch's fp8 matmul wants the summed dimension contiguous in both operands ("TN"). y sums over the columns
@@ -16,7 +16,7 @@ Layout
 amax
     A scale needs the tensor's largest magnitude (amax) before the cast, which by itself is one more pass
     over the tensor. A kernel that writes the tensor gets it for nothing: residual sum and norm, their
-    backward (ops/norm.py, Delta), SwiGLU and the heads' backward also find it. SwiGLU's backward is computed
+    backward (ops/activation.py), SwiGLU and the heads' backward also find it. SwiGLU's backward is computed
     twice, for its amax and then in fp8. An argument `amax` is a tensor of any shape whose maximum is that of
     all of x, or None if nobody knows it; then quantize() computes it. The gradient of the head's logits needs
     none: softmax - one_hot is at most 1, so its scale is fixed, and the loss writes it in e5m2 at once.
@@ -41,8 +41,8 @@ import torch
 from torch.library import custom_op
 
 from ops import cublaslt
-from ops.matmul import Operand
 from ops.quantization.formats import to_float8
+from ops.quantized_linear import Operand
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12  # an all-zero tensor has a finite scale

@@ -1,6 +1,6 @@
-"""From the residual stream to the heads of attention: one projection, QK-norm, rotary positions.
+"""From the projection q, k, v to the heads of attention: QK-norm, rotary positions.
 
-B batch · T sequence · C model width · H query heads · K key/value heads · D head width
+B batch · T sequence · H query heads · K key/value heads · D head width
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.library import custom_op
 
-from ops.linear import Linear
-from ops.low_precision import gradient_operand, linear_backward, linear_forward
-from ops.low_precision_methods import Kept, LowPrecision
+from ops.activation import Activation
 from ops.ranges import ranged
 
 
@@ -37,27 +35,9 @@ class HeadNorm(Protocol):
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q (B, T, H, D), k and v (B, T, K, D)
 
 
-def project_heads(
-    x: torch.Tensor,
-    amax: torch.Tensor | None,
-    qkv: Linear,
-    n_head: int,
-    n_kv_head: int,
-    rotary: Rotary | None,
-    q_norm: HeadNorm | None,
-    k_norm: HeadNorm | None,
-) -> Heads:
-    """x (B, T, C), its amax or None -> q (B, T, H, D), k and v (B, T, K, D), ready for attention: split_heads
-    of qkv(x)."""
-    if qkv.low_precision is not None and qkv.bias is None and rotary is not None and _kernel_fits(x, rotary):
-        layout, norms = _kernel_arguments(n_head, n_kv_head, rotary, q_norm, k_norm)
-        return LowPrecisionHeads.apply(x, amax, *qkv.low_precision_arguments, *norms, layout)
-    return split_heads(qkv(x, amax), n_head, n_kv_head, rotary, q_norm, k_norm)
-
-
 @ranged("heads")
 def split_heads(
-    qkv: torch.Tensor,
+    qkv: Activation,
     n_head: int,
     n_kv_head: int,
     rotary: Rotary | None,
@@ -66,17 +46,25 @@ def split_heads(
 ) -> Heads:
     """qkv (B, T, (H + 2K) D), a row q, then k, then v -> q (B, T, H, D), k and v (B, T, K, D); q and k
     normalized and rotated, if there are norms and angles."""
-    if rotary is not None and _kernel_fits(qkv, rotary):
-        layout, norms = _kernel_arguments(n_head, n_kv_head, rotary, q_norm, k_norm)
-        return SplitHeads.apply(qkv, *norms, layout)
-    B, T, width = qkv.shape
+    if rotary is not None and _kernel_fits(qkv.value, rotary):
+        layout = HeadLayout(n_head, n_kv_head, rotary, 0.0 if q_norm is None else q_norm.eps)
+        # the norms' weights need gradients, so they are arguments by themselves
+        norms = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+        return SplitHeads.apply(qkv.value, qkv.gradient_amax, *norms, layout)
+    x = qkv.plain()
+    B, T, width = x.shape
     D = width // (n_head + 2 * n_kv_head)
-    q, k, v = qkv.view(B, T, -1, D).split((n_head, n_kv_head, n_kv_head), dim=2)
+    q, k, v = x.view(B, T, -1, D).split((n_head, n_kv_head, n_kv_head), dim=2)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
     if rotary is not None:
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
     return q, k, v
+
+
+def merge_heads(y: torch.Tensor) -> Activation:
+    """What an attention kernel wrote, (B, T, H, D) -> (B, T, H D)."""
+    return Activation(y.flatten(2), opaque=True)
 
 
 def keeps_copies(x: torch.Tensor, rotary: Rotary | None, q_norm: HeadNorm | None) -> bool:
@@ -95,14 +83,6 @@ def _kernel_fits(x: torch.Tensor, rotary: Rotary) -> bool:
     """Whether the Triton form can do it: on a GPU, and the head width is a power of two."""
     D = 2 * rotary.cos.shape[1]
     return x.is_cuda and D & (D - 1) == 0
-
-
-def _kernel_arguments(
-    n_head: int, n_kv_head: int, rotary: Rotary, q_norm: HeadNorm | None, k_norm: HeadNorm | None
-) -> tuple[HeadLayout, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """The layout, and the norms' weights: these need gradients, so they are arguments by themselves."""
-    layout = HeadLayout(n_head, n_kv_head, rotary, 0.0 if q_norm is None else q_norm.eps)
-    return layout, (None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight)
 
 
 class HeadLayout(NamedTuple):
@@ -194,38 +174,21 @@ class SplitHeads(torch.autograd.Function):
     """split_heads on a GPU: an operator for torch.compile may not return a view, a function may."""
 
     @staticmethod
-    def forward(ctx, qkv, q_weight, k_weight, layout: HeadLayout):
-        heads, kept = _split(qkv, q_weight, k_weight, layout)
-        ctx.save_for_backward(*kept)
-        ctx.eps = layout.norm_eps
-        return heads
+    def forward(ctx, qkv, gradient_amax, q_weight, k_weight, layout: HeadLayout):
+        n_head, n_kv_head, rotary, eps = layout
+        q, k = heads_forward(qkv, q_weight, k_weight, *rotary, n_head, n_kv_head, eps)
+        v = qkv.unflatten(-1, (-1, q.shape[-1]))[:, :, n_head + n_kv_head :]
+        # Norms need qkv in their backward, so v stays inside of it and is not copied. Without norms nobody
+        # needs qkv, and a copy of v lets it be freed.
+        if q_weight is None:
+            v, qkv = v.contiguous(), None
+        ctx.save_for_backward(qkv, q_weight, k_weight, *rotary)
+        ctx.eps, ctx.tells_amax = eps, gradient_amax is not None
+        return q, k, v
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dqkv, _, dnorms = _split_backward((dq, dk, dv), ctx.saved_tensors, ctx.eps)
-        return dqkv, *dnorms, None
-
-
-# --- low precision ---
-
-
-class LowPrecisionHeads(torch.autograd.Function):
-    """project_heads in low precision, on a GPU. One function, so that the amax of qkv's gradient, which
-    autograd has no way to hand on, reaches the matmul that needs it."""
-
-    @staticmethod
-    def forward(ctx, x, amax, weight, low: LowPrecision, q_weight, k_weight, layout: HeadLayout):
-        y, operands = linear_forward(x, amax, low)
-        qkv = y.unflatten(0, x.shape[:-1])  # (B, T, (H + 2K) D)
-        heads, kept = _split(qkv, q_weight, k_weight, layout)
-        ctx.save_for_backward(*operands, *kept)
-        ctx.low, ctx.eps = low, layout.norm_eps
-        return heads
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        x_columns, x_scale, weight_columns, weight_scale, *kept = ctx.saved_tensors
-        operands = Kept(x_columns, x_scale, weight_columns, weight_scale)
-        dqkv, amax, dnorms = _split_backward((dq, dk, dv), kept, ctx.eps)
-        dx, dweight = linear_backward(gradient_operand(dqkv, amax, ctx.low), operands, ctx.low, dq.dtype)
-        return dx.unflatten(0, dq.shape[:2]), None, dweight, None, *dnorms, None
+        dqkv, amax, dweights = heads_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps)
+        weight = ctx.saved_tensors[1]
+        dnorms = (None, None) if weight is None else dweights.to(weight.dtype).unbind(0)
+        return dqkv, amax if ctx.tells_amax else None, *dnorms, None

@@ -1,61 +1,72 @@
-"""A Linear in the precision and with the gradient sum that it was given; the refresh of quantized weights.
+"""A Linear that computes in its input's dtype, and may add its weight's gradient to a sum in fp32.
 
-M tokens · K, N widths
+M tokens · C, N, K widths
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
 
-from ops.low_precision import LowPrecisionLinear
-from ops.low_precision_methods import METHODS, LowPrecision
-from ops.matmul import add_weight_gradient
-from ops.norm import Delta
+from ops.activation import Activation, Delta
+from ops.norm import norm_again
+
+if TYPE_CHECKING:
+    from ops.quantized_linear import Quantized
 
 
 class Linear(nn.Linear):
-    """A Linear that computes in its input's dtype, whatever its weight is stored in: the precision policy.
+    """A Linear that computes in its input's dtype, whatever its weight is stored in.
 
     weight_grad, if a strategy sets it, is the fp32 sum (out, in) that the backward adds the weight's gradient
-    to; weight.grad then stays None. low_precision, if training/optimization/low_precision.py sets it, is the
-    recipe of its matmuls and its quantized weight.
+    to; weight.grad then stays None. The next two are set by ops/recompute.py.
     """
 
     weight_grad: torch.Tensor | None = None
-    low_precision: LowPrecision | None = None
+    recomputes_input = False  # in the backward, if what came says how
+    ends_recomputation = False  # this product is the last of what torch.utils.checkpoint() repeats
+    low_precision: Quantized | None = None  # of the subclasses of ops/quantized_linear.py
 
-    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-        """amax: of x, if it is known (ops/float8.py); low precision alone uses it."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.low_precision is not None:
-            y = LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, False)
-        elif self.weight_grad is not None:
-            y = LinearFunction.apply(x, self.weight, self.weight_grad)
+    def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
+        return self.project(Activation.of(x))[0]
+
+    def activation(self, x: torch.Tensor | Activation) -> Activation:
+        """forward(), for an operation that takes an Activation."""
+        value, gradient_amax = self.project(Activation.of(x), tells_amax=True)
+        return Activation(value, gradient_amax=gradient_amax)
+
+    def delta(self, x: torch.Tensor | Activation) -> Delta:
+        """forward(), for the residual stream."""
+        return self.project(Activation.of(x), tells_amax=True)
+
+    def project(self, x: Activation, tells_amax: bool = False) -> Delta:
+        """The product, and, if tells_amax and if it helps, a gradient_amax (ops/activation.py)."""
+        value, learns = x.value, torch.is_grad_enabled()
+        weight, bias, added = self.operands(value.dtype)
+        if learns and self.recomputes_input and x.source is not None:
+            y = NormLinear.apply(value, *x.source, weight, bias, self.weight_grad)
+        elif self.weight_grad is None:
+            y = F.linear(value, weight, bias)
+        elif learns and self.ends_recomputation and not torch.compiler.is_compiling():
+            # checkpoint() stops once the last tensor to be kept is there, here before the product; compiled
+            # code leaves out by itself what nothing reads
+            gradients = _Gradients.apply(value, weight, self.weight_grad)
+            y = _Product.apply(gradients, value.detach(), weight.detach())
         else:
-            return F.linear(x, self.weight.to(x.dtype), bias)
-        return y if bias is None else y + bias
+            y = LinearFunction.apply(value, weight, self.weight_grad)
+        return (y if added is None else y + added), None
 
-    def delta(self, x: torch.Tensor, amax: torch.Tensor | None, gradient_amax: bool) -> Delta:
-        """forward(), for the residual stream. gradient_amax: whether what adds it can find the amax of its
-        gradient, which one scale for a whole matrix alone wants."""
-        if not self.has_one_scale or self.bias is not None or not (gradient_amax and x.is_cuda):
-            return self(x, amax), None
-        return LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, True)
-
-    @property
-    def has_one_scale(self) -> bool:
-        """Whether operands have one scale each, so that it helps to know their amax."""
-        return self.low_precision is not None and METHODS[self.low_precision.method].one_scale
-
-    @property
-    def low_precision_arguments(self) -> tuple[torch.Tensor, LowPrecision]:
-        """The weight as functions in low precision take it: the parameter by itself, because autograd looks
-        for tensors that need gradients among a function's own arguments and not inside them."""
-        assert self.low_precision is not None
-        method, dtype, weight, _, key, scalings = self.low_precision
-        return self.weight, LowPrecision(method, dtype, weight, self.weight_grad, key, scalings)
+    def operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The weight, a bias for inside of the matmul, and one to be added after it."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.weight_grad is not None:
+            return self.weight, None, bias
+        return self.weight.to(dtype), bias, None
 
 
 class LinearFunction(torch.autograd.Function):
@@ -78,11 +89,76 @@ class LinearFunction(torch.autograd.Function):
         return dy @ weight, None, None
 
 
-@torch.no_grad()
-def refresh_weights(model: nn.Module) -> None:
-    """Quantizes every weight in low precision from its working copy in bf16: once per iteration, after the
-    update."""
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.low_precision is not None]
-    if layers:
-        found = [layer.low_precision for layer in layers if layer.low_precision is not None]
-        METHODS[found[0].method].requantize([layer.weight for layer in layers], into=found)
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor | None:
+    """dy (..., N), x (..., K) -> (N, K), or None, if it was added to total."""
+    rows, x_rows = dy.flatten(0, -2), x.flatten(0, -2)
+    if total is None:
+        return rows.t() @ x_rows
+    add_weight_gradient(rows, x_rows, total)
+    return None
+
+
+@custom_op("nanomfu::add_weight_gradient", mutates_args=("total",))
+def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor) -> None:
+    """total (N, K) fp32 += dy (M, N)^T x (M, K), which a GPU's matmul does as it writes its result."""
+    if total.dtype == dy.dtype:
+        total.addmm_(dy.t(), x)
+    elif dy.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, total.dtype, out=total)
+    else:
+        total.addmm_(dy.t().to(total.dtype), x.to(total.dtype))
+
+
+@add_weight_gradient.register_fake
+def _(dy, x, total):
+    return None
+
+
+@register_flop_formula(torch.ops.nanomfu.add_weight_gradient)
+def _(dy_shape, x_shape, total_shape, *args, **kwargs) -> int:
+    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
+
+
+# --- inputs that the backward computes again: ops/recompute.py ---
+
+
+class NormLinear(torch.autograd.Function):
+    """x (..., C), the norm of total; weight (N, C) -> (..., N). The norm's own backward goes through x. The
+    input is needed for the weight's gradient alone: so the backward computes the input's gradient first."""
+
+    @staticmethod
+    def forward(ctx, x, total, norm_weight, norm_bias, eps, centered, weight, bias, weight_grad):
+        ctx.save_for_backward(total, norm_weight, norm_bias, weight)
+        ctx.eps, ctx.centered, ctx.has_bias, ctx.weight_grad = eps, centered, bias is not None, weight_grad
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        total, norm_weight, norm_bias, weight = ctx.saved_tensors
+        dx = dy @ weight
+        x = norm_again(total, norm_weight, norm_bias, ctx.eps, ctx.centered)
+        dweight = weight_gradient(dy, x, ctx.weight_grad)
+        dbias = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return dx, None, None, None, None, None, dweight, dbias, None
+
+
+class _Gradients(LinearFunction):
+    """LinearFunction's backward, without the product: what stands for it has its shape and no memory."""
+
+    @staticmethod
+    def forward(ctx, x, weight, total):
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return x.new_empty(()).expand(*x.shape[:-1], len(weight))
+
+
+class _Product(torch.autograd.Function):
+    """x (..., K), weight (N, K) -> (..., N), whose gradient goes to what stands for it."""
+
+    @staticmethod
+    def forward(ctx, stand_in, x, weight):
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None

@@ -11,14 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
+from ops.activation import Activation, Delta
 from ops.ranges import ranged
-
-# What a layer wants added to the residual stream: delta (..., C), and its gradient_amax, which is for fp8.
-# The layer's last matmul needs the amax of delta's gradient. The backward of sum and norm finds it in
-# passing, but can hand a tensor on only as a gradient. So gradient_amax is a tensor that nobody reads, ()
-# fp32, whose gradient is that amax; or None, if nobody needs it. A plain tuple, because torch.compile of 2.11
-# cannot return a NamedTuple.
-Delta = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Norm(NamedTuple):
@@ -31,24 +25,6 @@ class Norm(NamedTuple):
     centered: bool  # LayerNorm (Ba et al. 2016), else RMSNorm (Zhang and Sennrich 2019)
 
 
-def no_delta(x: torch.Tensor) -> Delta:
-    """For the first block: zeros like x, which need a gradient if x does. So torch.compile has one form of a
-    block to compile, and not another one for the first."""
-    return _Zeros.apply(x), None
-
-
-class _Zeros(torch.autograd.Function):
-    """x -> zeros of its shape, through which no gradient goes back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx, dzeros):
-        return None
-
-
 def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x (..., C) -> (..., C)."""
     weight, bias, eps, centered = norm
@@ -59,19 +35,17 @@ def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 @ranged("add_norm")
-def add_norm(
-    x: torch.Tensor, delta: Delta, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """x (..., C) and its delta -> their sum, its norm, and the amax of that (ops/float8.py): one number a
-    token where the Triton form runs, else None."""
+def add_norm(x: torch.Tensor, delta: Delta, norm: Norm) -> tuple[torch.Tensor, Activation]:
+    """x (..., C) and its delta -> their sum, and the norm of that, in one pass where the Triton form runs."""
     value, gradient_amax = delta
-    if x.is_cuda:
-        rows = x.flatten(0, -2), value.flatten(0, -2)
-        total, normed, amax, _ = _add_norm(*rows, *norm, gradient_amax)
-        return total.view_as(x), normed.view_as(x), amax
-    assert gradient_amax is None, "only the Triton form finds it"
-    total = x + value
-    return total, normalize(total, norm), None
+    if not x.is_cuda:
+        assert gradient_amax is None, "only the Triton form finds it"
+        total = x + value
+        return total, Activation(normalize(total, norm), source=(total, *norm))
+    rows = x.flatten(0, -2), value.flatten(0, -2)
+    total, normed, amax, _ = _add_norm(*rows, *norm, gradient_amax)
+    total = total.view_as(x)
+    return total, Activation(normed.view_as(x), amax, source=(total, *norm))
 
 
 @custom_op("nanomfu::add_norm", mutates_args=())
@@ -138,3 +112,21 @@ def _autograd(ctx, dtotal, dnormed, damax, drows):
 
 
 _add_norm.register_autograd(_autograd, setup_context=_setup)
+
+
+@custom_op("nanomfu::norm_again", mutates_args=())
+def norm_again(
+    total: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centered: bool
+) -> torch.Tensor:
+    """The norm of total (..., C), bit for bit as add_norm made it. An operation of its own, so that
+    torch.compile does not find that it has this result already and keep it."""
+    if total.is_cuda:
+        from ops.triton_kernels.norm import triton_norm
+
+        return triton_norm(total.contiguous().flatten(0, -2), weight, bias, eps, centered).view_as(total)
+    return normalize(total, Norm(weight, bias, eps, centered))
+
+
+@norm_again.register_fake
+def _(total, weight, bias, eps, centered):
+    return total.new_empty(total.shape)

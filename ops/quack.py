@@ -3,7 +3,7 @@
     up forward     x W_up^T -> preactivation, and h = act(preactivation)
     down dgrad     dy W_down -> dh, of which only dpreactivation = dh act'(preactivation) is written
 The activation works on a matmul's result while that is in registers, so it needs no kernel and no pass over
-memory of its own. QuACK 0.6.5: https://github.com/Dao-AILab/quack. ops/matmul.py has the other four matmuls.
+memory of its own. QuACK 0.6.5: https://github.com/Dao-AILab/quack. ops/linear.py has the other four matmuls.
 
 The traps
     QuACK computes h from the fp32 result of its matmul, and not from the preactivation rounded to bf16. So
@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from ops.linear import Linear
-from ops.matmul import weight_gradient
-from ops.norm import Delta
-from ops.swiglu import pairs, plain_swiglu_backward
+from ops.activation import Activation, Delta
+from ops.linear import Linear, weight_gradient
+from ops.swiglu import pairs, plain_swiglu_backward, swiglu
 
 if TYPE_CHECKING:
     from quack.epilogue.frontend import EpiMod
@@ -179,11 +178,16 @@ def _(dy_shape, weight_shape, *args, **kwargs) -> int:
 # --- the layer ---
 
 
-def fused_feed_forward(x: torch.Tensor, up: Linear, down: Linear, activation: str) -> Delta:
-    """x (..., C) -> down(act(up(x))) (..., C). Without biases."""
-    weights = up.weight.to(x.dtype), down.weight.to(x.dtype)
-    rows = FusedFeedForward.apply(x.flatten(0, -2), *weights, up.weight_grad, down.weight_grad, activation)
-    return rows.unflatten(0, x.shape[:-1]), None
+def fused_feed_forward(x: Activation, up: Linear, activation, down: Linear) -> Delta:
+    """feed_forward (ops/feed_forward.py) of SwiGLU or GELU, without biases."""
+    value = x.value
+    weights, name = (up.weight.to(value.dtype), down.weight.to(value.dtype)), name_of(activation)
+    rows = FusedFeedForward.apply(value.flatten(0, -2), *weights, up.weight_grad, down.weight_grad, name)
+    return rows.unflatten(0, value.shape[:-1]), None
+
+
+def name_of(activation) -> str:
+    return SWIGLU if activation is swiglu else GELU
 
 
 class FusedFeedForward(torch.autograd.Function):

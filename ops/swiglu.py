@@ -1,9 +1,9 @@
-"""SwiGLU and the feed-forward layer around it.
+"""SwiGLU, and its backward also in fp8. Shazeer 2020.
 
 The output of the projection up has gate and up of a column beside each other: gate 0, up 0, gate 1, up 1, ...
 So a kernel that computes a few columns of it, or reads them, has both.
 
-M tokens · C model width · F feed-forward width
+M tokens · F feed-forward width
 """
 
 from __future__ import annotations
@@ -12,29 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
-from ops.delayed_float8 import empty_float8, plain_delayed_quantize
 from ops.float8 import quantize, scale_of
-from ops.linear import Linear
-from ops.low_precision import gradient_operand, linear_backward, linear_forward, unpack_kept
-from ops.low_precision_methods import LowPrecision
-from ops.matmul import Operand
-from ops.norm import Delta
+from ops.quantized_linear import Operand
 from ops.ranges import ranged
 
 AMAX_COLUMNS = 2048  # of a row: a kernel's program, which writes one amax
-
-
-def swiglu_feed_forward(
-    x: torch.Tensor, amax: torch.Tensor | None, up: Linear, down: Linear, gradient_amax: bool
-) -> Delta:
-    """x (..., C), its amax or None -> down(silu(gate) * up) (..., C), where up(x) (..., 2F) is pairs of gate
-    and up. Shazeer 2020. gradient_amax: as in Linear.delta."""
-    if up.has_one_scale and up.bias is None:
-        both = *up.low_precision_arguments, *down.low_precision_arguments
-        if gradient_amax and x.is_cuda:
-            return LowPrecisionSwiGLU.apply(x, amax, *both, True)
-        return LowPrecisionSwiGLU.apply(x, amax, *both, False), None
-    return down.delta(swiglu(up(x, amax)), None, gradient_amax)
 
 
 def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,65 +136,7 @@ def _(x, dh, scale, dtype):
     return x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
 
 
-def delayed_swiglu_backward(
-    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
-) -> Operand:
-    """swiglu_backward in fp8 by the scale of the past, with the state of ops/delayed_float8.py. On a GPU it
-    is computed once, or twice without a history."""
-    return Operand(*_delayed_swiglu_backward(x, dh, scale, amax, dtype))
-
-
-@custom_op("nanomfu::delayed_swiglu_backward", mutates_args=("amax",))
-def _delayed_swiglu_backward(
-    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if x.is_cuda:
-        from ops.triton_kernels.swiglu import triton_delayed_swiglu_backward
-
-        return triton_delayed_swiglu_backward(
-            x.contiguous(), dh.contiguous(), scale, amax, dtype, AMAX_COLUMNS
-        )
-    return plain_delayed_quantize(swiglu_backward(x, dh), scale, amax, dtype, None)
-
-
-@_delayed_swiglu_backward.register_fake
-def _(x, dh, scale, amax, dtype):
-    return empty_float8(x, dtype)
-
-
 swiglu_with_amax.register_autograd(
     lambda ctx, dh, damax: swiglu_backward(*ctx.saved_tensors, dh),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
-
-
-class LowPrecisionSwiGLU(torch.autograd.Function):
-    """swiglu_feed_forward in fp8 with one scale a matrix: its Delta if hands_amax, else delta alone. One
-    function, so that the amax of SwiGLU's result, and its gradient in fp8, reach the matmul that needs
-    them."""
-
-    @staticmethod
-    def forward(ctx, x, amax, up, up_low: LowPrecision, down, down_low: LowPrecision, hands_amax: bool):
-        gate_up, up_kept = linear_forward(x, amax, up_low)  # (M, 2F)
-        h, h_amax = swiglu_with_amax(gate_up)
-        y, down_kept = linear_forward(h, h_amax, down_low)
-        ctx.save_for_backward(gate_up, *up_kept, *down_kept)
-        ctx.up, ctx.down = up_low, down_low
-        y = y.unflatten(0, x.shape[:-1])
-        return (y, y.new_empty((), dtype=torch.float32)) if hands_amax else y
-
-    @staticmethod
-    def backward(ctx, dy, dy_amax=None):
-        gate_up, *kept = ctx.saved_tensors
-        up_kept, down_kept = unpack_kept(kept)
-        dh, ddown = linear_backward(gradient_operand(dy, dy_amax, ctx.down), down_kept, ctx.down, dy.dtype)
-        dgate_up = _gradient_of_up(gate_up, dh, ctx.up)
-        dx, dup = linear_backward(dgate_up, up_kept, ctx.up, dy.dtype)
-        return dx.unflatten(0, dy.shape[:-1]), None, dup, None, ddown, None, None
-
-
-def _gradient_of_up(gate_up: torch.Tensor, dh: torch.Tensor, up: LowPrecision) -> Operand:
-    """SwiGLU's backward, in fp8 as it is written."""
-    if up.scalings is None:
-        return swiglu_backward_float8(gate_up, dh, up.gradient_dtype)
-    return delayed_swiglu_backward(gate_up, dh, *up.scalings[2], up.gradient_dtype)

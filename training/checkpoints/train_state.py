@@ -19,7 +19,7 @@ import torch
 
 from common.errors import UserError
 from training.checkpoints.tensor_files import Part
-from training.optimization.low_precision import LowPrecisionState
+from training.optimization.low_precision_state import LowPrecisionState
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World

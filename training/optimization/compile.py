@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import Transformer
 from ops.ranges import BLOCK, ranged
+from ops.recompute import recompute
 from training.configuration.keys import REMAKING, TrainConfig
 
 SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
@@ -30,13 +31,13 @@ def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
     level = config.activation_checkpointing
     for i, block in enumerate(model.blocks):
         if level in REMAKING:  # inside of what is compiled
-            block.remakes = level  # type: ignore[assignment]  # torch types what a ModuleList has as Module
+            recompute(block, level)
         if config.compile:
             block.forward = _compiled(block.forward)
         if is_recomputed(i, level):
             block.forward = _recomputed(block.forward, keep_rng=config.dropout > 0)
     if config.compile:
-        model.head.norm.add = _compiled(model.head.norm.add)  # type: ignore[method-assign]
+        model.head.normed = _compiled(model.head.normed)  # type: ignore[method-assign]
 
 
 def is_recomputed(block: int, activation_checkpointing: str) -> bool:

@@ -83,7 +83,7 @@ def use_ffn_backend(model: Transformer, config: TrainConfig) -> None:
         return
     layers = [module for module in model.modules() if isinstance(module, FeedForward)]
     for layer in layers:
-        layer.backend = config.ffn_backend
+        layer.compute = quack.fused_feed_forward  # type: ignore[method-assign]
     check_ffn_backend(layers[0])  # all have one shape
 
 
@@ -93,7 +93,7 @@ def use_ffn_backend(model: Transformer, config: TrainConfig) -> None:
 def check_ffn_backend(layer: FeedForward) -> None:
     """Compares both operations with plain arithmetic, on a few tokens and random weights of this layer's
     shape. Compiles their kernels, too. Raises RunError. Sync point."""
-    device, activation = layer.up.weight.device, "swiglu" if layer.gated else "gelu"
+    device, activation = layer.up.weight.device, quack.name_of(layer.activation)
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
 
     def randn(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:

@@ -7,10 +7,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ops.cross_entropy import GradientScale
 from ops.documents import Documents
 from ops.ranges import BACKWARD, FORWARD, named_range
 from training.configuration.keys import TrainConfig
-from training.optimization.low_precision import LowPrecisionState
+from training.optimization.low_precision_state import LowPrecisionState
 from training.optimization.optimizer import OnePassAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
@@ -120,13 +121,13 @@ class EagerStep:
             last = i == micro_steps - 1
             self.strategy.micro_step(last)
             self.low_precision.before_micro_step()
-            scale = gradient_scale if shares is None else gradient_scale * shares[i]
+            scale = GradientScale(gradient_scale if shares is None else gradient_scale * shares[i])
             with named_range(FORWARD):
                 loss = self.strategy.forward(x[i], y[i], scale)
             if self.timer:
                 self.timer.end_forward()
             with named_range(BACKWARD):
-                loss.backward()
+                (loss if scale.applied else loss * scale.value).backward()
             losses.append(self.low_precision.after_micro_step(loss.detach(), last))
         means = torch.stack(losses)
         return (means if shares is None else means * shares).mean()

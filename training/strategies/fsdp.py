@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from model import Transformer
-from ops.linear import refresh_weights
+from ops.quantized_linear import refresh_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.process.work_timer import WorkTimer

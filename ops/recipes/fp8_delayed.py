@@ -1,4 +1,4 @@
-"""Delayed scaling: fp8 operands whose scale comes from the amaxes of earlier steps (recipe fp8_delayed).
+"""fp8_delayed: fp8 operands whose scale comes from the amaxes of earlier micro-steps.
 
 A cast with a scale that is known reads its tensor once: no pass for the amax comes before, and the kernel
 finds the amax for the next update as it casts. ops/quantization/delayed_scaling.py has the update and its
@@ -24,13 +24,45 @@ amax is always started, and its programs end at once if there is a history.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.library import custom_op
 
-from ops.float8 import scale_of
-from ops.matmul import Operand
+from ops.float8 import FORWARD, scale_of
+from ops.float8_linear import Float8Linear
 from ops.quantization.formats import to_float8
+from ops.quantized_linear import Operand
+from ops.swiglu import AMAX_COLUMNS, swiglu_backward
+
+
+class Scaling(NamedTuple):
+    """What delayed scaling knows of one tensor: () fp32 each, views into tensors of the whole model."""
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+
+
+class DelayedLinear(Float8Linear):
+    """Its state is the Scaling of x, of w and of dy."""
+
+    @staticmethod
+    def quantize_input(x, amax, low):
+        return delayed_quantize(x, *low.state[0], FORWARD, amax)
+
+    @staticmethod
+    def quantize_gradient(dy, amax, low):
+        return delayed_quantize(dy, *low.state[2], low.gradient_dtype, amax)
+
+    @staticmethod
+    def swiglu_gradient(gate_up, dh, low):
+        return delayed_swiglu_backward(gate_up, dh, *low.state[2], low.gradient_dtype)
+
+    @staticmethod
+    def requantize(weights, into):
+        scales, amaxes = zip(*(low.state[1] for low in into), strict=True)
+        torch._foreach_zero_(list(amaxes))  # a checkpoint may have replaced the weights that they are of
+        delayed_requantize(weights, [low.weight for low in into], scales, amaxes)
 
 
 def delayed_quantize(
@@ -62,10 +94,10 @@ def _delayed_quantize(
 
 @_delayed_quantize.register_fake
 def _(x, scale, amax, dtype, known_amax):
-    return empty_float8(x, dtype)
+    return _empty_float8(x, dtype)
 
 
-def empty_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the fields of an Operand of x (M, N) look like."""
     M, N = x.shape
     inverse_scale = x.new_empty((), dtype=torch.float32)
@@ -105,3 +137,29 @@ def delayed_requantize(
             continue
         for part, made in zip(written, plain_delayed_quantize(w, scale, amax, dtype, None), strict=True):
             part.copy_(made)
+
+
+def delayed_swiglu_backward(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> Operand:
+    """swiglu_backward in fp8 by the scale of the past, as in delayed_quantize. On a GPU it is computed once,
+    or twice without a history."""
+    return Operand(*_delayed_swiglu_backward(x, dh, scale, amax, dtype))
+
+
+@custom_op("nanomfu::delayed_swiglu_backward", mutates_args=("amax",))
+def _delayed_swiglu_backward(
+    x: torch.Tensor, dh: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        from ops.triton_kernels.swiglu import triton_delayed_swiglu_backward
+
+        return triton_delayed_swiglu_backward(
+            x.contiguous(), dh.contiguous(), scale, amax, dtype, AMAX_COLUMNS
+        )
+    return plain_delayed_quantize(swiglu_backward(x, dh), scale, amax, dtype, None)
+
+
+@_delayed_swiglu_backward.register_fake
+def _(x, dh, scale, amax, dtype):
+    return _empty_float8(x, dtype)

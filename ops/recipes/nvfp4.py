@@ -1,16 +1,6 @@
-"""Operands of matmuls whose numbers are those of MXFP8 or NVFP4, held in bf16.
-
-bf16 holds every MXFP8 number, and every NVFP4 number but for its global factor. So an ordinary bf16 matmul of
-such operands is what Blackwell's tensor cores compute, up to the order of sums, on any GPU and on a CPU. The
-product with NVFP4's global factor is rounded to bf16, which changes the result of a matmul by 0.24 %; the
-format itself changes it by 14.5 % (tests/unit/test_quantization_nvfp4.py has both without that rounding).
-
-y = x w^T sums over the columns of x and w; dx = dy w over the rows of w; dw = dy^T x over the rows of
-both. So each operand exists twice, in blocks along its rows and along its columns, both in the layout of the
-matrix.
-
-torch.compile does not see into these operations: it would divide approximately and keep more digits than bf16
-has. On a GPU each is one kernel (ops/triton_kernels/mxfp8.py, nvfp4.py), with the same bits.
+"""nvfp4: operands in blocks of 16 along the dimension that a product sums over, those of the weight gradient
+after a random Hadamard transform, gradients rounded stochastically. ops/quantization/nvfp4.py has the numbers
+and their source.
 
 M rows · K columns
 """
@@ -20,32 +10,51 @@ from __future__ import annotations
 import torch
 from torch.library import custom_op
 
-from ops.quantization import mxfp8, nvfp4
-from ops.quantization.blocks import Block, number_of_blocks
+from ops.cross_entropy import cross_entropy
+from ops.quantization import nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_bits
+from ops.quantized_linear import Operand
+from ops.recipes import ALIGNMENTS
+from ops.recipes.emulated import EmulatedLinear, check_operand
 
 FP4_BLOCK = 16
 ROWS, COLUMNS = 0, 1  # the streams of random bits of a gradient's two forms
+HADAMARD_ROWS = 256  # of logits, transformed at a time: its fp32 copies are some hundred MiB
 
 
-@custom_op("nanomfu::emulate_mxfp8", mutates_args=())
-def mxfp8_operand(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K), bf16 -> (M, K) twice: in blocks of 32 along the rows, and along the columns.
-    ValueError: 32 does not divide M and K."""
-    check_operand(x, mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS)
-    if x.is_cuda:
-        from ops.triton_kernels.mxfp8 import triton_mxfp8
+class Nvfp4Linear(EmulatedLinear):
+    """Its state is the key of its random bits, int64 (4)."""
 
-        return triton_mxfp8(x.contiguous())
-    by_rows, by_columns = (mxfp8.quantize(x, block) for block in (mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS))
-    return mxfp8.dequantize(by_rows), mxfp8.dequantize(by_columns)
+    multiple = ALIGNMENTS["nvfp4"]
 
+    @staticmethod
+    def quantize_input(x, amax, low):
+        return Operand(*nvfp4_operand(x, nvfp4_amaxes(x)))
 
-@mxfp8_operand.register_fake
-def _(x):
-    check_operand(x, mxfp8.ALONG_ROWS, mxfp8.ALONG_COLUMNS)
-    return _empty_like(x), _empty_like(x)
+    @staticmethod
+    def quantize_gradient(dy, amax, low):
+        return Operand(*nvfp4_operand(dy, nvfp4_amaxes(dy), low.state))
+
+    @staticmethod
+    def loss_and_gradient(logits, targets, low):
+        """In bf16: fp4 would round every probability below 2e-6 to 0."""
+        losses = cross_entropy(logits, targets, True)  # by now, logits are their gradient
+        columns = torch.empty_like(logits)
+        for written, rows in zip(columns.split(HADAMARD_ROWS), logits.split(HADAMARD_ROWS), strict=True):
+            written.copy_(random_hadamard(rows, dim=0))
+        return losses, Operand(logits, columns)
+
+    @staticmethod
+    def empty_weight(weight):
+        both = torch.empty_like(weight, dtype=torch.bfloat16)  # blocks are square
+        return Operand(both, both)
+
+    @staticmethod
+    def requantize(weights, into):
+        for weight, low in zip(weights, into, strict=True):
+            rounded = weight.to(torch.bfloat16)
+            low.weight.rows.copy_(nvfp4_weight(rounded, rounded.abs().amax().float()))
 
 
 @custom_op("nanomfu::emulate_nvfp4_amaxes", mutates_args=())
@@ -93,7 +102,7 @@ def nvfp4_operand(
 @nvfp4_operand.register_fake
 def _(x, amaxes, key=None):
     check_operand(x, nvfp4.SQUARE)
-    return _empty_like(x), _empty_like(x)
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @custom_op("nanomfu::emulate_nvfp4_weight", mutates_args=())
@@ -111,7 +120,7 @@ def nvfp4_weight(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 @nvfp4_weight.register_fake
 def _(weight, amax):
     check_operand(weight, nvfp4.SQUARE)
-    return _empty_like(weight)
+    return weight.new_empty(weight.shape)
 
 
 def bits_of_operand(x: torch.Tensor, key: torch.Tensor, stream: int) -> torch.Tensor:
@@ -123,16 +132,3 @@ def bits_of_operand(x: torch.Tensor, key: torch.Tensor, stream: int) -> torch.Te
     if stream == COLUMNS:
         return numbers.view(M // FP4_BLOCK, K, FP4_BLOCK).transpose(1, 2).reshape(M, K)
     return numbers.view(M // 2, K // 2, 2, 2).transpose(1, 2).reshape(M, K)
-
-
-def check_operand(x: torch.Tensor, *blocks: Block) -> None:
-    """ValueError: x is not bf16, or a block does not divide it."""
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"emulated operands are bf16, not {x.dtype}; cast the matrix first")
-    for block in blocks:
-        number_of_blocks(x, block)
-
-
-def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, as what the kernels write."""
-    return x.new_empty(x.shape)
