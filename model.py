@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from model_config import ModelConfig
 from ops.activation import Activation, Delta, drop, no_delta
@@ -25,7 +26,7 @@ from ops.feed_forward import feed_forward
 from ops.gelu import gelu
 from ops.heads import Rotary, merge_heads, split_heads
 from ops.linear import Linear
-from ops.norm import Norm, add_norm, normalize
+from ops.norm import LayerNorm, RMSNorm
 from ops.swiglu import pairs, swiglu
 from rope_scaling import RopeScaling
 
@@ -34,12 +35,12 @@ INIT_STD = 0.02
 
 # attend(q, k, v, dropout_p): q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D), causal; kernels that know
 # documents take their mask as a fifth argument
-Attend = Callable[..., torch.Tensor]
+Attend = Callable[..., Tensor]
 Mask = object | None  # what Documents.mask makes; only the attention kernel that asked for it looks inside
 Device = torch.device | str | None
 
 
-def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor:
+def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> Tensor:
     """softmax(Q K^T / sqrt(D)) V with a causal mask, every matmul visible (Vaswani et al. 2017, sec. 3.2.1);
     or with mask, documents.dense_mask's (B, 1, T, T).
 
@@ -59,37 +60,11 @@ def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> torch.Tensor
 # --- layers ---
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, statistics in fp32. Zhang and Sennrich 2019."""
-
-    centered = False
-    bias: nn.Parameter | None
-
-    def __init__(self, width: int, config: ModelConfig):
-        super().__init__()
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.empty(width))
-        biased = self.centered and config.bias
-        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if biased else None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalize(x, self.settings())
-
-    def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, Activation]:
-        """x + delta, and the norm of that, in one pass."""
-        return add_norm(x, delta, self.settings())
-
-    def settings(self) -> Norm:
-        return Norm(self.weight, self.bias, self.eps, self.centered)
-
-
-class LayerNorm(RMSNorm):
-    """(x - mean) / sqrt(var + eps) * weight + bias, statistics in fp32. Ba et al. 2016; bias optional."""
-
-    centered = True
-
-
-NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+def make_norm(config: ModelConfig) -> RMSNorm:
+    """Before each layer and before the head."""
+    if config.normalization == "layernorm":
+        return LayerNorm(config.n_embd, config.norm_eps, config.bias)
+    return RMSNorm(config.n_embd, config.norm_eps)
 
 
 def rotary_angles(
@@ -97,13 +72,12 @@ def rotary_angles(
 ) -> Rotary:
     """Angles of positions 0 to length - 1 (Su et al. 2021, sec. 3.2.2), scaled as rope_scaling.py says."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    scale = 1.0
     if scaling is not None:
-        multipliers = scaling.multipliers(head_dim, theta)
+        multipliers, scale = scaling.multipliers(head_dim, theta), scaling.attention_scale
         frequencies *= torch.tensor(multipliers, dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-    if scaling is None:
-        return Rotary(angles.cos(), angles.sin())
-    return Rotary(angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale)
+    return Rotary(angles.cos() * scale, angles.sin() * scale)
 
 
 class Attention(nn.Module):
@@ -117,8 +91,8 @@ class Attention(nn.Module):
         # one matmul: q, then k, then v
         self.qkv = Linear(config.n_embd, qkv_width, bias=config.bias or config.qkv_bias)
         self.out = Linear(config.attention_width, config.n_embd, bias=config.bias)
-        self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Activation, rotary: Rotary | None, mask: Mask = None) -> Delta:
         return self.attend_and_project(self.qkv.activation(x), rotary, mask)
@@ -126,7 +100,7 @@ class Attention(nn.Module):
     def attend_and_project(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> Delta:
         return self.out.delta(merge_heads(self.attend_heads(qkv, rotary, mask)))
 
-    def attend_heads(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> torch.Tensor:
+    def attend_heads(self, qkv: Activation, rotary: Rotary | None, mask: Mask) -> Tensor:
         """qkv (B, T, (H + 2K) D) -> (B, T, H, D)."""
         q, k, v = split_heads(qkv, self.n_head, self.n_kv_head, rotary, self.q_norm, self.k_norm)
         # a kernel that knows no documents does not take the argument, so it cannot ignore them
@@ -134,12 +108,12 @@ class Attention(nn.Module):
         return self.attend(q, k, v, self.dropout if self.training else 0.0, *masks)
 
 
-def geglu(x: torch.Tensor) -> torch.Tensor:
+def geglu(x: Tensor) -> Tensor:
     gate, up = pairs(x)
     return gelu(gate) * up
 
 
-ACTIVATIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("mlp", "gelu"): gelu,
     ("mlp", "silu"): F.silu,
     ("swiglu", "silu"): swiglu,  # silu(gate) * up
@@ -170,14 +144,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
-        norm = NORMS[config.normalization]
-        self.attn_norm, self.attn = norm(config.n_embd, config), Attention(config, attend)
-        self.ffn_norm, self.ffn = norm(config.n_embd, config), FeedForward(config)
+        self.attn_norm, self.attn = make_norm(config), Attention(config, attend)
+        self.ffn_norm, self.ffn = make_norm(config), FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: torch.Tensor, delta: Delta, rotary: Rotary | None, mask: Mask = None
-    ) -> tuple[torch.Tensor, Delta]:
+        self, x: Tensor, delta: Delta, rotary: Rotary | None, mask: Mask = None
+    ) -> tuple[Tensor, Delta]:
         x, normed = self.attn_norm.add(x, delta)
         delta = drop(self.attn(normed, rotary, mask), self.dropout)
         x, normed = self.ffn_norm.add(x, delta)
@@ -192,22 +165,22 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm = NORMS[config.normalization](config.n_embd, config)
+        self.norm = make_norm(config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         delta: Delta,
-        targets: torch.Tensor | None = None,
+        targets: Tensor | None = None,
         gradient_scale: GradientScale | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x = self.normed(x, delta)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return linear_cross_entropy(x, self.lm_head, targets, self.loss_chunks, gradient_scale)
 
-    def normed(self, x: torch.Tensor, delta: Delta) -> torch.Tensor:
+    def normed(self, x: Tensor, delta: Delta) -> Tensor:
         return self.norm.add(x, delta)[1].plain()
 
 
@@ -223,8 +196,8 @@ class Transformer(nn.Module):
     """
 
     documents: Documents | None = None
-    rotary_cos: torch.Tensor  # buffers, without learned positions
-    rotary_sin: torch.Tensor
+    rotary_cos: Tensor  # buffers, without learned positions
+    rotary_sin: Tensor
 
     def __init__(self, config: ModelConfig, attend: Attend = manual_attention, dtype=torch.float32):
         super().__init__()
@@ -240,11 +213,8 @@ class Transformer(nn.Module):
         self._tie()
 
     def forward(
-        self,
-        ids: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        gradient_scale: GradientScale | None = None,
-    ) -> torch.Tensor:
+        self, ids: Tensor, targets: Tensor | None = None, gradient_scale: GradientScale | None = None
+    ) -> Tensor:
         T = ids.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")

@@ -14,8 +14,8 @@ from generation.cache import KeyValueCache, LayerCache, cached_attention
 from generation.choice import GREEDY, Choice, draw
 from generation.cuda_graph import record
 from model import Attention, Transformer
+from ops.activation import Delta, no_delta
 from ops.heads import Rotary
-from ops.norm import Delta, no_delta
 
 Step = Callable[..., torch.Tensor]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
 

@@ -5,12 +5,13 @@ B batch · T sequence · H query heads · K key/value heads · D head width
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.library import custom_op
 
 from ops.activation import Activation
+from ops.norm import RMSNorm
 from ops.ranges import ranged
 
 
@@ -19,17 +20,6 @@ class Rotary(NamedTuple):
 
     cos: torch.Tensor  # (T, D/2)
     sin: torch.Tensor  # (T, D/2)
-
-
-class HeadNorm(Protocol):
-    """An RMSNorm over the D columns of a head: model.RMSNorm."""
-
-    eps: float
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q (B, T, H, D), k and v (B, T, K, D)
@@ -41,8 +31,8 @@ def split_heads(
     n_head: int,
     n_kv_head: int,
     rotary: Rotary | None,
-    q_norm: HeadNorm | None,
-    k_norm: HeadNorm | None,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
 ) -> Heads:
     """qkv (B, T, (H + 2K) D), a row q, then k, then v -> q (B, T, H, D), k and v (B, T, K, D); q and k
     normalized and rotated, if there are norms and angles."""
@@ -67,7 +57,7 @@ def merge_heads(y: torch.Tensor) -> Activation:
     return Activation(y.flatten(2), opaque=True)
 
 
-def keeps_copies(x: torch.Tensor, rotary: Rotary | None, q_norm: HeadNorm | None) -> bool:
+def keeps_copies(x: torch.Tensor, rotary: Rotary | None, q_norm: RMSNorm | None) -> bool:
     """Whether attention's q and k are kept beside the qkv that they were computed from."""
     return rotary is not None and (q_norm is not None or not _kernel_fits(x, rotary))
 

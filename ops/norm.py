@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.library import custom_op
 
@@ -22,7 +23,36 @@ class Norm(NamedTuple):
     weight: torch.Tensor  # (C,)
     bias: torch.Tensor | None  # (C,)
     eps: float
-    centered: bool  # LayerNorm (Ba et al. 2016), else RMSNorm (Zhang and Sennrich 2019)
+    centered: bool  # LayerNorm, else RMSNorm
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, statistics in fp32. Zhang and Sennrich 2019."""
+
+    centered = False
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, eps: float, bias: bool = False):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if bias else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalize(x, self.settings())
+
+    def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, Activation]:
+        """x + delta, and the norm of that, in one pass."""
+        return add_norm(x, delta, self.settings())
+
+    def settings(self) -> Norm:
+        return Norm(self.weight, self.bias, self.eps, self.centered)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean) / sqrt(var + eps) * weight + bias, statistics in fp32. Ba et al. 2016; bias optional."""
+
+    centered = True
 
 
 def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -3,7 +3,7 @@ that has an operator in ops/ has its name.
 
 A range costs about 1 us where no profiler runs, and nothing in compiled code, which leaves it out. It is no
 torch.profiler.record_function: that one is an operator, which costs 5 us without a profiler, and which a
-checkpoint that chooses operators (ops/remade.py) would keep or repeat.
+checkpoint that chooses operators (ops/recompute.py) would keep or repeat.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -29,7 +29,7 @@ from ops.linear import Linear, weight_gradient
 from ops.swiglu import swiglu, swiglu_backward_and_product
 
 
-def recompute(block: nn.Module, level: str) -> None:
+def recompute(block: Any, level: str) -> None:
     """Makes the backward of a block (model.Block) recompute what `level` says: 'memory_bound' or 'attention'.
     Before the block is compiled."""
     attn, ffn = block.attn, block.ffn

@@ -48,15 +48,18 @@ class DelayedLinear(Float8Linear):
 
     @staticmethod
     def quantize_input(x, amax, low):
-        return delayed_quantize(x, *low.state[0], FORWARD, amax)
+        scale, found = low.state[0]
+        return delayed_quantize(x, scale, found, FORWARD, amax)
 
     @staticmethod
     def quantize_gradient(dy, amax, low):
-        return delayed_quantize(dy, *low.state[2], low.gradient_dtype, amax)
+        scale, found = low.state[2]
+        return delayed_quantize(dy, scale, found, low.gradient_dtype, amax)
 
     @staticmethod
     def swiglu_gradient(gate_up, dh, low):
-        return delayed_swiglu_backward(gate_up, dh, *low.state[2], low.gradient_dtype)
+        scale, found = low.state[2]
+        return delayed_swiglu_backward(gate_up, dh, scale, found, low.gradient_dtype)
 
     @staticmethod
     def requantize(weights, into):

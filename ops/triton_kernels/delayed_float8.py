@@ -1,4 +1,4 @@
-"""ops/delayed_float8.py on a GPU: casts by the scale of the past that find the amax for the next one.
+"""ops/recipes/fp8_delayed.py on a GPU: casts by the scale of the past that find the amax for the next one.
 
 Every kernel takes the state of its tensor as two pointers. `scale` is 0 if there is no history; then the
 scale is made of `found`, the tensor's own amax, which is known or which a pass before has found. That pass

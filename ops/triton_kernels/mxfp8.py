@@ -2,7 +2,7 @@
 
 Operands of a matmul have blocks along the dimension that it sums, so a matrix that two matmuls use is
 quantized along its rows and along its columns. One kernel reads it once and writes both, in the layout that
-it has: bf16 matmuls take any. It gives the bits of ops/emulation.py's plain form.
+it has: bf16 matmuls take any. It gives the bits of ops/recipes/mxfp8.py's plain form.
 
 A program has the rows of one block, each as a tensor of its own: what lies along a column, and its amax,
 needs no other thread. A row is read and written as words (words.py). Formats are made by exact arithmetic

@@ -1,7 +1,7 @@
 """The Triton kernels of emulated NVFP4: bf16 matrices whose numbers are those of the format.
 
 Activations and gradients are quantized in blocks of 16 along their rows, and, after the Hadamard transform,
-along their columns; weights in squares of 16 x 16. They give the bits of ops/emulation.py's plain forms.
+along their columns; weights in squares of 16 x 16. They give the bits of ops/recipes/nvfp4.py's plain forms.
 
 A program has the 16 rows of one block. It walks over them twice, in loops whose code is small. Straight code
 for all of a thread's numbers was 93 KB and took eight times as long as its instructions do (LOG.md), probably

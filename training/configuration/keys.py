@@ -282,5 +282,5 @@ GUARDED = (*_SAMPLES, *(name for name in KEYS if KEYS[name].guarded and name not
 # Tokens of an iteration: their product, with block_size. allow_changes may name those that changed, too.
 FACTORS = ("batch_size", "gradient_accumulation_steps", "processes")  # 'processes': how many there are
 
-# Levels of activation_checkpointing that make parts of every block again: ops/remade.py
-REMAKING = ("memory_bound", "attention")
+# Levels of activation_checkpointing that make parts of every block again: ops/recompute.py
+RECOMPUTING = ("memory_bound", "attention")

@@ -18,7 +18,7 @@ from model_config import ModelConfig
 from ops.recipes import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.key_line import YEAR, Key
-from training.configuration.keys import FACTORS, GUARDED, KEYS, REMAKING, TrainConfig
+from training.configuration.keys import FACTORS, GUARDED, KEYS, RECOMPUTING, TrainConfig
 from training.configuration.other_names import REMOVED_VALUES
 
 PATHS = ("out_dir", "dataset")  # keys that name folders
@@ -142,7 +142,7 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
     c, peak, recipe = config, config.peak_tflops, config.low_precision
     first, last = c.low_precision_skip_first, c.low_precision_skip_last
     in_bf16 = c.gradient_dtype == "bfloat16"
-    remakes = f"activation_checkpointing={c.activation_checkpointing!r}"
+    recomputes = f"activation_checkpointing={c.activation_checkpointing!r}"
     copies_q_k = model.position_encoding == "rope" and not c.doc_masking
     copies_q_k = copies_q_k and (model.qk_norm or model.head_dim.bit_count() > 1)
     no_peak = isinstance(peak, str) and peak != "measure" or isinstance(peak, float) and not peak > 0
@@ -175,11 +175,11 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
         f"n_layer={c.n_layer} blocks in low_precision={recipe!r}; skip fewer, or set low_precision='none'": (
             recipe != "none" and first + last >= c.n_layer and c.low_precision_scope == "layers"
         ),
-        f"{remakes} makes again what the layers of ffn_backend='quack' keep; set "
+        f"{recomputes} makes again what the layers of ffn_backend='quack' keep; set "
         "activation_checkpointing='selective', or ffn_backend='torch'": (
-            c.activation_checkpointing in REMAKING and c.ffn_backend == "quack"
+            c.activation_checkpointing in RECOMPUTING and c.ffn_backend == "quack"
         ),
-        f"{remakes} saves nothing here: in low precision, inputs of matmuls are kept quantized, and this "
+        f"{recomputes} saves nothing here: in low precision, inputs of matmuls are kept quantized, and this "
         "model has no copies of q and k to make again; set activation_checkpointing='attention' or 'none'": (
             c.activation_checkpointing == "memory_bound"
             and recipe != "none"

@@ -1,7 +1,7 @@
 """Estimates the memory of activations: what forward passes keep for the backward, at each level of
 activation_checkpointing, and what the fullest moments of an iteration hold besides.
 
-Each term is a tensor that the code named beside it keeps. tests/unit/test_remade.py compares the levels with
+Each term is a tensor that the code named beside it keeps. tests/unit/test_recompute.py compares the levels with
 the tensors that a compiled block has kept.
 
     C model width · A columns of all query heads · F feed-forward width
@@ -72,14 +72,14 @@ def kept_by_a_block(s: Sizes, i: int) -> float:
     """Bytes per token that the forward of block i keeps for its backward (model.py, Block)."""
     model, config, compute, low = s.model, s.config, s.compute, i in s.low_blocks
     C, A, F = model.n_embd, model.attention_width, model.d_ff
-    # inputs of matmuls: as they are; or in the form for the backward alone (ops/low_precision.py)
+    # inputs of matmuls: as they are; or in the form for the backward alone (ops/quantized_linear.py)
     operand = 1 if low and not s.emulated else compute
-    inputs = low or not s.remakes  # whether inputs of Linears after a norm or an activation are kept
+    inputs = low or not s.recomputes  # whether inputs of Linears after a norm or an activation are kept
     attention = config.activation_checkpointing != "attention"
     size = 2 * compute * C  # the two residual sums, which the norms' backward needs
     size += 2 * operand * C * inputs  # the inputs of qkv and up
     size += compute * (A + 2 * model.n_kv_head * model.head_dim)  # qkv
-    if not s.remakes or (attention and config.doc_masking):
+    if not s.recomputes or (attention and config.doc_masking):
         size += compute * _columns_of_rotated_copies(s)
     size += attention * (compute * A + 4 * model.n_head)  # its output, and its log-sum-exp in float32
     size += operand * A * low  # the input of out, if it is not that output
@@ -115,7 +115,7 @@ def _gradients_in_a_block(s: Sizes, i: int) -> float:
     gradients = compute * (C + s.up)
     if i not in s.low_blocks:
         # if the input of down has to be made again: its gradient; swiglu's kernel writes the input beside it
-        return gradients + s.remakes * compute * F * (1 + _has_swiglu_kernel(s))
+        return gradients + s.recomputes * compute * F * (1 + _has_swiglu_kernel(s))
     if s.emulated:  # what the gradient of up's output is quantized to
         return gradients + s.both_forms * s.up
     if s.gated and not s.config.compile:

@@ -7,7 +7,7 @@ import functools
 import model_builder
 from model_config import ModelConfig
 from ops.recipes import EMULATED
-from training.configuration.keys import REMAKING, TrainConfig
+from training.configuration.keys import RECOMPUTING, TrainConfig
 from training.configuration.rules import shards_optimizer
 from training.process.launch import machine_size
 
@@ -43,7 +43,7 @@ class Sizes:
         # bytes of an element: of a stored weight, of an activation, of a gradient that is sent
         self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
         self.reduce = BYTES[config.reduce_dtype]
-        # low precision: of which blocks, of the head; whether in bf16 (ops/emulation.py); bytes of an element
+        # low precision: of which blocks, of the head; whether in bf16 (ops/recipes/emulated.py); bytes of an element
         # that is quantized for both of its matmuls, in two forms
         recipe = config.low_precision
         blocks = range(config.low_precision_skip_first, model.n_layer - config.low_precision_skip_last)
@@ -51,5 +51,5 @@ class Sizes:
         self.low_head = recipe != "none" and config.low_precision_scope == "layers_and_head"
         self.emulated = recipe in EMULATED
         self.both_forms = 2 * (self.compute if self.emulated else 1)
-        # whether parts of every block are made again (ops/remade.py)
-        self.remakes = config.activation_checkpointing in REMAKING
+        # whether parts of every block are made again (ops/recompute.py)
+        self.recomputes = config.activation_checkpointing in RECOMPUTING

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from model import Transformer
 from ops.ranges import BLOCK, ranged
 from ops.recompute import recompute
-from training.configuration.keys import REMAKING, TrainConfig
+from training.configuration.keys import RECOMPUTING, TrainConfig
 
 SELECTIVE_STRIDE = 2  # 'selective' recomputes every second block
 
@@ -30,7 +30,7 @@ def compile_and_checkpoint(model: Transformer, config: TrainConfig) -> None:
     """Replaces forward methods in place; hooks on the modules stay outside of the compiled code."""
     level = config.activation_checkpointing
     for i, block in enumerate(model.blocks):
-        if level in REMAKING:  # inside of what is compiled
+        if level in RECOMPUTING:  # inside of what is compiled
             recompute(block, level)
         if config.compile:
             block.forward = _compiled(block.forward)

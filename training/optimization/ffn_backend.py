@@ -83,7 +83,7 @@ def use_ffn_backend(model: Transformer, config: TrainConfig) -> None:
         return
     layers = [module for module in model.modules() if isinstance(module, FeedForward)]
     for layer in layers:
-        layer.compute = quack.fused_feed_forward  # type: ignore[method-assign]
+        layer.compute = quack.fused_feed_forward
     check_ffn_backend(layers[0])  # all have one shape
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from model import Transformer
+from ops.cross_entropy import GradientScale
 from training.process.world import World
 
 
@@ -48,9 +49,9 @@ class Strategy(Protocol):
     parts: int  # of a sharded tensor: ranks r and r + parts hold the same one. 1: every rank holds all
 
     @property
-    def forward(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph, whose gradients
-        are multiplied by gradient_scale (ops/cross_entropy.py)."""
+    def forward(self) -> Callable[[torch.Tensor, torch.Tensor, GradientScale], torch.Tensor]:
+        """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph. Its gradients are
+        multiplied by gradient_scale, if that is `applied` afterwards (ops/cross_entropy.py)."""
 
     def micro_step(self, last: bool) -> None:
         """Before a micro-step's forward. Gradients are communicated during the last one's backward."""
