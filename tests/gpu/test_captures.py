@@ -39,9 +39,13 @@ CASES = {
     "fp8 delayed": {"low_precision": "fp8_delayed", "gradient_accumulation_steps": 2, "amax_history": 4},
     "mxfp8": {"low_precision": "mxfp8", "low_precision_scope": "layers_and_head"},
     "nvfp4": {"low_precision": "nvfp4", "compile": True, "gradient_accumulation_steps": 2},
-    "recomputed": {"activation_checkpointing": "full", "loss_chunks": 2},
-    "remade": {"activation_checkpointing": "memory_bound", "compile": True, "gradient_accumulation_steps": 2},
-    "attention remade": {"activation_checkpointing": "attention"},
+    "blocks recomputed": {"activation_checkpointing": "full", "loss_chunks": 2},
+    "inputs recomputed": {
+        "activation_checkpointing": "memory_bound",
+        "compile": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "attention recomputed": {"activation_checkpointing": "attention"},
     "gpt2": {"arch_preset": "gpt2", "num_key_value_heads": None, "bias": True},
     "no clipping": {"grad_clip": 0.0},
     "padded": {"packing": "truncate", "gradient_accumulation_steps": 2},  # a third of each window

@@ -7,6 +7,7 @@ from support.tensors import error
 
 from model import FeedForward
 from ops import quack
+from ops.activation import Activation
 from training.configuration.keys import TrainConfig
 from training.hardware.capability import capability
 from training.optimization.ffn_backend import TOLERANCE, require_ffn_backend
@@ -121,12 +122,13 @@ def test_a_layers_values_and_gradients_are_those_of_torch(model, sums):
     results = {}
     for backend in ("torch", "quack"):
         layer = FeedForward(config).cuda()
-        layer.backend = backend
+        if backend == "quack":
+            layer.compute = quack.fused_feed_forward
         for linear in (layer.up, layer.down):
             linear.weight.data = randn(*linear.weight.shape, std=0.03)
             linear.weight_grad = torch.zeros(linear.weight.shape, device="cuda") if sums else None
         copied = x.clone().requires_grad_()
-        y, _ = layer(copied)
+        y, _ = layer(Activation(copied))
         y.backward(dy)
         weights = [w.weight_grad if sums else w.weight.grad for w in (layer.up, layer.down)]
         results[backend] = [y, copied.grad, *weights]

@@ -4,12 +4,13 @@ import pytest
 import torch
 from support.tensors import CONFIG, close, gradients, random
 
-from model import RMSNorm, rotary_angles
+from model import rotary_angles
+from ops.activation import Activation
 from ops.cross_entropy import cross_entropy
 from ops.embedding import add_embedding_gradient
 from ops.heads import Rotary, split_heads
 from ops.linear import add_weight_gradient
-from ops.norm import Norm, add_norm
+from ops.norm import Norm, RMSNorm, add_norm
 from ops.swiglu import swiglu
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ def test_the_heads_kernel_equals_its_plain_form(heads, norm):
     B, T = 3, 67
     rotary = rotary_angles(T, D, 1e4)
     qkv = random(B, T, (H + 2 * K) * D)
-    norms = [RMSNorm(D, CONFIG) if norm else None for _ in range(2)]
+    norms = [RMSNorm(D, CONFIG.norm_eps) if norm else None for _ in range(2)]
     for i, module in enumerate(norms):
         if module:
             module.weight.data = 1 + 0.3 * random(D, std=1.0 + i)
@@ -48,7 +49,7 @@ def test_the_heads_kernel_equals_its_plain_form(heads, norm):
         x = qkv.to(device, dtype).requires_grad_()
         moved = [module.to(device) if module else None for module in norms]
         weights = [module.weight for module in moved if module]
-        parts = split_heads(x, H, K, Rotary(*(t.to(device) for t in rotary)), *moved)
+        parts = split_heads(Activation(x), H, K, Rotary(*(t.to(device) for t in rotary)), *moved)
         loss = sum((p * o.to(device, dtype)).float().sum() for p, o in zip(parts, outputs, strict=True))
         return [t.cpu() for t in (*parts, *gradients(loss, x, *weights))]
 
@@ -100,7 +101,7 @@ def test_the_residual_norm_kernel_equals_its_plain_form(C, centered, bias):
         weights = [t.to(device).requires_grad_() for t in (weight, shift)[: 1 + bias]]
         norm = Norm(weights[0], weights[1] if bias else None, 1e-6, centered)
         handed = torch.empty((), device=device, requires_grad=True) if device == "cuda" else None
-        total, normed, amax = add_norm(start[0], (start[1], handed), norm)
+        total, (normed, amax, *_) = add_norm(start[0], (start[1], handed), norm)
         loss = (total * dtotal.to(device, dtype)).sum() + (normed * dnormed.to(device, dtype)).sum()
         if handed is None:
             found = gradients(loss, *start, *weights)

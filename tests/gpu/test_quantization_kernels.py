@@ -4,12 +4,13 @@ import pytest
 import torch
 from support.tensors import random, random_bf16
 
-from ops import emulation
 from ops.compare_casts import compare_casts
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
 from ops.recipes import ALIGNMENTS
+from ops.recipes.mxfp8 import mxfp8_operand
+from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 from training.hardware.capability import capability, low_precision_support
 
 pytestmark = pytest.mark.gpu
@@ -30,8 +31,8 @@ def test_other_constants_of_nvfp4s_kernels_give_the_same_bits(warps, words, monk
     from ops.triton_kernels import nvfp4 as kernels
 
     x = random_bf16(64, 1056)
-    amaxes = emulation.nvfp4_amaxes(x)
-    plain = emulation.nvfp4_operand(x, amaxes, KEY)
+    amaxes = nvfp4_amaxes(x)
+    plain = nvfp4_operand(x, amaxes, KEY)
     monkeypatch.setattr(kernels, "WARPS", warps)
     monkeypatch.setattr(kernels, "COLUMN_WORDS", words)
     assert_same_bits(kernels.triton_nvfp4_amaxes(x.cuda()), amaxes, "amaxes")
@@ -39,7 +40,7 @@ def test_other_constants_of_nvfp4s_kernels_give_the_same_bits(warps, words, monk
     for a, b in zip(ours, plain, strict=True):
         assert_same_bits(a, b, "stochastic")
     weight = kernels.triton_nvfp4_square(x.cuda(), amaxes[0].cuda())
-    assert_same_bits(weight, emulation.nvfp4_weight(x, amaxes[0]), "weight")
+    assert_same_bits(weight, nvfp4_weight(x, amaxes[0]), "weight")
 
 
 @pytest.mark.parametrize("recipe", ALIGNMENTS)
@@ -54,9 +55,9 @@ def test_a_matrix_may_begin_between_two_words_of_memory():
     assert x.data_ptr() % 4 == 2
 
     def operands(x):
-        amaxes = emulation.nvfp4_amaxes(x)
-        weight = emulation.nvfp4_weight(x, amaxes[0])
-        return amaxes, weight, *emulation.mxfp8_operand(x), *emulation.nvfp4_operand(x, amaxes)
+        amaxes = nvfp4_amaxes(x)
+        weight = nvfp4_weight(x, amaxes[0])
+        return amaxes, weight, *mxfp8_operand(x), *nvfp4_operand(x, amaxes)
 
     for a, b in zip(operands(x), operands(x.clone()), strict=True):
         assert torch.equal(a, b)
@@ -67,9 +68,9 @@ def test_the_operations_run_the_kernels_on_a_gpu_also_compiled():
 
     def operands(x, key):
         x = x * 1.7  # torch.compile would keep more digits of it than bf16 has
-        amaxes = emulation.nvfp4_amaxes(x)
-        weight = emulation.nvfp4_weight(x, amaxes[0])
-        return *emulation.mxfp8_operand(x), *emulation.nvfp4_operand(x, amaxes, key), weight
+        amaxes = nvfp4_amaxes(x)
+        weight = nvfp4_weight(x, amaxes[0])
+        return *mxfp8_operand(x), *nvfp4_operand(x, amaxes, key), weight
 
     plain = operands(x, KEY)
     for function in (operands, torch.compile(operands, fullgraph=True)):
@@ -79,14 +80,14 @@ def test_the_operations_run_the_kernels_on_a_gpu_also_compiled():
 
 def test_a_captured_graph_reads_its_key_anew():
     x, key = random_bf16(64, 64, device="cuda"), KEY.cuda()
-    amaxes = emulation.nvfp4_amaxes(x)
-    emulation.nvfp4_operand(x, amaxes, key)  # compiles the kernel, which a capture must not
+    amaxes = nvfp4_amaxes(x)
+    nvfp4_operand(x, amaxes, key)  # compiles the kernel, which a capture must not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = emulation.nvfp4_operand(x, amaxes, key)
+        captured = nvfp4_operand(x, amaxes, key)
     for _ in range(2):
         graph.replay()
-        for a, b in zip(captured, emulation.nvfp4_operand(x, amaxes, key), strict=True):
+        for a, b in zip(captured, nvfp4_operand(x, amaxes, key), strict=True):
             assert torch.equal(a, b)
         key[2] += 1
 

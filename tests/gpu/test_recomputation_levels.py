@@ -6,7 +6,8 @@ from support.tensors import close
 
 from model import manual_attention
 from model_builder import build_model
-from ops.linear import Linear, refresh_weights
+from ops.linear import Linear
+from ops.quantized_linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.hardware.attention_kernels import choose_attention
 from training.optimization.compile import compile_and_checkpoint
@@ -30,7 +31,7 @@ MODELS = {
 
 @pytest.mark.parametrize("width", [1000, 2048, 6144])
 def test_the_kernels_make_the_bits_of_the_forward_again(width):
-    from support.remade_inputs import assert_the_norm_is_the_forwards, assert_the_product_is_the_forwards
+    from support.recomputed_inputs import assert_the_norm_is_the_forwards, assert_the_product_is_the_forwards
 
     assert_the_product_is_the_forwards((300, width), "cuda", 2048)
     assert_the_norm_is_the_forwards((300, width), "cuda")

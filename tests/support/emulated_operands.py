@@ -4,9 +4,10 @@ import torch
 from support import triton_interpreter
 from support.tensors import random
 
-from ops import emulation
 from ops.quantization.random_bits import random_key
 from ops.triton_kernels import mxfp8, nvfp4, philox
+from ops.recipes.mxfp8 import mxfp8_operand
+from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 
 KEY = random_key(2**40 + 7, iteration=2**31 + 5, micro_step=3, tensor=2**30 - 1)
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -40,20 +41,20 @@ def assert_kernels_equal_plain_forms(shape, device):
     """Every kernel, with every matrix."""
     key = KEY.to(device)
     for name, x in matrices(*shape).items():
-        amaxes = emulation.nvfp4_amaxes(x)
+        amaxes = nvfp4_amaxes(x)
         there, amaxes_there = x.to(device), amaxes.to(device)
         known = (there, amaxes_there)
         assert_same_bits(nvfp4.triton_nvfp4_amaxes(there), amaxes, f"amaxes of {name}")
         pairs = [
-            (mxfp8.triton_mxfp8(there), emulation.mxfp8_operand(x), "mxfp8"),
-            (nvfp4.triton_nvfp4(*known, None), emulation.nvfp4_operand(x, amaxes), "nvfp4"),
-            (nvfp4.triton_nvfp4(*known, key), emulation.nvfp4_operand(x, amaxes, KEY), "stochastic"),
+            (mxfp8.triton_mxfp8(there), mxfp8_operand(x), "mxfp8"),
+            (nvfp4.triton_nvfp4(*known, None), nvfp4_operand(x, amaxes), "nvfp4"),
+            (nvfp4.triton_nvfp4(*known, key), nvfp4_operand(x, amaxes, KEY), "stochastic"),
         ]
         for ours, plain, kind in pairs:
             assert_same_bits(ours[0], plain[0], f"{kind} along rows, {name}")
             assert_same_bits(ours[1], plain[1], f"{kind} along columns, {name}")
         square = nvfp4.triton_nvfp4_square(there, amaxes_there[0])
-        assert_same_bits(square, emulation.nvfp4_weight(x, amaxes[0]), f"weight, {name}")
+        assert_same_bits(square, nvfp4_weight(x, amaxes[0]), f"weight, {name}")
 
 
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported

@@ -1,5 +1,5 @@
 """The kernels of ops/triton_kernels/norm.py in plain PyTorch, so that a CPU goes the way of a GPU: the norm's
-backward hands on the amax of its gradient (ops/norm.py, Delta)."""
+backward hands on the amax of its gradient (ops/activation.py)."""
 
 import sys
 import types
@@ -7,9 +7,11 @@ import types
 import torch
 
 import model
-from ops import norm, swiglu
-from ops.linear import Linear
-from ops.low_precision import LowPrecisionLinear
+from ops import norm
+from ops.activation import Activation
+from ops.feed_forward import Float8SwiGLU, feed_forward
+from ops.quantized_linear import QuantizedLinear, QuantizedMatmul
+from ops.swiglu import swiglu
 
 handed: list[torch.Tensor] = []
 
@@ -39,8 +41,9 @@ def backward(total, dnormed, dtotal, weight, rows, centered, bias, amax):
     return dx, torch.stack(dweights).sum(1), largest
 
 
-def use(monkeypatch) -> None:
-    """Blocks take the way of a GPU from here on, and `handed` has each amax that is handed on."""
+def use(monkeypatch, tells_amax=True) -> None:
+    """Blocks take the way of a GPU from here on, and `handed` has each amax that is handed on. tells_amax:
+    whether layers ask for any, as they do there."""
     handed.clear()
     kernels = types.ModuleType("ops.triton_kernels.norm")
     kernels.__dict__.update(triton_add_norm=forward, triton_add_norm_backward=backward)
@@ -48,25 +51,28 @@ def use(monkeypatch) -> None:
     package.__path__ = []
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(model, "add_norm", add_norm)
-    monkeypatch.setattr(Linear, "delta", delta)
-    monkeypatch.setattr(model, "swiglu_feed_forward", feed_forward)
+
+    def project(self, x, asked=False):
+        assert self.bias is None
+        arguments = x.value, self.known_amax(x), self.weight, self.low_precision
+        tells = asked and tells_amax
+        return QuantizedMatmul.apply(*arguments, True) if tells else (QuantizedMatmul.apply(*arguments, False), None)
+
+    def compute(x, up, activation, down):
+        if activation is not swiglu:
+            return feed_forward(x, up, activation, down)
+        layers = up.weight, up.low_precision, down.weight, down.low_precision
+        found = Float8SwiGLU.apply(x.value, x.amax, *layers, tells_amax)
+        return found if tells_amax else (found, None)
+
+    monkeypatch.setattr(norm, "add_norm", add_norm)
+    monkeypatch.setattr(QuantizedLinear, "project", project)
+    monkeypatch.setattr(model.FeedForward, "compute", staticmethod(compute))
 
 
 def add_norm(x, delta, settings):
     value, gradient_amax = delta
     rows = x.flatten(0, -2), value.flatten(0, -2)
     total, normed, amax, _ = norm._add_norm(*rows, *settings, gradient_amax)
-    return total.view_as(x), normed.view_as(x), amax
-
-
-def delta(self, x, amax, gradient_amax):
-    if gradient_amax:
-        return LowPrecisionLinear.apply(x, amax, *self.low_precision_arguments, True)
-    return self(x, amax), None
-
-
-def feed_forward(x, amax, up, down, gradient_amax):
-    arguments = x, amax, *up.low_precision_arguments, *down.low_precision_arguments
-    result = swiglu.LowPrecisionSwiGLU.apply(*arguments, gradient_amax)
-    return result if gradient_amax else (result, None)
+    total = total.view_as(x)
+    return total, Activation(normed.view_as(x), amax, source=(total, *settings))

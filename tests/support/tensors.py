@@ -4,8 +4,9 @@ import torch
 
 from model_config import model_config
 from ops import float8
-from ops.linear import Linear, refresh_weights
-from ops.low_precision_methods import METHODS, LowPrecision
+from ops.linear import Linear
+from ops.quantized_linear import convert_layer, refresh_weights
+from training.optimization.low_precision import LINEARS
 
 E4M3, E5M2 = float8.FORWARD, float8.GRADIENT
 CONFIG = model_config("qwen3", n_layer=1, n_head=2, n_embd=32, vocab_size=64, block_size=64)
@@ -39,10 +40,9 @@ def fp8_linear(weight):
     return use_recipe(layer, "fp8_tensorwise")
 
 
-def use_recipe(layer, method, key=None, gradient_dtype=E5M2):
-    """The same Linear in low precision, by a method of METHODS, its weight quantized."""
-    weight = METHODS[method].empty_weight(layer.weight.detach())
-    layer.low_precision = LowPrecision(method, gradient_dtype, weight, key=key)
+def use_recipe(layer, recipe, state=None, gradient_dtype=E5M2):
+    """The same Linear in low precision, its weight quantized."""
+    convert_layer(layer, LINEARS[recipe], gradient_dtype, state)
     refresh_weights(layer)
     return layer
 

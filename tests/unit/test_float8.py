@@ -18,13 +18,14 @@ from support.tensors import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from model import Attention, FeedForward
 from model_builder import build_model
 from model_config import model_config
 from ops import float8
+from ops.activation import Activation
 from ops.cross_entropy import LinearCrossEntropy
+from ops.feed_forward import feed_forward
 from ops.linear import Linear
-from ops.swiglu import LowPrecisionSwiGLU, swiglu
+from ops.swiglu import swiglu
 
 FP8 = {**TINY, "dtype": "bfloat16", "low_precision": "fp8_tensorwise", "max_iters": 6}
 
@@ -90,19 +91,14 @@ def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(
         (y * dy).sum().backward()
         return y, start.grad, up.weight_grad, down.weight_grad
 
-    def fused(x):
-        return LowPrecisionSwiGLU.apply(
-            x, None, *up.low_precision_arguments, *down.low_precision_arguments, False
-        )
-
-    for a, b in zip(run(fused), run(lambda x: down(swiglu(up(x)))), strict=True):
+    fused = run(lambda x: feed_forward(Activation(x), up, swiglu, down)[0])
+    for a, b in zip(fused, run(lambda x: down(swiglu(up(x)))), strict=True):
         assert error(a, b) < 0.02  # a CPU rounds silu(gate) to bf16 before the product
 
 
 @pytest.mark.parametrize("preset", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_an_amax_that_a_norms_backward_hands_on_changes_no_bit(preset, recomputed, monkeypatch):
-    fake_norm.use(monkeypatch)
     sizes = dict(n_layer=2, n_head=4, n_embd=64, d_ff=128, vocab_size=96, block_size=32)
     model = build_model(model_config(preset, **sizes), dtype=torch.bfloat16).init_weights("cpu", seed=0)
     for layer in (m for m in model.modules() if isinstance(m, Linear)):
@@ -112,10 +108,8 @@ def test_an_amax_that_a_norms_backward_hands_on_changes_no_bit(preset, recompute
             monkeypatch.setattr(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
     ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
 
-    def results(hands_amax):
-        for module in model.modules():
-            if isinstance(module, (Attention, FeedForward)):
-                module.gradient_amax = hands_amax
+    def results(tells_amax):
+        fake_norm.use(monkeypatch, tells_amax)
         loss = model(ids, ids)
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 

@@ -21,6 +21,9 @@ from common.errors import RunError, UserError
 from model import FeedForward
 from model_config import model_config
 from ops import quack
+from ops.activation import Activation
+from ops.feed_forward import feed_forward
+from ops.swiglu import swiglu
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -62,14 +65,14 @@ def layer_of(activation, dtype=torch.float32, sums=False):
         if sums:
             linear.weight.data = linear.weight.data.to(dtype)
             linear.weight_grad = torch.ones(linear.weight.shape)
-    layer.backend = "quack"
+    layer.compute = quack.fused_feed_forward
     return layer
 
 
 def by_autograd(layer, x):
     """The layer as its docstring says it, with gate and up in turns among the columns."""
     y = F.linear(x, layer.up.weight.to(x.dtype))
-    h = F.silu(y[..., 0::2]) * y[..., 1::2] if layer.gated else F.gelu(y, approximate="tanh")
+    h = F.silu(y[..., 0::2]) * y[..., 1::2] if layer.activation is swiglu else F.gelu(y, approximate="tanh")
     return F.linear(h, layer.down.weight.to(x.dtype))
 
 
@@ -217,7 +220,7 @@ def test_values_and_gradients_are_those_of_autograd(kernels, activation, form, s
         forward = lambda x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
 
     def value(x):
-        y, gradient_amax = forward(x)
+        y, gradient_amax = forward(Activation(x))
         assert gradient_amax is None
         return y
 
@@ -237,7 +240,7 @@ def test_weights_in_fp32_are_cast_to_the_dtype_of_the_input(kernels, activation)
     layer, x, dy = layer_of(activation), random(4, 16), random(4, 16)
     reference = copy.deepcopy(layer)
     expected = gradients_of(reference, lambda x: by_autograd(reference, x), x, dy)
-    y, dx, *of_weights = gradients_of(layer, lambda x: layer(x)[0], x.bfloat16(), dy.bfloat16())
+    y, dx, *of_weights = gradients_of(layer, lambda x: layer(Activation(x))[0], x.bfloat16(), dy.bfloat16())
     assert y.dtype == dx.dtype == torch.bfloat16
     close(y, expected[0], 2e-2)
     close(dx, expected[1], 2e-2)
@@ -250,9 +253,9 @@ def test_weights_in_fp32_are_cast_to_the_dtype_of_the_input(kernels, activation)
 def test_a_layer_computes_the_same_by_both_backends(kernels, activation):
     layer, x, dy = layer_of(activation), random(4, 16), random(4, 16)
     usual = copy.deepcopy(layer)
-    usual.backend = "torch"
-    expected = gradients_of(usual, lambda x: usual(x)[0], x, dy)
-    found = gradients_of(layer, lambda x: layer(x)[0], x, dy)
+    usual.compute = feed_forward
+    expected = gradients_of(usual, lambda x: usual(Activation(x))[0], x, dy)
+    found = gradients_of(layer, lambda x: layer(Activation(x))[0], x, dy)
     close(found[0], expected[0], 1e-5)
     close(found[1], expected[1], 1e-5)
     for (gradient, _), (plain, _) in zip(found[2:], expected[2:], strict=True):
@@ -263,7 +266,7 @@ def test_a_layer_computes_the_same_by_both_backends(kernels, activation):
 def test_its_two_matmuls_are_counted(kernels, activation):
     layer, x = layer_of(activation), random(8, 16).requires_grad_()
     with FlopCounterMode(display=False) as counter:
-        layer(x)[0].sum().backward()
+        layer(Activation(x))[0].sum().backward()
     counts = {str(operator): n for operator, n in counter.get_flop_counts()["Global"].items()}
     assert counts["nanomfu.activated_matmul"] == 2 * 8 * layer.up.weight.numel()
     assert counts["nanomfu.activation_backward_matmul"] == 2 * 8 * layer.down.weight.numel()
@@ -400,7 +403,7 @@ def test_a_gated_model_trains_and_its_layers_have_the_backend(run, files, machin
     model = model_builder.build_model(config.model_config(), dtype=DTYPES[config.dtype])
     model.init_weights(torch.device("cpu"), seed=1)
     use_ffn_backend(model, config)
-    assert all(block.ffn.backend == "quack" for block in model.blocks)
+    assert all(block.ffn.compute is quack.fused_feed_forward for block in model.blocks)
     use_ffn_backend(model, dataclasses.replace(config, ffn_backend="torch"))
 
 

@@ -6,8 +6,10 @@ import torch
 from support import fake_heads
 from support.tensors import CONFIG, close, fp8_linear, gradients, random, random_bf16
 
-from model import RMSNorm, rotary_angles
-from ops.heads import project_heads, split_heads
+from model import rotary_angles
+from ops.activation import Activation
+from ops.heads import split_heads
+from ops.norm import RMSNorm
 
 B, T, C, H, K, D = 2, 5, 32, 4, 2, 16
 ROTARY = rotary_angles(T, D, 1e4)
@@ -20,7 +22,7 @@ def kernels(monkeypatch):
 
 
 def norms(normed):
-    made = [RMSNorm(D, CONFIG) if normed else None for _ in "qk"]
+    made = [RMSNorm(D, CONFIG.norm_eps) if normed else None for _ in "qk"]
     for i, norm in enumerate(made):
         if norm is not None:
             norm.weight.data = 1 + 0.3 * random(D, std=1.0 + i)
@@ -30,7 +32,7 @@ def norms(normed):
 def results(function, x, normed):
     """q, k, v, and the gradients of x and of the norms' weights."""
     x, used = x.clone().requires_grad_(), norms(normed)
-    parts = function(x, H, K, ROTARY, *used)
+    parts = function(Activation(x), H, K, ROTARY, *used)
     loss = sum((part * random(B, T, n, D)).sum() for part, n in zip(parts, (H, K, K), strict=True))
     return [*parts, *gradients(loss, x, *(norm.weight for norm in used if norm is not None))]
 
@@ -50,8 +52,8 @@ def test_heads_by_kernels_have_the_values_and_gradients_of_plain_heads(request, 
 def test_fp8_heads_by_kernels_have_the_values_and_gradients_of_plain_heads(request, normed):
     layer, x = fp8_linear(random_bf16((H + 2 * K) * D, C, std=0.1)), random_bf16(B, T, C)
 
-    def project(x, n_head, n_kv_head, *rest):
-        return project_heads(x, None, layer, n_head, n_kv_head, *rest)
+    def project(x, *rest):
+        return split_heads(layer.activation(x), *rest)
 
     layer.weight_grad = torch.zeros(layer.weight.shape)
     expected = results(project, x, normed)
@@ -67,7 +69,7 @@ def test_v_is_a_part_of_qkv_where_norms_keep_qkv_and_else_nothing_keeps_qkv(kern
     qkv = random(B, T, (H + 2 * K) * D).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
-        q, k, v = split_heads(qkv, H, K, ROTARY, *norms(normed))
+        q, k, v = split_heads(Activation(qkv), H, K, ROTARY, *norms(normed))
     kept = {tensor.untyped_storage().data_ptr() for tensor in [*saved, q, k, v]}
     assert (qkv.untyped_storage().data_ptr() in kept) == normed
     assert torch.equal(v.flatten(2), qkv[..., (H + K) * D :])

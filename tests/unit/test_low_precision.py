@@ -16,17 +16,18 @@ from support.tensors import error, random_bf16, use_recipe
 
 from model_builder import build_model
 from model_config import model_config
-from ops import emulation
 from ops.cross_entropy import LinearCrossEntropy
-from ops.delayed_float8 import delayed_quantize
-from ops.linear import Linear, refresh_weights
-from ops.low_precision_methods import METHODS, LowPrecision, Scaling
+from ops.recipes.fp8_delayed import Scaling, delayed_quantize
+from ops.linear import Linear
+from ops.quantized_linear import Quantized, convert, refresh_weights
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
 from ops.recipes import ALIGNMENTS, EMULATED
+from ops.recipes.nvfp4 import bits_of_operand
 from training.configuration.keys import TrainConfig
-from training.optimization.low_precision import DelayedScaling, low_precision_layers
+from training.optimization.low_precision import LINEARS, low_precision_layers
+from training.optimization.low_precision_state import DelayedScaling
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 NEW = ("fp8_delayed", *EMULATED)
@@ -34,10 +35,10 @@ BY_AMAX = ("fp8_tensorwise", "nvfp4")  # all rows of a matrix share its largest 
 M, K, N = 128, 256, 128
 
 
-def low_linear(recipe, key=None, bias=False):
+def low_linear(recipe, state=None, bias=False):
     layer = Linear(K, N, bias=bias)
     layer.weight.data = random_bf16(N, K, std=0.05)
-    return use_recipe(layer, recipe, key)
+    return use_recipe(layer, recipe, state)
 
 
 def forms_of(recipe, matrix, weight=False, key=None):
@@ -48,7 +49,7 @@ def forms_of(recipe, matrix, weight=False, key=None):
     if weight:
         return [nvfp4.dequantize(nvfp4.quantize(matrix, nvfp4.SQUARE))] * 2
     forms = [(matrix, nvfp4.ALONG_ROWS), (random_hadamard(matrix, dim=0), nvfp4.ALONG_COLUMNS)]
-    streams = [None if key is None else emulation.bits_of_operand(matrix, key, stream) for stream in (0, 1)]
+    streams = [None if key is None else bits_of_operand(matrix, key, stream) for stream in (0, 1)]
     return [
         nvfp4.dequantize(nvfp4.quantize(form, block, form.abs().amax().float(), bits))
         for (form, block), bits in zip(forms, streams, strict=True)
@@ -114,9 +115,9 @@ def test_random_bits_are_read_when_the_backward_runs_also_by_compiled_code():
     assert torch.equal(first, input_gradient(layer, 0)) and torch.equal(second, input_gradient(layer, 1))
 
 
-@pytest.mark.parametrize("method", ALIGNMENTS)
+@pytest.mark.parametrize("recipe", ALIGNMENTS)
 @pytest.mark.parametrize("dtype", FP8.values(), ids=FP8)
-def test_an_improbable_id_is_still_pushed_down(method, dtype):
+def test_an_improbable_id_is_still_pushed_down(recipe, dtype):
     """Whatever fp8_gradients says. Half of the ids have a probability of about 1e-7."""
     x, weight = random_bf16(M, K, std=0.1), random_bf16(N, K, std=0.01)
     x[:, 0], weight[:, 0], weight[N // 2 :, 0] = 4.0, 0.0, -3.0
@@ -126,8 +127,9 @@ def test_an_improbable_id_is_still_pushed_down(method, dtype):
     assert 1e-8 < logits.softmax(-1)[:, N // 2 :].max() < 2e-7
     torch.nn.functional.cross_entropy(logits, targets).backward()
     scalings = tuple(Scaling(torch.zeros(()), torch.zeros(())) for _ in range(3))
-    low = LowPrecision(method, dtype, METHODS[method].empty_weight(weight), None, random_key(3), scalings)
-    METHODS[method].requantize([weight], [low])
+    kind, state = LINEARS[recipe], {"nvfp4": random_key(3), "fp8_delayed": scalings}.get(recipe)
+    low = Quantized(kind, kind.empty_weight(weight), dtype, None, state)
+    kind.requantize([weight], [low])
     found = weight.clone().requires_grad_()
     LinearCrossEntropy.apply(x, found, targets, None, low, 2, True, None).backward()
     pushed, wanted = (w.grad[N // 2 :, 0].float() for w in (found, exact))
@@ -159,7 +161,7 @@ def test_an_evaluation_may_have_any_number_of_tokens(recipe):
 
 
 def test_an_nvfp4_weight_is_kept_once():
-    rows, columns, scale = METHODS["nvfp4"].empty_weight(random_bf16(N, K))
+    rows, columns, scale = LINEARS["nvfp4"].empty_weight(random_bf16(N, K))
     assert rows.data_ptr() == columns.data_ptr() and scale is None
 
 

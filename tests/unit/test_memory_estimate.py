@@ -148,9 +148,9 @@ def test_each_level_of_the_ladder_needs_less_than_the_one_before_it():
 def test_low_precision_keeps_its_copies_of_what_the_levels_make_again_in_bfloat16():
     """q and k are made again there, too."""
     levels = [f"batch_size=8 {FP8} activation_checkpointing={level}" for level in ("none", "memory_bound")]
-    none, remade = (estimate(QWEN, flags)["activations"] for flags in levels)
+    none, recomputed = (estimate(QWEN, flags)["activations"] for flags in levels)
     copies = 24 * 8 * 2048 * (16 + 8) * 128 * 2 / 2**30
-    assert none - remade == pytest.approx(copies)
+    assert none - recomputed == pytest.approx(copies)
 
 
 def test_document_masks_keep_q_and_k():

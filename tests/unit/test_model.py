@@ -13,6 +13,7 @@ from support.hf_models import gather
 from bench.peers.hugging_face import build
 from model_builder import build_model
 from model_config import PRESETS, ModelConfig, model_config
+from ops.activation import Activation
 from training.configuration.files_and_flags import load_config
 from training.pretrained.names import pieces
 
@@ -142,7 +143,7 @@ def test_rows_of_gate_and_up_take_turns_in_a_gated_feed_forward(activation):
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
     gate, up = (F.linear(x, ffn.up.weight[i::2], ffn.up.bias[i::2]) for i in (0, 1))
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    torch.testing.assert_close(ffn(x)[0], ffn.down(act * up), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ffn(Activation(x))[0], ffn.down(act * up), rtol=1e-5, atol=1e-5)
 
 
 # --- sizes ---

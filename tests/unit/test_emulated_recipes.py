@@ -8,10 +8,11 @@ import torch
 from support import warm_python
 from support.tensors import error, random, random_bf16
 
-from ops import emulation
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
+from ops.recipes.mxfp8 import mxfp8_operand
+from ops.recipes.nvfp4 import COLUMNS, ROWS, bits_of_operand, nvfp4_amaxes, nvfp4_operand, nvfp4_weight
 
 KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)
 
@@ -20,15 +21,15 @@ KEY = random_key(1337, iteration=20, micro_step=3, tensor=17)
 
 def test_an_mxfp8_operand_is_the_matrix_in_blocks_along_rows_and_along_columns():
     x = random_bf16(64, 96)
-    by_rows, by_columns = emulation.mxfp8_operand(x)
+    by_rows, by_columns = mxfp8_operand(x)
     assert torch.equal(by_rows, mxfp8.dequantize(mxfp8.quantize(x)))
     assert torch.equal(by_columns.t(), mxfp8.dequantize(mxfp8.quantize(x.t().contiguous())))
 
 
 def test_an_nvfp4_operands_columns_are_transformed_and_have_an_amax_of_their_own():
     x = random_bf16(64, 96)
-    amaxes = emulation.nvfp4_amaxes(x)
-    by_rows, by_columns = emulation.nvfp4_operand(x, amaxes)
+    amaxes = nvfp4_amaxes(x)
+    by_rows, by_columns = nvfp4_operand(x, amaxes)
     transformed = random_hadamard(x, dim=0)
     assert amaxes.tolist() == [x.abs().amax().item(), transformed.abs().amax().item()]
     assert torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x)))
@@ -37,7 +38,7 @@ def test_an_nvfp4_operands_columns_are_transformed_and_have_an_amax_of_their_own
 
 def test_an_nvfp4_weight_has_square_blocks():
     weight = random_bf16(64, 96)
-    values = emulation.nvfp4_weight(weight, weight.abs().amax().float())
+    values = nvfp4_weight(weight, weight.abs().amax().float())
     assert torch.equal(values, nvfp4.dequantize(nvfp4.quantize(weight, nvfp4.SQUARE)))
 
 
@@ -45,10 +46,10 @@ def test_an_nvfp4_weight_has_square_blocks():
 def test_the_matmul_of_a_weights_gradient_is_near_the_true_one(kind, bound):
     x, dy = random_bf16(256, 64), random_bf16(256, 96, std=1e-4)
     if kind == "mxfp8":
-        operands = [emulation.mxfp8_operand(matrix)[1] for matrix in (dy, x)]
+        operands = [mxfp8_operand(matrix)[1] for matrix in (dy, x)]
     else:
         operands = [
-            emulation.nvfp4_operand(matrix, emulation.nvfp4_amaxes(matrix), key)[1]
+            nvfp4_operand(matrix, nvfp4_amaxes(matrix), key)[1]
             for matrix, key in ((dy, KEY), (x, None))
         ]
     assert bound / 4 < error(operands[0].t() @ operands[1], dy.float().t() @ x.float()) < bound
@@ -59,27 +60,27 @@ def test_the_matmul_of_a_weights_gradient_is_near_the_true_one(kind, bound):
 
 def test_a_gradients_two_forms_are_rounded_with_bits_of_their_own():
     x = random_bf16(64, 96)
-    rows, columns = (emulation.bits_of_operand(x, KEY, s) for s in (emulation.ROWS, emulation.COLUMNS))
+    rows, columns = (bits_of_operand(x, KEY, s) for s in (ROWS, COLUMNS))
     correlation = torch.corrcoef(torch.stack((rows.flatten(), columns.flatten())).float())[0, 1]
     assert abs(correlation) < 4 / rows.numel() ** 0.5
-    by_rows, _ = emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), KEY)
+    by_rows, _ = nvfp4_operand(x, nvfp4_amaxes(x), KEY)
     assert torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x, bits=rows)))
     assert not torch.equal(by_rows, nvfp4.dequantize(nvfp4.quantize(x)))
 
 
 def test_along_columns_a_counter_has_the_bits_of_16_rows_of_a_column():
     x = torch.zeros(48, 32, dtype=torch.bfloat16)
-    bits = emulation.bits_of_operand(x, KEY, emulation.COLUMNS)
+    bits = bits_of_operand(x, KEY, COLUMNS)
     counter = 2 * 32 + 5  # rows 32 to 47, column 5
-    expected = random_bits(16, KEY, stream=emulation.COLUMNS, start=16 * counter)
+    expected = random_bits(16, KEY, stream=COLUMNS, start=16 * counter)
     assert torch.equal(bits[32:48, 5], expected)
 
 
 def test_along_rows_a_counter_has_the_bits_of_two_rows_of_8_columns():
     x = torch.zeros(48, 32, dtype=torch.bfloat16)
-    bits = emulation.bits_of_operand(x, KEY, emulation.ROWS)
+    bits = bits_of_operand(x, KEY, ROWS)
     counter = 17 * 4 + 3  # rows 34 and 35, columns 24 to 31
-    expected = random_bits(16, KEY, stream=emulation.ROWS, start=16 * counter).view(4, 2, 2)
+    expected = random_bits(16, KEY, stream=ROWS, start=16 * counter).view(4, 2, 2)
     for row in (0, 1):  # of 4 numbers, 2 are in each row
         assert torch.equal(bits[34 + row, 24:], expected[:, row].flatten())
 
@@ -93,9 +94,9 @@ OF_BF16 = {
         nvfp4.quantize(x, bits=random_bits(x.numel(), key).view(x.shape))
     ),
     "transformed": lambda x, key: nvfp4.dequantize(nvfp4.quantize(random_hadamard(x, 0), (16, 1))),
-    "mxfp8 operand": lambda x, key: torch.cat(emulation.mxfp8_operand(x)),
-    "nvfp4 operand": lambda x, key: torch.cat(emulation.nvfp4_operand(x, emulation.nvfp4_amaxes(x), key)),
-    "nvfp4 weight": lambda x, key: emulation.nvfp4_weight(x, x.abs().amax().float()),
+    "mxfp8 operand": lambda x, key: torch.cat(mxfp8_operand(x)),
+    "nvfp4 operand": lambda x, key: torch.cat(nvfp4_operand(x, nvfp4_amaxes(x), key)),
+    "nvfp4 weight": lambda x, key: nvfp4_weight(x, x.abs().amax().float()),
 }
 OF_FP32 = {
     "bf16": lambda x, key: bf16_stochastically(x, key, start=7),
@@ -123,10 +124,10 @@ def test_compiled_code_gives_the_bits_of_eager_code_in_one_graph(name):
 @pytest.mark.parametrize(
     ("function", "x", "message"),
     [
-        (emulation.mxfp8_operand, random_bf16(48, 64), "48 x 64 cannot be divided into blocks of 32 x 1"),
-        (emulation.mxfp8_operand, random_bf16(64, 48), "64 x 48 cannot be divided into blocks of 1 x 32"),
-        (emulation.nvfp4_amaxes, random_bf16(24, 64), "24 x 64 cannot be divided into blocks of 16 x 16"),
-        (emulation.nvfp4_amaxes, random(32, 64), "operands are bf16, not torch.float32"),
+        (mxfp8_operand, random_bf16(48, 64), "48 x 64 cannot be divided into blocks of 32 x 1"),
+        (mxfp8_operand, random_bf16(64, 48), "64 x 48 cannot be divided into blocks of 1 x 32"),
+        (nvfp4_amaxes, random_bf16(24, 64), "24 x 64 cannot be divided into blocks of 16 x 16"),
+        (nvfp4_amaxes, random(32, 64), "operands are bf16, not torch.float32"),
     ],
 )
 def test_what_cannot_be_emulated_is_an_error(function, x, message):

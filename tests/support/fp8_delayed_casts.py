@@ -6,7 +6,7 @@ from support.emulated_operands import assert_same_bits, matrices
 from support.tensors import random_bf16
 
 from ops import float8
-from ops.delayed_float8 import plain_delayed_quantize
+from ops.recipes.fp8_delayed import plain_delayed_quantize
 from ops.triton_kernels import delayed_float8 as kernels
 from ops.triton_kernels import swiglu
 

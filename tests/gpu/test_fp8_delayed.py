@@ -5,9 +5,9 @@ import torch
 from support.tensors import E4M3, E5M2, random, random_bf16
 
 from ops import float8
-from ops.delayed_float8 import delayed_quantize, delayed_requantize
 from ops.quantization import delayed_scaling
-from ops.swiglu import delayed_swiglu_backward, swiglu_backward_float8
+from ops.recipes.fp8_delayed import delayed_quantize, delayed_requantize, delayed_swiglu_backward
+from ops.swiglu import swiglu_backward_float8
 
 pytestmark = pytest.mark.gpu
 
@@ -18,14 +18,14 @@ def same(a, b):
 
 @pytest.mark.parametrize("shape", [(128, 64), (300, 6144), (301, 96), (640, 2080)])
 def test_every_cast_gives_the_bits_of_the_plain_form(shape):
-    from support.delayed_casts import assert_delayed_kernels_equal_plain_forms
+    from support.fp8_delayed_casts import assert_delayed_kernels_equal_plain_forms
 
     assert_delayed_kernels_equal_plain_forms(shape, "cuda")
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (272, 1056), (64, 6144)])
 def test_the_backward_of_swiglu_has_the_bits_of_a_cast_of_the_one_in_bf16(shape):
-    from support.delayed_casts import assert_swiglu_kernels_equal_a_cast
+    from support.fp8_delayed_casts import assert_swiglu_kernels_equal_a_cast
 
     assert_swiglu_kernels_equal_a_cast(shape, "cuda")
 

@@ -10,9 +10,9 @@ from support import warm_python
 from support.tensors import E4M3, E5M2, random, random_bf16
 
 from ops import float8
-from ops.delayed_float8 import delayed_quantize, delayed_requantize
 from ops.quantization import delayed_scaling
-from ops.swiglu import delayed_swiglu_backward, swiglu_backward
+from ops.recipes.fp8_delayed import delayed_quantize, delayed_requantize, delayed_swiglu_backward
+from ops.swiglu import swiglu_backward
 
 INF, NAN = torch.inf, torch.nan
 
@@ -176,7 +176,7 @@ def test_compiled_code_updates_the_states_of_several_tensors_in_one_graph():
 def test_the_kernels_give_the_bits_of_the_plain_forms_in_tritons_interpreter():
     pytest.importorskip("triton")
     done = warm_python.run(
-        [sys.executable, "-m", "support.delayed_casts"],
+        [sys.executable, "-m", "support.fp8_delayed_casts"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

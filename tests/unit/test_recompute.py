@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from common.errors import UserError
 from model import manual_attention
 from model_builder import build_model, count_flops
+from ops.activation import no_delta
 from ops.heads import Rotary
-from ops.linear import Linear, refresh_weights
-from ops.norm import no_delta
+from ops.linear import Linear
+from ops.quantized_linear import refresh_weights
 from training.configuration.keys import TrainConfig
 from training.configuration.rules import check
 from training.hardware.attention_kernels import _sdpa_default
@@ -123,7 +124,7 @@ def test_the_record_counts_the_matmuls_that_each_level_computes_again(monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2 with biases"])
-def test_attention_that_is_made_again_keeps_no_input_of_the_layer_after_it(kind):
+def test_recomputed_attention_keeps_no_input_of_the_layer_after_it(kind):
     """Also where its weight's gradient is summed in fp32, and nothing is compiled."""
     kept = {}
     for level in ("none", "attention"):
@@ -252,7 +253,7 @@ def test_the_kernels_make_the_bits_of_the_forward_again():
     """In Triton's interpreter, which counts when triton is imported."""
     pytest.importorskip("triton")
     done = warm_python.run(
-        [sys.executable, "-m", "support.remade_inputs"],
+        [sys.executable, "-m", "support.recomputed_inputs"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
