@@ -56,7 +56,11 @@ def use(monkeypatch, tells_amax=True) -> None:
         assert self.bias is None
         arguments = x.value, self.known_amax(x), self.weight, self.low_precision
         tells = asked and tells_amax
-        return QuantizedMatmul.apply(*arguments, True) if tells else (QuantizedMatmul.apply(*arguments, False), None)
+        return (
+            QuantizedMatmul.apply(*arguments, True)
+            if tells
+            else (QuantizedMatmul.apply(*arguments, False), None)
+        )
 
     def compute(x, up, activation, down):
         if activation is not swiglu:
