@@ -49,8 +49,7 @@ def test_the_matmul_of_a_weights_gradient_is_near_the_true_one(kind, bound):
         operands = [mxfp8_operand(matrix)[1] for matrix in (dy, x)]
     else:
         operands = [
-            nvfp4_operand(matrix, nvfp4_amaxes(matrix), key)[1]
-            for matrix, key in ((dy, KEY), (x, None))
+            nvfp4_operand(matrix, nvfp4_amaxes(matrix), key)[1] for matrix, key in ((dy, KEY), (x, None))
         ]
     assert bound / 4 < error(operands[0].t() @ operands[1], dy.float().t() @ x.float()) < bound
 
