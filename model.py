@@ -42,10 +42,8 @@ Device = torch.device | str | None
 
 def manual_attention(q, k, v, dropout_p: float = 0.0, mask=None) -> Tensor:
     """softmax(Q K^T / sqrt(D)) V with a causal mask, every matmul visible (Vaswani et al. 2017, sec. 3.2.1);
-    or with mask, documents.dense_mask's (B, 1, T, T).
-
-    The reference that other backends are tested against, and the one whose FLOPs are counted.
-    """
+    or with mask, documents.dense_mask's (B, 1, T, T). The reference for other kernels, and the one whose
+    FLOPs are counted."""
     T, H, K, D = q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, D)
     if K != H:
@@ -125,7 +123,7 @@ class FeedForward(nn.Module):
     """down(activation(up(x))); gated: down(activation(gate(x)) * up(x)) (Shazeer 2020), gate and up in one
     matmul, whose rows are gate 0, up 0, gate 1, up 1, ..."""
 
-    compute = staticmethod(feed_forward)
+    compute = staticmethod(feed_forward)  # down(activation(up(x)))
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -191,9 +189,8 @@ class Transformer(nn.Module):
     """Decoder-only transformer. forward(ids (B, T), targets (B, T)) is the mean loss, a scalar in fp32;
     without targets, the logits (B, T, V). gradient_scale: see ops/cross_entropy.py.
 
-    documents, if set, keeps the documents of a window from seeing each other (ops/documents.py).
-    Build it on meta, then call init_weights(): see model_builder.build_model.
-    """
+    documents, if set, keeps the documents of a window from seeing each other (ops/documents.py). Build it on
+    meta, then call init_weights(): see model_builder.build_model."""
 
     documents: Documents | None = None
     rotary_cos: Tensor  # buffers, without learned positions
@@ -218,9 +215,8 @@ class Transformer(nn.Module):
         T = ids.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size={self.config.block_size}")
-        if self.documents is None:
-            positions, mask = torch.arange(T, device=ids.device), None
-        else:
+        positions, mask = torch.arange(T, device=ids.device), None
+        if self.documents is not None:
             ids, positions, mask = self.documents(ids)
         x = self.embed(ids)  # (B, T, C)
         rotary = None
@@ -236,10 +232,8 @@ class Transformer(nn.Module):
 
     def init_weights(self, device: torch.device | str, seed: int) -> Transformer:
         """Allocates on device and draws the weights: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L))
-        (Radford et al. 2019, sec. 2.3), norms 1, biases 0.
-
-        Each tensor's draw depends on (seed, its name) alone, so every rank and strategy starts alike.
-        """
+        (Radford et al. 2019, sec. 2.3), norms 1, biases 0. Each tensor's draw depends on (seed, its name)
+        alone, so every rank and strategy starts alike."""
         self.to_empty(device=device)
         self._tie()  # to_empty gives shared parameters separate storage
         if self.positions is None:
@@ -266,12 +260,10 @@ class Transformer(nn.Module):
             self.head.lm_head.weight = self.embed.weight
 
     def _set_rotary(self, device):
-        config = self.config
-        rotary = rotary_angles(
-            config.block_size, config.head_dim, config.rope_theta, device, config.rope_scaling
-        )
-        self.register_buffer("rotary_cos", rotary.cos, persistent=False)
-        self.register_buffer("rotary_sin", rotary.sin, persistent=False)
+        c = self.config
+        cos, sin = rotary_angles(c.block_size, c.head_dim, c.rope_theta, device, c.rope_scaling)
+        self.register_buffer("rotary_cos", cos, persistent=False)
+        self.register_buffer("rotary_sin", sin, persistent=False)
 
 
 def _name_seed(seed: int, name: str) -> int:

@@ -24,19 +24,7 @@ import functools
 import os
 import threading
 import warnings
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_float,
-    c_int,
-    c_int8,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -45,13 +33,7 @@ SUCCESS = 0
 COMPUTE_32F = 68
 TRANSPOSED = 1
 DATA_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-TRANSPOSE_A, TRANSPOSE_B, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION = (
-    3,
-    4,
-    17,
-    18,
-    25,
-)  # of a matmul
+TRANSPOSE_A, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION = 3, 17, 18, 25  # of a matmul
 MAX_WORKSPACE_BYTES, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)  # of a preference; the alignments of A, B, C and D
 
 ALIGNMENT = 16  # bytes; the copy engine of Hopper's kernels needs it
@@ -105,7 +87,7 @@ def library() -> ctypes.CDLL:
     except OSError:
         raise Unavailable(f"PyTorch has not loaded {name}") from None
     loaded.cublasLtGetVersion.restype = c_size_t
-    loaded.cublasLtGetStatusName.restype = c_char_p
+    loaded.cublasLtGetStatusName.restype = ctypes.c_char_p
 
     def check(status, function, arguments):
         if status != SUCCESS:
@@ -140,6 +122,14 @@ class Product(NamedTuple):
     layouts: tuple[c_void_p, c_void_p, c_void_p]  # A, B, D
     lock: threading.Lock  # the scales' addresses are written into `matmul` before each call
 
+    def set(self, name: int, value) -> None:
+        library().cublasLtMatmulDescSetAttribute(self.matmul, name, byref(value), ctypes.sizeof(value))
+
+    def set_scales(self, a_scale: torch.Tensor, b_scale: torch.Tensor) -> None:
+        """The fp32 scalars on the device that A and B are multiplied by."""
+        self.set(A_SCALE_POINTER, c_void_p(a_scale.data_ptr()))
+        self.set(B_SCALE_POINTER, c_void_p(b_scale.data_ptr()))
+
 
 def define(size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> Product:
     """size (m, n, k); dtypes of A, B and D. A is stored as (k, m), and B as (k, n), because Hopper's fp8
@@ -147,24 +137,18 @@ def define(size: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype, t
     (m, n, k), (of_a, of_b, of_d) = size, dtypes
     matmul = c_void_p()
     library().cublasLtMatmulDescCreate(byref(matmul), COMPUTE_32F, DATA_TYPES[torch.float32])
-    for name, value in ((TRANSPOSE_A, c_int(TRANSPOSED)), (FAST_ACCUMULATION, c_int8(False))):
-        library().cublasLtMatmulDescSetAttribute(matmul, name, byref(value), ctypes.sizeof(value))
-    layouts = layout(of_a, k, m), layout(of_b, k, n), layout(of_d, m, n)
-    return Product(matmul, layouts, threading.Lock())
+    layouts = _layout(of_a, k, m), _layout(of_b, k, n), _layout(of_d, m, n)
+    product = Product(matmul, layouts, threading.Lock())
+    product.set(TRANSPOSE_A, c_int(TRANSPOSED))
+    product.set(FAST_ACCUMULATION, c_int8(False))
+    return product
 
 
-def layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
     """Of a matrix whose columns follow one another."""
     result = c_void_p()
     library().cublasLtMatrixLayoutCreate(byref(result), DATA_TYPES[dtype], rows, columns, rows)
     return result
-
-
-def set_scales(product: Product, a_scale: torch.Tensor, b_scale: torch.Tensor) -> None:
-    """The fp32 scalars on the device that A and B are multiplied by; fp8 alone has them."""
-    for name, scale in ((A_SCALE_POINTER, a_scale), (B_SCALE_POINTER, b_scale)):
-        address = c_void_p(scale.data_ptr())
-        library().cublasLtMatmulDescSetAttribute(product.matmul, name, byref(address), ctypes.sizeof(address))
 
 
 def find_algorithm(product: Product, device: int) -> Algorithm:
@@ -175,9 +159,8 @@ def find_algorithm(product: Product, device: int) -> Algorithm:
     try:
         limits = [(name, c_uint32(ALIGNMENT)) for name in MIN_ALIGNMENTS]
         for name, value in [(MAX_WORKSPACE_BYTES, c_uint64(WORKSPACE_BYTES)), *limits]:
-            library().cublasLtMatmulPreferenceSetAttribute(
-                preference, name, byref(value), ctypes.sizeof(value)
-            )
+            size = ctypes.sizeof(value)
+            library().cublasLtMatmulPreferenceSetAttribute(preference, name, byref(value), size)
         library().cublasLtMatmulAlgoGetHeuristic(
             _handle(device), product.matmul, a, b, d, d, preference, 1, byref(result), byref(found)
         )
@@ -186,23 +169,6 @@ def find_algorithm(product: Product, device: int) -> Algorithm:
     if not found.value or result.state != SUCCESS:
         raise Unavailable("cuBLASLt has no algorithm for this shape")
     return result
-
-
-def multiply(
-    product: Product, algorithm: Algorithm, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor
-) -> None:
-    """D += A B, on torch's current stream of D's device."""
-    of_a, of_b, of_d = product.layouts
-    one = c_float(1.0)
-    with torch.cuda.device(d.device):
-        workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=d.device)
-        library().cublasLtMatmul(
-            *(_handle(d.device.index), product.matmul),
-            *(byref(one), a.data_ptr(), of_a, b.data_ptr(), of_b),
-            *(byref(one), d.data_ptr(), of_d, d.data_ptr(), of_d),
-            *(byref(algorithm), workspace.data_ptr(), workspace.numel()),
-            torch.cuda.current_stream().cuda_stream,
-        )
 
 
 # --- sums of weight gradients ---
@@ -222,9 +188,17 @@ def add_product(
     if plan is None:
         return False
     product, algorithm = plan
-    with product.lock:
-        set_scales(product, x_inverse, dy_inverse)
-        multiply(product, algorithm, xt, dyt, total)
+    (of_a, of_b, of_d), one = product.layouts, c_float(1.0)
+    with product.lock, torch.cuda.device(total.device):
+        product.set_scales(x_inverse, dy_inverse)
+        workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=total.device)
+        library().cublasLtMatmul(
+            *(_handle(total.device.index), product.matmul),
+            *(byref(one), xt.data_ptr(), of_a, dyt.data_ptr(), of_b),
+            *(byref(one), total.data_ptr(), of_d, total.data_ptr(), of_d),
+            *(byref(algorithm), workspace.data_ptr(), workspace.numel()),
+            torch.cuda.current_stream().cuda_stream,
+        )
     return True
 
 
@@ -235,7 +209,7 @@ def _plan(
     try:
         product = define(size, dtypes)
         any_scale = torch.empty((), device=f"cuda:{device}")  # the algorithm depends on there being scales
-        set_scales(product, any_scale, any_scale)
+        product.set_scales(any_scale, any_scale)
         return product, find_algorithm(product, device)
     except Unavailable as error:
         K, N, M = size

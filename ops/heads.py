@@ -178,7 +178,8 @@ class SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        dqkv, amax, dweights = heads_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps)
-        weight = ctx.saved_tensors[1]
+        kept = ctx.saved_tensors  # once: what torch.utils.checkpoint() computes again can be taken only once
+        dqkv, amax, dweights = heads_backward(dq, dk, dv, *kept, ctx.eps)
+        weight = kept[1]
         dnorms = (None, None) if weight is None else dweights.to(weight.dtype).unbind(0)
         return dqkv, amax if ctx.tells_amax else None, *dnorms, None

@@ -5,7 +5,7 @@ M tokens · C, N, K widths
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,9 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ops.activation import Activation, Delta
 from ops.norm import norm_again
-
-if TYPE_CHECKING:
-    from ops.quantized_linear import Quantized
 
 
 class Linear(nn.Linear):
@@ -30,7 +27,7 @@ class Linear(nn.Linear):
     weight_grad: torch.Tensor | None = None
     recomputes_input = False  # in the backward, if what came says how
     ends_recomputation = False  # this product is the last of what torch.utils.checkpoint() repeats
-    low_precision: Quantized | None = None  # of the subclasses of ops/quantized_linear.py
+    low_precision: Any = None  # the Quantized of a subclass in ops/quantized_linear.py
 
     def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
         return self.project(Activation.of(x))[0]

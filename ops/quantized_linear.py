@@ -78,7 +78,7 @@ class QuantizedLinear(Linear):
         return x.amax
 
     @property
-    def low_precision(self) -> Quantized:  # type: ignore[override]
+    def low_precision(self) -> Quantized:
         """For a function, beside the weight by itself: autograd looks for tensors that need gradients among a
         function's own arguments and not inside them."""
         return Quantized(type(self), self.quantized, self.gradient_dtype, self.weight_grad, self.state)

@@ -59,7 +59,8 @@ def _mean_loss(model, windows: Windows, batches: np.ndarray, world: World, check
         tokens = torch.from_numpy(windows.read(batches[min(mine, len(batches) - 1)])).to(world.device)
         x, y = inputs_and_targets(tokens)
         share = (y >= 0).double().mean() * (mine < len(batches))
-        total += torch.stack([model(x, y) * share, share])
+        # a mean over no targets is nan in torch
+        total += torch.stack([torch.where(share > 0, model(x, y) * share, 0.0), share])
     loss, targets = sum_over_ranks(total, world).tolist()  # sync point
     if not targets:
         raise RunError(

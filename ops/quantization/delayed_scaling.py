@@ -28,8 +28,8 @@ def update_all(
     tensor whose amax is 0 both ways was not used: its state stays. 'max': the largest of the last L updates,
     this one included, skipping nan; 'most_recent': this one's. The scale maps that to mapped_to (n), the
     largest number of the tensor's dtype. It stays where that is 0, inf or nan, and is at most the largest
-    fp32 number. So a scale of 0, which says that there is no history (ops/recipes/fp8_delayed.py), stays until the
-    first finite amax. ValueError: shapes that do not fit."""
+    fp32 number. So a scale of 0, which says that there is no history, stays until the first
+    finite amax. ValueError: shapes that do not fit."""
     if history.ndim != 2 or not len(history) or scale.shape != history.shape[1:] or amax.shape != scale.shape:
         raise ValueError(
             "an update needs scale (n), history (L, n) with L at least 1, and amax (n), "

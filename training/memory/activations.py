@@ -1,8 +1,8 @@
 """Estimates the memory of activations: what forward passes keep for the backward, at each level of
 activation_checkpointing, and what the fullest moments of an iteration hold besides.
 
-Each term is a tensor that the code named beside it keeps. tests/unit/test_recompute.py compares the levels with
-the tensors that a compiled block has kept.
+Each term is a tensor that the code named beside it keeps. tests/unit/test_recompute.py compares the levels
+with the tensors that a compiled block has kept.
 
     C model width · A columns of all query heads · F feed-forward width
 """

@@ -43,8 +43,8 @@ class Sizes:
         # bytes of an element: of a stored weight, of an activation, of a gradient that is sent
         self.stored, self.compute = BYTES[config.param_dtype], BYTES[config.dtype]
         self.reduce = BYTES[config.reduce_dtype]
-        # low precision: of which blocks, of the head; whether in bf16 (ops/recipes/emulated.py); bytes of an element
-        # that is quantized for both of its matmuls, in two forms
+        # low precision: of which blocks, of the head; whether in bf16 (ops/recipes/emulated.py); bytes of an
+        # element that is quantized for both of its matmuls, in two forms
         recipe = config.low_precision
         blocks = range(config.low_precision_skip_first, model.n_layer - config.low_precision_skip_last)
         self.low_blocks = range(0) if recipe == "none" else blocks

@@ -130,7 +130,9 @@ class EagerStep:
                 (loss if scale.applied else loss * scale.value).backward()
             losses.append(self.low_precision.after_micro_step(loss.detach(), last))
         means = torch.stack(losses)
-        return (means if shares is None else means * shares).mean()
+        if shares is not None:
+            means = torch.where(shares > 0, means * shares, 0.0)  # a mean over no targets is nan in torch
+        return means.mean()
 
     def close(self) -> None:
         pass

@@ -50,8 +50,8 @@ class Strategy(Protocol):
 
     @property
     def forward(self) -> Callable[[torch.Tensor, torch.Tensor, GradientScale], torch.Tensor]:
-        """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph. Its gradients are
-        multiplied by gradient_scale, if that is `applied` afterwards (ops/cross_entropy.py)."""
+        """forward(x, y, gradient_scale): the loss of one micro-batch, on the training graph. Its gradients
+        are multiplied by gradient_scale, if that is `applied` afterwards (ops/cross_entropy.py)."""
 
     def micro_step(self, last: bool) -> None:
         """Before a micro-step's forward. Gradients are communicated during the last one's backward."""
