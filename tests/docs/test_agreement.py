@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -29,6 +30,7 @@ from training.configuration.keys import KEYS, TrainConfig
 from training.hardware import attention_kernels
 from training.hardware.peaks import PRECISIONS
 from training.memory.estimate import BYTES
+from training.optimization.low_precision import LINEARS
 from training.process.exit_status import STOP_SIGNALS
 from training.records.utilization import FORMULAS
 
@@ -110,7 +112,7 @@ def test_every_dtype_has_its_size_and_its_peak():
 
 
 def test_every_recipe_of_low_precision_is_in_the_table_and_no_other():
-    assert set(KEYS["low_precision"].choices) - {"none"} == set(ALIGNMENTS)
+    assert set(KEYS["low_precision"].choices) - {"none"} == set(ALIGNMENTS) == set(LINEARS)
 
 
 def test_attention_falls_back_along_the_choices_of_its_key():
@@ -120,8 +122,10 @@ def test_attention_falls_back_along_the_choices_of_its_key():
 
 
 def test_the_model_has_every_choice_that_its_config_allows():
-    assert set(model.NORMS) == set(model_config.CHOICES["normalization"])
-    assert set(model.ACTIVATIONS) == set(model_config.CHOICES["activation"])
+    choices = model_config.CHOICES
+    norms = {model.make_norm(ModelConfig(normalization=name)).centered for name in choices["normalization"]}
+    assert norms == {False, True}  # RMSNorm and LayerNorm
+    assert set(model.ACTIVATIONS) == set(itertools.product(choices["ffn_type"], choices["activation"]))
 
 
 def test_lists_of_keys_name_keys_that_exist():

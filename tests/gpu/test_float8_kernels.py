@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import fake_norm
 from support.tensors import (
     E4M3,
     E5M2,
@@ -15,9 +16,11 @@ from support.tensors import (
 from model import Block, rotary_angles
 from model_config import model_config
 from ops import float8
+from ops.activation import Activation, no_delta
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
-from ops.heads import HeadLayout, LowPrecisionHeads, Rotary, SplitHeads
+from ops.heads import Rotary, split_heads
 from ops.linear import Linear
+from ops.norm import RMSNorm
 from ops.swiglu import swiglu_backward, swiglu_backward_float8, swiglu_with_amax
 from training.hardware.attention_kernels import _sdpa_default
 
@@ -81,12 +84,12 @@ def test_the_backward_of_swiglu_in_fp8_has_the_bits_of_a_cast_of_the_one_in_bf16
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
+def test_an_fp8_linear_gets_the_amax_of_its_gradient_from_the_heads_kernel(norm):
     B, T, C, H, K, D = 2, 64, 96, 4, 2, 32
     layer = fp8_linear(random_bf16((H + 2 * K) * D, C, std=0.1, device="cuda"))
-    norms = [
-        torch.nn.Parameter(1 + 0.3 * random_bf16(D, device="cuda").float()) if norm else None for _ in "qk"
-    ]
+    norms = [RMSNorm(D, 1e-6).cuda() if norm else None for _ in "qk"]
+    for module in filter(None, norms):
+        module.weight.data = 1 + 0.3 * random_bf16(D, device="cuda").float()
     rotary = Rotary(*(t.cuda() for t in rotary_angles(T, D, 1e4)))
     outputs = [random_bf16(B, T, heads, D, device="cuda") for heads in (H, K, K)]
 
@@ -95,13 +98,12 @@ def test_fused_fp8_heads_equal_an_fp8_linear_and_the_heads_kernel(norm):
         layer.weight_grad = torch.zeros(layer.weight.shape, device="cuda")
         parts = function(x)
         loss = sum((p * o).float().sum() for p, o in zip(parts, outputs, strict=True))
-        leaves = [x, *(n for n in norms if n is not None)]
+        leaves = [x, *(module.weight for module in norms if module)]
         return [*parts, *torch.autograd.grad(loss, leaves), layer.weight_grad]
 
-    layout = HeadLayout(H, K, rotary, 1e-6 if norm else 0.0)
-    fused = run(lambda x: LowPrecisionHeads.apply(x, None, *layer.low_precision_arguments, *norms, layout))
-    apart = run(lambda x: SplitHeads.apply(layer(x), *norms, layout))
-    for a, b in zip(fused, apart, strict=True):
+    handed = run(lambda x: split_heads(layer.activation(x), H, K, rotary, *norms))
+    found = run(lambda x: split_heads(Activation(layer(x)), H, K, rotary, *norms))
+    for a, b in zip(handed, found, strict=True):
         assert error(a, b) < 1e-6
 
 
@@ -112,7 +114,7 @@ def test_an_fp8_matmul_equals_its_plain_form():
     assert error(float8.matmul(*moved).cpu(), plain) < 4e-3
 
 
-def test_a_norms_backward_hands_on_the_amax_that_a_pass_over_the_gradient_finds():
+def test_a_norms_backward_hands_on_the_amax_that_a_pass_over_the_gradient_finds(monkeypatch):
     """Two blocks in fp8 give the same bits with and without it, eager and compiled. Attention is SDPA's:
     torch.compile chooses by time how to sum a softmax of its own, and another order gives other bits."""
     config = model_config("qwen3", n_layer=1, n_head=4, n_embd=256, d_ff=512, vocab_size=96, block_size=64)
@@ -128,14 +130,13 @@ def test_a_norms_backward_hands_on_the_amax_that_a_pass_over_the_gradient_finds(
     x, above = (random_bf16(2, 64, 256, device="cuda", std=std) for std in (1.0, 0.01))
 
     def results(hands: bool, wrap=lambda module: module):
-        for block in blocks:
-            block.attn.gradient_amax = block.ffn.gradient_amax = hands
-        start, delta = x.clone().requires_grad_(), (torch.zeros_like(x), None)
-        total = start
+        fake_norm.let_layers_ask(monkeypatch, hands)
+        start = x.clone().requires_grad_()
+        total, delta = start, no_delta(start)
         for block in blocks:
             total, delta = wrap(block)(total, delta, rotary)
             assert (delta[1] is not None) == hands
-        final, _, _ = blocks[0].attn_norm.add(total, delta)
+        final = blocks[0].attn_norm.add(total, delta)[0]
         parameters = [p for block in blocks for p in block.parameters()]
         return [final, *torch.autograd.grad(final, [start, *parameters], above)]
 

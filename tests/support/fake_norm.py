@@ -41,9 +41,8 @@ def backward(total, dnormed, dtotal, weight, rows, centered, bias, amax):
     return dx, torch.stack(dweights).sum(1), largest
 
 
-def use(monkeypatch, tells_amax=True) -> None:
-    """Blocks take the way of a GPU from here on, and `handed` has each amax that is handed on. tells_amax:
-    whether layers ask for any, as they do there."""
+def use(monkeypatch, layers_tell=True) -> None:
+    """Blocks take the way of a GPU from here on, and `handed` has each amax that a norm hands on."""
     handed.clear()
     kernels = types.ModuleType("ops.triton_kernels.norm")
     kernels.__dict__.update(triton_add_norm=forward, triton_add_norm_backward=backward)
@@ -51,25 +50,26 @@ def use(monkeypatch, tells_amax=True) -> None:
     package.__path__ = []
     monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(norm, "add_norm", add_norm)
+    let_layers_ask(monkeypatch, layers_tell)
 
-    def project(self, x, asked=False):
+
+def let_layers_ask(monkeypatch, layers_tell: bool) -> None:
+    """Whether layers in fp8 ask for the amax of their gradient, wherever they are: they do on a GPU."""
+
+    def project(self, x, tells_amax=False):
         assert self.bias is None
-        arguments = x.value, self.known_amax(x), self.weight, self.low_precision
-        tells = asked and tells_amax
-        return (
-            QuantizedMatmul.apply(*arguments, True)
-            if tells
-            else (QuantizedMatmul.apply(*arguments, False), None)
-        )
+        asks = tells_amax and layers_tell
+        found = QuantizedMatmul.apply(x.value, self.known_amax(x), self.weight, self.low_precision, asks)
+        return found if asks else (found, None)
 
     def compute(x, up, activation, down):
         if activation is not swiglu:
             return feed_forward(x, up, activation, down)
         layers = up.weight, up.low_precision, down.weight, down.low_precision
-        found = Float8SwiGLU.apply(x.value, x.amax, *layers, tells_amax)
-        return found if tells_amax else (found, None)
+        found = Float8SwiGLU.apply(x.value, x.amax, *layers, layers_tell)
+        return found if layers_tell else (found, None)
 
-    monkeypatch.setattr(norm, "add_norm", add_norm)
     monkeypatch.setattr(QuantizedLinear, "project", project)
     monkeypatch.setattr(model.FeedForward, "compute", staticmethod(compute))
 

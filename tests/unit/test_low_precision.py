@@ -17,13 +17,13 @@ from support.tensors import error, random_bf16, use_recipe
 from model_builder import build_model
 from model_config import model_config
 from ops.cross_entropy import LinearCrossEntropy
-from ops.recipes.fp8_delayed import Scaling, delayed_quantize
 from ops.linear import Linear
-from ops.quantized_linear import Quantized, convert, refresh_weights
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
+from ops.quantized_linear import Quantized, convert, refresh_weights
 from ops.recipes import ALIGNMENTS, EMULATED
+from ops.recipes.fp8_delayed import Scaling, delayed_quantize
 from ops.recipes.nvfp4 import bits_of_operand
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import LINEARS, low_precision_layers
@@ -306,6 +306,17 @@ def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
     assert "peak_fp8" not in record["startup_info"]["hardware"]
     log = next((folder / "says").glob("run_*.log")).read_text()
     assert "nvfp4 matmuls in layers_and_head but the last 1 blocks (bf16, emulates nvfp4)" in log
+
+
+def test_a_recipe_from_outside_is_called_with_every_linear_and_its_path():
+    model = build_model(model_config("qwen3", n_layer=2, n_head=2, n_embd=64, vocab_size=96, block_size=32))
+    seen = []
+    convert(model, lambda *arguments: seen.append(arguments))
+    linears = [
+        (module, path) for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    ]
+    assert seen == linears and len(seen) == 2 * 4 + 1
+    assert seen[0][1] == "blocks.0.attn.qkv" and seen[-1][1] == "head.lm_head"
 
 
 @pytest.mark.parametrize(

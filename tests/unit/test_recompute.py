@@ -58,6 +58,9 @@ def make(config, attend=_sdpa_default, fused=False):
         for layer in model.modules():
             if isinstance(layer, Linear):
                 layer.weight_grad = torch.zeros(layer.weight.shape)
+    if config.low_precision != "none":  # before recompute(), which asks for it
+        use_low_precision(model.to(torch.bfloat16), config)
+        refresh_weights(model)
     compile_and_checkpoint(model, config)
     return model.train()
 
@@ -220,12 +223,7 @@ def test_layers_in_low_precision_have_the_same_bits(recipe, monkeypatch):
     fake_heads.use(monkeypatch)
 
     def steps(level):
-        config = configure("qwen3", level, low_precision=recipe)
-        model = make(config)
-        model.to(torch.bfloat16)
-        use_low_precision(model, config)
-        refresh_weights(model)
-        return micro_steps(model)
+        return micro_steps(make(configure("qwen3", level, low_precision=recipe)))
 
     expected = steps("none")
     for level in LEVELS:

@@ -1,0 +1,69 @@
+"""What an operation hands to the next: whoever takes an Activation whose gradient's amax a layer in fp8 wants
+finds that amax. Nobody's would be a 0, by which the layer would scale its gradient, in silence."""
+
+import pytest
+import torch
+from support import fake_heads, fake_norm
+from support.tensors import fp8_linear, random_bf16
+
+from model import rotary_angles
+from ops.activation import Activation, drop
+from ops.float8_linear import Float8Linear
+from ops.heads import split_heads
+from ops.norm import RMSNorm
+
+B, T, C, H, K, D = 2, 8, 32, 2, 1, 16
+WIDTH = (H + 2 * K) * D
+ROTARY = rotary_angles(T, D, 1e4)
+
+
+def heads(activation, rotary, norms=(None, None)):
+    return torch.cat(split_heads(activation, H, K, rotary, *norms), dim=2)
+
+
+def normed(activation):
+    x = random_bf16(B, T, WIDTH, std=0.5)
+    norm = RMSNorm(WIDTH, 1e-6)
+    norm.weight.data.fill_(1.5)
+    total, after = norm.add(x, (activation.value, activation.gradient_amax))
+    return total + after.value
+
+
+def dropped(p):
+    dropout = torch.nn.Dropout(p)
+
+    def norm_of_dropped(activation):
+        value, gradient_amax = drop((activation.value, activation.gradient_amax), dropout)
+        return normed(Activation(value, gradient_amax=gradient_amax))
+
+    return norm_of_dropped
+
+
+TAKERS = {
+    "an operation that looks for nothing": lambda activation: activation.plain() ** 2,
+    "a norm": normed,
+    "dropout of 0.5": dropped(0.5),
+    "heads without positions": lambda activation: heads(activation, None),
+    "heads without a kernel": lambda activation: heads(activation, ROTARY),
+    "heads by a kernel": lambda activation: heads(activation, ROTARY),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_layer_gets_the_amax_of_its_gradient_whoever_takes_what_it_wrote(taker, monkeypatch):
+    fake_norm.use(monkeypatch)
+    if taker == "heads by a kernel":
+        fake_heads.use(monkeypatch)
+    layer, x = fp8_linear(random_bf16(WIDTH, C, std=0.1)), random_bf16(B, T, C).requires_grad_()
+    quantize, seen = Float8Linear.quantize_gradient, []
+
+    def noted(dy, amax, low):
+        seen.append((dy.abs().amax(), amax))
+        return quantize(dy, amax, low)
+
+    monkeypatch.setattr(Float8Linear, "quantize_gradient", staticmethod(noted))
+    activation = layer.activation(x)
+    assert activation.gradient_amax is not None
+    TAKERS[taker](activation).sum().backward()
+    ((largest, told),) = seen
+    assert told.amax() == largest > 0
