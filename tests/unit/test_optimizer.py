@@ -143,18 +143,6 @@ def test_found_inf_leaves_every_bit_and_the_next_update_is_the_one_that_was_due(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_the_rate_may_be_a_tensor():
-    """CUDA graphs need it: a number would be captured once."""
-    made, other = shards(), shards()
-    first, second = (build_optimizer(s, config(adam_dtype="bfloat16")) for s in (made, other))
-    for step in range(3):
-        for shard_list, optimizer, rate in ((made, first, 1e-3), (other, second, torch.tensor(1e-3))):
-            give_gradients(shard_list, step)
-            update(optimizer, rate)
-    for ours, theirs in zip(made, other, strict=True):
-        torch.testing.assert_close(ours.local, theirs.local, rtol=1e-6, atol=1e-9)
-
-
 def test_a_second_moment_in_bf16_forgets_at_every_beta_that_is_allowed():
     """And would not at 0.999: the reason why that is refused."""
 
@@ -188,7 +176,7 @@ def test_betas_that_bf16_moments_cannot_follow_are_refused(tmp_path, flag):
 
 @pytest.mark.parametrize("dtypes", [{"adam_dtype": "bfloat16"}, STOCHASTIC])
 def test_the_step_is_all_tensor_work(monkeypatch, dtypes):
-    """No value is read: a GPU would be waited for, and a graph could not be captured."""
+    """Also the rate's: if a value were read, a GPU would be waited for, and a graph would keep one rate."""
     made = shards(torch.bfloat16 if "param_dtype" in dtypes else torch.float32)
     optimizer = build_optimizer(made, config(**dtypes))
     give_gradients(made, 0)
@@ -198,4 +186,4 @@ def test_the_step_is_all_tensor_work(monkeypatch, dtypes):
 
     for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
-    update(optimizer)
+    update(optimizer, torch.tensor(1e-2))

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from support.helpers import TINY, make_dataset, write_config
@@ -76,12 +75,3 @@ def test_dropout_of_a_run_has_no_seed_of_its_data(tmp_path, monkeypatch, run):
     assert run(write_config(tmp_path / "config.py", **keys)) == 0
     assert len(dropout) == 1 and len(set(data)) >= 4  # a block, two epochs, the evaluation
     assert not set(dropout) & set(data)
-
-
-def test_ranks_drop_different_activations():
-    masks = []
-    for rank in range(4):
-        generator = torch.Generator().manual_seed(stream_seed(1337, DROPOUT, rank))
-        masks.append(torch.rand(1000, generator=generator).numpy() < 0.5)
-    for one, other in itertools.combinations(masks, 2):
-        assert 0.4 < np.mean(one == other) < 0.6

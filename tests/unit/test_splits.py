@@ -135,12 +135,11 @@ def test_files_that_are_all_named_alike_are_plain_documents(tmp_path, make, name
 
 def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(tmp_path, make):
     (tmp_path / "in").mkdir()
-    for name in ("train.txt", "val.txt", "test.md", "c.txt"):
-        (tmp_path / "in" / name).write_text(f"text of {name}")
+    documents = {name: f"text of {name}" for name in ("train.txt", "val.txt", "test.md", "c.txt")}
+    for name, text in documents.items():
+        (tmp_path / "in" / name).write_text(text)
     train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.4")
-    assert sorted(train + held_out) == sorted(
-        f"text of {n}" for n in ("train.txt", "val.txt", "test.md", "c.txt")
-    )
+    assert sorted(train + held_out) == sorted(documents.values())
     names = ", ".join(sorted(text.removeprefix("text of ") for text in held_out))
     others = f"by the hash of their text; the other {len(train)} documents are for training"
     assert f"for validation {len(held_out)} ({others}): {names}\n" in printed
@@ -149,10 +148,8 @@ def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(
 def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make):
     for number in range(4):
         write(tmp_path / "in" / f"train-{number}.jsonl", rows(f"train{number}"))
-        write(
-            tmp_path / "in" / f"val-{number}.jsonl",
-            [*rows(f"val{number}", 7), f"train{number} 3", "train0 4"],
-        )
+        copied = [f"train{number} 3", "train0 4"]
+        write(tmp_path / "in" / f"val-{number}.jsonl", rows(f"val{number}", 7) + copied)
     _, held_out, printed = make(tmp_path / "in")
     assert len(held_out) == 36 and "8 of 36 validation documents are training documents, too" in printed
     for number in range(4):
@@ -163,30 +160,27 @@ def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, m
 # --- the hash of the text ---
 
 
-def test_other_files_names_and_order_move_no_document_and_copies_stay_together(tmp_path, make):
+def test_neither_other_files_nor_names_order_or_kind_of_files_move_a_document_and_copies_stay_together(
+    tmp_path, make
+):
     found = []
     for name, files in {
-        "one": {"a": rows("x", 900)},
-        "added": {"new/a": rows("y", 500), "z": rows("x", 900), "zz": rows("w", 50)},
-        "twice": {"a": rows("x", 900) + rows("x", 450), "b": rows("x", 300)},
+        "one": {"a.jsonl": rows("x", 900)},
+        "added": {"new/a.jsonl": rows("y", 500), "z.jsonl": rows("x", 900), "zz.jsonl": rows("w", 50)},
+        "twice": {"a.jsonl": rows("x", 900) + rows("x", 450), "b.jsonl": rows("x", 300)},
+        "columns": {"a.parquet": rows("x", 900)},
     }.items():
         for file, lines in files.items():
-            write(tmp_path / name / f"{file}.jsonl", lines)
+            write(tmp_path / name / file, lines)
         train, held_out, _ = make(tmp_path / name, "--val_fraction=0.1", out=f"out-{name}")
         assert not set(train) & set(held_out)
         found.append({text for text in held_out if text.startswith("x")})
-    assert found[0] == found[1] == found[2] and 60 < len(found[0]) < 120
-
-
-def test_a_document_has_one_split_in_every_kind_of_file(tmp_path, make):
-    lines = rows("number", 40)
-    write(tmp_path / "a" / "a.jsonl", lines)
-    write(tmp_path / "b" / "a.parquet", lines)
-    (tmp_path / "c").mkdir()
-    for number, text in enumerate(lines):
-        (tmp_path / "c" / f"{number}.txt").write_text(text)
-    held_out = [set(make(tmp_path / name, "--val_fraction=0.2", out=f"out-{name}")[1]) for name in "abc"]
-    assert held_out[0] == held_out[1] == held_out[2] != set()
+    assert found[0] == found[1] == found[2] == found[3] and 60 < len(found[0]) < 120
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(rows("x", 60)):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    held_out = make(tmp_path / "texts", "--val_fraction=0.1", out="out-texts")[1]
+    assert set(held_out) == found[0] & set(rows("x", 60)) != set()
 
 
 def test_one_text_alone_cannot_be_split(tmp_path, make):
@@ -250,10 +244,8 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
     arguments = (FileTokenizer(bpe), Settings(256, None, 0.2, 100), "test")
 
     def contents(name: str) -> dict:
-        names = [
-            p for p in (tmp_path / name).rglob("*") if p.suffix in (".bin", ".json") and p.name[0] != "."
-        ]
-        return {p.name: p.read_bytes() for p in names}
+        paths = [*(tmp_path / name).rglob("[!.]*.bin"), *(tmp_path / name).rglob("[!.]*.json")]
+        return {path.name: path.read_bytes() for path in paths}
 
     prepare([path], tmp_path / "one", *arguments, Job())
     units, _ = plan_units([path], arguments[1])
@@ -277,15 +269,8 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
 def test_max_tokens_are_shared_by_the_parts_of_a_file(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(preparation, "PART_BYTES", 400)
     path = write(tmp_path / "a.jsonl", [f"{i} is the number of a document" for i in range(200)])
-    meta = prepare(
-        [path],
-        tmp_path / "out",
-        FileTokenizer(bpe),
-        Settings(256, None, 0.2, 10**6),
-        "",
-        Job(),
-        max_tokens=999,
-    )
+    settings = Settings(256, None, 0.2, 10**6)
+    meta = prepare([path], tmp_path / "out", FileTokenizer(bpe), settings, "", Job(), max_tokens=999)
     assert meta is not None and sum(file["tokens"] for file in meta["files"].values()) == 999
 
 
@@ -321,14 +306,9 @@ def test_copies_and_links_of_files_of_records_are_left_out_and_listed(tmp_path):
     found = find_input([str(folder)])
     left_out = {Path(name).name for name in found.left_out["copy of another file"]}
     copies = {"corpus.jsonl", "corpus (copy).jsonl", "link.jsonl", "hard.jsonl"}
-    assert len(copies & left_out) == 3 and left_out - copies == {
-        "p2.parquet",
-        "corpus.jsonl.gz",
-        "corpus.jsonl.zst",
-    }
-    assert {path.name for path in found.files} - copies == {
-        *("p.parquet", "same_size.jsonl"),
-        *("corpus.jsonl.gz",),
-    }
+    assert len(copies & left_out) == 3
+    assert left_out - copies == {"p2.parquet", "corpus.jsonl.gz", "corpus.jsonl.zst"}
+    kept = {path.name for path in found.files} - copies
+    assert kept == {"p.parquet", "same_size.jsonl", "corpus.jsonl.gz"}
     named = find_input([str(folder / "corpus*"), str(folder / "p*.parquet")])
     assert len(named.files) == 2 and len(named.left_out["copy of another file"]) == 4

@@ -11,7 +11,7 @@ from training.optimization.compile import start_compilers
 
 
 @pytest.mark.parametrize(
-    ("device", "compiles", "started"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)]
+    "device, compiles, started", [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)]
 )
 def test_they_start_ahead_where_a_gpu_needs_them(monkeypatch, device, compiles, started):
     starts = []
