@@ -13,9 +13,11 @@ from training.memory.estimate import estimate_memory
 # What the models' config.json on the hub says, and how many parameters the hub shows.
 QWEN = dict(vocab_size=151936, rms_norm_eps=1e-6, tie_word_embeddings=True)
 QWEN |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-LLAMA_3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA_3 |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
-SMOL = {"rope_type": "default", "rope_theta": 1e5}
+LLAMA_3 = dict(vocab_size=128256, rms_norm_eps=1e-5, tie_word_embeddings=True)
+ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= dict(rope_parameters=ROPE | {"original_max_position_embeddings": 8192, "rope_theta": 5e5})
+SMOL = dict(vocab_size=49152, rms_norm_eps=1e-5, tie_word_embeddings=True)
+SMOL |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e5})
 
 
 def sizes(layers, heads, kv_heads, width, head_dim, ffn):
@@ -30,32 +32,12 @@ def sizes(layers, heads, kv_heads, width, head_dim, ffn):
 
 
 PUBLISHED = {  # config -> (model of transformers, its config, parameters)
-    "qwen3_0.6b.py": ("Qwen3", {**sizes(28, 16, 8, 1024, 128, 3072), **QWEN}, 596_049_920),
-    "qwen3_1.7b.py": ("Qwen3", {**sizes(28, 16, 8, 2048, 128, 6144), **QWEN}, 1_720_574_976),
-    "qwen3_4b.py": ("Qwen3", {**sizes(36, 32, 8, 2560, 128, 9728), **QWEN}, 4_022_468_096),
-    "qwen2.5_1.5b.py": ("Qwen2", {**sizes(28, 12, 2, 1536, 128, 8960), **QWEN}, 1_543_714_304),
-    "llama3.2_1b.py": (
-        "Llama",
-        dict(
-            **sizes(16, 32, 8, 2048, 64, 8192),
-            vocab_size=128256,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            rope_parameters=LLAMA_3,
-        ),
-        1_235_814_400,
-    ),
-    "smollm2_360m.py": (
-        "Llama",
-        dict(
-            **sizes(32, 15, 5, 960, 64, 2560),
-            vocab_size=49152,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            rope_parameters=SMOL,
-        ),
-        361_821_120,
-    ),
+    "qwen3_0.6b.py": ("Qwen3", sizes(28, 16, 8, 1024, 128, 3072) | QWEN, 596_049_920),
+    "qwen3_1.7b.py": ("Qwen3", sizes(28, 16, 8, 2048, 128, 6144) | QWEN, 1_720_574_976),
+    "qwen3_4b.py": ("Qwen3", sizes(36, 32, 8, 2560, 128, 9728) | QWEN, 4_022_468_096),
+    "qwen2.5_1.5b.py": ("Qwen2", sizes(28, 12, 2, 1536, 128, 8960) | QWEN, 1_543_714_304),
+    "llama3.2_1b.py": ("Llama", sizes(16, 32, 8, 2048, 64, 8192) | LLAMA_3, 1_235_814_400),
+    "smollm2_360m.py": ("Llama", sizes(32, 15, 5, 960, 64, 2560) | SMOL, 361_821_120),
 }
 published = pytest.mark.parametrize("name", PUBLISHED)
 
@@ -79,15 +61,13 @@ def test_the_parameters_are_as_many_as_published_and_as_in_transformers(name):
 def test_the_keys_are_those_of_the_published_config(name):
     kind, theirs, _ = PUBLISHED[name]
     ours = load(name).model_config()
+    scaling = ours.rope_scaling.to_dict() if ours.rope_scaling else {"rope_type": "default"}
     assert theirs == dict(
         **sizes(ours.n_layer, ours.n_head, ours.n_kv_head, ours.n_embd, ours.head_dim, ours.d_ff),
         vocab_size=ours.vocab_size,
         rms_norm_eps=ours.norm_eps,
         tie_word_embeddings=ours.weight_tying,
-        rope_parameters={
-            **(ours.rope_scaling.to_dict() if ours.rope_scaling else {"rope_type": "default"}),
-            "rope_theta": ours.rope_theta,
-        },
+        rope_parameters=scaling | {"rope_theta": ours.rope_theta},
     )
     assert (ours.qk_norm, ours.qkv_bias, ours.bias) == (kind == "Qwen3", kind == "Qwen2", False)
 
