@@ -111,7 +111,9 @@ def test_a_stated_micro_batch_gets_the_fewest_parts_with_which_it_fits():
         config = dataclasses.replace(full(QWEN), tokens_per_iter=None, **stated)
         memory = DeviceMemory(needed(config, loss_chunks=parts), "a GPU")
         assert choose(config, 1, memory)[0].loss_chunks == parts
-        assert choose(dataclasses.replace(config, device="cpu"), 1, memory)[0].loss_chunks == 1
+        on_cpu = dataclasses.replace(config, device="cpu")
+        resolved, found = choose(on_cpu, 1, memory)
+        assert resolved == dataclasses.replace(on_cpu, loss_chunks=1) and not found.set_aside
     config, found = choose(config, 1, DeviceMemory(20, "a GPU"))
     assert config.loss_chunks == 1 and not found.fits and found.warnings()
 
@@ -158,13 +160,6 @@ def test_of_one_number_the_other_follows_exactly():
 def test_what_cannot_be_exact_names_the_nearest_that_can(flags, processes, named):
     with pytest.raises(UserError, match=named):
         full(QWEN, *flags, processes=processes)
-
-
-def test_numbers_that_are_left_out_stay_as_they_were():
-    """A config without 'auto' needs no tokens_per_iter, and its memory decides nothing."""
-    config = TrainConfig(**{"batch_size": 3, "gradient_accumulation_steps": 5})
-    resolved, found = choose(config, 1, DeviceMemory(0.0, "a GPU"))
-    assert resolved == dataclasses.replace(config, loss_chunks=1) and not found.set_aside
 
 
 # --- memory of the device ---

@@ -1,5 +1,5 @@
-"""packing='truncate': each document is in one window, from its beginning; nothing of it is lost unless it is
-longer than the window, and what is lost or padded is counted."""
+"""packing='truncate': what the model and the loss see of a padded window, and when a packing is made again.
+test_second_members.py shows that each document is in one window, and what is counted."""
 
 import json
 import os
@@ -8,11 +8,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, run_train, write_config
 from support.packed_tokens import EOT, VOCAB, T, files_of
 
 from training.batches.document_starts import EndOfText
-from training.batches.packing import PackedWindows, pack_documents
+from training.batches.packing import pack_documents
 from training.batches.windows import inputs_and_targets
 
 
@@ -31,12 +30,6 @@ def folder(tmp_path_factory):
     meta = {"dtype": "uint16", "vocab_size": VOCAB, "eot_id": EOT, "tokenizer": {"name": "synthetic"}}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
-
-
-def windows_of(folder):
-    tokens = files_of(folder)
-    documents = EndOfText(tokens, EOT)
-    return PackedWindows(documents, T, *pack_documents(documents, folder, "train", T))
 
 
 def test_padding_is_end_of_text_to_the_model_and_nothing_to_the_loss():
@@ -60,23 +53,3 @@ def test_packing_is_made_once_and_again_when_the_tokens_change_or_it_was_killed(
     (made / "pieces.bin").write_bytes(whole[:100])
     assert (packed()[0] / "pieces.bin").read_bytes() == whole
     assert not list(folder.glob(".packed-*.tmp-*"))
-
-
-def train(folder, out: str, *flags: str, processes: int = 1) -> dict:
-    keys = {**TINY, "dataset": folder, "vocab_size": VOCAB, "packing": "truncate", "eval_interval": 4}
-    config = write_config(folder.parent / "run.py", **keys)
-    done = run_train(config, f"--out_dir={folder.parent / out}", *flags, processes=processes)
-    assert done.returncode == 0, done.stderr
-    return last_run(folder.parent / out)
-
-
-@pytest.mark.slow
-def test_runs_agree_whatever_reads_the_windows_and_on_how_many_processes(folder):
-    one = train(folder, "one", "--gradient_accumulation_steps=2", "--doc_masking=True")
-    more = ["--use_dataloader=True", "--doc_masking=True"]
-    two = train(folder, "two", *more, processes=2)
-    for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert one["eval_steps"][-1]["val_loss"] == pytest.approx(two["eval_steps"][-1]["val_loss"], rel=1e-5)
-    packing = one["startup_info"]["data"]["sources"][0]["packing"]
-    assert packing["tokens_cut_off"] == windows_of(folder).description["tokens_cut_off"]

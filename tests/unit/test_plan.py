@@ -121,17 +121,14 @@ def test_the_command_prints_the_plan_of_a_config(capsys):
     # 8.7614e20 / (8 x 989.4e12 x 0.6157) seconds
     assert "time: 49.94 hours, 399.5 GPU-hours" in text
     assert "fitted to MassiveText" in text and "extrapolated" not in text
+    text = printed(capsys, f"--config={ROOT / 'config' / 'qwen2.5_1.5b.py'}", "--flops=1e20")
+    assert "predicted loss: 2." in text and "Compute-optimal" not in text, "it has no family"
 
 
 def test_hours_of_a_machine_are_the_flops_of_its_gpus_at_this_mfu(capsys):
     text = printed(capsys, "--gpus=8xH200", "--hours=72", "--mfu=0.61", *SMALL_FLAGS)
     assert f"budget: {72 * 3600 * 8 * 989.4e12 * 0.61:.5g} training FLOPs" in text
     assert "time: 72 hours, 576 GPU-hours" in text
-
-
-def test_a_config_without_a_family_has_its_loss_and_no_table(capsys):
-    text = printed(capsys, f"--config={ROOT / 'config' / 'qwen2.5_1.5b.py'}", "--flops=1e20")
-    assert "predicted loss: 2." in text and "Compute-optimal" not in text
 
 
 def test_a_plan_beyond_the_law_and_beyond_the_family_says_so(capsys):

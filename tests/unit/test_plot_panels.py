@@ -2,21 +2,10 @@
 
 import numpy as np
 import pytest
+from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, panels, resumed_record, write
 
-pytest.importorskip("matplotlib")
-
-from test_plots import (  # noqa: E402
-    TOKENS_PER_ITER,
-    cpu_record,
-    loss_at,
-    new_record,
-    panels,
-    resumed_record,
-    write,
-)
-
-from plots import compare_runs, plot_single_run  # noqa: E402
-from plots.run_record import load_run  # noqa: E402
+from plots import compare_runs, plot_single_run
+from plots.run_record import load_run
 
 COMPARED = "Loss (crosses: validation)"
 

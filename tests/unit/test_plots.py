@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from support import warm_python
 
-pytest.importorskip("matplotlib")
-
-from common.errors import UserError  # noqa: E402
-from common.text import aligned  # noqa: E402
-from plots import compare_runs, comparison_text, plot_single_run  # noqa: E402
-from plots.run_record import expand_globs, load_run, recounted, spread  # noqa: E402
-from training.records import percentiles  # noqa: E402
+from common.errors import UserError
+from common.text import aligned
+from plots import compare_runs, comparison_text, plot_single_run
+from plots.run_record import expand_globs, load_run, recounted, spread
+from training.records import percentiles
 
 PLOTS = Path(__file__).resolve().parents[2] / "plots"
 

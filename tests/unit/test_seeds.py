@@ -8,8 +8,6 @@ from support.helpers import TINY, make_dataset, write_config
 
 import model
 import model_builder
-from training import evaluation
-from training.batches import mixture, windows
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import (
     DROPOUT,
@@ -54,24 +52,11 @@ def test_order_of_the_data_keeps_its_seeds():
     assert stream_seed(1337, MIXTURE_BLOCK, 5) == 6347850421643909034
 
 
-def test_dropout_of_a_run_has_no_seed_of_its_data(tmp_path, monkeypatch, run):
-    """A run of several epochs of a mixture, with evaluations."""
-    data, dropout, permute, manual_seed = [], [], windows.permute, torch.manual_seed
-
-    def noted_permute(index, n, seed):
-        data.append(seed)
-        return permute(index, n, seed)
-
-    def noted_manual_seed(seed):
-        dropout.append(seed)
-        return manual_seed(seed)
-
-    for module in (windows, mixture, evaluation):
-        monkeypatch.setattr(module, "permute", noted_permute)
-    monkeypatch.setattr(torch, "manual_seed", noted_manual_seed)
-    folders = [make_dataset(tmp_path / name, train_tokens=200, seed=i) for i, name in enumerate("ab")]
-    dataset = f"{folders[0]}:0.5,{folders[1]}:0.5"
-    keys = {**TINY, "dataset": dataset, "dropout": 0.1, "eval_interval": 2, "out_dir": tmp_path / "out"}
+def test_dropout_of_a_run_has_the_seed_of_its_rank(tmp_path, monkeypatch, run):
+    """And so none of its data: the ranges of both do not overlap."""
+    seeds, manual_seed = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
+    dataset = make_dataset(tmp_path / "tokens")
+    keys = {**TINY, "dataset": dataset, "dropout": 0.1, "seed": 5, "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "config.py", **keys)) == 0
-    assert len(dropout) == 1 and len(set(data)) >= 4  # a block, two epochs, the evaluation
-    assert not set(dropout) & set(data)
+    assert seeds == [stream_seed(5, DROPOUT, 0)]

@@ -253,10 +253,6 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
     for part in (2, 0, 1):
         prepare([path], tmp_path / "parts", *arguments, Job(part=part, num_parts=3))
     assert contents("parts") == contents("one")
-    for unit in units[2:4]:  # as after a kill
-        unit.manifest_path(tmp_path / "parts").unlink()
-    prepare([path], tmp_path / "parts", *arguments, Job())
-    assert contents("parts") == contents("one")
     monkeypatch.setattr(preparation, "PART_BYTES", 1 << 20)
     prepare([path], tmp_path / "whole", *arguments, Job())
     for split in ("train", "val"):

@@ -8,7 +8,6 @@ import sys
 import pytest
 from support import warm_python
 from support.helpers import ROOT
-from support.warm_python import TORCHRUN
 
 PROBE = """
 import json, os, signal, sys, threading
@@ -94,33 +93,3 @@ def test_it_can_be_written_to_signalled_and_waited_for(script):
     assert process.wait(10) == -signal.SIGTERM == process.poll()
     with pytest.raises(subprocess.TimeoutExpired):
         warm_python.run(command, timeout=0.2)
-
-
-@pytest.mark.slow
-def test_ranks_are_children_of_torchrun_with_its_variables(script):
-    probe = """
-import os, sys
-parent = open(f"/proc/{os.getppid()}/cmdline").read()
-found = [os.environ["RANK"], os.environ["WORLD_SIZE"], "torch.distributed.run" in parent, sys.argv[1:]]
-os.write(1, (str(found) + os.linesep).encode())
-"""
-    path = script(probe)
-    fork, fresh = both("-m", TORCHRUN, "--standalone", "--nproc_per_node=2", path, "--key=value")
-    lines = [f"['{rank}', '2', True, ['--key=value']]" for rank in (0, 1)]
-    assert sorted(fork.stdout.splitlines()) == sorted(fresh.stdout.splitlines()) == lines, fork.stderr
-
-
-@pytest.mark.parametrize(
-    ("argv", "environment"),
-    [
-        ([sys.executable, "-c", "1"], {}),
-        (["bash", "script"], {}),
-        ([sys.executable, "script.py"], {"PYTHONIOENCODING": "ascii"}),
-        ([sys.executable, "script.py"], {"TORCH_LOGS": "dynamo"}),
-        ([sys.executable, "script.py"], {"TRITON_INTERPRET": "1"}),
-        ([sys.executable, "script.py"], {"NANOMFU_COLD_PROCESSES": "1"}),
-    ],
-)
-def test_what_a_fork_could_not_show_is_a_fresh_interpreter(argv, environment):
-    assert not warm_python._is_warm(argv, {**os.environ, **environment})
-    assert warm_python._is_warm([sys.executable, "script.py"], dict(os.environ))
