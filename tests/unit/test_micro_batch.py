@@ -77,10 +77,6 @@ def test_an_evaluation_alone_is_not_refused_and_takes_any_number_of_processes(mo
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
-def needed(config: TrainConfig, **numbers) -> float:
-    return needed_memory(dataclasses.replace(config, **numbers), 1)
-
-
 @pytest.mark.parametrize(
     ("memory_of", "made"),  # Qwen3 1.8B: (batch_size, loss_chunks) whose memory there is, and what is chosen
     [
@@ -96,7 +92,7 @@ def needed(config: TrainConfig, **numbers) -> float:
 def test_what_is_chosen_in_exactly_the_memory_of_other_numbers(memory_of, made):
     config, (batch_size, parts) = full(QWEN), memory_of
     numbers = {"batch_size": batch_size, "loss_chunks": parts, "gradient_accumulation_steps": 1}
-    memory = DeviceMemory(needed(config, **numbers), "a GPU")
+    memory = DeviceMemory(needed_memory(dataclasses.replace(config, **numbers), 1), "a GPU")
     resolved, found = choose(config, 1, memory)
     assert found.fits and found.needed_gib <= memory.gib
     changed = {name for name, value in resolved.to_dict().items() if value != config.to_dict()[name]}
@@ -109,7 +105,8 @@ def test_a_stated_micro_batch_gets_the_fewest_parts_with_which_it_fits():
     stated = {"batch_size": 8, "gradient_accumulation_steps": 1}
     for parts in (1, 2, 8):
         config = dataclasses.replace(full(QWEN), tokens_per_iter=None, **stated)
-        memory = DeviceMemory(needed(config, loss_chunks=parts), "a GPU")
+        in_parts = dataclasses.replace(config, loss_chunks=parts)
+        memory = DeviceMemory(needed_memory(in_parts, 1), "a GPU")
         assert choose(config, 1, memory)[0].loss_chunks == parts
         on_cpu = dataclasses.replace(config, device="cpu")
         resolved, found = choose(on_cpu, 1, memory)
@@ -207,6 +204,7 @@ def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
     assert re.search(r"Tokens/s at 50 % MFU: +47,923\n", text)  # 989.4 TFLOPS / 10.32 GF / 2
     assert "does not fit" not in text and "as --gpu names none" not in text
     assert re.search("HBM3, as --gpu names none, 79.10 GB", answer())
+    assert "DOES IT FIT" not in answer(*STATED) and math.isinf(dry_run.ANY.gib), "of stated numbers for none"
 
 
 def test_a_dry_run_says_what_is_missing_and_which_settings_would_fit(answer):
@@ -220,10 +218,6 @@ def test_a_dry_run_says_what_is_missing_and_which_settings_would_fit(answer):
         assert found.fits and found.needed_gib == pytest.approx(float(gib), abs=0.01)
         assert config.batch_size == int(batch_size)
         assert config.samples_per_iter(processes) == 16 * 4  # the stated tokens
-
-
-def test_a_dry_run_of_stated_numbers_for_no_gpu_has_no_opinion(answer):
-    assert "DOES IT FIT" not in answer(*STATED) and math.isinf(dry_run.ANY.gib)
 
 
 def test_a_dry_run_warns_of_what_the_gpu_cannot_do(answer):

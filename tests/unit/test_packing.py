@@ -1,35 +1,27 @@
 """packing='truncate': what the model and the loss see of a padded window, and when a packing is made again.
 test_second_members.py shows that each document is in one window, and what is counted."""
 
-import json
 import os
 import time
 
 import numpy as np
 import pytest
 import torch
-from support.packed_tokens import EOT, VOCAB, T, files_of
+from support.packed_tokens import EOT, T, files_of
 
 from training.batches.document_starts import EndOfText
 from training.batches.packing import pack_documents
 from training.batches.windows import inputs_and_targets
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """600 documents of 1 to 80 tokens in three shards; apart from the ends, no id is there twice."""
-    folder = tmp_path_factory.mktemp("packing") / "data"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 80, 600)
-    ids = np.arange(1, lengths.sum() + 1)
-    ids[np.cumsum(lengths) - 1] = EOT
-    for shard, part in enumerate(np.array_split(ids, 3)):
-        part.astype("<u2").tofile(folder / f"train_{shard:03d}.bin")
-    ids[:500].astype("<u2").tofile(folder / "val_000.bin")
-    meta = {"dtype": "uint16", "vocab_size": VOCAB, "eot_id": EOT, "tokenizer": {"name": "synthetic"}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
+@pytest.fixture
+def folder(tmp_path):
+    """Documents of up to 79 tokens in two shards."""
+    ids = np.arange(1, 20_001)
+    ids[np.cumsum(np.arange(1, 80))] = EOT
+    for shard, part in enumerate(np.array_split(ids, 2)):
+        part.astype("<u2").tofile(tmp_path / f"train_{shard:03d}.bin")
+    return tmp_path
 
 
 def test_padding_is_end_of_text_to_the_model_and_nothing_to_the_loss():

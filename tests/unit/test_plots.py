@@ -11,7 +11,7 @@ from support import warm_python
 
 from common.errors import UserError
 from common.text import aligned
-from plots import compare_runs, comparison_text, plot_single_run
+from plots import compare_runs, comparison_text, plot_single_run, report
 from plots.run_record import expand_globs, load_run, recounted, spread
 from training.records import percentiles
 
@@ -97,13 +97,6 @@ def training_row(step, tokens_per_sec, mfu, noise):
     return row
 
 
-def crashed_record(iters=300):
-    """Killed between two log lines: the file is whole, the ending is missing."""
-    record = new_record(iters)
-    del record["summary"], record["end_time"]
-    return record | {"status": "running"}
-
-
 def resumed_record(iters=1000, stop=600):
     """Killed at 640, gone on from the checkpoint of 600 at half of the speed: the second attempt's record."""
     first, second = new_record(stop + 40), new_record(iters, tokens_per_sec=363_500)
@@ -151,12 +144,14 @@ def write(folder, record, name="run_20251121_070600"):
 # --- one run ---
 
 
+ENDING = ("summary", "end_time")  # what a record lacks whose run was killed between two log lines
+KILLED = {key: value for key, value in new_record(300).items() if key not in ENDING} | {"status": "running"}
 SHAPES = {
     "complete": new_record(),
     "one iteration": new_record(1),
     "no iteration": new_record(0),
-    "killed": crashed_record(),
-    "failed": crashed_record() | {"status": "failed"},
+    "killed": KILLED,
+    "failed": KILLED | {"status": "failed"},
     "cpu": cpu_record(),
     "resumed": resumed_record(),
     "old": old_record(),
@@ -167,9 +162,10 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_run_gives_a_png_beside_its_record(shape, tmp_path, capsys):
+def test_any_run_gives_a_png_and_a_page_beside_its_record(shape, tmp_path, capsys):
     path = write(tmp_path, SHAPES[shape])
     assert plot_single_run.main([str(path)]) == 0
+    assert report.main([str(path)]) == 0 and "</h1>" in path.with_suffix(".html").read_text()
     png = path.with_suffix(".png")
     assert png.read_bytes().startswith(b"\x89PNG") and str(png) in capsys.readouterr().out
 
@@ -221,14 +217,6 @@ def test_output_is_for_one_run(tmp_path, capsys):
 # --- what counts as a measurement ---
 
 
-def test_warmup_rows_are_left_out_of_medians(tmp_path):
-    record = {"training_iterations": [{"iter": i, "time_ms": 9e4, "warmup": True} for i in range(9)]}
-    record["training_iterations"] += [{"iter": 9, "time_ms": 100.0, "warmup": False}]
-    assert spread(load_run(write(tmp_path, record)), "time_ms")[0] == 100.0
-    record["training_iterations"].pop()
-    assert spread(load_run(write(tmp_path, record)), "time_ms") is None
-
-
 @pytest.mark.parametrize("iters", [30, 90, 100, 1000])
 def test_spread_of_a_plot_is_that_of_the_records_summary(iters, tmp_path):
     run = load_run(write(tmp_path, new_record(iters)))
@@ -242,6 +230,7 @@ def test_a_resumed_run_has_each_iteration_once_two_warm_ups_and_the_medians_of_i
     assert run.columns["iter"].tolist() == list(range(0, 1000, 10))
     assert spread(run, "tokens_per_sec")[0] == pytest.approx(363_500, rel=0.01)
     assert run.columns["iter"][run.timed].tolist() == list(range(620, 1000, 10))
+    assert spread(load_run(write(tmp_path, new_record(10, every=1), "warming_up")), "time_ms") is None
     assert run.warmup_spans == [(0, 10), (600, 610)] and run.attempt_starts == [600]
     axis = plot_single_run.plot(run).axes[0]
     assert [line.get_xdata()[0] for line in axis.lines if line.get_label() == "resumed"] == [599.5]
@@ -315,7 +304,7 @@ def test_a_run_without_mfu_joins_any_comparison(tmp_path, capsys):
 
 
 def test_the_table_holds_what_was_measured(tmp_path, capsys):
-    path = write(tmp_path, crashed_record(), "probe")
+    path = write(tmp_path, KILLED, "probe")
     assert compare_runs.main([str(path)]) == 0
     named, table = capsys.readouterr().out.split("\n\n")[:2]
     assert named.startswith("A  ") and "/probe: qwen3" in named
@@ -393,14 +382,11 @@ def test_a_file_that_is_no_run_record_is_named(script, text, tmp_path, capsys):
     assert str(path) in message and len(message.splitlines()) == 1
 
 
-def test_a_quoted_glob_finds_records_in_a_folder_with_brackets_in_its_name(tmp_path):
+def test_a_glob_finds_records_in_a_folder_with_brackets_or_is_an_error(tmp_path, capsys):
     path = tmp_path / "out [1]" / "run_a.json"
     path.parent.mkdir()
     path.write_text("{}")
     assert expand_globs([str(tmp_path / "out [1]" / "run_*.json")]) == [path]
-
-
-def test_a_glob_that_matches_nothing_is_an_error(tmp_path, capsys):
     assert compare_runs.main([str(tmp_path / "run_*.json")]) == 2
     assert "nothing matches" in capsys.readouterr().err
     assert plot_single_run.main([str(tmp_path)]) == 2
@@ -416,14 +402,9 @@ def test_missing_matplotlib_comes_with_the_command_that_installs_it(tmp_path, mo
 def test_the_scripts_run_from_any_folder_with_a_quoted_glob(tmp_path):
     write(tmp_path, new_record(100), "run_1")
     write(tmp_path, new_record(100, V1), "run_2")
+    keywords = dict(cwd=tmp_path, capture_output=True, text=True, timeout=60)
     single, refused = (
-        warm_python.run(
-            [sys.executable, str(PLOTS / script), "run_*.json"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        warm_python.run([sys.executable, str(PLOTS / script), "run_*.json"], **keywords)
         for script in ("plot_single_run.py", "compare_runs.py")
     )
     assert single.returncode == 0 and single.stdout.split() == ["wrote", "run_1.png", "wrote", "run_2.png"]

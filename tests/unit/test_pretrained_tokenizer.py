@@ -48,13 +48,10 @@ def test_characters_become_a_tokenizer_with_the_same_ids(tmp_path):
     assert theirs.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cl100k_base", "o200k_base")),
-    ],
-)
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("cl100k_base", "o200k_base")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", *LARGE])
 def test_an_encoding_of_tiktoken_becomes_a_tokenizer_with_the_same_ids(name, tmp_path, monkeypatch):
     shared("tiktoken_cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
@@ -152,9 +149,7 @@ def padded(folder):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def test_an_export_gives_the_samples_of_its_checkpoint_and_an_added_token_without_a_row_changes_none(
-    trained, tmp_path, capsys
-):
+def test_an_export_samples_as_its_checkpoint_also_with_a_token_without_a_row(trained, tmp_path, capsys):
     export_hf.main([str(trained), str(tmp_path / "exported")])
     capsys.readouterr()
     expected = sampled(capsys, f"--out_dir={trained}")
@@ -173,9 +168,7 @@ def test_an_export_gives_the_samples_of_its_checkpoint_and_an_added_token_withou
         evaluate.main(argv)
 
 
-def test_tokens_of_a_tokenizer_with_a_padding_token_are_trained_on_if_none_is_one(
-    model, run, tmp_path, capsys
-):
+def test_tokens_are_trained_on_if_none_is_one_without_a_row(model, run, tmp_path, capsys):
     padded(model)
     config, data = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1), tmp_path / "data"
     files = json.loads((data / "meta.json").read_text())["files"]
@@ -191,10 +184,8 @@ def test_tokens_of_a_tokenizer_with_a_padding_token_are_trained_on_if_none_is_on
 ENDS = {"eos_token_id": [7, 9], "pad_token_id": 3, "temperature": 0.6, "top_k": 20, "do_sample": True}
 
 
-def test_an_export_stops_where_the_checkpoint_stops_and_has_what_stood_beside_the_weights(
-    model, run, tmp_path, capsys
-):
-    """Also if the dataset has the same tokenizer in another form."""
+def test_an_export_stops_where_the_checkpoint_stops(model, run, tmp_path, capsys):
+    """And has what stood beside the weights, also if the dataset has the same tokenizer in another form."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
     settings = json.loads((model / "tokenizer_config.json").read_text()) | {"pad_token": CHARS[3]}
     template = "additional_chat_templates/tool_use.jinja"

@@ -45,14 +45,6 @@ def test_cosine_follows_its_formula():
     assert math.isclose(learning_rate(60, config()), (PEAK + FLOOR) / 2)
 
 
-def test_wsd_is_stable_until_the_last_fraction_of_lr_decay_iters():
-    knee = END - 22  # the default fraction, 0.2, of 110
-    assert rates(WARMUP, knee + 1, lr_schedule="wsd") == pytest.approx([PEAK] * (knee + 1 - WARMUP))
-    falling = rates(knee, END + 1, lr_schedule="wsd")
-    assert all(later < earlier for earlier, later in itertools.pairwise(falling))
-    assert math.isclose(falling[11], (PEAK + FLOOR) / 2)
-
-
 def test_wsd_that_decays_all_the_way_is_linear_after_warm_up():
     wsd = rates(WARMUP, END + 1, lr_schedule="wsd", wsd_decay_fraction=1.0)
     assert wsd == pytest.approx(rates(WARMUP, END + 1, lr_schedule="linear"))
@@ -86,4 +78,5 @@ def test_each_shape_of_the_wsd_decay_has_the_values_of_its_formula(shape):
 
 def test_the_wsd_decay_is_linear_unless_stated():
     assert set(KEYS["wsd_decay_shape"].choices) == WSD_DECAYS.keys() == GOLDEN.keys()
-    assert rates(0, END, lr_schedule="wsd") == rates(0, END, lr_schedule="wsd", wsd_decay_shape="linear")
+    stated = {"wsd_decay_shape": "linear", "wsd_decay_fraction": 0.2}
+    assert rates(0, END, lr_schedule="wsd") == rates(0, END, lr_schedule="wsd", **stated)

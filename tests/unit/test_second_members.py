@@ -164,9 +164,7 @@ def documents(tmp_path):
 
 
 @pytest.mark.parametrize(("together", "chunk"), [(1 << 16, 1 << 24), (16, 1 << 24), (1 << 16, 50), (16, 50)])
-def test_documents_of_every_group_and_chunk_are_packed_once(
-    tmp_path, documents, monkeypatch, together, chunk
-):
+def test_each_document_is_packed_once(tmp_path, documents, monkeypatch, together, chunk):
     """Groups of 16 documents, tokens read 50 at a time: nothing is lost or twice at their borders."""
     monkeypatch.setattr(packing, "PACKED_TOGETHER", together)
     monkeypatch.setattr(document_starts, "CHUNK_TOKENS", chunk)
@@ -190,22 +188,14 @@ def test_documents_of_every_group_and_chunk_are_packed_once(
 # --- the second source of a mixture ---
 
 
-def sources_with(tmp_path, changed: tuple[int, str], like: tuple[int, str]):
-    """Three datasets, in which one file is a copy of another; a file is (source, split)."""
-    folders = [make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
-    metas = [json.loads((folder / "meta.json").read_text()) for folder in folders]
-    (to, to_split), (source, split) = changed, like
-    content = (folders[source] / f"{split}.bin").read_bytes()
-    (folders[to] / f"{to_split}.bin").write_bytes(content)
-    metas[to]["files"][f"{to_split}.bin"] = metas[source]["files"][f"{split}.bin"]
-    (folders[to] / "meta.json").write_text(json.dumps(metas[to]))
-    return folders
-
-
 @pytest.mark.parametrize("val", range(3))
 @pytest.mark.parametrize("train", range(3))
 def test_no_validation_file_is_a_training_file_of_any_source(tmp_path, train, val):
-    folders = sources_with(tmp_path, (val, "val"), (train, "train"))
+    folders = [make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+    of_train, meta = (json.loads((folders[n] / "meta.json").read_text()) for n in (train, val))
+    meta["files"]["val.bin"] = of_train["files"]["train.bin"]
+    (folders[val] / "meta.json").write_text(json.dumps(meta))
+    (folders[val] / "val.bin").write_bytes((folders[train] / "train.bin").read_bytes())
     with pytest.raises(UserError, match="is the same file as") as error:
         open_sources(config(mixed(folders, (1, 1, 1)), eval_interval=1), scan=False)
     assert f"{folders[val]}/val.bin is the same file as {folders[train]}/train.bin" in str(error.value)
@@ -221,8 +211,8 @@ def test_every_source_must_have_the_tokenizer_of_the_first(tmp_path, other):
 
 
 def test_what_is_said_of_a_mixture_is_said_of_each_source(tmp_path):
-    folders = [make_dataset(tmp_path / "a", train_tokens=20_000), make_dataset(tmp_path / "b", seed=1)]
-    folders[1] = make_dataset(tmp_path / "b", train_tokens=10_000, val_tokens=5_000, seed=1)
+    second = make_dataset(tmp_path / "b", train_tokens=10_000, val_tokens=5_000, seed=1)
+    folders = [make_dataset(tmp_path / "a", train_tokens=20_000), second]
     settings = config(mixed(folders, (1, 3)), eval_interval=1)
     sources = open_sources(settings, scan=False)
     described = describe_sources(sources, make_windows(sources, settings), samples=624, fingerprint="f")

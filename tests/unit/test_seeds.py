@@ -23,19 +23,15 @@ from training.configuration.seeds import (
 PURPOSES = (EPOCH, EVALUATION, DROPOUT, MIXTURE_BLOCK, LOW_PRECISION, WEIGHT_ROUNDING, SAMPLING)
 
 
-def test_no_rank_epoch_or_block_shares_a_seed():
+def test_no_purpose_rank_epoch_or_block_shares_a_seed():
     """16 ranks, 16 epochs, 16 blocks and the evaluation of 3 runs, and the weights, which model.py seeds."""
+    for one, other in itertools.combinations(PURPOSES, 2):
+        assert one.stop <= other.start or other.stop <= one.start
     streams = [(purpose, number) for purpose in PURPOSES for number in range(min(16, len(purpose)))]
     seeds = [stream_seed(seed, *stream) for seed in (0, 1, 1337) for stream in streams]
     weights = model_builder.build_model(TrainConfig(**TINY).model_config()).named_parameters()
     seeds += [model._name_seed(seed, name) for name, _ in weights for seed in (0, 1, 1337)]
-    assert len(seeds) > 3 * (3 * 16 + 1)
-    assert len(set(seeds)) == len(seeds)
-
-
-def test_purposes_share_no_stream_number():
-    for one, other in itertools.combinations(PURPOSES, 2):
-        assert one.stop <= other.start or other.stop <= one.start
+    assert len(set(seeds)) == len(seeds) > 3 * (3 * 16 + 1)
 
 
 @pytest.mark.parametrize(("purpose", "number"), [(EVALUATION, 1), (EPOCH, len(EPOCH)), (DROPOUT, -1)])
