@@ -22,7 +22,6 @@ from training.records import dry_run
 
 FULL = sorted(path.name for path in ROOT.glob("config/full_*.py"))
 QWEN = "full_qwen3_1.8b_optimal.py"
-CHOSEN = {"batch_size", "gradient_accumulation_steps", "loss_chunks", "eval_batch_size"}
 
 
 def full(name: str, *flags: str, processes: int = 1) -> TrainConfig:
@@ -96,7 +95,7 @@ def test_what_is_chosen_in_exactly_the_memory_of_other_numbers(memory_of, made):
     resolved, found = choose(config, 1, memory)
     assert found.fits and found.needed_gib <= memory.gib
     changed = {name for name, value in resolved.to_dict().items() if value != config.to_dict()[name]}
-    assert changed <= CHOSEN
+    assert changed <= {"batch_size", "gradient_accumulation_steps", "loss_chunks", "eval_batch_size"}
     assert (resolved.batch_size, resolved.loss_chunks) == made
 
 

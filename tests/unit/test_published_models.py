@@ -37,10 +37,8 @@ def test_the_shape_and_the_parameters_are_those_of_the_published_config(name):
     sizes, rest, parameters = PUBLISHED[name]
     model = load(name).model_config()
     assert v3.build_model(model).count_parameters()["total"] == parameters
-    expected = dict(zip(SIZES, sizes, strict=True)) | {"rope_scaling": None} | rest
-    expected |= {"weight_tying": True, "bias": False}
-    found = model.to_dict()
-    assert {key: found[key] for key in expected} == expected
+    expected = dict(zip(SIZES, sizes, strict=True), rope_scaling=None, weight_tying=True, bias=False) | rest
+    assert {key: model.to_dict()[key] for key in expected} == expected
 
 
 @published

@@ -64,16 +64,13 @@ GOLDEN = {
 }
 
 
-def tail(shape: str, i: int) -> float:
-    keys = {"learning_rate": 1.0, "min_lr": 0.0, "lr_decay_iters": 100, "wsd_decay_fraction": 0.4}
-    return learning_rate(i, config(lr_schedule="wsd", wsd_decay_shape=shape, **keys))
-
-
 @pytest.mark.parametrize("shape", GOLDEN)
 def test_each_shape_of_the_wsd_decay_has_the_values_of_its_formula(shape):
+    keys = {"learning_rate": 1.0, "min_lr": 0.0, "lr_decay_iters": 100, "wsd_decay_fraction": 0.4}
+    wsd = config(lr_schedule="wsd", wsd_decay_shape=shape, **keys)
     for i, share in GOLDEN[shape].items():
-        assert tail(shape, i) == pytest.approx(share, rel=1e-7, abs=1e-12), i
-    assert tail(shape, 100) == tail(shape, 1000) == 0.0
+        assert learning_rate(i, wsd) == pytest.approx(share, rel=1e-7, abs=1e-12), i
+    assert learning_rate(100, wsd) == learning_rate(1000, wsd) == 0.0
 
 
 def test_the_wsd_decay_is_linear_unless_stated():

@@ -51,7 +51,12 @@ def test_order_of_the_data_keeps_its_seeds():
 def test_dropout_of_a_run_has_the_seed_of_its_rank(tmp_path, monkeypatch, run):
     """And so none of its data: the ranges of both do not overlap."""
     seeds, manual_seed = [], torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
+
+    def noted(seed):
+        seeds.append(seed)
+        return manual_seed(seed)
+
+    monkeypatch.setattr(torch, "manual_seed", noted)
     dataset = make_dataset(tmp_path / "tokens")
     keys = {**TINY, "dataset": dataset, "dropout": 0.1, "seed": 5, "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "config.py", **keys)) == 0

@@ -61,9 +61,7 @@ def rows(name: str, count: int = 20) -> list[str]:
 def write(path: Path, texts: list[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        import pyarrow
-
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=7)
     else:
         write_jsonl(path, texts)
@@ -221,6 +219,14 @@ def test_the_parts_of_a_file_of_lines_hold_each_line_once(tmp_path, count, end, 
     bad = [str(r) for span in spans(path.stat().st_size, count) for _, r in read_records(path, span=span)]
     place = path.read_bytes().index(b"no record")
     assert sum(f"a.jsonl, byte {place:,} is not a JSON object" in r for r in bad) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_the_parts_of_a_parquet_file_hold_each_row_once(tmp_path, count):
+    path = write(tmp_path / "a.parquet", rows("row", 100))  # in 15 row groups
+    parts = spans(path.stat().st_size, count)
+    found = [record for span in parts for record in read_records(path, span=span)]
+    assert found == list(read_records(path)) and found[41] == (42, ["row 41"])
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
