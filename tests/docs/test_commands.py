@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import peer, precision, throughput, tokenize
+from bench import peer, precision, throughput
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
@@ -34,46 +34,29 @@ SCRIPTS = (
     "tools/*/*.py",
     "data/*/prepare.py",
 )
-OURS = ("python", "python3", "torchrun", "make", "pip", "cp", "sbatch")
-OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"} | {
-    "pre-commit",
-    "torchfrtrace",
-    "scancel",
-}
-COMMAND = rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(sorted({*OURS, *OTHER_PROGRAMS}))}) "
+OURS = {"python", "python3", "torchrun", "make", "pip", "cp", "sbatch"}
+OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "tail", "pre-commit", "torchfrtrace", "hf"}
+COMMAND = rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(sorted(OURS | OTHER_PROGRAMS))}) "
 IN_A_SENTENCE = (
     r"`((?:make|pip install|sbatch|python -m (?:pytest|docs|data|tools)|python train.py config)[ ./][^`]*)`"
 )
-SHELLS = ("sh", "bash", "shell", "console", "zsh")  # every line of such a block is a command
 
 
 # --- where they are ---
 
 
 def block_lines(language: str, content: str) -> list[str]:
-    """The commands of a fenced block, continuations joined. A block of a shell holds nothing else; in any
-    other, a line that begins with a program is one. The shell's prompt may stand before it."""
+    """The commands of a fenced block, continuations joined. A block of `sh` holds nothing else; in any other,
+    a line that begins with a program is one."""
     joined = re.sub(r"\\\n\s*", "", content).splitlines()
     lines = [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
-    if language not in SHELLS:
-        lines = [line for line in lines if re.match(COMMAND, line) and not line.endswith("...")]
-    return [line.removeprefix("$ ") for line in lines]
-
-
-def indented_lines(text: str) -> list[str]:
-    """The commands of blocks that are indented by four spaces, after an empty line."""
-    blocks = re.findall(r"(?<=\n\n)((?: {4,}.*\n)+)", prose(text))
-    return [line for block in blocks for line in block_lines("", block)]
+    return [line for line in lines if language == "sh" or re.match(COMMAND, line)]
 
 
 def document_lines(text: str) -> list[str]:
     """The commands of a document, those in its sentences included."""
     lines = [line for language, content in fences(text) for line in block_lines(language, content)]
-    return (
-        lines
-        + indented_lines(text)
-        + [" ".join(line.split()) for line in re.findall(IN_A_SENTENCE, prose(text))]
-    )
+    return lines + [" ".join(line.split()) for line in re.findall(IN_A_SENTENCE, prose(text))]
 
 
 def docstring_lines(source: str) -> list[str]:
@@ -124,7 +107,7 @@ def split(line: str) -> list[tuple[dict[str, str], list[str]]]:
 # --- what each program would say ---
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """The script's arguments were accepted; it need not go on."""
 
 
@@ -251,16 +234,16 @@ def check_module(module: str, arguments: list[str], script):
     elif module.startswith(("data.", "tools.")):
         script(module, arguments)
     elif module.startswith("bench."):
-        check_benchmark(module, arguments)
+        check_benchmark(module, arguments, script)
     elif module == "pytest":
         check_pytest(arguments)
     else:
         assert (module, arguments) in (("venv", [".venv"]), ("docs.generate", []))
 
 
-def check_benchmark(module: str, arguments: list[str]):
+def check_benchmark(module: str, arguments: list[str], script):
     if module == "bench.tokenize":
-        assert tokenize.parse(arguments).tokenizer
+        script(module, arguments)
     elif module == "bench.precision":
         parsed, overrides = precision.parse(arguments)
         check_overrides(overrides, precision.OTHERS)
@@ -303,9 +286,7 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
         "python train.py config/absent.py",
         "python train.py config/quickstart.py --use_fsdp=True",  # one process
         "torchrun --standalone --nproc=8 train.py config/quickstart.py --batch_size=many",
-        "python sample.py --out=out-quickstart --tokens=3",
         "python plots/compare_runs.py run.json --method v4",
-        "python data/text/prepare.py --input x.txt",
         "python data/absent/prepare.py",
         "cd data/slimpajama_6b_qwen3 && python prepare.py --worker_count=3",
         "python -m data.inspect",
@@ -331,23 +312,23 @@ def test_wrong_command_would_be_found(line, script, monkeypatch):
     "text",
     [
         "```sh\npython absent.py\n```\n",
-        "```bash\n$ python absent.py\n```\n",
         "```\npython absent.py\n```\n",
         "```text\npython absent.py\n```\n",
-        "```python title\npython absent.py\n```\n",
-        "~~~\npython absent.py\n~~~\n",
-        "~~~sh\npython absent.py\n~~~~\n",
-        "````\npython absent.py\n````\n",
-        "- a list\n\n  ```sh\n  python \\\n      absent.py\n  ```\n",
-        "1. a list\n   ~~~\n   A=1 python absent.py\n   ~~~\n",
-        "> ```sh\n> python absent.py\n> ```\n",
-        "Like this:\n\n    python absent.py\n\n",
+        "- a list\n\n  ```sh\n  A=1 python \\\n      absent.py\n  ```\n",
         "Type `python -m pytest absent.py` first.\n",
     ],
 )
-def test_a_command_is_found_in_a_block_of_any_kind(text):
+def test_a_command_is_found_in_a_block_and_in_a_sentence(text):
     (line,) = document_lines(f"# Title\n\n{text}\nThe end.\n")
     assert re.fullmatch("(A=1 )?python (-m pytest )?absent.py", line)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_command_stands_in_a_block_of_another_kind(name):
+    """By indentation, by tildes, in a quotation, of another shell or behind a prompt it would be missed."""
+    assert re.findall(rf"^(?: {{4,}}{COMMAND}.*|~~~.*|> *```.*)$", prose(TEXTS[name]), re.M) == []
+    assert {language for language, _ in fences(TEXTS[name])} <= {"", "sh", "text", "python", "py", "mermaid"}
+    assert re.findall(r"^ *\$ .*$", TEXTS[name], re.M) == []
 
 
 def test_what_is_no_command_is_left_alone():

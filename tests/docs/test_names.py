@@ -21,6 +21,11 @@ PLACEHOLDERS |= {"config/NAME.py", "config/tuned_NAME.py", "data/NAME/prepare.py
 PLACEHOLDERS |= {"ops/X.py", "triton_kernels/X.py"}
 
 
+def tracked_files() -> list[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("name", DOCS)
 def test_every_file_that_is_named_exists(name):
     named = set(re.findall(r"(?<![\w./*-])\.?\w[\w./-]*\.(?:py|md|toml|txt)\b", TEXTS[name])) - PLACEHOLDERS
@@ -29,19 +34,12 @@ def test_every_file_that_is_named_exists(name):
 
 
 def test_readme_lists_the_files_at_the_top_as_git_does():
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    tracked = {path.split("/")[0] for path in done.stdout.splitlines()}
+    tracked = {path.split("/")[0] for path in tracked_files()}
     cells = [row[0] for row in table(TEXTS["README.md"], "file")]
     listed = [entry.strip("/") for cell in cells for entry in re.findall(r"`([^`]+)`", cell)]
     assert len(listed) == len(set(listed))
     assert tracked - set(listed) == set(), "tracked, and not in the README's table of files"
     assert [entry for entry in listed if not (ROOT / entry).exists()] == []
-
-
-def test_every_key_is_explained():
-    assert [name for name, key in KEYS.items() if not key.help] == []
 
 
 @pytest.mark.parametrize("name", [*DOCS, *(f"config/{path.name}" for path in ROOT.glob("config/*.py"))])
@@ -70,12 +68,8 @@ def test_every_message_in_the_troubleshooting_table_is_one_that_the_code_has():
 
 def test_no_file_cites_a_document_that_is_not_here():
     """Also in comments. Names that tests make up, such as table.md, have no capitals."""
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = [
-        path for path in done.stdout.splitlines() if path.endswith((".py", ".md", ".sh", ".toml", ".yml"))
-    ]
     missing = []
-    for path in paths:
+    for path in (path for path in tracked_files() if path.endswith((".py", ".md", ".sh", ".toml", ".yml"))):
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
         cited = set(re.findall(r"(?<![\w./-])(?:docs/[\w-]+|(?:\w+/)*[A-Z][A-Z_]+)\.md\b", text))
         missing += [f"{path}: {name}" for name in sorted(cited) if not (ROOT / name).is_file()]
