@@ -47,23 +47,31 @@ class Recorder(torch.nn.Module):
 
 def test_every_batch_of_every_split_is_evaluated_in_eval_mode_without_gradients():
     model = Recorder()
+    model.weight.grad = torch.tensor(3.0)
     losses = evaluate(model, {"train": Tokens(), "val": Tokens()}, CONFIG, ALONE)
     assert losses == {"train": 2.0, "val": 2.0}
     assert model.calls == [(False, False)] * 6
-    assert model.training and torch.is_grad_enabled() and model.weight.grad is None
+    assert model.training and torch.is_grad_enabled() and model.weight.grad == 3
 
 
-def test_training_goes_on_in_training_mode_after_an_evaluation_that_was_broken_off():
-    model, asked = Recorder(), []
+@pytest.mark.parametrize("where", ["check", "forward", "read"])
+def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(monkeypatch, where):
+    """By a stop, here at the second batch, by an error of the model, or by a token file that has changed."""
+    model, tokens, checks = Recorder(), Tokens(), []
 
-    def stop_at_the_second():
-        asked.append(1)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
+    def stop(*_):
+        raise KeyboardInterrupt
 
+    def check():
+        checks.append(where)
+        if checks == ["check", "check"]:
+            stop()
+
+    if where != "check":
+        monkeypatch.setattr(model if where == "forward" else tokens, where, stop)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(model, {"val": Tokens()}, CONFIG, ALONE, stop_at_the_second)
-    assert len(model.calls) == 1 and model.training and torch.is_grad_enabled()
+        evaluate(model, {"val": tokens}, CONFIG, ALONE, check)
+    assert len(model.calls) == (where == "check") and model.training and torch.is_grad_enabled()
 
 
 def dropped(monkeypatch, style: dict, training: bool) -> list[float]:
@@ -92,18 +100,3 @@ def test_each_dropout_acts_in_training_and_none_in_an_evaluation(monkeypatch, st
     """One after the embedding; in each of 2 blocks one in attention and one after each layer."""
     assert dropped(monkeypatch, style, training=True) == [0.25] * (1 + 2 * 3)
     assert dropped(monkeypatch, style, training=False) == []
-
-
-def test_batches_with_several_processes_are_each_counted_once():
-    """3 batches and 2 processes: rank 1 repeats a batch in the second pass, and its loss is not counted."""
-    config = TrainConfig(**{**TINY, "block_size": 8, "batch_size": 2, "eval_iters": 3})
-    totals = []  # of each rank: losses and targets
-    for rank in range(2):
-        model = Recorder()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "training.evaluation.sum_over_ranks", lambda total, world: totals.append(total) or total
-            )
-            evaluate(model, {"val": Tokens()}, config, World(rank, rank, 2, CPU))
-        assert len(model.calls) == 2
-    assert [total.tolist() for total in totals] == [[2 * 2.0, 2.0], [1 * 2.0, 1.0]]
