@@ -36,7 +36,7 @@ FILES = {  # of a cgroup of each version: its limit, what is used, the file cach
 
 @pytest.fixture
 def plant(tmp_path):
-    """plant(folder, limit, used, inactive, high): a cgroup, in GiB; of version 1 below a controller's name."""
+    """plant(folder, limit, used, inactive, high) in GiB: a cgroup, of version 1 below a controller's name."""
 
     def plant(folder: str, limit: float | None, used: float, inactive=0.0, high=None):
         path = tmp_path / "cg" / folder
