@@ -1,7 +1,7 @@
 """What a run shows while it trains: lines that users look for, units that fit the size, and the time left."""
 
 import re
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.helpers import TINY, last_run, make_dataset, write_config
@@ -19,11 +19,8 @@ ROW = {
     "lr": 1.65e-06,
     "tokens_per_sec": 213958.0,
     "mfu": {
-        "mfu_percent": 41.76,
-        "hfu_percent": 41.76,
-        "flops_achieved": 1879.4e12,
-        "hardware_peak_flops": 4500e12,
-        "sparse_mode": False,
+        **{"mfu_percent": 41.76, "hfu_percent": 41.76, "sparse_mode": False},
+        **{"flops_achieved": 1879.4e12, "hardware_peak_flops": 4500e12},
     },
     "mfu_reason": None,
     "memory": {"allocated_gb": 13.53, "max_allocated_gb": 103.26, "reserved_gb": 111.23},
@@ -43,14 +40,14 @@ def trained(run, tmp_path, capfd):
 
 
 def test_the_lines_that_users_look_for_keep_their_form():
+    first = "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06"
     assert console_lines(ROW, "component_summation_v2025", 8_784_170_496) == [
-        "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06",
+        first,
         "⚡ MFU: 41.76% │ Achieved: 1879.4 TF │ Peak: 4500.0 TF",
         "   Tokens/s: 213958 │ FLOPs/token: 8.78 GF (component_summation_v2025)",
         "💾 Memory: 13.53 GB alloc │ 103.26 GB peak │ 111.23 GB reserved",
     ]
-    first = console_lines(ROW, "v3", 1, "3 %, 45 s left")[0]
-    assert first == "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06 │ 3 %, 45 s left"
+    assert console_lines(ROW, "v3", 1, "3 %, 45 s left")[0] == f"{first} │ 3 %, 45 s left"
 
 
 def test_the_reason_for_no_mfu_appears_once_and_stays_in_the_record(trained, tmp_path):
@@ -108,11 +105,7 @@ def test_a_log_shows_how_far_the_run_is_and_the_time_left(trained):
 
 def test_the_bar_shows_the_loss(trained, monkeypatch):
     shown = []
-    bar = SimpleNamespace(
-        update=lambda: None,
-        close=lambda: None,
-        set_postfix_str=lambda text, refresh: shown.append((text, refresh)),
-    )
+    bar = Mock(set_postfix_str=lambda text, refresh: shown.append((text, refresh)))
     monkeypatch.setattr(rows, "tqdm", lambda **_: bar)
     losses = re.findall(r"Iter +\d+ │ Loss: (\S+)", trained())
     assert shown == [(f"loss {loss}", False) for loss in losses] and len(losses) == 4
