@@ -11,7 +11,6 @@ from support.imports import product_files
 from torch.distributed.run import get_args_parser
 
 from docs.reference import VARIABLES
-from training.configuration.help import sections
 from training.configuration.keys import KEYS
 from training.configuration.other_names import ALIASES
 
@@ -91,18 +90,3 @@ def test_reference_has_every_environment_variable_that_is_read_or_set():
     used |= set(re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.M))
     used -= {name for name in used if name.startswith("SLURM_")}
     assert used == set(VARIABLES)
-
-
-def test_reference_has_every_key_once():
-    listed = [name for names in sections().values() for name in names]
-    assert listed == list(KEYS)
-    rows = table(TEXTS["docs/reference.md"], "key")
-    assert [row[0].strip("`") for row in rows] == listed
-    assert {row[0].strip("`") for row in table(TEXTS["docs/reference.md"], "name")} == set(ALIASES)
-
-
-def test_reference_has_every_exit_status():
-    rows = {int(row[0].strip("*")): row[1:] for row in table(TEXTS["docs/reference.md"], "status")}
-    assert list(rows) == [0, 1, 2, 129, 130, 138, 141, 143]
-    assert rows[2] == ["an error that you can fix, as one message without a traceback", "the same"]
-    assert rows[143] == ["stopped by SIGTERM, after saving", ""]

@@ -203,28 +203,60 @@ def test_evaluation_takes_what_a_small_split_has(windows):
     assert filled.shape == (1, 150) and np.bincount(filled.ravel(), minlength=100).tolist().count(1) == 50
 
 
-class CountingModel(torch.nn.Module):
-    """Its loss is a number that belongs to the batch; remembers how many batches it saw."""
+class Recorder(torch.nn.Module):
+    """Its loss is a number that belongs to the batch; notes in which mode it is called."""
 
-    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.weight.grad = torch.tensor(3.0, dtype=torch.float64)
+        self.modes = []
 
     def forward(self, x, y):
-        self.calls += 1
-        return (x.double() * torch.arange(1, T + 1)).mean() + y.double().std()
+        self.modes.append((self.training, torch.is_grad_enabled()))
+        return self.weight * ((x.double() * torch.arange(1, T + 1)).mean() + y.double().std())
+
+
+def test_every_batch_of_every_split_is_evaluated_in_eval_mode_without_gradients(windows):
+    model = Recorder()
+    losses = evaluate(model, {"train": windows, "val": windows}, CONFIG, world())
+    assert losses["train"] == losses["val"] > 0
+    assert model.modes == [(False, False)] * 2 * CONFIG.eval_iters
+    assert model.training and torch.is_grad_enabled() and model.weight.grad == 3
+
+
+@pytest.mark.parametrize("where", ["check", "forward", "read"])
+def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(windows, monkeypatch, where):
+    """By a stop, here at the second batch, by an error of the model, or by a token file that has changed."""
+    model, checks = Recorder(), []
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def check():
+        checks.append(where)
+        if checks == ["check", "check"]:
+            stop()
+
+    if where != "check":
+        monkeypatch.setattr(model if where == "forward" else StreamWindows, where, stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, {"val": windows}, CONFIG, world(), check)
+    assert len(model.modes) == (where == "check") and model.training and torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_evaluation_loss_is_the_same_at_every_world_size(windows, monkeypatch, size):
     config = dataclasses.replace(CONFIG, eval_iters=7)  # no world size divides it
-    alone = evaluate(CountingModel(), {"val": windows}, config, world())["val"]
+    alone = evaluate(Recorder(), {"val": windows}, config, world())["val"]
     totals = []  # of each rank: losses and targets
     monkeypatch.setattr(evaluate_module, "sum_over_ranks", lambda total, world: totals.append(total) or total)
-    models = [CountingModel() for _ in range(size)]
+    models = [Recorder() for _ in range(size)]
     for rank, model in enumerate(models):
         evaluate(model, {"val": windows}, config, world(rank, size))
     losses, targets = sum(totals).tolist()
     assert losses / targets == pytest.approx(alone, rel=1e-12)
-    assert len({model.calls for model in models}) == 1  # with FSDP a missing forward pass would hang
+    assert len({len(model.modes) for model in models}) == 1  # with FSDP a missing forward pass would hang
 
 
 # --- every token, by its id ---
@@ -256,9 +288,9 @@ def test_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(nu
             samples.append(torch.stack(ranks, dim=1).reshape(GLOBAL_BATCH, T + 1))  # (A, W, B, T + 1)
             position += GLOBAL_BATCH
     rows = torch.cat(samples)
-    following = (rows[:, :-1] + 1) % numbered.tokens.total  # also where an epoch wraps around
-    assert torch.equal(rows[:, 1:], following)
     total, count = numbered.tokens.total, numbered.count
+    following = (rows[:, :-1] + 1) % total  # also where an epoch wraps around
+    assert torch.equal(rows[:, 1:], following)
     for epoch, inputs in enumerate(np.split(rows[:, :-1].numpy(), [count])):
         left_out = (int(epoch_offset(np.int64(epoch), T)) + count * T + np.arange(5)) % total
         expected = np.ones(total, dtype=int)
