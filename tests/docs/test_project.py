@@ -17,14 +17,10 @@ from support.imports import product_files
 
 from training.configuration.rules import TRACKERS
 
-EXTRAS = {  # extra -> the file that a user of pip's -r installs instead
-    "data": "requirements-data.txt",
-    "gpu": "requirements-gpu.txt",
-    "quack": "requirements-quack.txt",
-    "trackers": "requirements-trackers.txt",
-    "peers": "requirements-peers.txt",
-    "evaluate": "requirements-evaluate.txt",
-    "dev": "requirements-dev.txt",
+# extra -> the file that a user of pip's -r installs instead
+EXTRAS = {
+    extra: f"requirements-{extra}.txt"
+    for extra in ("data", "gpu", "quack", "trackers", "peers", "evaluate", "dev")
 }
 IN_NO_EXTRA = {"liger-kernel"}  # a peer, of bench.throughput alone
 ABSOLUTE_PATH = re.compile(r"""["' =:]/(?:home|root|tmp|mnt|opt|work|Users)/[^"]*""")

@@ -137,7 +137,7 @@ def refusal_or_none(load, *flags) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", KEYS, ids="--{}".format)  # "gpu" alone is also a marker
 def test_key_says_what_it_means_and_has_a_default_that_it_allows(name):
     key = KEYS[name]
     assert len(key.help) > 9 and key.help == key.help.strip(" .")
@@ -164,7 +164,7 @@ def test_the_minimum_of_a_key_is_allowed_and_what_is_below_is_not(load, name):
     assert refusal(load, f"--{name}={below}") == f"{name}={below} must be at least {minimum}"
 
 
-@pytest.mark.parametrize("name", [*KEYS, "processes"])
+@pytest.mark.parametrize("name", [*KEYS, "processes"], ids="--{}".format)
 def test_allow_changes_takes_the_guarded_keys_and_no_other(load, name):
     if name in FACTORS or KEYS[name].guarded:
         assert load(f"--allow_changes={name}").allow_changes == name

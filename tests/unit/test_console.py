@@ -50,8 +50,11 @@ def test_the_lines_that_users_look_for_keep_their_form():
     assert console_lines(ROW, "v3", 1, "3 %, 45 s left")[0] == f"{first} │ 3 %, 45 s left"
 
 
-def test_the_reason_for_no_mfu_appears_once_and_stays_in_the_record(trained, tmp_path):
+def test_a_log_shows_how_far_the_run_is_and_once_why_there_is_no_mfu(trained, tmp_path):
     output = trained()
+    progress = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", output, re.M)
+    assert [text.partition(" %")[0] for text in progress] == ["25", "50", "75", "100"]
+    assert [text.endswith(" left") for text in progress] == [False, True, True, False]
     reason = last_run(tmp_path / "out")["training_iterations"][-1]["mfu_reason"]
     assert len(reason) > 60 and output.count(reason) == 1
     shown = re.findall(r"^⚡ MFU: (.*)$", output, re.M)
@@ -95,12 +98,6 @@ def test_progress_counts_the_time_since_the_first_row():
     assert progress.text(101, now=1050.0) == "34 %, 01:40 left"
     assert progress.text(201, now=1150.0) == "67 %, 01:14 left"
     assert progress.text(300, now=1200.0) == "100 %"
-
-
-def test_a_log_shows_how_far_the_run_is_and_the_time_left(trained):
-    first_lines = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", trained("--max_iters=4"), re.M)
-    assert [line.partition(" %")[0] for line in first_lines] == ["25", "50", "75", "100"]
-    assert [line.endswith(" left") for line in first_lines] == [False, True, True, False]
 
 
 def test_the_bar_shows_the_loss(trained, monkeypatch):
