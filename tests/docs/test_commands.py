@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import peer, precision, throughput, tokenize
+from bench import peer, precision, throughput
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
@@ -26,54 +26,32 @@ from training.configuration.rules import TRACKERS
 from training.records.dry_run import dry_run
 
 SCRIPTS = (
-    "*.py",
-    "mfu_versions/*.py",
-    "plots/*.py",
-    "bench/*.py",
-    "tools/*.py",
-    "tools/*/*.py",
+    *("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "tools/*.py", "tools/*/*.py"),
     "data/*/prepare.py",
 )
-OURS = ("python", "python3", "torchrun", "make", "pip", "cp", "sbatch")
-OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "export", "ls", "tail", "head", "mv", "hf"} | {
-    "pre-commit",
-    "torchfrtrace",
-    "scancel",
-}
-COMMAND = rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{'|'.join(sorted({*OURS, *OTHER_PROGRAMS}))}) "
+OURS = {"python", "python3", "torchrun", "make", "pip", "cp", "sbatch"}
+OTHER_PROGRAMS = {"git", "source", "cd", "grep", "nvidia-smi", "tail", "pre-commit", "torchfrtrace", "hf"}
+COMMAND = rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(sorted(OURS | OTHER_PROGRAMS))}) "
 IN_A_SENTENCE = (
     r"`((?:make|pip install|sbatch|python -m (?:pytest|docs|data|tools)|python train.py config)[ ./][^`]*)`"
 )
-SHELLS = ("sh", "bash", "shell", "console", "zsh")  # every line of such a block is a command
 
 
 # --- where they are ---
 
 
 def block_lines(language: str, content: str) -> list[str]:
-    """The commands of a fenced block, continuations joined. A block of a shell holds nothing else; in any
-    other, a line that begins with a program is one. The shell's prompt may stand before it."""
+    """The commands of a fenced block, continuations joined. A block of `sh` holds nothing else; in any other,
+    a line that begins with a program is one."""
     joined = re.sub(r"\\\n\s*", "", content).splitlines()
     lines = [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
-    if language not in SHELLS:
-        lines = [line for line in lines if re.match(COMMAND, line) and not line.endswith("...")]
-    return [line.removeprefix("$ ") for line in lines]
-
-
-def indented_lines(text: str) -> list[str]:
-    """The commands of blocks that are indented by four spaces, after an empty line."""
-    blocks = re.findall(r"(?<=\n\n)((?: {4,}.*\n)+)", prose(text))
-    return [line for block in blocks for line in block_lines("", block)]
+    return [line for line in lines if language == "sh" or re.match(COMMAND, line)]
 
 
 def document_lines(text: str) -> list[str]:
     """The commands of a document, those in its sentences included."""
     lines = [line for language, content in fences(text) for line in block_lines(language, content)]
-    return (
-        lines
-        + indented_lines(text)
-        + [" ".join(line.split()) for line in re.findall(IN_A_SENTENCE, prose(text))]
-    )
+    return lines + [" ".join(line.split()) for line in re.findall(IN_A_SENTENCE, prose(text))]
 
 
 def docstring_lines(source: str) -> list[str]:
@@ -83,24 +61,19 @@ def docstring_lines(source: str) -> list[str]:
     return re.findall(rf"^ {{4,}}({COMMAND}.*)$", joined, re.M)
 
 
-def header(source: str) -> str:
-    """The comment that a config file opens with."""
-    return re.match(r"(?:#.*\n)*", source)[0]
-
-
 def header_lines(source: str) -> list[str]:
     """The commands of a config's header: indented lines, and scripts that a sentence says to run."""
-    whole = re.findall(r"^# {3,}((?:python|torchrun|cp|make|pip) .*)$", header(source), re.M)
-    return whole + re.findall(r"python \S+\.py", header(source))
+    header = re.match(r"(?:#.*\n)*", source)[0]
+    whole = re.findall(r"^# {3,}((?:python|torchrun|cp|make|pip) .*)$", header, re.M)
+    return whole + re.findall(r"python \S+\.py", header)
 
 
 def all_commands() -> list:
     lines = [(name, line) for name, text in TEXTS.items() for line in document_lines(text)]
-    for pattern in SCRIPTS:
+    for pattern in (*SCRIPTS, "config/*.py"):
+        found_in = header_lines if pattern == "config/*.py" else docstring_lines
         for path in sorted(ROOT.glob(pattern)):
-            lines += [(path.name, line) for line in docstring_lines(path.read_text(encoding="utf-8"))]
-    for path in sorted(ROOT.glob("config/*.py")):
-        lines += [(path.name, line) for line in header_lines(path.read_text(encoding="utf-8"))]
+            lines += [(path.name, line) for line in found_in(path.read_text(encoding="utf-8"))]
     return [pytest.param(line, id=f"{name}: {line}") for name, line in lines]
 
 
@@ -124,7 +97,7 @@ def split(line: str) -> list[tuple[dict[str, str], list[str]]]:
 # --- what each program would say ---
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """The script's arguments were accepted; it need not go on."""
 
 
@@ -142,12 +115,12 @@ def script(monkeypatch):
         monkeypatch.setattr(sys, "argv", [program, *arguments])
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
         with pytest.raises(Parsed):
-            if not program.endswith(".py"):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # another test may have imported the module
-                    runpy.run_module(program, run_name="__main__")
-            monkeypatch.syspath_prepend(str((ROOT / program).parent))
-            runpy.run_path(str(ROOT / program), run_name="__main__")
+            if program.endswith(".py"):
+                monkeypatch.syspath_prepend(str((ROOT / program).parent))
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # another test may have imported the module
+                runpy.run_module(program, run_name="__main__")
 
     return script
 
@@ -251,16 +224,16 @@ def check_module(module: str, arguments: list[str], script):
     elif module.startswith(("data.", "tools.")):
         script(module, arguments)
     elif module.startswith("bench."):
-        check_benchmark(module, arguments)
+        check_benchmark(module, arguments, script)
     elif module == "pytest":
         check_pytest(arguments)
     else:
         assert (module, arguments) in (("venv", [".venv"]), ("docs.generate", []))
 
 
-def check_benchmark(module: str, arguments: list[str]):
+def check_benchmark(module: str, arguments: list[str], script):
     if module == "bench.tokenize":
-        assert tokenize.parse(arguments).tokenizer
+        script(module, arguments)
     elif module == "bench.precision":
         parsed, overrides = precision.parse(arguments)
         check_overrides(overrides, precision.OTHERS)
@@ -300,12 +273,9 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
     "line",
     [
         "python train.py config/quickstart.py --max_iter=100",
-        "python train.py config/absent.py",
         "python train.py config/quickstart.py --use_fsdp=True",  # one process
         "torchrun --standalone --nproc=8 train.py config/quickstart.py --batch_size=many",
-        "python sample.py --out=out-quickstart --tokens=3",
         "python plots/compare_runs.py run.json --method v4",
-        "python data/text/prepare.py --input x.txt",
         "python data/absent/prepare.py",
         "cd data/slimpajama_6b_qwen3 && python prepare.py --worker_count=3",
         "python -m data.inspect",
@@ -317,7 +287,6 @@ def test_command_is_accepted_by_its_program(line, script, monkeypatch):
         "python -m pytest tests/unit/test_absent.py",
         "python -m pytest -m item_12",
         "python -m bench.throughput --suite absent",
-        "python -m bench.roofline config/absent.py",
         "curl something | python",
     ],
 )
@@ -331,23 +300,23 @@ def test_wrong_command_would_be_found(line, script, monkeypatch):
     "text",
     [
         "```sh\npython absent.py\n```\n",
-        "```bash\n$ python absent.py\n```\n",
         "```\npython absent.py\n```\n",
         "```text\npython absent.py\n```\n",
-        "```python title\npython absent.py\n```\n",
-        "~~~\npython absent.py\n~~~\n",
-        "~~~sh\npython absent.py\n~~~~\n",
-        "````\npython absent.py\n````\n",
-        "- a list\n\n  ```sh\n  python \\\n      absent.py\n  ```\n",
-        "1. a list\n   ~~~\n   A=1 python absent.py\n   ~~~\n",
-        "> ```sh\n> python absent.py\n> ```\n",
-        "Like this:\n\n    python absent.py\n\n",
+        "- a list\n\n  ```sh\n  A=1 python \\\n      absent.py\n  ```\n",
         "Type `python -m pytest absent.py` first.\n",
     ],
 )
-def test_a_command_is_found_in_a_block_of_any_kind(text):
+def test_a_command_is_found_in_a_block_and_in_a_sentence(text):
     (line,) = document_lines(f"# Title\n\n{text}\nThe end.\n")
     assert re.fullmatch("(A=1 )?python (-m pytest )?absent.py", line)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_command_stands_in_a_block_of_another_kind(name):
+    """By indentation, by tildes, in a quotation, of another shell or behind a prompt it would be missed."""
+    assert re.findall(rf"^(?: {{4,}}{COMMAND}.*|~~~.*|> *```.*)$", prose(TEXTS[name]), re.M) == []
+    assert {language for language, _ in fences(TEXTS[name])} <= {"", "sh", "text", "python", "py", "mermaid"}
+    assert re.findall(r"^ *\$ .*$", TEXTS[name], re.M) == []
 
 
 def test_what_is_no_command_is_left_alone():

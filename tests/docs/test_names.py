@@ -11,7 +11,6 @@ from support.imports import product_files
 from torch.distributed.run import get_args_parser
 
 from docs.reference import VARIABLES
-from training.configuration.help import sections
 from training.configuration.keys import KEYS
 from training.configuration.other_names import ALIASES
 
@@ -19,6 +18,11 @@ from training.configuration.other_names import ALIASES
 PLACEHOLDERS = {"config/FILE.py", "prepare.py", "merges.txt", "config/full_NAME.py", "config/smoke_NAME.py"}
 PLACEHOLDERS |= {"config/NAME.py", "config/tuned_NAME.py", "data/NAME/prepare.py", "run.py"}
 PLACEHOLDERS |= {"ops/X.py", "triton_kernels/X.py"}
+
+
+def tracked_files() -> list[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -29,19 +33,12 @@ def test_every_file_that_is_named_exists(name):
 
 
 def test_readme_lists_the_files_at_the_top_as_git_does():
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    tracked = {path.split("/")[0] for path in done.stdout.splitlines()}
+    tracked = {path.split("/")[0] for path in tracked_files()}
     cells = [row[0] for row in table(TEXTS["README.md"], "file")]
     listed = [entry.strip("/") for cell in cells for entry in re.findall(r"`([^`]+)`", cell)]
     assert len(listed) == len(set(listed))
     assert tracked - set(listed) == set(), "tracked, and not in the README's table of files"
     assert [entry for entry in listed if not (ROOT / entry).exists()] == []
-
-
-def test_every_key_is_explained():
-    assert [name for name, key in KEYS.items() if not key.help] == []
 
 
 @pytest.mark.parametrize("name", [*DOCS, *(f"config/{path.name}" for path in ROOT.glob("config/*.py"))])
@@ -70,12 +67,8 @@ def test_every_message_in_the_troubleshooting_table_is_one_that_the_code_has():
 
 def test_no_file_cites_a_document_that_is_not_here():
     """Also in comments. Names that tests make up, such as table.md, have no capitals."""
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = [
-        path for path in done.stdout.splitlines() if path.endswith((".py", ".md", ".sh", ".toml", ".yml"))
-    ]
     missing = []
-    for path in paths:
+    for path in (path for path in tracked_files() if path.endswith((".py", ".md", ".sh", ".toml", ".yml"))):
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
         cited = set(re.findall(r"(?<![\w./-])(?:docs/[\w-]+|(?:\w+/)*[A-Z][A-Z_]+)\.md\b", text))
         missing += [f"{path}: {name}" for name in sorted(cited) if not (ROOT / name).is_file()]
@@ -97,18 +90,3 @@ def test_reference_has_every_environment_variable_that_is_read_or_set():
     used |= set(re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.M))
     used -= {name for name in used if name.startswith("SLURM_")}
     assert used == set(VARIABLES)
-
-
-def test_reference_has_every_key_once():
-    listed = [name for names in sections().values() for name in names]
-    assert listed == list(KEYS)
-    rows = table(TEXTS["docs/reference.md"], "key")
-    assert [row[0].strip("`") for row in rows] == listed
-    assert {row[0].strip("`") for row in table(TEXTS["docs/reference.md"], "name")} == set(ALIASES)
-
-
-def test_reference_has_every_exit_status():
-    rows = {int(row[0].strip("*")): row[1:] for row in table(TEXTS["docs/reference.md"], "status")}
-    assert list(rows) == [0, 1, 2, 129, 130, 138, 141, 143]
-    assert rows[2] == ["an error that you can fix, as one message without a traceback", "the same"]
-    assert rows[143] == ["stopped by SIGTERM, after saving", ""]

@@ -78,25 +78,6 @@ def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
         assert estimate == pytest.approx(float(measured), rel=0.01)
 
 
-def test_guide_has_the_tokens_and_the_batches_of_the_full_configs():
-    """The table is generated; here it is checked against the arithmetic that a reader would do."""
-    rows = table(TEXTS["TRAINING_GUIDE.md"], "config")
-    assert sorted(row[0] for row in rows) == sorted(f"config/{p.name}" for p in ROOT.glob("config/full_*.py"))
-    for path, tokens, *batches, published, iterations in rows:
-        per_iter = int(tokens.replace(",", ""))
-        assert full(path.split("/")[1]).tokens_per_iter == per_iter
-        assert len(batches) == len(GIB)
-        for batch, available in zip(batches, GIB, strict=True):
-            numbers, *_, needed = batch.split(", ")
-            batch_size, steps = map(int, numbers.split(" x "))
-            assert batch_size * steps * S == per_iter and float(needed) <= available
-        if published:
-            assert iterations == f"{-(-round(float(published.split()[0]) * 1e9) // per_iter):,}"
-
-
-GIB = (48, 80, 141, 180)  # of the four GPUs, which have less than their name says
-
-
 GOLDEN = {  # row of mfu_versions/README.md -> config
     "GPT-2 1.36B": "full_gpt2_1.36b.py",
     "LLaMA 2 1.36B": "full_llama_1.36b.py",

@@ -18,15 +18,12 @@ DOCS = (
 )
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCS}
 EVERYTHING = "\n".join(TEXTS.values())
-FENCE = re.compile(r"^( *(?:> *)?)(`{3,}|~{3,}) *([^\n`]*)\n(.*?)^ *(?:> *)?\2[`~]* *$", re.M | re.S)
+FENCE = re.compile(r"^ *``` *([^\n`]*)\n(.*?)^ *``` *$", re.M | re.S)
 
 
 def fences(text: str) -> list[tuple[str, str]]:
-    """(language, content) of every fenced block of either kind, also in lists and quotations."""
-    return [
-        (language.strip().split(" ")[0].lower(), textwrap.dedent(re.sub(r"^ *> ?", "", content, flags=re.M)))
-        for _, _, language, content in FENCE.findall(text)
-    ]
+    """(language, content) of every fenced block, also in lists."""
+    return [(language.strip(), textwrap.dedent(content)) for language, content in FENCE.findall(text)]
 
 
 def prose(text: str) -> str:

@@ -76,21 +76,17 @@ def test_old_folder_trains_samples_and_is_inspected(run, monkeypatch, tmp_path, 
     assert "hashes checked" in capsys.readouterr().out
 
 
-def test_what_was_read_whole_is_not_read_again(monkeypatch, folder):
+def test_what_was_read_whole_is_not_read_again_and_its_meta_json_is_kept(monkeypatch, folder):
     run_adopt(monkeypatch, folder)
     monkeypatch.setattr(verified, "scan", pytest.fail)
     meta = read_meta(folder)
     assert verified.damaged_files(folder, meta["dtype"], meta["files"]) == set()
-
-
-def test_a_meta_json_that_is_there_is_kept(monkeypatch, folder):
-    run_adopt(monkeypatch, folder)
     assert "is there: python -m data.inspect --hash compares" in refusal(monkeypatch, folder)
 
 
 def test_files_without_end_of_text_are_one_stream(monkeypatch, folder, capsys):
-    for split in ("train", "val"):
-        write_ids(folder / f"{split}.bin", range(1000 if split == "train" else 500))
+    write_ids(folder / "train.bin", range(1000))
+    write_ids(folder / "val.bin", range(500))
     run_adopt(monkeypatch, folder)
     assert read_meta(folder)["eot_id"] is None
     assert "id 50256, the end of a text, is not in the files" in capsys.readouterr().out
@@ -119,23 +115,16 @@ def test_characters_are_refused_with_the_command_that_makes_them(monkeypatch, fo
     assert "python data/shakespeare_char/prepare.py --input TEXT --output NEW_FOLDER" in message
 
 
-def test_id_past_the_vocabulary_is_refused(monkeypatch, folder):
-    ids = np.fromfile(folder / "val.bin", "<u2")
-    ids[-1] = 50257
-    write_ids(folder / "val.bin", ids)
-    assert "val.bin holds token id 50,257, but the tokenizer has ids 0 to 50,256 only" in refusal(
-        monkeypatch, folder
-    )
-
-
 WRONG = {
     "odd size": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "not a multiple of 2"),
     "empty": (lambda path: path.write_bytes(b""), "train.bin is empty"),
     "numpy": (lambda path: np.save(path.open("wb"), np.arange(9, dtype="<u2")), "a NumPy array"),
-    "llm.c": (
-        lambda path: path.write_bytes((20240520).to_bytes(4, "little") + bytes(1020)),
-        "a token file with a header",
+    "llm.c": (lambda path: write_ids(path, [20240520, *255 * [0]], "<u4"), "a token file with a header"),
+    "an id past the vocabulary": (
+        lambda path: write_ids(path, [*range(999), 50257]),
+        "train.bin holds token id 50,257, but the tokenizer has ids 0 to 50,256 only",
     ),
+    "begun by prepare": (lambda path: path.with_name("plan.json").touch(), "was begun by a prepare.py"),
     "gone": (lambda path: path.unlink(), "a dataset needs train.bin and val.bin"),
     "4 bytes": (lambda path: write_ids(path, range(1000), "<u4"), "pass --dtype=uint32"),
     "4 bytes of a large vocabulary": (
@@ -161,12 +150,22 @@ def test_what_cannot_be_token_ids_is_refused(monkeypatch, folder, kind):
     assert message in refusal(monkeypatch, folder)
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_type_that_is_named_is_compared_with_the_ids_too(monkeypatch, folder, dtype):
-    wider = {"uint16": "<u4", "uint32": "<i8"}[dtype]
+def widen(folder: Path, dtype: str) -> None:
+    """Both files, with ids of that type instead of two bytes."""
     for split in ("train", "val"):
-        write_ids(folder / f"{split}.bin", np.fromfile(folder / f"{split}.bin", "<u2"), wider)
+        write_ids(folder / f"{split}.bin", np.fromfile(folder / f"{split}.bin", "<u2"), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [("uint16", "<u4"), ("uint32", "<i8")])
+def test_a_type_that_is_named_is_compared_with_the_ids_too(monkeypatch, folder, dtype, wider):
+    widen(folder, wider)
     assert f"if ids are {dtype}, so they have more bits" in refusal(monkeypatch, folder, f"--dtype={dtype}")
+
+
+def test_ids_of_four_bytes_are_adopted_if_they_are_named(monkeypatch, folder):
+    widen(folder, "<u4")
+    run_adopt(monkeypatch, folder, "--dtype=uint32")
+    assert read_meta(folder)["dtype"] == "uint32" and read_meta(folder)["files"]["val.bin"]["tokens"] == 1000
 
 
 def test_a_wrong_eot_is_said_before_the_files_are_read(monkeypatch, folder):
@@ -176,32 +175,15 @@ def test_a_wrong_eot_is_said_before_the_files_are_read(monkeypatch, folder):
     assert "is not the tokenizer that --tokenizer names" in refusal(monkeypatch, folder)
 
 
-def test_ids_of_four_bytes_are_adopted_if_they_are_named(monkeypatch, folder):
-    for split in ("train", "val"):
-        write_ids(folder / f"{split}.bin", np.fromfile(folder / f"{split}.bin", "<u2"), "<u4")
-    run_adopt(monkeypatch, folder, "--dtype=uint32")
-    assert read_meta(folder)["dtype"] == "uint32" and read_meta(folder)["files"]["val.bin"]["tokens"] == 1000
-
-
-def test_folder_that_prepare_has_begun_is_left_to_it(monkeypatch, folder):
-    (folder / "plan.json").write_text("{}")
-    assert "was begun by a prepare.py" in refusal(monkeypatch, folder)
-
-
 def test_folder_that_is_not_there_is_named(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="there is no folder .*absent"):
         run_adopt(monkeypatch, tmp_path / "absent", tokenizer="absent too")  # nor looked for
 
 
-def test_tokenizer_file_is_kept_with_the_tokens_and_replaces_no_other(monkeypatch, folder, tmp_path):
+def test_tokenizer_file_is_kept_with_the_tokens(monkeypatch, folder, tmp_path):
     bpe = small_bpe(tmp_path / "bpe")
     for split, count in (("train", 1000), ("val", 500)):
         write_ids(folder / f"{split}.bin", np.arange(count) % 257)
-    (folder / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json is not the tokenizer that --tokenizer names" in refusal(
-        monkeypatch, folder, tokenizer=bpe
-    )
-    (folder / "tokenizer.json").unlink()
     run_adopt(monkeypatch, folder, tokenizer=bpe)
     bpe.unlink()
     assert load_tokenizer(folder).encode("a") == [ord("a") - 33] and read_meta(folder)["eot_id"] == 256

@@ -1,6 +1,7 @@
 """Every attention kernel computes what model.manual_attention computes, and one line tells the choice."""
 
 import dataclasses
+import re
 import sys
 import types
 
@@ -10,23 +11,11 @@ import torch.nn.functional as F
 from support.attention_cases import CPU, assert_agrees, choose, inputs, shape
 
 from model import manual_attention
-from model_builder import build_model
 from training.hardware import attention_kernels as attention
 from training.hardware.attention_kernels import choose_attention
 from training.hardware.capability import CUDNN, TORCH, lookup
 
 KV_HEADS = {"MHA": None, "GQA": 2}  # of 4 query heads
-
-
-def kept(attend):
-    """attend, and the list of calls it will have had."""
-    calls = []
-
-    def recording(*args, **kwargs):
-        calls.append((args, kwargs))
-        return attend(*args, **kwargs)
-
-    return recording, calls
 
 
 # --- the reference itself ---
@@ -71,36 +60,22 @@ def test_dropout_drops_and_only_when_asked(backend):
     assert 0.1 < kept < 0.4, kept  # a quarter is expected; each head of each sample draws once
 
 
-def test_the_model_has_one_loss_on_every_backend():
-    config = shape(2)
-    ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(0))
-    losses = [
-        build_model(config, choose(backend, config).attend).init_weights("cpu", 0)(ids, ids).item()
-        for backend in ("sdpa", "manual")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 # --- falling back ---
 
 
-def test_flash_attention_asked_on_a_cpu_runs_sdpa_and_says_why():
-    for asked, reasons in (("flash_attn_3", 2), ("flash_attn_2", 1)):
-        config = shape(2)
-        choice = choose(asked, config, torch.bfloat16)
-        line = choice.to_dict()["line"]
-        assert (choice.asked, choice.used) == (asked, "sdpa")
-        assert "\n" not in line
-        assert line.startswith(f"sdpa [{choice.kernel}], asked for {asked} (")
-        assert line.count("needs a CUDA GPU, this is cpu") == reasons
-        assert_agrees(choice.attend, config, torch.bfloat16, 2e-2)
-
-
-def test_a_backend_that_runs_as_asked_gives_no_reason():
-    facts = choose("sdpa", shape()).to_dict()
-    assert facts["asked"] == facts["used"] == "sdpa"
-    assert facts["reason"] is None
-    assert facts["line"] == f"sdpa [{facts['kernel']}], asked for sdpa"
+@pytest.mark.parametrize(
+    ("asked", "dtype", "reasons"),
+    [("flash_attn_3", torch.bfloat16, 2), ("flash_attn_2", torch.bfloat16, 1), ("sdpa", torch.float32, 0)],
+)
+def test_on_a_cpu_sdpa_runs_and_the_line_says_why(asked, dtype, reasons):
+    config = shape(2)
+    choice = choose(asked, config, dtype)
+    facts = choice.to_dict()
+    assert (facts["asked"], facts["used"], facts["reason"] is None) == (asked, "sdpa", asked == "sdpa")
+    begin = f"sdpa [{choice.kernel}], asked for {asked}"
+    assert facts["line"].startswith(f"{begin} (") if reasons else facts["line"] == begin
+    assert facts["line"].count("needs a CUDA GPU, this is cpu") == reasons and "\n" not in facts["line"]
+    assert_agrees(choice.attend, config, dtype, 2e-2)
 
 
 def test_fp32_has_no_flash_attention():
@@ -124,18 +99,21 @@ def hopper(monkeypatch):
 
 def install(monkeypatch, module, flash_attn_func):
     """A fake package; returns the calls that its flash_attn_func will have had."""
-    function, calls = kept(flash_attn_func)
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=function))
+    calls = []
+
+    def recording(*args, **kwargs):
+        calls.append((args, kwargs))
+        return flash_attn_func(*args, **kwargs)
+
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=recording))
     return calls
 
 
 def flash_attn_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
-    assert causal and dropout_p == 0.0
     return manual_attention(q, k, v)
 
 
 def flash_attn_3(q, k, v, softmax_scale=None, causal=False):
-    assert causal
     return manual_attention(q, k, v)
 
 
@@ -166,7 +144,7 @@ def test_flash_attention_is_called_by_its_convention(hopper, monkeypatch, backen
 
 
 def test_flash_attention_2_is_told_the_dropout(hopper, monkeypatch):
-    calls = install(monkeypatch, "flash_attn", lambda q, k, v, dropout_p, causal: manual_attention(q, k, v))
+    calls = install(monkeypatch, "flash_attn", flash_attn_2)
     config = shape(dropout=0.25)
     attend = choose("flash_attn_2", config).attend
     attend(*inputs(config)[0], 0.25)
@@ -174,30 +152,28 @@ def test_flash_attention_2_is_told_the_dropout(hopper, monkeypatch):
     assert [kwargs["dropout_p"] for _, kwargs in calls[-2:]] == [0.25, 0.0]
 
 
-def test_flash_attention_3_has_no_dropout_and_falls_back_to_2(hopper, monkeypatch):
-    install(monkeypatch, "flash_attn_interface", flash_attn_3)
-    install(monkeypatch, "flash_attn", lambda q, k, v, dropout_p, causal: manual_attention(q, k, v))
-    choice = choose("flash_attn_3", shape(dropout=0.1))
-    assert choice.used == "flash_attn_2"
-    assert choice.reason == "flash_attn_3: it has no dropout"
+HOPPER_ONLY = "flash_attn_3: its kernels are for Hopper GPUs (compute capability 9.0)"
 
 
-def test_flash_attention_3_is_for_hopper(hopper, monkeypatch):
+@pytest.mark.parametrize(
+    ("compute", "dropout", "asked", "used", "reason"),
+    [
+        ((9, 0), 0.1, "flash_attn_3", "flash_attn_2", "flash_attn_3: it has no dropout"),
+        *(((x, y), 0.0, "flash_attn_3", "flash_attn_2", HOPPER_ONLY) for x, y in ((8, 0), (10, 0), (12, 0))),
+        (
+            *((7, 5), 0.0, "flash_attn_2", "sdpa"),
+            "flash_attn_2: its kernels are for GPUs of compute capability 8.0 or above",
+        ),
+    ],
+)
+def test_a_package_whose_kernels_do_not_fit_falls_back(
+    hopper, monkeypatch, compute, dropout, asked, used, reason
+):
     install(monkeypatch, "flash_attn_interface", flash_attn_3)
     install(monkeypatch, "flash_attn", flash_attn_2)
-    for compute in ((8, 0), (10, 0), (10, 3), (12, 0)):
-        fake_capability(monkeypatch, compute)
-        choice = choose("flash_attn_3", shape())
-        assert choice.used == "flash_attn_2"
-        assert choice.reason == "flash_attn_3: its kernels are for Hopper GPUs (compute capability 9.0)"
-
-
-def test_flash_attention_2_is_for_ampere_and_later(hopper, monkeypatch):
-    install(monkeypatch, "flash_attn", flash_attn_2)
-    fake_capability(monkeypatch, (7, 5))
-    choice = choose("flash_attn_2", shape())
-    assert choice.used == "sdpa"
-    assert choice.reason == "flash_attn_2: its kernels are for GPUs of compute capability 8.0 or above"
+    fake_capability(monkeypatch, compute)
+    choice = choose(asked, shape(dropout=dropout))
+    assert (choice.used, choice.reason) == (used, reason)
 
 
 @pytest.mark.parametrize(
@@ -236,94 +212,79 @@ def test_packages_that_are_not_installed_are_named_and_sdpa_runs(hopper):
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError"])
-@pytest.mark.parametrize(
-    ("backend", "module"), [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface")]
-)
-def test_a_broken_package_is_not_called_a_missing_one(hopper, monkeypatch, tmp_path, backend, module, error):
+def test_a_broken_package_is_not_called_a_missing_one(hopper, monkeypatch, tmp_path, error):
     """flash-attn built for another torch fails at import; 'not installed' would mislead, a crash more so."""
-    (tmp_path / f"{module}.py").write_text(f"raise {error}('undefined symbol: _ZN3c10')")
+    for module in ("flash_attn", "flash_attn_interface"):
+        (tmp_path / f"{module}.py").write_text(f"raise {error}('undefined symbol of {module}')")
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, module)
-    choice = choose(backend, shape())
-    assert choice.used == "sdpa"
-    assert "undefined symbol" in choice.reason
-    assert f"{module} is not installed" not in choice.reason
+    choice = choose("flash_attn_3", shape())
+    assert choice.used == "sdpa" and "is not installed" not in choice.reason
+    for module in ("flash_attn", "flash_attn_interface"):
+        assert f"undefined symbol of {module}" in choice.reason
 
 
-def test_a_backend_that_raises_in_the_probe_falls_through_with_its_reason(hopper, monkeypatch):
-    def raises(*_, **__):
-        raise RuntimeError("no kernel image is available\nCUDA kernel errors might be reported elsewhere")
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, *_):
+        return q.clone()
 
-    install(monkeypatch, "flash_attn", raises)
-    choice = choose("flash_attn_2", shape(2))
-    assert choice.used == "sdpa"
-    assert choice.reason == "flash_attn_2 [flash-attn 2] failed: no kernel image is available"
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("head_dim 256 has no backward")
+
+
+def no_kernel(*_, **__):
+    raise RuntimeError("no kernel image is available\nCUDA kernel errors might be reported elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (no_kernel, "no kernel image is available"),
+        (lambda q, k, v, **_: NoBackward.apply(q, k, v), "head_dim 256 has no backward"),
+        (lambda q, k, v, **_: (q + k + v) * float("nan"), "gradients are not finite"),
+    ],
+)
+def test_a_backend_that_fails_the_probe_falls_through_with_its_reason(hopper, monkeypatch, attend, reason):
+    install(monkeypatch, "flash_attn", attend)
+    choice = choose("flash_attn_2", shape())
+    assert (choice.used, choice.reason) == ("sdpa", f"flash_attn_2 [flash-attn 2] failed: {reason}")
     assert "\n" not in choice.to_dict()["line"]
 
 
-def test_a_backend_that_fails_only_in_the_backward_falls_through(hopper, monkeypatch):
-    class NoBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q):
-            return q.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise RuntimeError("head_dim 256 has no backward")
-
-    install(monkeypatch, "flash_attn", lambda q, k, v, **_: NoBackward.apply(q))
-    choice = choose("flash_attn_2", shape())
-    assert choice.used == "sdpa"
-    assert "head_dim 256 has no backward" in choice.reason
-
-
-def test_a_backend_whose_gradients_are_not_finite_falls_through(hopper, monkeypatch):
-    install(monkeypatch, "flash_attn", lambda q, k, v, **_: (q + k + v) * float("nan"))
-    choice = choose("flash_attn_2", shape())
-    assert choice.used == "sdpa"
-    assert "gradients are not finite" in choice.reason
-
-
-@pytest.mark.parametrize("backend", ["flash_attn_2", "flash_attn_3"])
 @pytest.mark.parametrize("head_dim", [256, 264])
 def test_heads_that_are_too_wide_for_flash_attention_fall_through_with_the_reason(
-    hopper, monkeypatch, backend, head_dim
+    hopper, monkeypatch, head_dim
 ):
-    for module in ("flash_attn", "flash_attn_interface"):
-        install(monkeypatch, module, lambda q, k, v, **_: manual_attention(q, k, v))
-    choice = choose(backend, shape(head_dim=head_dim))
-    assert choice.used == (backend if head_dim == 256 else "sdpa")
-    name = {"flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3"}[backend]
-    assert (f"{name} has heads of at most 256, head_dim is 264" in choice.reason) == (head_dim > 256)
+    for number in (2, 3):
+        for module in ("flash_attn", "flash_attn_interface"):
+            install(monkeypatch, module, lambda q, k, v, **_: manual_attention(q, k, v))
+        choice = choose(f"flash_attn_{number}", shape(head_dim=head_dim))
+        assert choice.used == (f"flash_attn_{number}" if head_dim == 256 else "sdpa")
+        said = f"flash-attn {number} has heads of at most 256, head_dim is 264" in choice.reason
+        assert said == (head_dim > 256)
 
 
 @pytest.mark.parametrize("asked", ["sdpa", "manual"])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("head_dim", [6, 40])
 def test_every_kernel_here_takes_a_head_width_that_is_no_share_of_the_model_s(asked, documents, head_dim):
-    config = shape(2, n_embd=64)
-    config = dataclasses.replace(config, head_dim=head_dim)
+    config = dataclasses.replace(shape(2, n_embd=64), head_dim=head_dim)
     choice = choose_attention(asked, config, torch.float32, CPU, manual_attention, documents)
     assert choice.used == asked and choice.reason == ""
 
 
 def test_manual_is_the_end_of_the_chain(hopper, monkeypatch):
-    def raises(*_, **__):
-        raise RuntimeError("not on this machine")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
     choice = choose("flash_attn_3", shape(2))
     assert (choice.used, choice.attend.__wrapped__) == ("manual", manual_attention)
     for name in ("flash_attn_3", "flash_attn_2", "sdpa"):
         assert name in choice.reason
-    line = choice.to_dict()["line"]
-    assert line.startswith("manual [") and "asked for flash_attn_3" in line
+    assert re.match(r"manual \[.*asked for flash_attn_3", choice.to_dict()["line"])
 
 
 def test_no_backend_at_all_is_an_error_with_every_reason(monkeypatch):
-    def raises(*_, **__):
-        raise RuntimeError("out of everything")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
-    with pytest.raises(RuntimeError, match="sdpa .*out of everything.*manual .*out of everything"):
-        choose_attention("sdpa", shape(), torch.float32, CPU, raises)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
+    with pytest.raises(RuntimeError, match="sdpa .*no kernel image.*manual .*no kernel image"):
+        choose_attention("sdpa", shape(), torch.float32, CPU, no_kernel)

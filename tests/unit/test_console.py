@@ -1,7 +1,7 @@
 """What a run shows while it trains: lines that users look for, units that fit the size, and the time left."""
 
 import re
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.helpers import TINY, last_run, make_dataset, write_config
@@ -19,11 +19,8 @@ ROW = {
     "lr": 1.65e-06,
     "tokens_per_sec": 213958.0,
     "mfu": {
-        "mfu_percent": 41.76,
-        "hfu_percent": 41.76,
-        "flops_achieved": 1879.4e12,
-        "hardware_peak_flops": 4500e12,
-        "sparse_mode": False,
+        **{"mfu_percent": 41.76, "hfu_percent": 41.76, "sparse_mode": False},
+        **{"flops_achieved": 1879.4e12, "hardware_peak_flops": 4500e12},
     },
     "mfu_reason": None,
     "memory": {"allocated_gb": 13.53, "max_allocated_gb": 103.26, "reserved_gb": 111.23},
@@ -43,18 +40,21 @@ def trained(run, tmp_path, capfd):
 
 
 def test_the_lines_that_users_look_for_keep_their_form():
+    first = "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06"
     assert console_lines(ROW, "component_summation_v2025", 8_784_170_496) == [
-        "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06",
+        first,
         "⚡ MFU: 41.76% │ Achieved: 1879.4 TF │ Peak: 4500.0 TF",
         "   Tokens/s: 213958 │ FLOPs/token: 8.78 GF (component_summation_v2025)",
         "💾 Memory: 13.53 GB alloc │ 103.26 GB peak │ 111.23 GB reserved",
     ]
-    first = console_lines(ROW, "v3", 1, "3 %, 45 s left")[0]
-    assert first == "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06 │ 3 %, 45 s left"
+    assert console_lines(ROW, "v3", 1, "3 %, 45 s left")[0] == f"{first} │ 3 %, 45 s left"
 
 
-def test_the_reason_for_no_mfu_appears_once_and_stays_in_the_record(trained, tmp_path):
+def test_a_log_shows_how_far_the_run_is_and_once_why_there_is_no_mfu(trained, tmp_path):
     output = trained()
+    progress = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", output, re.M)
+    assert [text.partition(" %")[0] for text in progress] == ["25", "50", "75", "100"]
+    assert [text.endswith(" left") for text in progress] == [False, True, True, False]
     reason = last_run(tmp_path / "out")["training_iterations"][-1]["mfu_reason"]
     assert len(reason) > 60 and output.count(reason) == 1
     shown = re.findall(r"^⚡ MFU: (.*)$", output, re.M)
@@ -100,19 +100,9 @@ def test_progress_counts_the_time_since_the_first_row():
     assert progress.text(300, now=1200.0) == "100 %"
 
 
-def test_a_log_shows_how_far_the_run_is_and_the_time_left(trained):
-    first_lines = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", trained("--max_iters=4"), re.M)
-    assert [line.partition(" %")[0] for line in first_lines] == ["25", "50", "75", "100"]
-    assert [line.endswith(" left") for line in first_lines] == [False, True, True, False]
-
-
 def test_the_bar_shows_the_loss(trained, monkeypatch):
     shown = []
-    bar = SimpleNamespace(
-        update=lambda: None,
-        close=lambda: None,
-        set_postfix_str=lambda text, refresh: shown.append((text, refresh)),
-    )
+    bar = Mock(set_postfix_str=lambda text, refresh: shown.append((text, refresh)))
     monkeypatch.setattr(rows, "tqdm", lambda **_: bar)
     losses = re.findall(r"Iter +\d+ │ Loss: (\S+)", trained())
     assert shown == [(f"loss {loss}", False) for loss in losses] and len(losses) == 4

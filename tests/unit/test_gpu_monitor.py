@@ -46,13 +46,13 @@ def everything(monitor: GpuMonitor) -> dict:
     return monitor.take([(0.0, time.perf_counter())])
 
 
-def filled(*samples: tuple[float, float | None], gpus: int = 1, throttle=()) -> GpuMonitor:
+def filled(*samples: tuple[float, float | None], throttle=()) -> GpuMonitor:
     """A monitor without a thread, with (time, clock) as its samples."""
     monitor = GpuMonitor([])
     monitor.reason = None
     for moment, clock in samples:
         reading = GpuReading(clock, 100.0, 50.0, throttle)
-        monitor.samples.append(Sample(moment, moment + 0.01, [reading] * gpus))
+        monitor.samples.append(Sample(moment, moment + 0.01, [reading]))
     return monitor
 
 
@@ -76,46 +76,40 @@ def test_samples_of_an_evaluation_or_a_checkpoint_are_in_no_row():
 
 def test_a_row_shorter_than_a_sample_says_so():
     row = filled((1.0, 1000)).take([(1.1, 1.15)])
-    reason = row.pop("gpu_reason")
-    assert row == NO_SAMPLE
-    assert reason == "no sample in 0.05 s; there is one every 0.2 s"
+    assert row == {**NO_SAMPLE, "gpu_reason": "no sample in 0.05 s; there is one every 0.2 s"}
 
 
 # --- what is sampled ---
 
 
-def test_a_row_covers_all_gpus(nvml):
+def test_a_row_covers_all_gpus_and_names_what_none_of_them_has(nvml):
     monitor = watched()
     count, row = len(monitor.samples), everything(monitor)
     assert (row["sm_clock_mhz"], row["temperature_c"]) == (1500, 61)  # between 60 and 62
     assert row["power_w"] == 700.5  # of the GPU that has it
     assert row["gpu_samples"] == count > 0 and row["gpu_reason"] is None
+    second = everything(watched(UUIDS[1:]))
+    assert (second["power_w"], second["temperature_c"]) == (None, 62)
+    assert second["gpu_reason"] == "NVML does not give power_w on this machine"
 
 
-def test_what_a_gpu_does_not_have_is_null_and_named(nvml):
-    row = everything(watched(UUIDS[1:]))
-    assert (row["power_w"], row["temperature_c"]) == (None, 62)
-    assert row["gpu_reason"] == "NVML does not give power_w on this machine"
-
-
-def test_throttling_is_the_share_of_samples_by_reason(nvml):
+def test_throttling_is_the_share_of_samples_by_reason():
     monitor = GpuMonitor([])
-    fractions = [(), ("power_limit",), ("power_limit", "temperature"), ("power_limit",)]
-    for names in fractions:
+    for names in ((), ("power_limit",), ("power_limit", "temperature"), ("power_limit",)):
         monitor.samples.append(Sample(1.0, 1.0, [GpuReading(1.0, 1.0, 1.0, names)]))
     assert monitor.take([(0.0, 2.0)])["throttle"] == {"power_limit": 0.75, "temperature": 0.25}
 
 
-@pytest.mark.parametrize("bits", [0, 1, 2, 256, 1 | 2 | 256])
-def test_an_idle_gpu_and_a_clock_that_was_set_are_no_throttling(nvml, bits):
+NO_THROTTLING = (0, 1, 2, 256, 1 | 2 | 256)  # an idle GPU, and a clock that was set
+
+
+@pytest.mark.parametrize(
+    ("bits", "names"),
+    [*((bits, ()) for bits in NO_THROTTLING), *((bit, (name,)) for bit, name in THROTTLE_REASONS.items())],
+)
+def test_each_reason_has_its_name(nvml, bits, names):
     nvml.reasons = bits
-    assert everything(watched())["throttle"] == {}
-
-
-@pytest.mark.parametrize("bit, name", THROTTLE_REASONS.items())
-def test_each_reason_has_its_name(nvml, bit, name):
-    nvml.reasons = bit
-    assert Nvml([UUIDS[0]]).read()[0].throttle == (name,)
+    assert Nvml([UUIDS[0]]).read()[0].throttle == names
 
 
 def test_the_library_has_every_function_and_every_constant_that_is_used():
@@ -155,11 +149,6 @@ def test_a_cpu_and_the_other_ranks_start_no_thread():
 # --- an NVML that does not work ---
 
 
-def test_a_gpu_that_nvml_does_not_know_is_the_reason(nvml):
-    reason = everything(watched(["cc"]))["gpu_reason"]
-    assert reason == "NVML, the library of NVIDIA's driver, does not answer: Not Found: MIG-cc"
-
-
 def test_a_gpu_that_fell_off_the_bus_is_the_reason_in_later_rows_alone(nvml, monkeypatch):
     def lost(*arguments):
         raise FakeError("GPU is lost")
@@ -177,7 +166,9 @@ def test_a_gpu_that_fell_off_the_bus_is_the_reason_in_later_rows_alone(nvml, mon
     assert after == {**NO_SAMPLE, "gpu_reason": "NVML no longer answers: GPU is lost"}
 
 
-def test_an_error_that_nobody_expects_is_the_reason_and_ends_nothing(nvml, monkeypatch):
+def test_a_gpu_that_nvml_does_not_know_and_an_unexpected_error_are_the_reason(nvml, monkeypatch):
+    reason = everything(watched(["cc"]))["gpu_reason"]
+    assert reason == "NVML, the library of NVIDIA's driver, does not answer: Not Found: MIG-cc"
     monkeypatch.setattr(nvml, "nvmlDeviceGetClockInfo", lambda *arguments: 1 / 0)
     monitor = watched()
     assert not monitor.thread.is_alive()
@@ -199,8 +190,8 @@ def test_a_driver_that_hangs_does_not_hang_a_row_or_the_end(nvml, monkeypatch, c
     answer.set()
     monitor.thread.join(100)
     assert still_waiting and monitor.thread.daemon
-    reason = row.pop("gpu_reason")
-    assert row == NO_SAMPLE and reason
+    reason = row["gpu_reason"]
+    assert row == {**NO_SAMPLE, "gpu_reason": reason} and reason
     if call == "nvmlInit":
         assert machine["gpus"] is None and machine["gpu_reason"] == reason == "NVML has not answered yet"
 
@@ -208,27 +199,26 @@ def test_a_driver_that_hangs_does_not_hang_a_row_or_the_end(nvml, monkeypatch, c
 # --- the machine ---
 
 
+def report(machine: dict, num_gpus: int) -> dict[str, str]:
+    software = {"driver": "580.1", "cuda": "13.0"}
+    info = {"machine": machine, "hardware": {"num_gpus": num_gpus}, "software": software}
+    return dict(machine_lines(info))
+
+
 def test_the_machine_is_described_with_limits(nvml):
     machine = machine_info(watched())
     gpu = {"power_limit_w": 700, "max_sm_clock_mhz": 1980}
     assert machine["gpus"] == [{"uuid": f"GPU-{uuid}", **gpu} for uuid in UUIDS]
     assert machine["host"] and machine["gpus_sampled"] == 2 and machine["gpu_reason"] is None
-    info = {"machine": machine, "hardware": {"num_gpus": 16}, "software": {"driver": "580.1", "cuda": "13.0"}}
-    lines = dict(machine_lines(info))
-    assert lines["Host"].endswith("driver 580.1")
-    assert lines["  power limit"] == "700 W"
+    lines = report(machine, 16)
+    assert lines["Host"].endswith("driver 580.1") and lines["  power limit"] == "700 W"
     assert lines["  clocks and power"] == "of 2 of 16 GPUs, in every log row"
 
 
 def test_without_nvml_the_report_says_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    info = {
-        "machine": machine_info(watched()),
-        "hardware": {"num_gpus": 1},
-        "software": {"driver": "580.1", "cuda": "13.0"},
-    }
-    text = dict(machine_lines(info))["  clocks and power"]
-    assert text.startswith("not sampled: the nvidia-ml-py library is missing")
+    said = report(machine_info(watched()), 1)["  clocks and power"]
+    assert said.startswith("not sampled: the nvidia-ml-py library is missing")
 
 
 # --- several rows ---

@@ -1,7 +1,6 @@
 """Free memory is that of the machine, the container or the job, whichever is least. Each case plants what the
 kernel shows a process: /proc/self/cgroup, /proc/meminfo, and the folders of cgroups."""
 
-import functools
 import os
 from pathlib import Path
 
@@ -36,14 +35,13 @@ FILES = {  # of a cgroup of each version: its limit, what is used, the file cach
 
 
 @pytest.fixture
-def v2(tmp_path):
-    """v2(folder, limit, used, inactive): a cgroup of version 2, in GiB."""
+def plant(tmp_path):
+    """plant(folder, limit, used, inactive, high) in GiB: a cgroup, of version 1 below a controller's name."""
 
-    def make(
-        folder: str, limit: float | None, used: float, inactive=0.0, high: float | None = None, version=2
-    ):
-        path = tmp_path / folder
+    def plant(folder: str, limit: float | None, used: float, inactive=0.0, high=None):
+        path = tmp_path / "cg" / folder
         path.mkdir(parents=True, exist_ok=True)
+        version = 1 if folder.startswith(("memory", "cpu")) else 2
         limit_file, usage, cache, no_limit = FILES[version]
         for name, value in ((limit_file, limit), ("memory.high", high)):
             (path / name).write_text(f"{no_limit if value is None else int(value * GIB)}\n")
@@ -52,12 +50,7 @@ def v2(tmp_path):
         # version 1 also has the part of the cgroup itself, without those below it
         (path / "memory.stat").write_text(stat + "inactive_file 1\n" * (version == 1))
 
-    return make
-
-
-@pytest.fixture
-def v1(v2):
-    return functools.partial(v2, version=1)
+    return plant
 
 
 def seen() -> tuple[float, float]:
@@ -65,69 +58,53 @@ def seen() -> tuple[float, float]:
     return host_bytes() / GIB, free_host_bytes() / GIB
 
 
-def test_a_machine_without_limits_has_what_the_kernel_calls_available(machine, v2):
-    machine("0::/user.slice\n")
-    v2("cg/user.slice", None, 3)
-    assert seen() == (64, 50)
+JOB = "slurmstepd.scope/job_7"
+CASES = [  # (/proc/self/cgroup, the cgroups, what is seen)
+    # a machine without limits has what the kernel calls available
+    ("0::/user.slice", {"user.slice": (None, 3)}, (64, 50)),
+    # a limit counts without the file cache that can be dropped; more may be used than is allowed
+    ("0::/", {"": (8, 6, 2.5)}, (8, 4.5)),
+    ("0::/", {"": (8, 9)}, (8, 0)),
+    # memory.high counts as well
+    ("0::/", {"": (8, 2, 0, 6)}, (6, 4)),
+    # each cgroup above the own one counts: what other steps of Slurm's job use is missing, too
+    (f"0::/{JOB}/step/task", {f"{JOB}/step/task": (None, 1), f"{JOB}/step": (20, 1), JOB: (16, 14)}, (16, 2)),
+    # version 1 under Slurm
+    (
+        f"9:cpuset:/\n4:cpuacct,memory:/{JOB}/task\n1:name=systemd:/",
+        {f"memory/{JOB}/task": (None, 1), f"memory/{JOB}": (10, 7, 1), "memory": (None, 30)},
+        (10, 4),
+    ),
+    # in a container the mount begins at the container's own cgroup
+    ("4:memory:/docker/ab12/child", {"memory": (4, 3), "memory/child": (6, 1)}, (4, 1)),
+    # hybrid has its memory in version 1; the second cgroup is another controller's
+    ("4:memory:/job\n1:cpu:/other\n0::/job", {"memory/job": (12, 2), "cpu/job": (1, 1)}, (12, 10)),
+    # a process outside its namespace: the highest cgroup that it can see; above the mount is something else
+    *(
+        (f"0::{own}", {"": (8, 1), "../sibling": (2, 1)}, (8, 7))
+        for own in ("/../..", "/../sibling", "/gone (deleted)")
+    ),
+]
 
 
-def test_a_limit_of_version_2_counts_without_the_file_cache_that_can_be_dropped(machine, v2):
-    """A CPU's micro-batch may have half of it, here for two processes."""
+@pytest.mark.parametrize(("own", "cgroups", "expected"), CASES)
+def test_memory_is_that_of_the_least_limit(machine, plant, own, cgroups, expected):
+    machine(f"{own}\n")
+    for folder, numbers in cgroups.items():
+        plant(folder, *numbers)
+    assert seen() == expected
+
+
+def test_a_cpu_s_micro_batch_may_have_half_of_it(machine, plant):
     machine("0::/\n")
-    v2("cg", 8, 6, inactive=2.5)
-    assert seen() == (8, 4.5)
-    assert device_memory(torch.device("cpu"), 2).gib == 2
-    v2("cg", 8, 9)
-    assert seen() == (8, 0), "more is used than is allowed"
-    v2("cg", 8, 2, high=6)
-    assert seen() == (6, 4), "memory.high counts as well"
-
-
-def test_each_cgroup_above_the_own_one_counts(machine, v2):
-    """Slurm limits the job and its step; what other steps of the job use is missing, too."""
-    job = "system.slice/slurmstepd.scope/job_7"
-    machine(f"0::/{job}/step_0/user/task_0\n")
-    v2(f"cg/{job}/step_0/user/task_0", None, 1)
-    v2(f"cg/{job}/step_0", 20, 1)
-    v2(f"cg/{job}", 16, 14)
-    assert seen() == (16, 2)
-
-
-def test_version_1_under_slurm(machine, v1):
-    path = "/slurm/uid_1000/job_7/step_0/task_0"
-    machine(f"9:cpuset:/\n4:cpuacct,memory:{path}\n1:name=systemd:/\n")
-    v1(f"cg/memory{path}", None, 1)
-    v1("cg/memory/slurm/uid_1000/job_7", 10, 7, inactive=1)
-    v1("cg/memory", None, 30)
-    assert seen() == (10, 4)
-
-
-def test_in_a_container_the_mount_begins_at_the_container_s_own_cgroup(machine, v1):
-    machine("4:memory:/docker/ab12/child\n")
-    v1("cg/memory", 4, 3)
-    v1("cg/memory/child", 6, 1)
-    assert seen() == (4, 1)
-
-
-def test_hybrid_has_its_memory_in_version_1(machine, v1):
-    machine("4:memory:/job\n1:cpu:/other\n0::/job\n")
-    v1("cg/memory/job", 12, 2)
-    v1("cg/cpu/job", 1, 1)  # of another controller
-    assert seen() == (12, 10)
-
-
-@pytest.mark.parametrize("own", ["/../..", "/../sibling", "/gone (deleted)"])
-def test_a_process_outside_its_namespace_takes_the_highest_cgroup_that_it_can_see(machine, v2, own):
-    machine(f"0::{own}\n")
-    v2("cg", 8, 1)
-    v2("sibling", 2, 1)  # above the mount: something else
-    assert seen() == (8, 7)
+    plant("", 8, 6, 2.5)
+    assert device_memory(torch.device("cpu"), 2).gib == 2  # for each of two processes
 
 
 @pytest.mark.parametrize("odd", [b"", b"max\n", b"\xff\xfe", b"-1\n", b"0\n", b"9" * 5000, b"a b c:d\n:\n"])
-def test_odd_and_missing_files_limit_nothing_and_raise_nothing(machine, v2, tmp_path, odd):
+def test_odd_and_missing_files_limit_nothing_and_raise_nothing(machine, plant, tmp_path, odd):
     machine("0::/a\n")
-    v2("cg/a", 8, 1)
+    plant("a", 8, 1)
     for name in ("memory.max", "memory.current", "memory.stat"):
         (tmp_path / "cg/a" / name).write_bytes(odd)
     assert seen() == (64, 50)

@@ -98,6 +98,7 @@ def test_world_size_changes_neither_the_samples_nor_their_order(windows, size):
 def test_order_is_that_of_checkpoints_that_exist(windows):
     assert windows.places(np.arange(8), 1337)[0].tolist() == [77, 36, 14, 72, 53, 87, 4, 59]
     assert windows.places(np.arange(100, 108), 1337)[0].tolist() == [90, 26, 1, 18, 62, 80, 21, 60]
+    assert epoch_offset(np.arange(4), T).tolist() == [0, 19, 6, 25]
 
 
 def test_batch_larger_than_the_dataset_takes_every_window_equally_often(windows):
@@ -162,11 +163,13 @@ def test_resume_with_another_global_batch_leaves_no_sample_out(windows):
 
 
 @pytest.mark.parametrize("rank, size, position", [(0, 1, 0), (1, 2, 96)])
-def test_workers_hand_out_the_same_batches(windows, rank, size, position):
+@pytest.mark.parametrize("workers", [0, 1, 3, 4])
+@pytest.mark.data_order
+def test_workers_hand_out_the_same_batches(windows, rank, size, position, workers):
     inline = with_world_size(size)
-    workers = with_world_size(size, use_dataloader=True, dataloader_num_workers=2)
-    here = world(rank, size)
-    assert_same(batches(windows, workers, 14, here, position), batches(windows, inline, 14, here, position))
+    with_workers = with_world_size(size, use_dataloader=True, dataloader_num_workers=workers)
+    taken = (batches(windows, config, 14, world(rank, size), position) for config in (with_workers, inline))
+    assert_same(*taken)
 
 
 def test_loader_leaves_the_random_numbers_of_the_model_alone(windows):
@@ -200,59 +203,60 @@ def test_evaluation_takes_what_a_small_split_has(windows):
     assert filled.shape == (1, 150) and np.bincount(filled.ravel(), minlength=100).tolist().count(1) == 50
 
 
-class CountingModel(torch.nn.Module):
-    """Its loss is a number that belongs to the batch; remembers how many batches it saw, and whether any of
-    them was prepared for a backward."""
+class Recorder(torch.nn.Module):
+    """Its loss is a number that belongs to the batch; notes in which mode it is called."""
 
     def __init__(self):
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.calls, self.with_graph = 0, False
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.weight.grad = torch.tensor(3.0, dtype=torch.float64)
+        self.modes = []
 
     def forward(self, x, y):
-        self.calls += 1
-        loss = self.scale * self.of_batch(x, y)
-        self.with_graph |= loss.requires_grad
-        return loss
+        self.modes.append((self.training, torch.is_grad_enabled()))
+        return self.weight * ((x.double() * torch.arange(1, T + 1)).mean() + y.double().std())
 
-    def of_batch(self, x, y):
-        return (x.double() * torch.arange(1, T + 1)).mean() + y.double().std()
+
+def test_every_batch_of_every_split_is_evaluated_in_eval_mode_without_gradients(windows):
+    model = Recorder()
+    losses = evaluate(model, {"train": windows, "val": windows}, CONFIG, world())
+    assert losses["train"] == losses["val"] > 0
+    assert model.modes == [(False, False)] * 2 * CONFIG.eval_iters
+    assert model.training and torch.is_grad_enabled() and model.weight.grad == 3
+
+
+@pytest.mark.parametrize("where", ["check", "forward", "read"])
+def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(windows, monkeypatch, where):
+    """By a stop, here at the second batch, by an error of the model, or by a token file that has changed."""
+    model, checks = Recorder(), []
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def check():
+        checks.append(where)
+        if checks == ["check", "check"]:
+            stop()
+
+    if where != "check":
+        monkeypatch.setattr(model if where == "forward" else StreamWindows, where, stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, {"val": windows}, CONFIG, world(), check)
+    assert len(model.modes) == (where == "check") and model.training and torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_evaluation_loss_is_the_same_at_every_world_size(windows, monkeypatch, size):
     config = dataclasses.replace(CONFIG, eval_iters=7)  # no world size divides it
-    alone = evaluate(CountingModel(), {"val": windows}, config, world())["val"]
+    alone = evaluate(Recorder(), {"val": windows}, config, world())["val"]
     totals = []  # of each rank: losses and targets
     monkeypatch.setattr(evaluate_module, "sum_over_ranks", lambda total, world: totals.append(total) or total)
-    models = [CountingModel() for _ in range(size)]
+    models = [Recorder() for _ in range(size)]
     for rank, model in enumerate(models):
         evaluate(model, {"val": windows}, config, world(rank, size))
     losses, targets = sum(totals).tolist()
     assert losses / targets == pytest.approx(alone, rel=1e-12)
-    assert len({model.calls for model in models}) == 1  # with FSDP a missing forward pass would hang
-
-
-def test_evaluation_keeps_no_graph_and_leaves_gradients_and_training_mode_alone(windows):
-    model = CountingModel()
-    model.scale.grad = torch.tensor(3.0, dtype=torch.float64)
-    evaluate(model, {"val": windows}, CONFIG, world())
-    assert model.calls and not model.with_graph
-    assert model.training and model.scale.grad == 3
-
-
-def test_each_epoch_cuts_the_tokens_elsewhere_and_still_covers_them(windows):
-    count, total = windows.count, windows.tokens.total
-    tokens = np.asarray(windows.tokens.read(0, total))
-    firsts = []
-    for epoch in (0, 1, 2):
-        rows = windows.read(np.arange(count), np.full(count, epoch))
-        offset = int(epoch_offset(np.int64(epoch), T))
-        assert np.array_equal(rows[:, :-1].ravel(), np.roll(tokens, -offset)[: count * T])
-        assert np.array_equal(rows[:-1, -1], rows[1:, 0])  # the last target is the next window's first input
-        firsts.append(offset)
-    assert firsts[0] == 0
-    assert len(set(firsts)) == 3
+    assert len({len(model.modes) for model in models}) == 1  # with FSDP a missing forward pass would hang
 
 
 # --- every token, by its id ---
@@ -270,17 +274,6 @@ def numbered(tmp_path_factory):
     return StreamWindows(open_dataset(config, scan=False)[0]["train"], T)
 
 
-def assert_two_epochs(x, windows):
-    """x (200, T): each epoch has each token once, but for the 5 that no window has room for."""
-    total = windows.tokens.total
-    for epoch, rows in enumerate(np.split(np.asarray(x), [windows.count])):
-        left_out = (int(epoch_offset(np.int64(epoch), T)) + windows.count * T + np.arange(5)) % total
-        expected = np.ones(total, dtype=int)
-        expected[left_out] = 0
-        assert rows.shape == (100, T)
-        assert np.array_equal(np.bincount(rows.ravel(), minlength=total), expected)
-
-
 @pytest.mark.parametrize(
     "plan", [[(1, 25)], [(2, 25)], [(4, 25)], [(4, 9), (1, 4), (2, 12)], [(1, 12), (4, 1), (2, 1), (4, 11)]]
 )
@@ -295,41 +288,11 @@ def test_two_epochs_have_every_token_once_each_however_the_run_is_interrupted(nu
             samples.append(torch.stack(ranks, dim=1).reshape(GLOBAL_BATCH, T + 1))  # (A, W, B, T + 1)
             position += GLOBAL_BATCH
     rows = torch.cat(samples)
-    following = (rows[:, :-1] + 1) % numbered.tokens.total  # also where an epoch wraps around
+    total, count = numbered.tokens.total, numbered.count
+    following = (rows[:, :-1] + 1) % total  # also where an epoch wraps around
     assert torch.equal(rows[:, 1:], following)
-    assert_two_epochs(rows[:, :-1], numbered)
-
-
-@pytest.mark.parametrize("workers", [0, 1, 3, 4])
-@pytest.mark.data_order
-def test_two_epochs_through_workers_have_every_token_once_each(numbered, workers):
-    keys = {"use_dataloader": True, "dataloader_num_workers": workers}
-    rows, position = [], 0
-    for size, iterations in ((1, 11), (2, 14)):  # stopped, and resumed on two ranks
-        config = with_world_size(size, **keys)
-        ranks = [batches(numbered, config, iterations, world(r, size), position) for r in range(size)]
-        for one in zip(*ranks, strict=True):
-            rows.append(torch.stack([x for x, _ in one], dim=1).reshape(GLOBAL_BATCH, T))
-        position += iterations * GLOBAL_BATCH
-    assert_two_epochs(torch.cat(rows), numbered)
-
-
-# --- memory ---
-
-
-@pytest.mark.parametrize("where", ["check", "forward", "read"])
-def test_an_evaluation_that_is_broken_off_leaves_the_model_in_training_mode(windows, monkeypatch, where):
-    """By a stop, by an error of the model, or by a token file that has changed."""
-
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    model = CountingModel()
-    check = stop if where == "check" else lambda: None
-    if where == "forward":
-        monkeypatch.setattr(model, "forward", stop)
-    if where == "read":
-        monkeypatch.setattr(StreamWindows, "read", stop)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(model, {"val": windows}, CONFIG, world(), check)
-    assert model.training
+    for epoch, inputs in enumerate(np.split(rows[:, :-1].numpy(), [count])):
+        left_out = (int(epoch_offset(np.int64(epoch), T)) + count * T + np.arange(5)) % total
+        expected = np.ones(total, dtype=int)
+        expected[left_out] = 0  # no window has room for these
+        assert np.array_equal(np.bincount(inputs.ravel(), minlength=total), expected)

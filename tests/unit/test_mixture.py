@@ -28,11 +28,9 @@ TOKENIZER = {"kind": "tokenizers", "name": "tok", "sha256": "a" * 64}
 def numbered(folder, first, windows, dtype="uint32", **meta):
     """A dataset whose tokens are first, first + 1, ...: windows of it tell where they are from."""
     folder.mkdir(parents=True)
-    ids = first + np.arange(windows * T + 1)
-    for split in ("train", "val"):
-        (ids if split == "train" else ids[: 40 * T + 1]).astype(
-            {"uint32": "<u4", "uint16": "<u2"}[dtype]
-        ).tofile(folder / f"{split}.bin")
+    ids = (first + np.arange(windows * T + 1)).astype({"uint32": "<u4", "uint16": "<u2"}[dtype])
+    ids.tofile(folder / "train.bin")
+    ids[: 40 * T + 1].tofile(folder / "val.bin")
     content = {"dtype": dtype, "vocab_size": 50_000, "tokenizer": TOKENIZER, "eot_id": 0, **meta}
     (folder / "meta.json").write_text(json.dumps(content))
     return folder
@@ -58,10 +56,13 @@ def world(rank=0, size=1) -> World:
     return World(rank, rank, size, torch.device("cpu"))
 
 
+def open_windows(settings: TrainConfig) -> dict:
+    return make_windows(open_sources(settings, scan=False), settings)
+
+
 @pytest.fixture(scope="module")
 def mixture(folders) -> Mixture:
-    settings = config(mixed(folders))
-    return make_windows(open_sources(settings, scan=False), settings)["train"]
+    return open_windows(config(mixed(folders)))["train"]
 
 
 def shares(*weights) -> Mixture:
@@ -73,15 +74,19 @@ def shares(*weights) -> Mixture:
 # --- what the key says ---
 
 
-def test_name_without_a_weight_is_one_dataset():
-    assert parse_dataset("quickstart") == {"quickstart": 1}
-    assert parse_dataset("/a,b/c") == {"/a,b/c": 1}
-
-
-def test_weights_are_relative_to_their_sum():
-    assert parse_dataset("a:0.7,b:0.3") == {"a": Fraction(7, 10), "b": Fraction(3, 10)}
-    assert parse_dataset(" a : 2 , /x/y:1.0 ") == {"a": Fraction(2, 3), "/x/y": Fraction(1, 3)}
-    assert parse_dataset("/with:colon/a:1,b:3") == {"/with:colon/a": Fraction(1, 4), "b": Fraction(3, 4)}
+@pytest.mark.parametrize(
+    ("text", "sources"),
+    [
+        ("quickstart", {"quickstart": 1}),
+        ("/a,b/c", {"/a,b/c": 1}),
+        ("a:3", {"a": 1}),  # weights are relative to their sum
+        ("a:0.7,b:0.3", {"a": Fraction(7, 10), "b": Fraction(3, 10)}),
+        (" a : 2 , /x/y:1.0 ", {"a": Fraction(2, 3), "/x/y": Fraction(1, 3)}),
+        ("/with:colon/a:1,b:3", {"/with:colon/a": Fraction(1, 4), "b": Fraction(3, 4)}),
+    ],
+)
+def test_a_dataset_is_one_name_or_several_with_weights(text, sources):
+    assert parse_dataset(text) == sources
 
 
 @pytest.mark.parametrize(
@@ -146,9 +151,8 @@ def samples(mixture, size=1, position=0, iterations=1, settings=None) -> np.ndar
     settings = settings or config("-", gradient_accumulation_steps=4 // size)
     rows = []
     for i in range(iterations):
-        ranks = [
-            IterationBatches(mixture, settings, world(rank, size))[position + 8 * i] for rank in range(size)
-        ]
+        at = position + 8 * i
+        ranks = [IterationBatches(mixture, settings, world(rank, size))[at] for rank in range(size)]
         rows.append(torch.stack(ranks, dim=1).reshape(8, T + 1))
     return torch.cat(rows).numpy()
 
@@ -156,8 +160,7 @@ def samples(mixture, size=1, position=0, iterations=1, settings=None) -> np.ndar
 def test_source_in_a_mixture_has_the_order_that_it_has_alone(mixture, folders):
     rows = samples(mixture, iterations=60)
     for folder, mine in zip(folders, (rows[:, 0] < 10_000, rows[:, 0] >= 10_000), strict=True):
-        settings = config(folder)
-        alone = make_windows(open_sources(settings, scan=False), settings)["train"]
+        alone = open_windows(config(folder))["train"]
         assert isinstance(alone, StreamWindows)
         assert np.array_equal(rows[mine], samples(alone, iterations=60)[: mine.sum()])
 
@@ -168,12 +171,6 @@ def test_world_size_and_resumes_change_no_sample_of_a_mixture(mixture, size):
     before = samples(mixture, size, iterations=17)
     after = samples(mixture, 1, position=17 * 8, iterations=23)
     assert np.array_equal(np.concatenate([before, after]), whole)
-
-
-def test_single_dataset_with_a_weight_is_that_dataset(folders):
-    settings = config(f"{folders[0]}:3")
-    windows = make_windows(open_sources(settings, scan=False), settings)["train"]
-    assert isinstance(windows, StreamWindows)
 
 
 # --- what is refused ---
@@ -221,7 +218,7 @@ class MeanId(torch.nn.Module):
 
 def test_validation_loss_is_the_mean_of_the_sources_by_weight(folders):
     settings = config(mixed(folders), eval_interval=1, eval_iters=10)
-    windows = make_windows(open_sources(settings, scan=False), settings)
+    windows = open_windows(settings)
     losses = evaluate(MeanId(), windows, settings, world())
     a, b = (losses["sources"][str(folder)] for folder in folders)
     assert a["val"] < 10_000 < b["val"]
@@ -234,12 +231,10 @@ def test_validation_loss_is_the_mean_of_the_sources_by_weight(folders):
 def test_a_resume_hears_which_source_has_changed(tmp_path):
     one, other, third = (make_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("abc"))
     saved = run_fingerprint(open_sources(config(f"{one}:1,{other}:1"), scan=False))
+    weights = ["source 1: weight 3/4 instead of 1/2", "source 2: weight 1/4 instead of 1/2"]
     for text, wanted in (
         (f"{one}:2,{other}:2", []),
-        (
-            f"{one}:3,{other}:1",
-            ["source 1: weight 3/4 instead of 1/2", "source 2: weight 1/4 instead of 1/2"],
-        ),
+        (f"{one}:3,{other}:1", weights),
         (f"{one}:1,{third}:1", ["source 2: other tokens in train.bin"]),
         (str(one), ["1 sources instead of 2"]),
     ):
@@ -258,10 +253,10 @@ def test_run_on_a_mixture_states_it_and_resumes_to_the_same_loss(tmp_path, run):
     whole = train("whole")
     train("parts", max_iters=2)
     resumed = train("parts", init_from="resume")
-    losses = [row["loss"] for row in whole["training_iterations"]]
-    assert [  # from both attempts
-        row["loss"] for row in resumed["training_iterations"]
-    ] == losses
+    losses, of_both_attempts = (
+        [row["loss"] for row in record["training_iterations"]] for record in (whole, resumed)
+    )
+    assert of_both_attempts == losses
     sources = whole["startup_info"]["data"]["sources"]
     assert [(source["name"], source["weight"]) for source in sources] == [(str(one), 0.7), (str(other), 0.3)]
     evaluation = whole["eval_steps"][-1]
