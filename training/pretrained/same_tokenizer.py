@@ -18,6 +18,7 @@ from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer, hash_tokenizer
 from training.batches.fingerprint import show_tokenizer, tokenizer_identity, tokenizers_differ
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 COMPARED_TOKENS = 10_000  # of a dataset whose tokenizer may be the model's in another form
 
 
