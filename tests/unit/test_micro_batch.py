@@ -10,6 +10,7 @@ import torch
 from support.helpers import ROOT, STATED
 
 from common.errors import UserError
+from training import dry_run
 from training.batches.loader import IterationBatches
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -21,7 +22,6 @@ from training.memory.gpus import CARDS, DeviceMemory, card_memory, device_memory
 from training.memory.micro_batch import choose, resolve_micro_batch
 from training.process.memory import GIB
 from training.process.world import World
-from training.records import dry_run
 
 FULL = sorted(path.name for path in ROOT.glob("config/full_*.py"))
 PUBLISHED_TOKENS = {

@@ -10,7 +10,7 @@ from training.memory.estimate import estimate_memory
 from training.memory.gpus import DeviceMemory
 from training.memory.micro_batch import choose
 from training.records.report import report_lines
-from training.records.startup_info import startup_info
+from training.records.startup_info import Setup, startup_info
 
 FULL = sorted(ROOT.glob("config/full_*.py"))
 NO_PEAK = Peak(None, "none", "no peak")
@@ -85,7 +85,8 @@ def lines(tmp_path):
         machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver"))
         machine["gpu_name"] = "NVIDIA H200"
         attention = {"line": "", **(attention or {})}
-        info = startup_info(config, flops, peak, machine, attention, processes, micro_batch)
+        setup = Setup(flops, peak, attention, micro_batch.describe(config, processes))
+        info = startup_info(config, processes, setup, machine)
         rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
         found = {name.strip(): text.strip() for name, text in rows}
         return {**found, "warnings": "\n".join(info["warnings"])}

@@ -36,6 +36,15 @@ class Source:
     packings: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, once all machines have agreed on it."""
+
+    sources: list[Source]
+    fingerprint: dict  # training/batches/fingerprint.py
+    windows: dict[str, Split]  # by split: what the loader and the evaluation read
+
+
 def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
     """Opens and checks the datasets that config.dataset names (training/batches/dataset.py). Raises
     UserError."""
@@ -136,17 +145,15 @@ def _hashes(source: Source, split: str) -> Iterator[tuple[Path, str]]:
 # --- what the record says ---
 
 
-def describe_sources(
-    sources: list[Source], windows: dict[str, Split], samples: int, fingerprint: str
-) -> dict:
+def describe_data(data: RunData, samples: int) -> dict:
     """The record's data entry. It lists no file names, because there can be thousands. samples: number of
     sequences in max_iters iterations."""
-    by_source = windows["train"].by_source.values()
+    sources, by_source = data.sources, data.windows["train"].by_source.values()
     return {
         "tokens": {
             split: sum(source.splits[split].total for source in sources) for split in sources[0].splits
         },
-        "fingerprint": fingerprint,
+        "fingerprint": data.fingerprint["sha256"],
         "sources": [
             {
                 "name": source.name,
