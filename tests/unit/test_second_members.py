@@ -12,7 +12,7 @@ from test_mixture import config, mixed
 
 from common.errors import UserError
 from data.pipeline import single_files, verified
-from data.pipeline.token_files import TokenWriter
+from data.pipeline.token_writer import TokenWriter
 from training.batches import document_starts, fingerprint, packing
 from training.batches.sources import RunData, describe_data, make_windows, open_sources
 from training.batches.token_files import TokenFiles
