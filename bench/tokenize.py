@@ -29,9 +29,10 @@ from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import find_files
 from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
+from data.tokenizers.choice import find_eot
 from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.tokenizer import find_eot, open_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.
 

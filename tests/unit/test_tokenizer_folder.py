@@ -10,10 +10,11 @@ from support.preparation import shared, small_bpe
 from support.sentencepiece_files import write_model
 
 from common.errors import UserError
+from data.tokenizers.choice import open_or_download_tokenizer
 from data.tokenizers.families import FAMILIES, open_family
 from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.file_tokenizer import tokenizer_json
-from data.tokenizers.tokenizer import open_or_download_tokenizer, open_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 TEXTS = [
     "hello world",
