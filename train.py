@@ -191,7 +191,7 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
         anomalies=anomalies,
         replica_check=replica_check,
         stragglers=Stragglers(timer, world, watchdog, logger.record),
-        profiler=make_profiler(config, world, loader, logger.clock, logger.start),
+        profiler=make_profiler(config, world, logger.clock, logger.start),
         evaluate_and_save=EvaluateAndSave(
             saver, data.windows, loader, progress, logger, anomalies, replica_check, watchdog
         ),

@@ -224,11 +224,10 @@ def _dataloader(config: TrainConfig) -> str:
 def _hardware(config: TrainConfig, info: dict) -> Section:
     hardware, software = info["hardware"], info["software"]
     memory = f" ({hardware['gpu_memory_gb']:.1f} GB)" if hardware.get("gpu_memory_gb") else ""
-    gpus = hardware["peak"].get("gpus") or {hardware["gpu_name"]: hardware["num_gpus"]}
     peaks = {"Peak per GPU": "peak", "  fp8": "peak_fp8"}
     estimate = info["estimated_memory_gb"]
     return [
-        ("Device", ", ".join(f"{count} x {name}" for name, count in gpus.items()) + memory),
+        ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
         *machine_lines(info),
         ("Parallelism", parallelism_line(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),

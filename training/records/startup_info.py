@@ -149,5 +149,4 @@ def _describe_peak(peak: Peak) -> dict:
         "reason": peak.reason,
         "sparse": peak.sparse,
         "measured": peak.measured,
-        **({"gpus": peak.gpus} if peak.gpus else {}),
     }
