@@ -17,7 +17,6 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.command import prepare_output, run_command
 from training.configuration.help import print_help, wants_help
@@ -37,9 +36,10 @@ import torch
 import model_builder
 from common.text import plain
 from model import Transformer, manual_attention
+from ops.documents import Documents
 from training.batches.fingerprint import agree_on_data
 from training.batches.loader import Loader
-from training.batches.sources import Source, make_windows
+from training.batches.sources import RunData, Source, make_windows
 from training.checkpoints.resume import choose_start, find_resume, load_resume
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import TrainState
@@ -49,17 +49,16 @@ from training.configuration.rules import captures_cuda_graphs
 from training.configuration.seeds import DROPOUT, stream_seed
 from training.cuda_graphs.capture import CudaGraphs
 from training.cuda_graphs.graphed_step import GraphedStep
+from training.dry_run import dry_run
 from training.evaluate_and_save import EvaluateAndSave
 from training.faults.anomalies import AnomalyPolicy
 from training.faults.replica_check import ReplicaCheck
 from training.faults.stragglers import Stragglers, make_work_timer
 from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.attention_kernels import AttentionChoice, choose_attention
-from training.hardware.capability import capability, emulation_warnings
-from training.hardware.description import describe_hardware
-from training.hardware.gpu_monitor import watch_gpus
 from training.hardware.peaks import agree_on_peak
 from training.inputs import check_inputs
+from training.memory.estimate import host_memory
 from training.memory.micro_batch import resolve_micro_batch
 from training.optimization.compile import compile_and_checkpoint, start_compilers
 from training.optimization.ffn_backend import use_ffn_backend
@@ -78,19 +77,19 @@ from training.pretrained.settings import load_run_config
 from training.process.agreement import check_same_settings
 from training.process.exit_status import end_process, end_with, leave_now, tell_launcher
 from training.process.launch import check_launch, launch_info
-from training.process.memory import GIB
 from training.process.redaction import redact
 from training.process.run_lock import RunLock
+from training.process.work_timer import WorkTimer
 from training.process.world import World, init_world
-from training.records.clock import Clock
-from training.records.dry_run import dry_run
+from training.records.beginning import begin_record
 from training.records.profiler import Profiler, make_profiler
 from training.records.report import announce, closing_lines
 from training.records.rows import Logger
-from training.records.run_record import open_log, open_record
-from training.records.startup_info import run_info, startup_info
+from training.records.run_record import open_log
+from training.records.startup_info import Setup
 from training.records.utilization import count_flops
 from training.strategies.parallelize import parallelize
+from training.strategies.strategy import Strategy
 
 log = logging.getLogger("nanomfu")
 
@@ -102,13 +101,9 @@ class Run:
     config: TrainConfig
     world: World
     watchdog: Watchdog
-    path: Path  # of the run record
-    info: dict[str, Any]  # the record's startup_info
-    resumed_from: Path | None  # the checkpoint that this process resumed from
-    start: int  # the first iteration of this process
-    step: Step
-    loader: Loader
     logger: Logger
+    loader: Loader
+    step: Step
     anomalies: AnomalyPolicy
     replica_check: ReplicaCheck
     stragglers: Stragglers
@@ -147,18 +142,13 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     sources = check_inputs(config, lock)
 
     # 2) join the ranks; from here on the log is open
-    start_compilers(config)
-    world = init_world(config, watchdog.meet())
-    watchdog.join(world)
-    check_same_settings(config, world)
-    path = open_log(config, world)
+    world, path = join_ranks(config, watchdog)
 
     # 3) resolve batch_size='auto', and choose where to start
     config, micro_batch = resolve_micro_batch(config, world)
     config = choose_start(config, world)
-    data = agree_on_data(sources, world)
-    windows = make_windows(sources, config)
-    resume = find_resume(config, world, data, windows["train"].count)
+    data = RunData(sources, agree_on_data(sources, world), make_windows(sources, config))
+    resume = find_resume(config, world, data.fingerprint, data.windows["train"].count)
     config = resume.config  # as stated, with its last iteration and the schedule of the first attempt
     peak = agree_on_peak(config, world)
 
@@ -169,52 +159,42 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     # 5) parallelize: after compiling, as its hooks go on compiled blocks; before the optimizer of its shards
     timer = make_work_timer(config, world, watchdog)
     strategy = parallelize(model, config, world, timer)
-    optimizer = build_optimizer(strategy.shards, config)
-    loss_scale = LossScale(config.dtype == "float16", world.device)
-    guard = UpdateGuard(config, world.device)
-    step: Step = EagerStep(
-        strategy, optimizer, loss_scale, config, guard, model.documents, timer, low_precision
-    )
+    step, state = build_step(config, strategy, model.documents, timer, low_precision)
 
-    # 6) load weights, Adam moments, random generators and data position; in a new run each rank has a
-    # dropout seed of its own
-    torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))
-    state = TrainState(strategy, optimizer, loss_scale, world, guard, low_precision)
+    # 6) load weights, Adam moments, random generators and data position
+    torch.manual_seed(stream_seed(config.seed, DROPOUT, world.rank))  # each rank has a seed of its own
     progress = load_resume(resume, state)
     pretrained = begin_with_weights(config, resume, state)
-    start = progress.iteration
-    loader = Loader(windows["train"], config, world, progress.samples_seen, timer)
+    loader = Loader(data.windows["train"], config, world, progress.samples_seen, timer)
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
-    monitor = watch_gpus(world)
-    machine = describe_hardware(world.device)
-    info = startup_info(config, flops, peak, machine, attention.to_dict(), world.size, micro_batch)
-    info |= describe_low_precision(model, config)
-    info["warnings"] += emulation_warnings(config.low_precision, capability(world.device))
-    info |= run_info(config, sources, windows, data["sha256"], resume, pretrained, world.size, monitor)
-    record = open_record(config, world, lock, path, info, resume.run, start)
-    clock = Clock(world.device)
-    logger = Logger(config, world, record, clock, peak, info, progress, monitor)
+    memory = micro_batch.describe(config, world.size)
+    setup = Setup(flops, peak, attention.to_dict(), memory, describe_low_precision(model, config))
+    logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress)
     watchdog.logger = logger
 
     # 8) make what the loop calls
-    anomalies = AnomalyPolicy(config, world, record, start)
-    replica_check = ReplicaCheck(state, config, clock, record, start)
-    stragglers = Stragglers(timer, world, watchdog, record)
-    profiler = make_profiler(config, world, loader, clock, start)
-    host_memory = GIB * sum(info["estimated_memory_gb"].values()) if config.device == "cpu" else 0.0
-    facts = {"run": path.stem, "data": data, "pretrained": pretrained}
-    saver = Saver(config, state, facts, start, host_memory)
-    evaluate_and_save = EvaluateAndSave(
-        saver, windows, loader, progress, logger, anomalies, replica_check, watchdog
-    )
+    anomalies = AnomalyPolicy(config, world, logger.record, logger.start)
+    replica_check = ReplicaCheck(state, config, logger.clock, logger.record, logger.start)
+    facts = {"run": path.stem, "data": data.fingerprint, "pretrained": pretrained}
+    saver = Saver(config, state, facts, logger.start, host_memory(config, world.size))
     if captures_cuda_graphs(config):
-        step = GraphedStep(step, state, CudaGraphs(), clock.paused, start)
-        info["cuda_graphs"] = step.choice
+        step = GraphedStep(step, state, CudaGraphs(), logger.clock.paused, logger.start)
+        logger.info["cuda_graphs"] = step.choice
     return Run(
-        *(config, world, watchdog, path, info, resume.checkpoint, start),
-        *(step, loader, logger, anomalies, replica_check),
-        *(stragglers, profiler, evaluate_and_save),
+        config=config,
+        world=world,
+        watchdog=watchdog,
+        logger=logger,
+        loader=loader,
+        step=step,
+        anomalies=anomalies,
+        replica_check=replica_check,
+        stragglers=Stragglers(timer, world, watchdog, logger.record),
+        profiler=make_profiler(config, world, logger.clock, logger.start),
+        evaluate_and_save=EvaluateAndSave(
+            saver, data.windows, loader, progress, logger, anomalies, replica_check, watchdog
+        ),
     )
 
 
@@ -246,9 +226,9 @@ def train(run: Run) -> int:
 def train_or_stop(run: Run) -> tuple[str, int]:
     """(the record's status, the exit status)."""
     try:
-        announce(run.config, run.info, run.logger.record, run.start)
+        announce(run.logger)
         if run.config.eval_only:
-            run.evaluate_and_save.evaluate(run.start, learning_rate(run.start, run.config))
+            run.evaluate_and_save.evaluate(run.logger.start, learning_rate(run.logger.start, run.config))
         else:
             loop(run)
         return "completed", 0
@@ -263,7 +243,7 @@ def loop(run: Run) -> None:
     config, logger, anomalies = run.config, run.logger, run.anomalies
     gc.collect()
     gc.freeze()  # objects that are alive now stay alive, so the collector need not visit them again
-    for iteration in range(run.start, config.max_iters):
+    for iteration in range(logger.start, config.max_iters):
         run.watchdog.check(iteration)
         rate = learning_rate(iteration, config)
         run.evaluate_and_save.before_update(iteration, rate)
@@ -284,9 +264,7 @@ def loop(run: Run) -> None:
 
 def finish(run: Run, exit_status: int) -> None:
     """Logs where the record and the checkpoint are. If there are several processes, ends this one."""
-    checkpoint = run.evaluate_and_save.last_checkpoint or run.resumed_from
-    waited, summary = run.loader.waited_seconds, run.logger.summary
-    for line in closing_lines(run.config, run.path, checkpoint, waited, summary):
+    for line in closing_lines(run.logger, run.evaluate_and_save.last_checkpoint, run.loader.waited_seconds):
         log.info(line)
     run.step.close()
     if exit_status and run.world.is_main:
@@ -296,6 +274,15 @@ def finish(run: Run, exit_status: int) -> None:
 
 
 # --- steps of the assembly ---
+
+
+def join_ranks(config: TrainConfig, watchdog: Watchdog) -> tuple[World, Path]:
+    """This process among all of them, and the path of the record that they are about to begin."""
+    start_compilers(config)
+    world = init_world(config, watchdog.meet())
+    watchdog.join(world)
+    check_same_settings(config, world)
+    return world, open_log(config, world)
 
 
 def build(
@@ -314,6 +301,23 @@ def build(
     low_precision = use_low_precision(model, config, world.rank)
     use_ffn_backend(model, config)
     return model, attention, low_precision
+
+
+def build_step(
+    config: TrainConfig,
+    strategy: Strategy,
+    documents: Documents | None,
+    timer: WorkTimer | None,
+    low_precision: LowPrecisionState,
+) -> tuple[Step, TrainState]:
+    """The step, whose optimizer has the weights that the strategy gives this rank, and the tensors that it
+    changes: those of a checkpoint."""
+    device = strategy.world.device
+    optimizer = build_optimizer(strategy.shards, config)
+    loss_scale = LossScale(config.dtype == "float16", device)
+    guard = UpdateGuard(config, device)
+    step = EagerStep(strategy, optimizer, loss_scale, config, guard, documents, timer, low_precision)
+    return step, TrainState(strategy, optimizer, loss_scale, strategy.world, guard, low_precision)
 
 
 def run(argv: list[str]) -> int:

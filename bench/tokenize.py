@@ -29,8 +29,10 @@ from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import find_files
 from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
+from data.tokenizers.choice import find_eot
+from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.tokenizer import find_eot, open_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 # What needs torch is imported where it is used: each worker process imports this module again.
 
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> int:
     tokenizers: dict[str, dict] = {}
     print(f"{len(texts):,} documents, {size / 1e6:.1f} MB of text", flush=True)
     for name, path in named_paths(arguments.tokenizer).items():
-        fast = open_tokenizer(path).use_fast_encoder()
+        fast = use_fast_encoder(open_tokenizer(path))
         tokenizers[name] = {"path": path, "fast": fast, "tokens": 0, "rates": {}}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         sample = write_sample(texts, Path(scratch))

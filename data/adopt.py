@@ -34,13 +34,8 @@ from data.pipeline.token_files import (
     token_file_names,
 )
 from data.pipeline.verified import entry, read_whole, remember
-from data.tokenizers.tokenizer import (
-    SubwordTokenizer,
-    file_hash,
-    find_eot,
-    hash_tokenizer,
-    open_or_download_tokenizer,
-)
+from data.tokenizers.choice import find_eot, open_or_download_tokenizer
+from data.tokenizers.tokenizer import SubwordTokenizer, file_hash, hash_tokenizer
 
 CHUNK = 1 << 24  # tokens that are read at once
 SOURCE = "token files that data.adopt found"

@@ -15,10 +15,11 @@ import torch
 from common.errors import UserError
 from common.json_file import read_json
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.tokenizers.tokenizer import EOT_NAMES, Tokenizer, open_tokenizer
+from data.tokenizers.choice import EOT_NAMES
+from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from generation.cache import cached_attention
 from model import Transformer
-from training.batches.fingerprint import tokenizer_identity
+from training.batches.sources import tokenizer_identity
 from training.checkpoints.loading import load_model
 from training.configuration.dataset_name import first_folder
 from training.configuration.dtypes import DTYPES

@@ -68,7 +68,7 @@ def log_as_before():
 def run(counted_flops, monkeypatch):
     """train.run(argv) in this process: gives the exit status, and leaves no signal handler behind."""
     import train
-    from training.records import dry_run
+    from training import dry_run
 
     for module in (train, dry_run):
         monkeypatch.setattr(module, "count_flops", counted_flops)

@@ -21,7 +21,8 @@ from data.pipeline.command import TOKENIZER, make_dataset, make_parser, make_set
 from data.pipeline.mds import find_shards  # noqa: E402
 from data.pipeline.mds_samples import INTEGERS, wrong_numbers, wrong_text  # noqa: E402
 from data.pipeline.units import Settings  # noqa: E402
-from data.tokenizers.tokenizer import SubwordTokenizer, find_eot, open_or_download_tokenizer  # noqa: E402
+from data.tokenizers.choice import find_eot, open_or_download_tokenizer  # noqa: E402
+from data.tokenizers.tokenizer import SubwordTokenizer  # noqa: E402
 
 CONFIGS = {151669: "config/cpt_qwen3_1.7b_4096.py"}  # by vocabulary, for the command printed at the end
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from common.durable_file import write_json
-from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype, stored_dtype
+from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
+from data.pipeline.token_writer import ShardWriter
 from data.pipeline.units import Settings, Unit, give_names
 
 CHUNK = 1 << 24  # tokens that are read at once

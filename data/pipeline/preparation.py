@@ -28,6 +28,7 @@ from data.pipeline.splits import say_splits, splits_of_files, threshold
 from data.pipeline.token_files import SPLITS, smallest_dtype, stored_dtype
 from data.pipeline.units import Settings, Unit
 from data.pipeline.workers import run_units
+from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.tokenizer import SubwordTokenizer, hash_tokenizer
 
 UNIT_BYTES = 256 << 20  # most input bytes of a unit; after a kill, each worker repeats at most so much
@@ -286,7 +287,7 @@ def prepare(
                 check_disk_space(missing, folder, tokenizer, itemsize, store.size, settings.text_key)
             size = sum(unit.size(store.size) for unit in missing)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
-            fast = not settings.tokens and needed > FAST_BYTES and tokenizer.use_fast_encoder()
+            fast = not settings.tokens and needed > FAST_BYTES and use_fast_encoder(tokenizer)
             name = tokenizer.meta.get("file") or tokenizer.meta["name"]
             workers = min(job.workers, len(missing))
             run_units(missing, folder, name, settings, workers, job.max_bad, store, fast)

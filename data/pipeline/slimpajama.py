@@ -7,8 +7,8 @@ from common.arguments import user_folder, user_path
 from data.pipeline.command import INPUT, TOKENIZER, make_dataset, make_parser, make_settings, parse
 from data.pipeline.hub import LISTING, ON_DISK, Disk, Hub, open_hub
 from data.pipeline.input_files import find_files
+from data.tokenizers.choice import find_eot
 from data.tokenizers.families import FAMILIES, open_family
-from data.tokenizers.tokenizer import find_eot
 
 HUB_DATASETS = {"6b": "DKYoon/SlimPajama-6B", "627b": "cerebras/SlimPajama-627B"}
 HELP = """The text of {repository} in the tokens of {tokenizer}.

@@ -15,7 +15,8 @@ from common.durable_file import create, sync, sync_folder
 from common.errors import UserError
 from data.pipeline.folder_lock import only_preparation
 from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
-from data.pipeline.token_files import SPLITS, TokenWriter, smallest_dtype
+from data.pipeline.token_files import SPLITS, smallest_dtype
+from data.pipeline.token_writer import TokenWriter
 from data.pipeline.verified import damaged_files, wrong_size
 from data.tokenizers.file_tokenizer import tokenizer_json
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from common.durable_file import sync, sync_folder, write_bytes, write_json
 from common.errors import UserError
-from data.pipeline.document_lengths import split_lengths, with_lengths
+from data.pipeline.document_lengths import with_lengths
 from data.pipeline.document_pieces import PIECE_CHARS, read_pieces
 from data.pipeline.documents import (
     TEXT_KEY,
@@ -29,7 +29,8 @@ from data.pipeline.documents import (
     read_records,
 )
 from data.pipeline.mds_samples import read_tokens
-from data.pipeline.token_files import SPLITS, ShardWriter, smallest_dtype
+from data.pipeline.token_files import SPLITS, smallest_dtype
+from data.pipeline.token_writer import ShardWriter, split_lengths
 from data.pipeline.verified import remember_files
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from common.errors import UserError
 from data.pipeline.hub import ON_DISK, Disk, Hub
 from data.pipeline.units import Settings, Unit, tokenize
+from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.tokenizer import open_tokenizer
 
 REPORT_SECONDS = 0.2  # between a worker's reports of its progress
@@ -45,7 +46,7 @@ def _start_worker(tokenizer_name: str, counters: SynchronizedArray, store: Disk 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
     if fast:
-        tokenizer.use_fast_encoder(verify=False)  # the parent has verified it
+        use_fast_encoder(tokenizer, verify=False)  # the parent has verified it
     _worker.update(tokenizer=tokenizer, counters=counters, store=store)
 
 

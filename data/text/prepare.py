@@ -36,7 +36,7 @@ from data.pipeline.input_files import find_files  # noqa: E402
 from data.pipeline.trained_tokenizer import make_tokenizer  # noqa: E402
 from data.pipeline.units import Settings  # noqa: E402
 from data.tokenizers.bpe_training import EOT, EOT_ID, LEAST_IDS  # noqa: E402
-from data.tokenizers.tokenizer import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
+from data.tokenizers.choice import EOT_NAMES, find_eot, open_or_download_tokenizer  # noqa: E402
 
 VOCABULARY_MAX = 1 << 20
 

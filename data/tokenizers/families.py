@@ -11,7 +11,8 @@ from pathlib import Path
 
 from common.errors import UserError
 from data.folders import DATA_DIR
-from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer, open_or_download_tokenizer
+from data.tokenizers.choice import open_or_download_tokenizer
+from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer
 
 PROBE = " 2024! e\u0301 x.\n\n\ty's  z"
 

@@ -5,7 +5,7 @@ vocabulary like any other and keep their ids: the runs of spaces of GPT-NeoX, bu
 """
 
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from common.errors import UserError
 from data.tokenizers import model_file
 from data.tokenizers.added_tokens import add_tokens_beside
-from data.tokenizers.fast_encoder import FastEncoder, Unsuitable
 
 
 def tokenizer_json(path: str | Path) -> str:
@@ -33,7 +32,9 @@ def tokenizer_json(path: str | Path) -> str:
 
 
 class FileTokenizer:
-    fast: FastEncoder | None = None  # set by use_fast_encoder()
+    # another way to the same ids, set by use_fast_encoder() of fast_encoder.py; its None leaves a text to the
+    # library
+    fast: Callable[[str], np.ndarray | None] | None = None
 
     def __init__(self, path: str | Path):
         try:
@@ -68,7 +69,7 @@ class FileTokenizer:
         return self.encode_arrays([text])[0].tolist()
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        arrays = [None if self.fast is None else self.fast.encode(text) for text in texts]
+        arrays = [None if self.fast is None else self.fast(text) for text in texts]
         left = [text for text, ids in zip(texts, arrays, strict=True) if ids is None]
         # "fast" in the library's method: it does not compute where in the text each token stands
         try:
@@ -76,19 +77,6 @@ class FileTokenizer:
         except Exception as error:  # the library raises no other class, for example for an unknown character
             raise UserError(f"the tokenizer {self.meta['file']} cannot encode this text: {error}") from None
         return [np.array(next(encodings).ids, dtype=np.uint32) if ids is None else ids for ids in arrays]
-
-    def use_fast_encoder(self, verify: bool = True) -> bool:
-        """Make the same ids several times as fast, if it is certain that they are the same."""
-        try:
-            fast = FastEncoder(self.tokenizer)
-            if verify:
-                fast.verify(self.tokenizer)
-                print("ids are made by tiktoken's loop; the tokenizers library was found to make the same")
-        except Unsuitable as reason:
-            print(f"ids are made by the tokenizers library; the faster way is not certain, as {reason}")
-            return False
-        self.fast = fast
-        return True
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -63,6 +63,3 @@ class TiktokenTokenizer:
             return self.encoding.encode_single_token(token)
         except KeyError:
             return None
-
-    def use_fast_encoder(self, verify: bool = True) -> bool:
-        return False  # tiktoken is the fast encoder already

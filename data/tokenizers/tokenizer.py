@@ -15,21 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.errors import UserError
-from data.huggingface import first_line, hub_library
 from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer, tokenizer_json
 from data.tokenizers.model_file import read_file
 from data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 
 HUB_PREFIX = "hf:"  # --tokenizer hf:OWNER/NAME
-HUB_FILES = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-]
-EOT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # in order of preference
 
 
 class Tokenizer(Protocol):
@@ -63,29 +54,6 @@ def open_tokenizer(name: str) -> SubwordTokenizer:
             "and merges.txt"
         )
     return TiktokenTokenizer(name)
-
-
-def open_or_download_tokenizer(name: str) -> SubwordTokenizer:
-    """As open_tokenizer, or from the hub where the name is hf:OWNER/NAME."""
-    repository = name.removeprefix(HUB_PREFIX)
-    if repository == name or Path(repository).expanduser().exists():
-        return open_tokenizer(name)
-    tokenizer = open_tokenizer(_download(repository))
-    tokenizer.meta["name"] = repository  # its folder in the hub's cache is named by a hash
-    return tokenizer
-
-
-def _download(repository: str) -> str:
-    """The folder of its files, in the hub's cache."""
-    library = hub_library()
-    try:
-        return library.snapshot_download(repository, allow_patterns=HUB_FILES)
-    except Exception as error:
-        page = f"https://huggingface.co/{repository}"
-        raise UserError(
-            f"there is no folder {repository}, and the tokenizer of {repository} could not be downloaded "
-            f"{first_line(error)}. If it asks for a licence, accept that at {page} and run: hf auth login"
-        ) from error
 
 
 # --- by what meta.json records ---
@@ -123,24 +91,3 @@ def hash_tokenizer(tokenizer: SubwordTokenizer) -> str:
         return hashlib.sha256(tokenizer_json(tokenizer.meta["file"]).encode()).hexdigest()
     vocabulary = tokenizer.encoding.token_byte_values()
     return hashlib.sha256(b"".join(len(token).to_bytes(4, "big") + token for token in vocabulary)).hexdigest()
-
-
-# --- the token that ends each document ---
-
-
-def find_eot(tokenizer: Tokenizer, wanted: str | None) -> int:
-    """The id of the token with this name, or of the first of EOT_NAMES that the tokenizer has. UserError if
-    ordinary text could be encoded to this token, because a document would then end in its middle."""
-    names = (wanted,) if wanted else EOT_NAMES
-    found = {name: eot_id for name in names if (eot_id := tokenizer.token_id(name)) is not None}
-    if not found:
-        raise UserError(
-            f"the tokenizer has no token {' or '.join(names)}; name its end-of-text token with --eot"
-        )
-    name, eot_id = next(iter(found.items()))
-    if eot_id in tokenizer.encode(name):
-        raise UserError(
-            f"a document that spells {name} would end there, as the tokenizer does not mark it as special; "
-            f'choose another with --eot, or set "special": true for it in tokenizer.json'
-        )
-    return eot_id

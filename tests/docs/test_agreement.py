@@ -18,7 +18,8 @@ import model_builder
 import model_config
 from bench import plan
 from data.pipeline.meta_file import describe
-from data.pipeline.token_files import SPLITS, ShardWriter
+from data.pipeline.token_files import SPLITS
+from data.pipeline.token_writer import ShardWriter
 from model_config import ModelConfig
 from ops.recipes import ALIGNMENTS
 from plots.run_record import METHODS

@@ -41,6 +41,17 @@ def test_no_files_import_each_other_in_a_circle(arrows):
     assert circle(arrows) == []
 
 
+def test_what_a_run_says_and_what_fits_meet_only_as_values(arrows):
+    rooms = {"training/records/*", "training/memory/*"}
+    crossing = [
+        f"{path} imports {other}"
+        for path, others in arrows.items()
+        for other in others
+        if {room_of(path), room_of(other)} == rooms
+    ]
+    assert crossing == []
+
+
 def test_every_package_says_what_its_job_is():
     packages = {path for path in product_files() if path.endswith("/__init__.py")}
     assert {f"{folder}/__init__.py" for folder in ("training", "ops", "bench", "data")} <= packages

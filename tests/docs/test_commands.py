@@ -23,7 +23,7 @@ from tools.profile import __main__ as profile
 from tools.tune import __main__ as tune
 from training.configuration.files_and_flags import load_config
 from training.configuration.rules import TRACKERS
-from training.records.dry_run import dry_run
+from training.dry_run import dry_run
 
 SCRIPTS = (
     *("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "tools/*.py", "tools/*/*.py"),

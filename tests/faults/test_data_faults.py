@@ -12,7 +12,7 @@ from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common.errors import UserError
 from data.pipeline.meta_file import load_tokenizer
-from data.pipeline.token_files import TokenWriter
+from data.pipeline.token_writer import TokenWriter
 from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint

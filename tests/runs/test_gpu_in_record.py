@@ -12,6 +12,7 @@ import train
 from training import evaluate_and_save
 from training.hardware import gpu_monitor
 from training.hardware.gpu_monitor import GpuMonitor
+from training.records import beginning
 
 FIGURES = ("sm_clock_mhz", "power_w", "temperature_c", "throttle")
 STEP_S = 0.02  # longer than many samples
@@ -29,7 +30,7 @@ def nvml(monkeypatch):
     """A run on the CPU that samples these GPUs, at 1 kHz, while each of its iterations takes STEP_S."""
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(train, "watch_gpus", lambda world: GpuMonitor(list(UUIDS), interval_s=0.001))
+    monkeypatch.setattr(beginning, "watch_gpus", lambda world: GpuMonitor(list(UUIDS), interval_s=0.001))
     step = train.EagerStep.__call__
 
     def slow_step(*arguments, **options):

@@ -10,8 +10,8 @@ from support.helpers import launch, run_train
 from support.hf_models import hf_run
 
 from model_config import model_config
-from training.pretrained.architecture import write_architecture
 from training.pretrained.names import pieces
+from training.pretrained.writing import write_architecture
 
 MODEL = model_config(
     "qwen3", n_layer=8, n_head=8, n_embd=512, d_ff=2048, vocab_size=32_000, block_size=64, weight_tying=True

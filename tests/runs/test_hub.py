@@ -20,8 +20,8 @@ from support.preparation import ENVIRONMENT, run_prepare, shared, small_bpe, wri
 
 from common.errors import UserError
 from data.pipeline.hub import Hub, open_hub
+from data.tokenizers.choice import open_or_download_tokenizer
 from data.tokenizers.families import FAMILIES, open_family
-from data.tokenizers.tokenizer import open_or_download_tokenizer
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 COMMIT = "c0ffee" + "0" * 34

@@ -40,12 +40,11 @@ class GpuTrace:
             json.dump({"traceEvents": self.events}, file)
 
 
-def write_rank(out_dir: Path, places: GpuTrace, times: GpuTrace, seconds: list[float], rank=0):
-    """What training/records/profiler.py leaves of a rank. `seconds`: the host's clock at each mark."""
+def write_rank(out_dir: Path, places: GpuTrace, times: GpuTrace, iterations: int, seconds: float, rank=0):
+    """What training/records/profiler.py leaves of a rank. `seconds`: all iterations by the host's clock."""
     places.write(trace_path(out_dir, PLACES, rank))
     times.write(trace_path(out_dir, TIMES, rank))
-    marks = [{"seconds": s, "waited_seconds": 0.0} for s in seconds]
-    iterations = list(range(22, 21 + len(seconds)))
-    windows = {PLACES: {"iterations": [6], "marks": []}, TIMES: {"iterations": iterations, "marks": marks}}
-    facts = {"rank": rank, "device": "cuda", "windows": windows, "multiprocessors": 132, "capability": [9, 0]}
+    measured = {"iterations": list(range(22, 22 + iterations)), "seconds": seconds}
+    windows = {PLACES: {"iterations": [6], "seconds": 0.1}, TIMES: measured}
+    facts = {"rank": rank, "device": "cuda", "windows": windows}
     facts_path(out_dir, rank).write_text(json.dumps(facts))

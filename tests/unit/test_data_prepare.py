@@ -32,8 +32,9 @@ from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.pipeline.preparation import Job, prepare
 from data.pipeline.units import Settings
 from data.quickstart import prepare as quickstart
+from data.tokenizers.choice import find_eot
 from data.tokenizers.file_tokenizer import FileTokenizer
-from data.tokenizers.tokenizer import find_eot, open_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 
 def read_ids(folder: Path, split: str) -> list[int]:

@@ -18,6 +18,7 @@ from data.tokenizers.fast_encoder import (  # noqa: E402
     QWEN_PATTERN,
     FastEncoder,
     Unsuitable,
+    use_fast_encoder,
     verify_words,
     word_pattern,
 )
@@ -80,8 +81,8 @@ def test_what_the_fast_encoder_leaves_to_the_library_keeps_its_place(tmp_path):
     tokenizer = FileTokenizer(path)
     texts = ["one", "a <think> b", "two", "\u212a<think\u1fef>", "x" + " " * 1_300_000 + "y", ""]
     library = [ids.tolist() for ids in tokenizer.encode_arrays(texts)]
-    assert tokenizer.use_fast_encoder(verify=False)
-    left = [tokenizer.fast.encode(text) is None for text in texts]
+    assert use_fast_encoder(tokenizer, verify=False)
+    left = [tokenizer.fast(text) is None for text in texts]
     assert left == [False, True, False, False, True, False]
     assert [ids.tolist() for ids in tokenizer.encode_arrays(texts)] == library
     assert tokenizer.encode("a <think> b") == library[1]
@@ -176,6 +177,6 @@ def test_a_refused_file_keeps_its_library(tmp_path, capsys):
     path = tmp_path / "tokenizer.json"
     byte_file(tmp_path, normalizer={"type": "Lowercase"}).save(str(path))
     tokenizer = FileTokenizer(path)
-    assert not tokenizer.use_fast_encoder()
+    assert not use_fast_encoder(tokenizer)
     assert "the faster way is not certain, as it changes the text" in capsys.readouterr().out
     assert tokenizer.encode("AB") == tokenizer.encode("ab")

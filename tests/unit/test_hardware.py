@@ -1,11 +1,11 @@
 """The peak belongs to this GPU and this precision, or there is none and the reason says what to do."""
 
-import dataclasses
 import re
 
 import pytest
 import torch
 
+from training.configuration.keys import TrainConfig
 from training.hardware import peaks as hardware
 from training.hardware.capability import TABLE, lookup
 from training.hardware.description import describe_hardware
@@ -13,7 +13,6 @@ from training.hardware.peaks import (
     GPUS,
     Peak,
     agree_on_peak,
-    mean_peak,
     measure_peak,
     resolve_peak,
     table_peak,
@@ -212,44 +211,33 @@ def test_a_gpu_measures_below_its_table_peak_and_describes_itself():
 
 # --- the GPUs of several ranks ---
 
-H100, A100, UNKNOWN = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
-def mean_of(*names: str, precision: str = "bfloat16") -> Peak:
-    return mean_peak(list(names), [table_peak(name, precision) for name in names])
+def peaks_of_ranks(monkeypatch, *names: str, **keys) -> list[Peak]:
+    """What agree_on_peak() gives to each rank of a run on these GPUs."""
+    gathered = {}
 
+    def gather_objects(mine, world):
+        gathered.setdefault(type(mine), mine)  # rank 0's comes first
+        return list(names) if isinstance(mine, str) else [gathered.get(Peak)]
 
-def test_unequal_gpus_are_named_and_the_sum_of_their_peaks_counts():
-    peak = mean_of(H100, A100, H100, H100)
-    assert 4 * peak.tflops == pytest.approx(3 * 989.4 + 312)
-    assert peak.gpus == {H100: 3, A100: 1}
-    assert f"3 x {H100}, 1 x {A100}" in peak.source and "A100 datasheet" in peak.source
-
-
-def test_a_rank_whose_gpu_has_no_known_peak_leaves_the_run_without_an_mfu():
-    peak = mean_of(H100, UNKNOWN)
-    assert peak.flops is None and f"no peak is known for the GPU '{UNKNOWN}'" in peak.reason
-    assert f"1 x {H100}, 1 x {UNKNOWN}" in peak.reason
-
-
-def test_the_fp8_peak_of_unequal_gpus_is_the_sum_of_what_each_can_do():
-    """The A100 emulates fp8: its matmuls run at its bfloat16 rate."""
-    both = dataclasses.replace(table_peak(H100, "bfloat16"), fp8=table_peak(H100, "fp8"))
-    peak = mean_peak([A100, H100], [table_peak(A100, "bfloat16"), both])
-    assert 2 * peak.tflops == pytest.approx(312 + 989.4)
-    assert 2 * peak.fp8.tflops == pytest.approx(312 + 1978.9)
-
-
-def test_each_kind_of_gpu_is_looked_at_by_its_first_rank(monkeypatch):
-    """measure_peak() takes a while, and two measurements of one kind differ."""
-    names, asked = [H100, A100, H100], []
     monkeypatch.setattr(hardware, "_gpu_name", lambda device: names[device.index])
-    monkeypatch.setattr(
-        hardware, "_find_peak", lambda config, device: asked.append(device.index) or Peak(1.0, "x")
-    )
-    everyone = iter([names, [Peak(1.0, "x"), Peak(2.0, "y"), None]] * 3)
-    monkeypatch.setattr(hardware, "gather_objects", lambda mine, world: next(everyone))
-    for rank in range(3):
-        peak = agree_on_peak(None, World(rank, rank, 3, torch.device("cuda", rank)))
-        assert peak.tflops == pytest.approx(4 / 3)
-    assert asked == [0, 1]
+    monkeypatch.setattr(hardware, "capability", lambda device: lookup((9, 0), names[device.index]))
+    monkeypatch.setattr(hardware, "gather_objects", gather_objects)
+    ranks = [World(rank, rank, len(names), torch.device("cuda", rank)) for rank in range(len(names))]
+    return [agree_on_peak(TrainConfig(**keys), world) for world in ranks]
+
+
+def test_all_ranks_have_the_peak_of_rank_0(monkeypatch):
+    peaks = peaks_of_ranks(monkeypatch, H100, H100, low_precision="fp8_tensorwise")
+    assert peaks[0] == peaks[1]
+    assert (peaks[0].tflops, peaks[0].fp8.tflops) == (989.4, 1978.9)
+
+
+def test_unequal_gpus_are_named_and_have_no_peak_but_a_stated_one(monkeypatch):
+    peaks = peaks_of_ranks(monkeypatch, H100, A100, H100)
+    assert len(set(peaks)) == 1 and peaks[0].flops is None
+    assert f"2 x {H100}, 1 x {A100}" in peaks[0].reason and "--peak_tflops" in peaks[0].reason
+    stated = peaks_of_ranks(monkeypatch, H100, A100, H100, peak_tflops=763.6)
+    assert {(peak.tflops, peak.reason) for peak in stated} == {(763.6, None)}

@@ -14,11 +14,11 @@ from support.preparation import run_units_here, small_bpe
 
 from common.errors import UserError
 from data.pipeline import mds, preparation
-from data.pipeline.document_lengths import split_lengths
 from data.pipeline.mds import find_shards
 from data.pipeline.mds_samples import checked_lengths, decode_numbers, read_tokens, wrong_numbers
 from data.pipeline.meta_file import read_meta
 from data.pipeline.token_files import looks_wider
+from data.pipeline.token_writer import split_lengths
 from data.pipeline.verified import MEMORY
 
 SHARDS = ROOT / "tests" / "support" / "mds"

@@ -9,6 +9,7 @@ import torch
 from support.helpers import ROOT, STATED
 
 from common.errors import UserError
+from training import dry_run
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import table_peak
@@ -18,7 +19,6 @@ from training.memory.gpus import CARDS, DeviceMemory, card_memory, device_memory
 from training.memory.micro_batch import choose, resolve_micro_batch
 from training.process.memory import GIB
 from training.process.world import World
-from training.records import dry_run
 
 FULL = sorted(path.name for path in ROOT.glob("config/full_*.py"))
 QWEN = "full_qwen3_1.8b_optimal.py"

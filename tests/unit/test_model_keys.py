@@ -14,8 +14,8 @@ from model_config import ModelConfig, model_config
 from training.checkpoints.saved_state import _model_config, _settings
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
+from training.dry_run import dry_run
 from training.memory.estimate import estimate_memory
-from training.records.dry_run import dry_run
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, d_ff=96, vocab_size=97, block_size=32, n_kv_head=2)
 LINEAR = {"rope_type": "linear", "factor": 2.0}

@@ -213,12 +213,8 @@ def window(iterations, operators=False):
     return trace
 
 
-def seconds(iterations, scale=1.0):
-    return [scale * 1e-4 * number for number in range(iterations + 1)]
-
-
 def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
+    write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
     rank, model = read_rank(tmp_path, 0), Linears(tiny())
     assert all(work.place is None for work in rank.recording.work), "the window of times has no operators"
     found = breakdown(rank, model)
@@ -235,7 +231,7 @@ def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
 
 
 def test_counts_that_differ_leave_the_place_unknown(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
+    write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
     places = [work.place for work in read_rank(tmp_path, 0).work if work.name == "same_name_everywhere"]
     assert [place and place.operator for place in places] == ["nanomfu::rms_norm", None, "nanomfu::rms_norm"]
     found = breakdown(read_rank(tmp_path, 0), Linears(tiny()))
@@ -244,7 +240,7 @@ def test_counts_that_differ_leave_the_place_unknown(tmp_path):
 
 
 def test_a_trace_that_disagrees_with_the_hosts_clock_does_not_add_up(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3, scale=1.02))
+    write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=1.02 * 3e-4)
     rank = read_rank(tmp_path, 0)
     assert not adds_up(breakdown(rank, Linears(tiny())))
 
@@ -261,7 +257,7 @@ def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
 
 
 def test_the_text_shows_the_sum_and_puts_small_parts_together(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3), seconds(3))
+    write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
     rank, model = read_rank(tmp_path, 0), Linears(tiny())
     found = breakdown(rank, model)
     content = {

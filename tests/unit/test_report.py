@@ -9,7 +9,7 @@ from training.hardware.peaks import Peak
 from training.memory.gpus import DeviceMemory
 from training.memory.micro_batch import choose
 from training.records.report import report_lines
-from training.records.startup_info import startup_info
+from training.records.startup_info import Setup, startup_info
 
 NO_PEAK = Peak(None, "none", "no peak")
 
@@ -28,7 +28,8 @@ def lines(tmp_path):
         machine = dict.fromkeys(("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver"))
         machine["gpu_name"] = "NVIDIA H200"
         attention = {"line": "", **(attention or {})}
-        info = startup_info(config, flops, peak, machine, attention, processes, micro_batch)
+        setup = Setup(flops, peak, attention, micro_batch.describe(config, processes))
+        info = startup_info(config, processes, setup, machine)
         rows = [line.split(":", 1) for line in report_lines(config, info) if ":" in line]
         found = {name.strip(): text.strip() for name, text in rows}
         return {**found, "warnings": "\n".join(info["warnings"])}
@@ -75,7 +76,5 @@ def test_attention_that_runs_otherwise_than_asked_is_a_warning(lines):
     assert "attention" not in lines(attention={**choice, "reason": None})["warnings"]
 
 
-def test_unequal_gpus_are_all_named(lines):
+def test_the_report_names_the_gpus(lines):
     assert lines(processes=3)["Device"] == "3 x NVIDIA H200"
-    unequal = Peak(None, "none", "no peak", gpus={"NVIDIA H200": 1, "NVIDIA L40S": 2})
-    assert lines(processes=3, peak=unequal)["Device"] == "1 x NVIDIA H200, 2 x NVIDIA L40S"

@@ -12,9 +12,9 @@ from test_mixture import config, mixed
 
 from common.errors import UserError
 from data.pipeline import single_files, verified
-from data.pipeline.token_files import TokenWriter
+from data.pipeline.token_writer import TokenWriter
 from training.batches import document_starts, fingerprint, packing
-from training.batches.sources import describe_sources, make_windows, open_sources
+from training.batches.sources import RunData, describe_data, make_windows, open_sources
 from training.batches.token_files import TokenFiles
 from training.checkpoints import tensor_files, verification
 from training.checkpoints.tensor_files import Part, write_parts
@@ -215,7 +215,7 @@ def test_what_is_said_of_a_mixture_is_said_of_each_source(tmp_path):
     folders = [make_dataset(tmp_path / "a", train_tokens=20_000), second]
     settings = config(mixed(folders, (1, 3)), eval_interval=1)
     sources = open_sources(settings, scan=False)
-    described = describe_sources(sources, make_windows(sources, settings), samples=624, fingerprint="f")
+    described = describe_data(RunData(sources, {"sha256": "f"}, make_windows(sources, settings)), samples=624)
     assert described["tokens"] == {"train": 30_000, "val": 9_000}
     first, second = described["sources"]
     assert (first["weight"], second["weight"]) == (0.25, 0.75)

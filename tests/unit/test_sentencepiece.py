@@ -6,6 +6,7 @@ import pytest
 from support.sentencepiece_files import FOLDER, NORMALIZER, READ, TEXTS, TRAINER, write_model
 
 from common.errors import UserError
+from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.model_file import UNUSED, USER_DEFINED
 from data.tokenizers.tokenizer import open_tokenizer
 
@@ -28,7 +29,7 @@ def test_the_ids_are_those_of_the_library_with_these_settings(tmp_path, name):
 def test_the_usual_settings_are_still_encoded_the_fast_way(tmp_path):
     write_model(tmp_path)
     tokenizer = open_tokenizer(str(tmp_path))
-    assert tokenizer.use_fast_encoder()
+    assert use_fast_encoder(tokenizer)
     assert [tokenizer.encode(text) for text in TEXTS] == EXPECTED["as LLaMA's"]
 
 

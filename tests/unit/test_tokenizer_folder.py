@@ -10,9 +10,11 @@ from support.preparation import shared, small_bpe
 from support.sentencepiece_files import write_model
 
 from common.errors import UserError
+from data.tokenizers.choice import open_or_download_tokenizer
 from data.tokenizers.families import FAMILIES, open_family
+from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.file_tokenizer import tokenizer_json
-from data.tokenizers.tokenizer import open_or_download_tokenizer, open_tokenizer
+from data.tokenizers.tokenizer import open_tokenizer
 
 TEXTS = [
     "hello world",
@@ -141,7 +143,7 @@ def test_dropout_is_off_so_the_same_text_always_gets_the_same_ids(tmp_path, caps
     tokenizer = open_tokenizer(str(path))
     assert capsys.readouterr().out.count("BPE dropout (0.5)") == 1
     assert plain == [300] * 40 and all(tokenizer.encode("abab" * 20) == plain for _ in range(5))
-    assert tokenizer.use_fast_encoder(verify=False) and tokenizer.encode("abab" * 20) == plain
+    assert use_fast_encoder(tokenizer, verify=False) and tokenizer.encode("abab" * 20) == plain
 
 
 def test_hf_before_a_folder_names_the_folder(tmp_path, monkeypatch):

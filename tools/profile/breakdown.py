@@ -43,8 +43,7 @@ class Rank:
 
     def clock_ratio(self) -> float:
         """The window's length by the trace, divided by that of the host's own clock."""
-        marks = self.facts["windows"][TIMES]["marks"]
-        of_host = marks[-1]["seconds"] - marks[0]["seconds"]
+        of_host = self.facts["windows"][TIMES]["seconds"]
         return (self.recording.marks[-1] - self.recording.marks[0]) / (1e6 * of_host)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from common.text import shown
 from model_config import ModelConfig
 from training.configuration.keys import KEYS, TrainConfig
-from training.hardware.peaks import mean_peak, table_peak
+from training.hardware.peaks import table_peak
 from training.process.work_timer import UNMEASURED_ITERS
 from training.records.utilization import FORMULAS, document_flops, summarize
 
@@ -58,10 +58,9 @@ def _settings(record: dict[str, Any]) -> Iterator[Figure]:
     factors = [config[key] for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
     yield "tokens_per_iter", startup["tokens_per_iter"], math.prod(factors) * hardware["num_gpus"]
     peak = hardware["peak"]
-    unequal = peak.get("gpus") or {str(hardware["gpu_name"]): 1}
-    names = [name for name, count in unequal.items() for _ in range(count)]
-    known = mean_peak(names, [table_peak(n, hardware["precision"], bool(peak["sparse"])) for n in names])
-    if known.tflops and (config["peak_tflops"] is None or peak["source"] == known.source):
+    known = table_peak(str(hardware["gpu_name"]), hardware["precision"], bool(peak["sparse"]))
+    has_peak = peak["tflops_per_gpu"] is not None  # unequal GPUs have none
+    if known.tflops and has_peak and (config["peak_tflops"] is None or peak["source"] == known.source):
         yield "hardware.peak.tflops_per_gpu", peak["tflops_per_gpu"], known.tflops
 
 

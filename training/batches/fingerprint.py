@@ -8,11 +8,10 @@ the fingerprint.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from common.errors import UserError
-from training.batches.sources import Source
+from training.batches.sources import Source, hash_json, same_tokenizer, show_tokenizer, tokenizer_identity
 from training.batches.token_files import TokenFiles
 from training.process.world import World, gather_objects
 
@@ -34,7 +33,7 @@ def data_fingerprint(
         },
         **({"packings": packings} if packings else {}),
     }
-    return {"sha256": _hash(content), **content}
+    return {"sha256": hash_json(content), **content}
 
 
 def run_fingerprint(sources: list[Source]) -> dict:
@@ -43,7 +42,7 @@ def run_fingerprint(sources: list[Source]) -> dict:
     if len(prints) == 1:
         return prints[0]
     prints = [{**p, "weight": str(source.weight)} for p, source in zip(prints, sources, strict=True)]
-    return {"sha256": _hash(prints), "sources": prints}
+    return {"sha256": hash_json(prints), "sources": prints}
 
 
 def agree_on_data(sources: list[Source], world: World) -> dict:
@@ -77,7 +76,7 @@ def data_differences(saved: dict, now: dict) -> list[str]:
 def _dataset_differences(saved: dict, now: dict) -> list[str]:
     was, is_now = (each.get("tokenizer") or tokenizer_identity({}) for each in (saved, now))
     differences = []
-    if tokenizers_differ(was, is_now):
+    if same_tokenizer(was, is_now) is False:
         differences.append(f"tokenizer {show_tokenizer(is_now)} instead of {show_tokenizer(was)}")
     for name in (*FACTS, "weight"):
         if _differ(saved.get(name), now.get(name)):
@@ -94,16 +93,6 @@ def _differ(was: object, is_now: object) -> bool:
     return None not in (was, is_now) and was != is_now
 
 
-def tokenizers_differ(was: dict, is_now: dict) -> bool:
-    """Whether two tokenizers, each a name and a sha256, are known to differ. A name is only a folder name."""
-    key = "sha256" if was["sha256"] and is_now["sha256"] else "name"
-    return _differ(was[key], is_now[key])
-
-
-def show_tokenizer(tokenizer: dict) -> str:
-    return f"{tokenizer['name']} ({(tokenizer['sha256'] or 'no hash recorded')[:16]})"
-
-
 def _file_differences(saved: dict, now: dict) -> list[str]:
     def changed(name: str) -> bool:
         return any(_differ(saved[name].get(fact), now[name].get(fact)) for fact in OF_A_FILE)
@@ -115,13 +104,6 @@ def _file_differences(saved: dict, now: dict) -> list[str]:
     }
     more = {what: f" and {len(names) - 1} more" * (len(names) > 1) for what, names in found.items()}
     return [f"{what} {min(names)}{more[what]}" for what, names in found.items() if names]
-
-
-def tokenizer_identity(recorded: dict) -> dict:
-    """The name and the hash of the tokenizer that a meta.json describes."""
-    chars = recorded.get("chars")
-    sha256 = recorded.get("sha256") or (_hash(chars) if chars else None)
-    return {"name": recorded.get("name"), "sha256": sha256}
 
 
 def _file(path: Path, number: int, files: TokenFiles, meta: dict) -> dict:
@@ -143,7 +125,3 @@ def _probe(path: Path, size: int) -> str:
             file.seek(i * max(size - PROBE_BYTES, 0) // (PROBES - 1))
             sha256.update(file.read(PROBE_BYTES))
     return sha256.hexdigest()
-
-
-def _hash(content) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -7,6 +7,8 @@ mixture is refused unless all of its sources name the same tokenizer.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -34,6 +36,15 @@ class Source:
     documents: dict[str, DocumentStarts]  # by split; {} if the run does not need them
     # hashes of its packings by split and length, such as 'train-1024'; known where the data was scanned
     packings: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, once all machines have agreed on it."""
+
+    sources: list[Source]
+    fingerprint: dict  # training/batches/fingerprint.py
+    windows: dict[str, Split]  # by split: what the loader and the evaluation read
 
 
 def open_sources(config: TrainConfig, scan: bool) -> list[Source]:
@@ -79,36 +90,53 @@ def packing_of(source: Source, split: str, config: TrainConfig, hashes: bool) ->
     return pack_documents(source.documents[split], source.folder, split, config.block_size, hashes)
 
 
+# --- which tokenizer made the tokens ---
+
+
+def tokenizer_identity(recorded: dict) -> dict:
+    """The name and the hash of the tokenizer that a meta.json describes."""
+    chars = recorded.get("chars")
+    sha256 = recorded.get("sha256") or (hash_json(chars) if chars else None)
+    return {"name": recorded.get("name"), "sha256": sha256}
+
+
+def same_tokenizer(one: dict, other: dict) -> bool | None:
+    """Whether two tokenizers, each a name and a sha256, are one; None if that is not known. A name is only a
+    folder name."""
+    key = "sha256" if one["sha256"] and other["sha256"] else "name"
+    return None if None in (one[key], other[key]) else one[key] == other[key]
+
+
+def show_tokenizer(tokenizer: dict) -> str:
+    return f"{tokenizer['name']} ({(tokenizer['sha256'] or 'no hash recorded')[:16]})"
+
+
+def hash_json(content) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 # --- checks between sources ---
 
 
 def _check_same_tokenizer(one: Source, other: Source) -> None:
-    a, b = (_tokenizer(source) for source in (one, other))
-    compared = [
-        field for field in a if field in b and not (field == "name" and "sha256" in a and "sha256" in b)
-    ]
-    differing = [field for field in compared if a[field] != b[field]]
-    if differing or "name" not in compared and "sha256" not in compared:
+    """Tokens with document lengths beside them name no end-of-text id."""
+    both = (one, other)
+    sizes = {source.meta["vocab_size"] for source in both}
+    ends = {source.meta["eot_id"] for source in both if source.meta.get("format") != LENGTHS_FORMAT}
+    is_same = same_tokenizer(*(tokenizer_identity(source.meta["tokenizer"] or {}) for source in both))
+    if not is_same or len(sizes) > 1 or len(ends) > 1:
         raise UserError(
             f"dataset: {one.name!r} and {other.name!r} cannot be mixed unless one tokenizer made both: "
-            f"{one.name} has {_show(a)}, {other.name} has {_show(b)}; prepare both with the same tokenizer"
+            f"{one.name} has {_show(one)}, {other.name} has {_show(other)}; prepare both with the same "
+            "tokenizer"
         )
 
 
-def _tokenizer(source: Source) -> dict:
-    """What meta.json records to distinguish tokenizers. A name is only a folder name; a hash says more.
-    Tokens with document lengths beside them name no end-of-text id."""
-    recorded = source.meta["tokenizer"] or {}
-    facts = {field: recorded[field] for field in ("sha256", "chars", "name") if recorded.get(field)}
-    if source.meta.get("format") != LENGTHS_FORMAT:
-        facts["eot_id"] = source.meta["eot_id"]
-    return {**facts, "vocab_size": source.meta["vocab_size"]}
-
-
-def _show(tokenizer: dict) -> str:
-    name = tokenizer.get("name", "no tokenizer in its meta.json")
-    sha256 = f", sha256 {tokenizer['sha256'][:12]}..." if "sha256" in tokenizer else ""
-    return f"{name} ({tokenizer['vocab_size']:,} ids, end-of-text {tokenizer.get('eot_id')}{sha256})"
+def _show(source: Source) -> str:
+    tokenizer = tokenizer_identity(source.meta["tokenizer"] or {})
+    name, sha256 = tokenizer["name"] or "no tokenizer in its meta.json", tokenizer["sha256"]
+    known = f", sha256 {sha256[:12]}..." if sha256 else ""
+    return f"{name} ({source.meta['vocab_size']:,} ids, end-of-text {source.meta['eot_id']}{known})"
 
 
 def _check_no_overlap(sources: list[Source]) -> None:
@@ -136,17 +164,15 @@ def _hashes(source: Source, split: str) -> Iterator[tuple[Path, str]]:
 # --- what the record says ---
 
 
-def describe_sources(
-    sources: list[Source], windows: dict[str, Split], samples: int, fingerprint: str
-) -> dict:
+def describe_data(data: RunData, samples: int) -> dict:
     """The record's data entry. It lists no file names, because there can be thousands. samples: number of
     sequences in max_iters iterations."""
-    by_source = windows["train"].by_source.values()
+    sources, by_source = data.sources, data.windows["train"].by_source.values()
     return {
         "tokens": {
             split: sum(source.splits[split].total for source in sources) for split in sources[0].splits
         },
-        "fingerprint": fingerprint,
+        "fingerprint": data.fingerprint["sha256"],
         "sources": [
             {
                 "name": source.name,

@@ -36,7 +36,6 @@ class Peak:
     sparse: bool = False
     measured: bool = False
     fp8: Peak | None = None  # the fp8 peak, for a run whose matmuls are fp8
-    gpus: dict[str | None, int] | None = None  # name -> number, where the ranks' GPUs are not all the same
 
     @property
     def flops(self) -> float | None:
@@ -175,34 +174,16 @@ def _timings(multiply: Callable, warmup: int, repeats: int, device: torch.device
 
 
 def agree_on_peak(config: TrainConfig, world: World) -> Peak:
-    """The peak of one device: from the table, stated or measured; of unequal GPUs, their mean. The first rank
-    with each kind of GPU finds its peak, so that all ranks use the same figures. All ranks."""
-    names = gather_objects(_gpu_name(world.device), world)
-    is_first = names.index(names[world.rank]) == world.rank
-    peaks = gather_objects(_find_peak(config, world.device) if is_first else None, world)
-    return mean_peak(names, peaks)
-
-
-def mean_peak(names: list[str | None], peaks: list[Peak]) -> Peak:
-    """The peak that makes the sum of all ranks' if it is multiplied by their number. names: GPU of each rank;
-    peaks: of the first rank with each name."""
-    of = {name: peaks[names.index(name)] for name in names}
-    if len(of) == 1:
-        return peaks[0]
-    gpus = Counter(names)
-    # low precision that a GPU emulates runs at the rate of its other matmuls
-    fp8 = {name: peak.fp8 or peak for name, peak in of.items()} if any(p.fp8 for p in of.values()) else None
-    return replace(_mean(of, gpus), fp8=_mean(fp8, gpus) if fp8 else None, gpus=dict(gpus))
-
-
-def _mean(of: dict[str | None, Peak], gpus: Counter[str | None]) -> Peak:
-    named = "unequal GPUs, " + ", ".join(f"{count} x {name}" for name, count in gpus.items())
-    first = next(iter(of.values()))  # its other facts follow from the settings, so they are everyone's
-    if reasons := [str(peak.reason) for peak in of.values() if peak.tflops is None]:
-        return Peak(None, "none", f"{named}: {'; '.join(reasons)}", first.sparse)
-    mean = sum((peak.tflops or 0.0) * gpus[name] for name, peak in of.items()) / gpus.total()
-    sources = dict.fromkeys(peak.source for peak in of.values())
-    return replace(first, tflops=mean, source=f"mean of {named}: {'; '.join(sources)}")
+    """Rank 0's peak: from the table, stated or measured. Unequal GPUs have none but a stated one. All
+    ranks."""
+    gpus = Counter(gather_objects(_gpu_name(world.device), world))
+    if len(gpus) == 1:
+        return gather_objects(_find_peak(config, world.device) if world.is_main else None, world)[0]
+    if isinstance(config.peak_tflops, float):
+        return Peak(config.peak_tflops, "stated by peak_tflops", sparse=config.use_sparse_specs)
+    named = ", ".join(f"{count} x {name}" for name, count in gpus.items())
+    fix = "state the mean of their dense peaks with --peak_tflops=..."
+    return Peak(None, "none", f"unequal GPUs, {named}: {fix}", config.use_sparse_specs)
 
 
 def _gpu_name(device: torch.device) -> str | None:

@@ -44,6 +44,11 @@ def estimate_memory(config: TrainConfig, world_size: int) -> dict[str, float]:
     return {name: size / GIB for name, size in items.items() if size}
 
 
+def host_memory(config: TrainConfig, world_size: int) -> float:
+    """Bytes of host memory that the training takes in this process: on a CPU, all that is estimated."""
+    return GIB * sum(estimate_memory(config, world_size).values()) if config.device == "cpu" else 0.0
+
+
 # --- at rest ---
 
 

@@ -18,7 +18,7 @@ from common.errors import UserError
 from training.configuration.batch import EVAL_BATCH, divisors, is_auto, sequences_per_gpu
 from training.configuration.keys import AUTO, TrainConfig
 from training.configuration.rules import check
-from training.memory.estimate import needed_memory
+from training.memory.estimate import estimate_memory, needed_memory
 from training.memory.gpus import CPU_NAME, DeviceMemory, device_memory
 from training.process.world import World, gather_objects
 
@@ -81,8 +81,13 @@ class MicroBatch:
             f"{units.memory(self.available_gib)}; batch_size='auto' finds what fits"
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def describe(self, config: TrainConfig, world_size: int) -> dict[str, Any]:
+        """What fits, as values that the start-up report and the record show."""
+        return {
+            "micro_batch": asdict(self),
+            "estimated_memory_gb": estimate_memory(config, world_size),
+            "warnings": self.warnings(),
+        }
 
 
 def resolve_micro_batch(config: TrainConfig, world: World) -> tuple[TrainConfig, MicroBatch]:

@@ -1,4 +1,4 @@
-"""Translates between a model's keys and Hugging Face's config.json, in both directions, by one table.
+"""Translates Hugging Face's config.json to a model's keys, by one table; writing.py reads it the other way.
 
 Both spellings of config.json are read: transformers 4 writes rope_theta, rope_scaling and torch_dtype,
 transformers 5 writes rope_parameters and dtype. What the model cannot compute is refused by its name in
@@ -7,7 +7,6 @@ config.json: weights that fit would otherwise give wrong logits.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,7 @@ import rope_scaling
 from common.errors import UserError
 from common.text import shown
 from model_config import ModelConfig
-from rope_scaling import RopeScaling, YarnScaling
-from training.pretrained.config_fields import LARGEST, ConfigFields
+from training.pretrained.config_fields import ConfigFields
 
 LLAMA3_IDS = 128_256
 
@@ -140,7 +138,7 @@ def _decoder_keys(config: ConfigFields, name: str, keys: dict[str, Any]) -> tupl
     return own, max(config.whole("max_position_embeddings", 2048), min(scaled, rope_scaling.LONGEST))
 
 
-# --- to config.json ---
+# --- from a model ---
 
 
 def family_of(model: ModelConfig) -> str:
@@ -161,72 +159,3 @@ def family_of(model: ModelConfig) -> str:
     if model.qk_norm and (model.bias or model.qkv_bias):
         raise UserError("no Hugging Face model has both qk_norm and biases, so this one cannot be exported")
     return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-
-
-def write_architecture(model: ModelConfig, dtype: str, origin: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json that transformers 4.51 and later read; what it does not state has
-    transformers' default. `origin`: that of the weights which the run began with, or {}; what the model's
-    keys do not say, such as special tokens, is taken from it."""
-    name = family_of(model)
-    family = FAMILIES[name]
-    fields = {
-        "architectures": [family.model_class],
-        "model_type": name,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.weight_tying,
-        **{id: _id(origin.get(id), model) for id in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        # transformers 4 reads the first, transformers 5 the second; each ignores the other
-        "torch_dtype": dtype,
-        "dtype": dtype,
-        **{field: allowed[0] for field, allowed in family.required.items() if field != "is_causal"},
-        **{field: getattr(model, key) for key, field in family.sizes.items()},
-        **(_gpt2_fields(model) if name == "gpt2" else _decoder_fields(model, name, origin)),
-    }
-    return dict(sorted(fields.items()))
-
-
-def _id(value: object, model: ModelConfig) -> int | list[int] | None:
-    """A token id, or several, if that is what it is."""
-    if isinstance(value, list) and value and all(isinstance(_id(one, model), int) for one in value):
-        return list(value)
-    return value if type(value) is int and 0 <= value < model.vocab_size else None
-
-
-def _gpt2_fields(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_inner": None if model.d_ff == 4 * model.n_embd else model.d_ff,
-        "n_positions": model.block_size,
-        "layer_norm_epsilon": model.norm_eps,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
-    }
-
-
-def _stated(scaling: RopeScaling) -> dict[str, Any]:
-    """Its fields without those that have their default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(scaling) if field.init}
-    return {name: value for name, value in scaling.to_dict().items() if value != defaults.get(name)}
-
-
-def _decoder_fields(model: ModelConfig, name: str, origin: dict[str, Any]) -> dict[str, Any]:
-    scaling = _stated(model.rope_scaling) if model.rope_scaling else None
-    longest = origin.get("max_position_embeddings")
-    longest = max(model.block_size, longest if type(longest) is int and longest < LARGEST else 0)
-    if isinstance(model.rope_scaling, YarnScaling):
-        # transformers 4 computes the factor from these two
-        longest = round(model.rope_scaling.factor * model.rope_scaling.original_max_position_embeddings)
-    fields: dict[str, Any] = {
-        "num_key_value_heads": model.n_kv_head,
-        "head_dim": model.head_dim,
-        "rms_norm_eps": model.norm_eps,
-        "max_position_embeddings": longest,
-        "attention_dropout": model.dropout,
-        # transformers 4 reads the first two, transformers 5 the third
-        "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta},
-    }
-    if name == "llama":
-        return {**fields, "attention_bias": model.bias, "mlp_bias": model.bias}
-    if name == "qwen2" and model.attention_width == model.n_embd:
-        del fields["head_dim"]  # Qwen2 has none, and some readers do not expect it
-    return fields

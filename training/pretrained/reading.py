@@ -36,8 +36,7 @@ from training.pretrained.folder import (
     match,
 )
 from training.pretrained.names import in_pairs, pieces
-from training.pretrained.same_tokenizer import is_tokenizer_of, not_of_dataset
-from training.pretrained.tokenizer_files import VOCABULARIES
+from training.pretrained.same_tokenizer import VOCABULARIES, is_tokenizer_of, not_of_dataset
 from training.process.agreement import agree
 from training.process.world import World, gather_objects
 

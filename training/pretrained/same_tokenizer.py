@@ -16,8 +16,9 @@ from data.tokenizers.char_tokenizer import CharTokenizer
 from data.tokenizers.file_tokenizer import FileTokenizer
 from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer, hash_tokenizer
-from training.batches.fingerprint import show_tokenizer, tokenizer_identity, tokenizers_differ
+from training.batches.sources import same_tokenizer, show_tokenizer, tokenizer_identity
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 COMPARED_TOKENS = 10_000  # of a dataset whose tokenizer may be the model's in another form
 
 
@@ -35,7 +36,7 @@ def identity(tokenizer: Tokenizer) -> dict[str, Any]:
 def check_recorded(trained: dict[str, Any], model: str, found: dict[str, Any], where: str, fix: str) -> None:
     """`trained`: what the checkpoint `model` records of its tokenizer, `found`: what is known of that of
     `where`; each a name and a sha256. Raises UserError."""
-    if tokenizers_differ(trained, found):
+    if same_tokenizer(trained, found) is False:
         raise _another(trained, model, found, where, fix)
 
 

@@ -12,13 +12,17 @@ from common.errors import UserError
 from data.pipeline.meta_file import load_tokenizer, names_tokenizer, read_meta
 from data.tokenizers.to_file import write_tokenizer
 from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from training.batches.fingerprint import tokenizer_identity
+from training.batches.sources import tokenizer_identity
 from training.checkpoints.saved_state import SavedState
 from training.configuration.dataset_name import first_folder
 from training.pretrained.folder import recall
-from training.pretrained.same_tokenizer import check_recorded, is_tokenizer_of, tokenizer_hash
+from training.pretrained.same_tokenizer import (
+    VOCABULARIES,
+    check_recorded,
+    is_tokenizer_of,
+    tokenizer_hash,
+)
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 # a model may have several chat templates: the others are in a folder of their own
 COPIED = (
     *VOCABULARIES,

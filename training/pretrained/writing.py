@@ -1,9 +1,11 @@
-"""Writes the weights of a checkpoint as a file of Hugging Face's. Each tensor is read from the checkpoint's
-mapped files, converted, and written before the next, so that one at a time is in memory.
+"""Writes the weights of a checkpoint, and their config.json, as files of Hugging Face's. Each tensor is read
+from the checkpoint's mapped files, converted, and written before the next, so that one at a time is in
+memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +16,11 @@ import torch
 from common.durable_file import write_bytes
 from common.errors import UserError
 from model_config import ModelConfig
+from rope_scaling import RopeScaling, YarnScaling
 from training.checkpoints.tensor_files import Part, is_finite, write_tensors
 from training.checkpoints.tensor_reader import TensorFiles
-from training.pretrained.architecture import write_architecture
+from training.pretrained.architecture import FAMILIES, family_of
+from training.pretrained.config_fields import LARGEST
 from training.pretrained.folder import CONFIG, GENERATION, SINGLE
 from training.pretrained.generation_settings import exported_generation
 from training.pretrained.names import Piece, pieces
@@ -67,3 +71,72 @@ def _tensors(reader: TensorFiles, found: list[Piece], dtype: torch.dtype) -> Ite
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_bytes(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+
+
+def write_architecture(model: ModelConfig, dtype: str, origin: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json that transformers 4.51 and later read; what it does not state has
+    transformers' default. `origin`: that of the weights which the run began with, or {}; what the model's
+    keys do not say, such as special tokens, is taken from it."""
+    name = family_of(model)
+    family = FAMILIES[name]
+    fields = {
+        "architectures": [family.model_class],
+        "model_type": name,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.weight_tying,
+        **{id: _id(origin.get(id), model) for id in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        # transformers 4 reads the first, transformers 5 the second; each ignores the other
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **{field: allowed[0] for field, allowed in family.required.items() if field != "is_causal"},
+        **{field: getattr(model, key) for key, field in family.sizes.items()},
+        **(_gpt2_fields(model) if name == "gpt2" else _decoder_fields(model, name, origin)),
+    }
+    return dict(sorted(fields.items()))
+
+
+def _id(value: object, model: ModelConfig) -> int | list[int] | None:
+    """A token id, or several, if that is what it is."""
+    if isinstance(value, list) and value and all(isinstance(_id(one, model), int) for one in value):
+        return list(value)
+    return value if type(value) is int and 0 <= value < model.vocab_size else None
+
+
+def _gpt2_fields(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_inner": None if model.d_ff == 4 * model.n_embd else model.d_ff,
+        "n_positions": model.block_size,
+        "layer_norm_epsilon": model.norm_eps,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+    }
+
+
+def _stated(scaling: RopeScaling) -> dict[str, Any]:
+    """Its fields without those that have their default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(scaling) if field.init}
+    return {name: value for name, value in scaling.to_dict().items() if value != defaults.get(name)}
+
+
+def _decoder_fields(model: ModelConfig, name: str, origin: dict[str, Any]) -> dict[str, Any]:
+    scaling = _stated(model.rope_scaling) if model.rope_scaling else None
+    longest = origin.get("max_position_embeddings")
+    longest = max(model.block_size, longest if type(longest) is int and longest < LARGEST else 0)
+    if isinstance(model.rope_scaling, YarnScaling):
+        # transformers 4 computes the factor from these two
+        longest = round(model.rope_scaling.factor * model.rope_scaling.original_max_position_embeddings)
+    fields: dict[str, Any] = {
+        "num_key_value_heads": model.n_kv_head,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.norm_eps,
+        "max_position_embeddings": longest,
+        "attention_dropout": model.dropout,
+        # transformers 4 reads the first two, transformers 5 the third
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta},
+    }
+    if name == "llama":
+        return {**fields, "attention_bias": model.bias, "mlp_bias": model.bias}
+    if name == "qwen2" and model.attention_width == model.n_embd:
+        del fields["head_dim"]  # Qwen2 has none, and some readers do not expect it
+    return fields

@@ -20,9 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common.durable_file import write_bytes
-from training.batches.loader import Loader
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import capability
 from training.process.world import World
 from training.records.clock import Clock
 
@@ -46,7 +44,7 @@ class Window(NamedTuple):
     operators: bool  # records them with their shapes
 
 
-def make_profiler(config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int) -> Profiler:
+def make_profiler(config: TrainConfig, world: World, clock: Clock, start: int) -> Profiler:
     """What the loop calls. `start` is the first iteration of this process."""
     if config.profile is not None and config.max_iters - start < ITERATIONS:
         # no error: the run itself may be the end of a resumed one
@@ -54,7 +52,7 @@ def make_profiler(config: TrainConfig, world: World, loader: Loader, clock: Cloc
             f"profile={config.profile!r} records nothing: it needs {ITERATIONS} iterations, and {start} to "
             f"max_iters={config.max_iters} are too few; state --max_iters={start + ITERATIONS}"
         )
-    return Profiler(config, world, loader, clock, start)
+    return Profiler(config, world, clock, start)
 
 
 def windows(on_gpu: bool) -> list[Window]:
@@ -80,19 +78,13 @@ class Profiler:
     """profile='time'; None records nothing. Every rank writes its own traces. It synchronizes the device only
     at both ends of a window."""
 
-    def __init__(self, config: TrainConfig, world: World, loader: Loader, clock: Clock, start: int):
-        self.out_dir, self.world, self.loader = Path(config.out_dir), world, loader
+    def __init__(self, config: TrainConfig, world: World, clock: Clock, start: int):
+        self.out_dir, self.world = Path(config.out_dir), world
         self.clock, self.start = clock, start
         self.on_gpu = world.device.type == "cuda"
         self.windows = windows(self.on_gpu) if config.profile else []
-        self.running = False
-        # of the window: one before each iteration, one after the last
-        self.marks: list[dict[str, float]] = []
+        self.began: float | None = None  # by the host's clock; None while nothing is recorded
         self.facts: dict[str, Any] = {"rank": world.rank, "device": world.device.type, "windows": {}}
-        if self.windows and self.on_gpu:
-            gpu = torch.cuda.get_device_properties(world.device)
-            compute = capability(world.device).compute
-            self.facts |= {"multiprocessors": gpu.multi_processor_count, "capability": compute}
 
     def before(self, iteration: int) -> None:
         """Called before the batch of each iteration is taken. All ranks."""
@@ -106,31 +98,29 @@ class Profiler:
         elif number == window.iterations.start:
             with self.clock.paused():
                 self.trace.start_trace()
-            self.running = True
-        if self.running:
+            self.began = time.perf_counter()
+        if self.began is not None:
             self._mark(iteration)
-        if self.running and number == window.iterations.stop:
-            self._finish(window)
+            if number == window.iterations.stop:
+                self._finish(window, self.began)
 
     def _mark(self, iteration: int) -> None:
         """Shows in the trace where an iteration begins: a GPU's stream gets a kernel that nothing else
         launches."""
-        self.marks.append({"seconds": time.perf_counter(), "waited_seconds": self.loader.waited_seconds})
         if self.on_gpu:
             torch.cuda._sleep(1)  # one clock cycle; 'spin_kernel' in the trace
         else:
             with record_function(MARK.format(iteration)):
                 pass
 
-    def _finish(self, window: Window) -> None:
+    def _finish(self, window: Window, began: float) -> None:
         with self.clock.paused():
-            self.marks[-1]["seconds"] = time.perf_counter()  # the device has done everything
+            seconds = time.perf_counter() - began  # the device has done everything
             self.trace.stop_trace()
             iterations = [self.start + number for number in window.iterations]
-            facts = {"iterations": iterations, "marks": self.marks}
-            self.facts["windows"][window.name] = facts
+            self.facts["windows"][window.name] = {"iterations": iterations, "seconds": seconds}
             self._write(window)
-        self.windows, self.running, self.marks = self.windows[1:], False, []
+        self.windows, self.began = self.windows[1:], None
 
     def _write(self, window: Window) -> None:
         rank = self.world.rank

@@ -6,7 +6,6 @@ import logging
 import math
 import shlex
 from pathlib import Path
-from typing import Any
 
 from common import units
 from training.checkpoints.plan import SAVE_NONE, checkpoint_bytes, plan_saves
@@ -16,7 +15,8 @@ from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
 from training.records.machine import machine_lines, speed_line
-from training.records.run_record import RunRecord, accumulation_steps
+from training.records.rows import Logger
+from training.records.run_record import accumulation_steps
 from training.strategies.parallelize import parallelism_line
 
 log = logging.getLogger("nanomfu")
@@ -27,9 +27,9 @@ WINDOWS = {"stream": "tokens cut anywhere", "truncate": "whole documents, long o
 MASKS = {True: "documents do not see each other", False: "no mask between documents"}
 
 
-def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None, start: int) -> None:
-    """Writes the report of a run that begins at iteration `start`, and the record for the first time. Rank 0
-    writes."""
+def announce(logger: Logger) -> None:
+    """Writes the report of a run that begins, and the record for the first time. Rank 0 writes."""
+    config, info, record, start = logger.config, logger.info, logger.record, logger.start
     for line in report_lines(config, info, start):
         log.info(line)
     if record:
@@ -49,20 +49,16 @@ def announce(config: TrainConfig, info: dict[str, Any], record: RunRecord | None
         log.info("Compiling during the first iteration; it can take a minute")
 
 
-def closing_lines(
-    config: TrainConfig,
-    run_path: Path,
-    checkpoint: Path | None,
-    waited_seconds: float,
-    summary: dict[str, Any],
-) -> list[str]:
-    """The last lines of a run. waited_seconds: total time that the loop waited for batches. summary: the
-    record's."""
+def closing_lines(logger: Logger, checkpoint: Path | None, waited_seconds: float) -> list[str]:
+    """The last lines of a run; none on all ranks except 0. checkpoint: the last one that this process saved;
+    waited_seconds: total time that the loop waited for batches."""
+    if logger.record is None:
+        return []
     lines = {
-        "Run record": run_path if config.save_log_to_json else None,
-        "Log": run_path.with_suffix(".log"),
-        "Checkpoint": checkpoint,
-        "GPU": speed_line(summary),
+        "Run record": logger.record.path if logger.config.save_log_to_json else None,
+        "Log": logger.record.path.with_suffix(".log"),
+        "Checkpoint": checkpoint or logger.info["resumed_from"],
+        "GPU": speed_line(logger.summary),
         "Data": f"total time the loop waited for batches: {waited_seconds:.2f} s",
     }
     return ["", *(f"{name + ':':<12} {text}" for name, text in lines.items() if text)]
@@ -228,11 +224,10 @@ def _dataloader(config: TrainConfig) -> str:
 def _hardware(config: TrainConfig, info: dict) -> Section:
     hardware, software = info["hardware"], info["software"]
     memory = f" ({hardware['gpu_memory_gb']:.1f} GB)" if hardware.get("gpu_memory_gb") else ""
-    gpus = hardware["peak"].get("gpus") or {hardware["gpu_name"]: hardware["num_gpus"]}
     peaks = {"Peak per GPU": "peak", "  fp8": "peak_fp8"}
     estimate = info["estimated_memory_gb"]
     return [
-        ("Device", ", ".join(f"{count} x {name}" for name, count in gpus.items()) + memory),
+        ("Device", f"{hardware['num_gpus']} x {hardware['gpu_name']}{memory}"),
         *machine_lines(info),
         ("Parallelism", parallelism_line(config, hardware["parallelism"])),
         ("torch, CUDA, cuDNN, NCCL", ", ".join(str(software[k]) for k in ("torch", "cuda", "cudnn", "nccl"))),

@@ -64,7 +64,7 @@ class Logger:
         """`record` is None on all ranks except 0. `info` is the record's startup_info, `progress` where this
         process begins. Without a monitor, no GPU is sampled."""
         self.config, self.world, self.record, self.clock = config, world, record, clock
-        self.flops, self.peak, self.facts = info["flops"], peak, row_facts(info)
+        self.info, self.flops, self.peak, self.facts = info, info["flops"], peak, row_facts(info)
         self.recomputed = recomputed_flops(self.flops, config)
         self.tokens_per_iter = config.samples_per_iter(world.size) * config.block_size
         self.tokens_before = progress.samples_seen * config.block_size

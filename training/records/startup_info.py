@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+from dataclasses import dataclass, field
 from typing import Any
 
 import model_builder
-from training.batches.sources import Source, describe_sources
-from training.batches.windows import Split
+from training.batches.sources import RunData, describe_data
 from training.checkpoints.resume import Resume
 from training.configuration.keys import ROOT, TrainConfig
 from training.configuration.rules import cuda_graphs_obstacle
 from training.hardware.gpu_monitor import GpuMonitor
 from training.hardware.peaks import Peak
-from training.memory.estimate import estimate_memory
-from training.memory.micro_batch import MicroBatch
 from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
@@ -30,17 +28,22 @@ OTHER_ATTENTION = "attention_backend={asked!r} runs as {used} [{kernel}]: {reaso
 SOFTWARE = ("python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver")
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What was found or chosen before the record begins, as each part describes itself."""
+
+    flops: dict[str, Any]  # count_flops()
+    peak: Peak
+    attention: dict[str, Any]
+    memory: dict[str, Any]  # what fits: micro_batch, estimated_memory_gb, warnings
+    low_precision: dict[str, Any] = field(default_factory=dict)
+
+
 def startup_info(
-    config: TrainConfig,
-    flops: dict[str, Any],
-    peak: Peak,
-    machine: dict[str, Any],
-    attention: dict[str, Any],
-    world_size: int,
-    micro_batch: MicroBatch,
+    config: TrainConfig, world_size: int, setup: Setup, machine: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything that does not depend on the data or on an earlier run. `flops` is the result of
-    count_flops(), `machine` that of describe_hardware()."""
+    """Everything that does not depend on the data or on an earlier run. `machine`: describe_hardware()'s."""
+    attention, peak = setup.attention, setup.peak
     model_config = config.model_config()
     model = model_builder.build_model(model_config)  # on the meta device, only to count parameters
     counts = model.count_parameters()
@@ -68,27 +71,26 @@ def startup_info(
         **describe_ffn_backend(config),
         **describe_fusion(config),
         **(graphs if obstacle else {}),
-        "flops": flops,
+        "flops": setup.flops,
         "tokens_per_iter": config.samples_per_iter(world_size) * config.block_size,
-        "micro_batch": micro_batch.to_dict(),
-        "estimated_memory_gb": estimate_memory(config, world_size),
+        "micro_batch": setup.memory["micro_batch"],
+        "estimated_memory_gb": setup.memory["estimated_memory_gb"],
         "warnings": [
             *([OTHER_ATTENTION.format(**attention)] if attention.get("reason") else []),
             *schedule_warnings(config),
             *optimizer_warnings(config),
-            *micro_batch.warnings(),
+            *setup.memory["warnings"],
         ],
+        **setup.low_precision,
     }
 
 
 def run_info(
     config: TrainConfig,
-    sources: list[Source],
-    windows: dict[str, Split],
-    fingerprint: str,
+    world_size: int,
+    data: RunData,
     resume: Resume,
     pretrained: dict[str, Any] | None,
-    world_size: int,
     monitor: GpuMonitor,
 ) -> dict[str, Any]:
     """The rest of the record's startup_info: the machine, the data, who started the run, and where it
@@ -96,7 +98,7 @@ def run_info(
     samples = config.max_iters * config.samples_per_iter(world_size)
     return {
         "machine": machine_info(monitor),
-        "data": describe_sources(sources, windows, samples, fingerprint),
+        "data": describe_data(data, samples),
         "launch": launch_record(),
         "resumed_from": str(resume.checkpoint) if resume.checkpoint else None,
         # without their config.json, which is in each checkpoint
@@ -147,5 +149,4 @@ def _describe_peak(peak: Peak) -> dict:
         "reason": peak.reason,
         "sparse": peak.sparse,
         "measured": peak.measured,
-        **({"gpus": peak.gpus} if peak.gpus else {}),
     }

@@ -27,7 +27,7 @@ from training.memory.gpus import (
 from training.memory.micro_batch import MicroBatch, choose, settings_that_fit
 from training.process.launch import machine_size
 from training.records.report import report_lines
-from training.records.startup_info import startup_info
+from training.records.startup_info import Setup, startup_info
 from training.records.utilization import count_flops
 
 ASSUMED = "H100"  # for 'auto' where --gpu names none
@@ -43,11 +43,12 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     config, micro_batch = choose(config, world_size, memory)
     attention = {"line": f"asked for {config.attention_backend}; chosen on the device, not in a dry run"}
     machine = {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"}
-    flops, peak, warnings = count_flops(config), _peak(config, card), []
+    memory_found = micro_batch.describe(config, world_size)
+    setup, warnings = Setup(count_flops(config), _peak(config, card), attention, memory_found), []
     if config.gpu:
         machine |= {"gpu_name": f"{card.device} (dry run)", "gpu_memory_gb": card.gib}
         warnings = _problems(config, card)
-    info = startup_info(config, flops, peak, machine, attention, world_size, micro_batch)
+    info = startup_info(config, world_size, setup, machine)
     if config.gpu and config.low_precision != "none":
         support = low_precision_support(config.low_precision, card_capability(card)) or "refused"
         info["low_precision"] = {"executed": support.replace(EMULATED, "emulated: slower than bf16")}
