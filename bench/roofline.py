@@ -28,7 +28,7 @@ from bench.operations import ON_A_CPU, Timing, seconds_per_call, time_attention,
 from bench.process import end_with_status
 from mfu_versions import model_builder_v3 as v3
 from model_config import ModelConfig
-from ops.recipes import ONE_SCALE
+from ops.recipes.properties import ONE_SCALE
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.hardware.peaks import Peak, resolve_peak

@@ -13,9 +13,9 @@ import torch
 from ops.cross_entropy import cross_entropy, cross_entropy_float8
 from ops.float8 import FORWARD, GRADIENT, quantize
 from ops.quantization.random_bits import random_key
-from ops.recipes import ONE_SCALE
 from ops.recipes.mxfp8 import mxfp8_operand
 from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from ops.recipes.properties import ONE_SCALE
 from ops.swiglu import swiglu_backward, swiglu_backward_float8
 
 SHAPE = (128, 1152)  # of every kernel, a row has several programs, and the last one is not full

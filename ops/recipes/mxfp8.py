@@ -12,8 +12,8 @@ from torch.library import custom_op
 from ops.cross_entropy import cross_entropy
 from ops.quantization import mxfp8
 from ops.quantized_linear import Operand
-from ops.recipes import ALIGNMENTS
 from ops.recipes.emulated import EmulatedLinear, check_operand
+from ops.recipes.properties import ALIGNMENTS
 
 
 class Mxfp8Linear(EmulatedLinear):

@@ -15,8 +15,8 @@ from ops.quantization import nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_bits
 from ops.quantized_linear import Operand
-from ops.recipes import ALIGNMENTS
 from ops.recipes.emulated import EmulatedLinear, check_operand
+from ops.recipes.properties import ALIGNMENTS
 
 FP4_BLOCK = 16
 ROWS, COLUMNS = 0, 1  # the streams of random bits of a gradient's two forms

@@ -21,7 +21,7 @@ from data.pipeline.meta_file import describe
 from data.pipeline.token_files import SPLITS
 from data.pipeline.token_writer import ShardWriter
 from model_config import ModelConfig
-from ops.recipes import ALIGNMENTS
+from ops.recipes.properties import ALIGNMENTS
 from plots.run_record import METHODS
 from training.batches.dataset import open_dataset
 from training.checkpoints.resume import FREE_TO_CHANGE, NOT_COMPARED

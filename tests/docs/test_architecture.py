@@ -89,7 +89,8 @@ def test_a_file_without_a_place_is_an_error():
 
 
 def test_the_model_reads_like_the_paper():
-    """In which precision an operation runs, what is recomputed and which backend computes it come from outside:
+    """In which precision an operation runs, what is recomputed and which backend computes it comes from
+    outside:
     ops/activation.py, convert() of ops/quantized_linear.py, ops/recompute.py, training/."""
     text = (ROOT / "model.py").read_text(encoding="utf-8")
     assert text.count("\n") <= 270

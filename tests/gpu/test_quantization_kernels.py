@@ -8,9 +8,9 @@ from ops.compare_casts import compare_casts
 from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import bf16_stochastically, random_bits, random_key
-from ops.recipes import ALIGNMENTS
 from ops.recipes.mxfp8 import mxfp8_operand
 from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from ops.recipes.properties import ALIGNMENTS
 from training.hardware.capability import capability, low_precision_support
 
 pytestmark = pytest.mark.gpu

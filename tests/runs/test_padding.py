@@ -13,7 +13,7 @@ from support.graphed_runs import build, weights
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
 
 from common.errors import RunError
-from ops.recipes import ONE_SCALE
+from ops.recipes.properties import ONE_SCALE
 from training.batches.sources import make_windows, open_sources
 from training.configuration.keys import TrainConfig
 from training.evaluation import evaluate

@@ -5,7 +5,7 @@ import torch
 
 from common.errors import RunError
 from ops import compare_casts as comparison
-from ops.recipes import ALIGNMENTS
+from ops.recipes.properties import ALIGNMENTS
 from training.optimization.low_precision import check_kernels
 
 CPU = torch.device("cpu")

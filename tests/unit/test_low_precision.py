@@ -22,9 +22,9 @@ from ops.quantization import mxfp8, nvfp4
 from ops.quantization.hadamard import random_hadamard
 from ops.quantization.random_bits import random_key
 from ops.quantized_linear import Quantized, convert, refresh_weights
-from ops.recipes import ALIGNMENTS, EMULATED
 from ops.recipes.fp8_delayed import Scaling, delayed_quantize
 from ops.recipes.nvfp4 import bits_of_operand
+from ops.recipes.properties import ALIGNMENTS, EMULATED
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision import LINEARS, low_precision_layers
 from training.optimization.low_precision_state import DelayedScaling

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from common.errors import UserError
 from common.text import shorten, shown
 from model_config import ModelConfig
-from ops.recipes import DELAYED, ONE_SCALE
+from ops.recipes.properties import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch
 from training.configuration.key_line import YEAR, Key
 from training.configuration.keys import FACTORS, GUARDED, KEYS, RECOMPUTING, TrainConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.errors import UserError
-from ops.recipes import ONE_SCALE
+from ops.recipes.properties import ONE_SCALE
 
 CUDNN, TORCH = "cuDNN", "torch"  # inside attention backend sdpa: cuDNN, or the kernel that torch chooses
 FA2, FA3 = "flash_attn_2", "flash_attn_3"

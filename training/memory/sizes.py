@@ -6,7 +6,7 @@ import functools
 
 import model_builder
 from model_config import ModelConfig
-from ops.recipes import EMULATED
+from ops.recipes.properties import EMULATED
 from training.configuration.keys import RECOMPUTING, TrainConfig
 from training.configuration.rules import shards_optimizer
 from training.process.launch import machine_size

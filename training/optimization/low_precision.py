@@ -16,10 +16,10 @@ from ops.compare_casts import compare_casts
 from ops.float8_linear import Float8Linear
 from ops.linear import Linear
 from ops.quantized_linear import QuantizedLinear, convert, convert_layer
-from ops.recipes import ALIGNMENTS, ONE_SCALE
 from ops.recipes.fp8_delayed import DelayedLinear
 from ops.recipes.mxfp8 import Mxfp8Linear
 from ops.recipes.nvfp4 import Nvfp4Linear
+from ops.recipes.properties import ALIGNMENTS, ONE_SCALE
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
 from training.hardware.capability import NATIVE, capability, low_precision_support
