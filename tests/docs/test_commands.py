@@ -232,9 +232,7 @@ def check_module(module: str, arguments: list[str], script):
 
 
 def check_benchmark(module: str, arguments: list[str], script):
-    if module == "bench.tokenize":
-        script(module, arguments)
-    elif module == "bench.precision":
+    if module == "bench.precision":
         parsed, overrides = precision.parse(arguments)
         check_overrides(overrides, precision.OTHERS)
         assert parsed.rows and parsed.seeds

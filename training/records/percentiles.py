@@ -1,8 +1,7 @@
 """Median, 10th and 90th percentile of measurements: for the run record's summary and the tables of bench/.
 
 A percentile is numpy's with method="nearest": always one of the measured values, never a value between two of
-them. plots/run_record.py makes the same call, because plots/ imports nothing from training/. This module does
-not import torch, because each worker process of bench.tokenize imports this module.
+them. plots/run_record.py makes the same call, because plots/ imports nothing from training/.
 """
 
 from __future__ import annotations
