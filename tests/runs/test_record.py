@@ -212,8 +212,14 @@ def test_log_is_what_the_console_showed_with_the_lines_that_users_look_for(whole
 # --- figures that are not there ---
 
 
-def test_a_cpu_has_no_mfu_and_a_run_without_evaluations_no_best_loss(record):
+def test_a_cpu_has_no_mfu_and_no_clock_and_a_run_without_evaluations_no_best_loss(record):
     content = record()
+    machine = content["startup_info"]["machine"]
+    assert machine["host"] and machine["gpus"] is None and content["summary"]["sm_clock_mhz"] is None
+    for found in (machine, content["summary"], *content["training_iterations"]):
+        assert found["gpu_reason"] == "the run uses no GPU"
+    for name in ("sm_clock_mhz", "power_w", "temperature_c", "throttle"):
+        assert all(row[name] is None for row in content["training_iterations"])
     assert content["summary"]["best_val_loss"] is None and content["eval_steps"] == []
     assert content["checkpoints"][0]["val_loss"] is None
     assert all(row["mfu"] is None for row in content["training_iterations"])

@@ -25,11 +25,7 @@ def test_the_benchmark_runs_and_saves_what_it_prints(tmp_path, monkeypatch, caps
 
 
 def test_ratios_are_of_medians_to_the_library_and_hours_follow_from_the_rate():
-    rates = {
-        "library": [900_000, 1_000_000, 1_100_000],
-        "1 worker": [2e6, 2.5e6, 2.4e6],
-        "2 workers": [4.56e6],
-    }
+    rates = {"library": [9e5, 1e6, 1.1e6], "1 worker": [2e6, 2.5e6, 2.4e6], "2 workers": [4.56e6]}
     result = {"fast": True, "tokens": 1_000_000, "rates": rates}
     library, one, two = tokenize.table_rows("x", result, size=4_000_000)
     assert library == ["x", "library", "1,000,000 (900,000 to 1,100,000)", "4.00", "100", "174"]
