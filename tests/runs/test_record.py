@@ -213,7 +213,7 @@ def test_log_is_what_the_console_showed_with_the_lines_that_users_look_for(whole
 
 
 def test_a_cpu_has_no_mfu_and_no_clock_and_a_run_without_evaluations_no_best_loss(record):
-    content = record()
+    content = record("--max_iters=8")
     machine = content["startup_info"]["machine"]
     assert machine["host"] and machine["gpus"] is None and content["summary"]["sm_clock_mhz"] is None
     for found in (machine, content["summary"], *content["training_iterations"]):
