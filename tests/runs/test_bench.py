@@ -308,24 +308,37 @@ def test_strategies_take_all_gpus(gpus, processes, problem):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--max_iters=5"], "use --iters"),
-        (["--n_layers=2"], "did you mean 'n_layer'"),
-        (["8"], "written --key=value"),
-        (["--eval_interval=5"], "benchmark's to set"),
+        ([*SHORT, "--max_iters=5"], "use --iters"),
+        ([*SHORT, "--n_layers=2"], "did you mean 'n_layer'"),
+        ([*SHORT, "8"], "written --key=value"),
+        ([*SHORT, "--eval_interval=5"], "benchmark's to set"),
+        (["--suite=micro_batch", "--batch_size=8"], "--batch_size=8 .*'12 x 2048' has 12.* --config"),
     ],
 )
-def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, capsys):
-    assert end_with_status(throughput.main, [*SHORT, *flags]) == 2
+def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, tmp_path, capsys):
+    assert end_with_status(throughput.main, [*flags, f"--output={tmp_path / 'out'}"]) == 2
+    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "out").exists()
+
+
+def test_settings_in_which_no_variant_of_a_config_differs_may_go_to_all():
+    check_varied(SUITES["micro_batch"], ["--gradient_accumulation_steps=2"])
+    check_varied(SUITES["models"], ["--batch_size=8"])  # each is of another config, whose name it has
+
+
+@pytest.mark.parametrize(
+    "there, message",
+    [
+        ("table.json", "has the table or the runs of a benchmark"),
+        ("runs/quickstart.1", "may still be running; choose another --output"),
+    ],
+)
+def test_a_used_folder_is_refused(there, message, tmp_path, capsys):
+    (tmp_path / there).mkdir(parents=True)
+    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_another_formula_or_a_used_folder_is_refused(monkeypatch, tmp_path, capsys):
-    (tmp_path / "table.json").touch()
-    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
-    assert "has the table or the runs of a benchmark" in capsys.readouterr().err
-    (tmp_path / "killed" / "runs" / "quickstart.1").mkdir(parents=True)
-    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path / 'killed'}"]) == 2
-    assert "may still be running; choose another --output" in capsys.readouterr().err
+def test_another_formula_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(model_builder, "CALCULATION_METHOD", model_builder_v1.CALCULATION_METHOD)
     assert end_with_status(throughput.main, SHORT) == 2
     assert "cp mfu_versions/model_builder_v3.py" in capsys.readouterr().err
@@ -535,17 +548,6 @@ def test_a_ceiling_is_measured_within_its_budget(operations):
 
 
 # --- which variants, and what may be changed in them ---
-
-
-def test_flag_that_would_make_variants_equal_is_refused(tmp_path, capsys):
-    command = ["--suite", "micro_batch", "--batch_size=8", f"--output={tmp_path / 'out'}"]
-    assert end_with_status(throughput.main, command) == 2
-    printed = capsys.readouterr()
-    error = printed.out + printed.err
-    assert "--batch_size=8" in error and "'12 x 2048' has 12" in error and "--config" in error
-    assert not (tmp_path / "out").exists()
-    check_varied(SUITES["micro_batch"], ["--gradient_accumulation_steps=2"])  # they do not differ in it
-    check_varied(SUITES["models"], ["--batch_size=8"])  # each is of another config, whose name it has
 
 
 def test_any_config_is_a_suite_of_one(tmp_path):

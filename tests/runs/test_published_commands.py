@@ -136,16 +136,16 @@ def test_zero1_and_cuda_graphs_on_one_cpu_run_without_and_have_a_line_each(folde
     assert last_run(folder / "alone")["startup_info"]["hardware"]["parallelism"] == "single"
 
 
+ASKED, NOT_USED = (
+    "asked for; used if its check passes",
+    "not used, the eager step runs: fsdp_sharding='hybrid'",
+)
+HYBRID = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
+
+
 @pytest.mark.parametrize(
     ("sharding", "line"),
-    [
-        (["--use_zero1=True"], "asked for; used if its check passes"),
-        (["--use_fsdp=True"], "asked for; used if its check passes"),
-        (
-            ["--use_fsdp=True", "--fsdp_sharding=hybrid"],
-            "not used, the eager step runs: fsdp_sharding='hybrid'",
-        ),
-    ],
+    [(["--use_zero1=True"], ASKED), (["--use_fsdp=True"], ASKED), (HYBRID, NOT_USED)],
 )
 def test_cuda_graphs_with_sharding_have_a_line(sharding, line, folder, run, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
