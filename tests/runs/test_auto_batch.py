@@ -1,7 +1,6 @@
 """A run with batch_size='auto' on machines of different memory: the same training, evaluations and resume."""
 
 import json
-import re
 
 import pytest
 from support.helpers import TINY, last_run, make_dataset, write_config
@@ -32,8 +31,8 @@ def machine(monkeypatch, run, tmp_path):
     return machine
 
 
-def rows(record: dict, section: str, *names: str) -> list[tuple]:
-    return [tuple(row[name] for name in names) for row in record[section]]
+def figures(record: dict, section: str, *names: str) -> list[float]:
+    return [row[name] for row in record[section] for name in names]
 
 
 def test_the_training_and_the_evaluations_are_those_of_any_other_machine(machine, tmp_path, capfd):
@@ -51,12 +50,10 @@ def test_the_training_and_the_evaluations_are_those_of_any_other_machine(machine
         ("training_iterations", ("iter", "loss")),
         ("eval_steps", ("val_loss", "train_loss")),
     ):
-        first, *others = (rows(record, section, *names) for record in records.values())
-        assert len(first) >= 2
+        first, *others = (figures(record, section, *names) for record in records.values())
+        assert len(first) >= 4
         for other in others:
-            assert [value for row in other for value in row] == pytest.approx(
-                [value for row in first for value in row], rel=1e-5
-            )
+            assert other == pytest.approx(first, rel=1e-5)
 
 
 def test_a_resume_on_a_machine_of_another_memory_needs_nothing_to_be_allowed(machine, tmp_path, capfd):
@@ -65,10 +62,8 @@ def test_a_resume_on_a_machine_of_another_memory_needs_nothing_to_be_allowed(mac
     assert machine(2, "--max_iters=4", "--init_from=resume") == 0
     assert "batch_size was 8 when it was saved, is 2 now" in capfd.readouterr().out
     resumed, whole = last_run(tmp_path / "out"), last_run(tmp_path / "whole")
-    expected = [loss for (loss,) in rows(whole, "training_iterations", "loss")]
-    assert [loss for (loss,) in rows(resumed, "training_iterations", "loss")] == pytest.approx(
-        expected, rel=1e-5
-    )
+    losses, expected = (figures(record, "training_iterations", "loss") for record in (resumed, whole))
+    assert len(losses) == 4 and losses == pytest.approx(expected, rel=1e-5)
     state = json.loads((tmp_path / "out/checkpoints/step-00000004/state.json").read_text())
     assert state["samples_seen"] == 4 * 8 and state["config"]["batch_size"] == 2
 
@@ -86,18 +81,6 @@ def test_a_resume_with_other_tokens_per_iteration_is_refused_with_all_factors(ma
     assert machine(8, *other, "--allow_changes=tokens_per_iter") == 0
 
 
-def test_where_nothing_fits_the_run_ends_before_the_model_is_built(
-    run, machine, monkeypatch, tmp_path, capfd
-):
-    small = DeviceMemory(0.5, "a small GPU")
-    monkeypatch.setattr(micro_batch, "device_memory", lambda device, local_size: small)
-    monkeypatch.setattr("train.build", lambda *_: pytest.fail("the model was built"))
-    assert run(tmp_path / "run.py") == 2
-    message = capfd.readouterr().err
-    needs = r"1 x 32 tokens with loss_chunks=1 need [\d.]+ GB by the estimate, and a small GPU has 0.50 GB"
-    assert re.search(needs, message)
-
-
 def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(machine, tmp_path):
     assert machine(8, "--max_iters=2") == 0
     trained = last_run(tmp_path / "out")["eval_steps"][-1]["val_loss"]
@@ -111,7 +94,5 @@ def test_an_evaluation_alone_takes_another_micro_batch_and_gives_the_same_loss(m
 def test_stated_numbers_set_tokens_per_iter_aside_and_the_report_says_so(machine, tmp_path, capfd):
     assert machine(8, "--batch_size=2", "--gradient_accumulation_steps=3", "--max_iters=1") == 0
     report = capfd.readouterr().out
-    assert (
-        "192; tokens_per_iter=256 was set aside, because batch_size and gradient_accumulation_steps" in report
-    )
+    assert "192; tokens_per_iter=256 was set aside, because batch_size and gradient_accum" in report
     assert last_run(tmp_path / "out")["startup_info"]["micro_batch"]["set_aside"] is True

@@ -9,15 +9,13 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as functional
-from support import warm_python
-from support.helpers import ROOT, TINY, make_dataset, write_config
+from support.helpers import ROOT, TINY, launch, make_dataset, write_config
 
 import model_builder
 from bench import operations, peer, random_tokens, roofline, throughput
@@ -56,19 +54,11 @@ def tokens(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory, tokens):
-    """(finished process, its table.json, its table.md) of the quick suite, as a user starts it."""
+    """(output, table.json, table.md) of the quick suite, as a user starts it."""
     folder = tmp_path_factory.mktemp("quick") / "output"
-    command = [sys.executable, "-m", "bench.throughput", *SHORT, "--dataset", tokens, "--output", folder]
-    done = warm_python.run(
-        [*map(str, command), "--peer", "transformers", "--roofline", *SIZES],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done, json.loads((folder / "table.json").read_text()), (folder / "table.md").read_text()
+    command = ["-m", "bench.throughput", *SHORT, "--dataset", tokens, "--output", folder]
+    (printed,) = launch([[*command, "--peer", "transformers", "--roofline", *SIZES]], timeout=120)
+    return printed, json.loads((folder / "table.json").read_text()), (folder / "table.md").read_text()
 
 
 def by_kind(content: dict, kind: str) -> list[dict]:
@@ -100,28 +90,21 @@ def test_figures_are_those_of_the_run_records(quick):
 
 
 @pytest.mark.slow
-def test_peer_is_the_same_model_on_the_same_data_by_the_same_peak(quick):
+def test_peer_is_the_same_model_by_the_same_peak_and_the_ceiling_another_ratio(quick):
     variant, (peer,) = by_kind(quick[1], "variant")[0], by_kind(quick[1], "peer")
     assert variant["peers"] == [peer["name"]]
     assert peer["facts"]["class"] == "Qwen3ForCausalLM"
     assert peer["facts"]["parameters"] == variant["facts"]["parameters"]
     assert peer["facts"]["peak_tflops"] == pytest.approx(variant["facts"]["peak"]["tflops_per_gpu"])
-    ours, theirs = variant["runs"][0]["measurement"], peer["runs"][0]["measurement"]
-    assert theirs["first_loss"] == pytest.approx(
-        ours["first_loss"], abs=0.3
-    )  # both start near ln(vocabulary)
+    first = [entry["runs"][0]["measurement"]["first_loss"] for entry in (variant, peer)]
+    assert first[0] == pytest.approx(first[1], abs=0.3)  # both start near ln(vocabulary)
     rates = [entry["result"]["tokens_per_sec"]["median"] for entry in (variant, peer)]
     assert variant["result"]["times_peer"] == pytest.approx(rates[0] / rates[1])
     mfus = [entry["result"]["mfu_percent"]["median"] for entry in (variant, peer)]
     assert mfus[0] / mfus[1] == pytest.approx(rates[0] / rates[1])
-
-
-@pytest.mark.slow
-def test_share_of_the_ceiling_is_mfu_over_the_ceilings_mfu(quick):
-    ceilings = {entry["name"]: entry["result"] for entry in by_kind(quick[1], "roofline")}
+    ceilings = {entry["name"]: entry["result"]["ceiling"] for entry in by_kind(quick[1], "roofline")}
     for entry in by_kind(quick[1], "variant"):
-        result, ceiling = entry["result"], ceilings[entry["roofline"]]["ceiling"]
-        assert 0 < result["ceiling_percent"] < 200
+        result, ceiling = entry["result"], ceilings[entry["roofline"]]
         rate = result["tokens_per_sec_per_gpu"]["median"]
         assert result["ceiling_percent"] == pytest.approx(100 * rate / ceiling["tokens_per_sec"])
         assert ceiling["mfu_percent"] > ceiling["mfu_causal_percent"] > 0
@@ -129,7 +112,7 @@ def test_share_of_the_ceiling_is_mfu_over_the_ceilings_mfu(quick):
 
 @pytest.mark.slow
 def test_table_has_the_promised_columns_and_a_row_for_each(quick):
-    done, content, document = quick
+    printed, content, document = quick
     assert document.startswith(f"## {content['date'][:10]}, ")
     rows = [line.strip("|").split("|") for line in document.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in row] for row in rows]
@@ -139,9 +122,9 @@ def test_table_has_the_promised_columns_and_a_row_for_each(quick):
     assert sorted(row[0] for row in rows[2:]) == sorted(entry["name"] for entry in shown)
     assert content["command"] in document
     table = document[document.index("| variant") : document.index("\n\n", document.index("| variant"))]
-    assert table in done.stdout
+    assert table in printed
     for entry in content["entries"]:
-        assert done.stdout.count(f"] {entry['name']}: started") == len(entry["runs"]) == 1
+        assert printed.count(f"] {entry['name']}: started") == len(entry["runs"]) == 1
     for name in ("software", "git", "arguments", "date"):
         assert content[name]
     assert all(run["command"].startswith("python ") for e in shown for run in e["runs"])
@@ -212,11 +195,7 @@ def test_each_run_gets_an_empty_compile_cache_unless_it_is_to_be_kept(tmp_path, 
     "status, output, reason",
     [
         (0, "error: no", None),
-        (
-            1,
-            "Traceback\n  x\nerror: out of GPU memory; lower --batch_size\nCUDA out",
-            "out of GPU memory; lower",
-        ),
+        (1, "Traceback\n  x\nerror: out of GPU memory; lower\nCUDA out", "out of GPU memory; lower"),
         (1, "[rank 0] error: first\n[rank 1] error: second\nE torchrun\nRoot Cause", "first"),
         (-9, "Iter 1\n", "killed by SIGKILL; last line: Iter 1"),
         (1, "", "it said nothing"),
@@ -251,15 +230,15 @@ def test_first_row_and_warmup_are_in_no_median():
 
 def test_repeats_give_the_median_of_runs_and_percentiles_of_all_rows():
     runs = []
-    for offset in (0.0, 100.0, 10.0):
-        rows = [row(0, 1.0, None), *(row(i, 100.0 + offset + i, None) for i in range(1, 5))]
+    for offset, count in ((0.0, 4), (100.0, 3), (10.0, 4)):
+        rows = [row(0, 1.0, None), *(row(i, 100.0 + offset + i, None) for i in range(1, count + 1))]
         for each in rows:  # a clock in every second row; the first row is not timed
             each["sm_clock_mhz"] = (None, 1500.0 + offset, None, 1502.0 + offset, 1.0)[(each["iter"] + 4) % 5]
         runs.append({"measurement": measure(rows, 0), "reason": None})
     runs.append({"measurement": None, "reason": "failed"})
     result = combine(runs)
-    assert (result["runs"], result["rows"]) == (3, 12)
-    assert result["time_ms"] == {"median": 112.5, "p10": 102.0, "p90": 203.0}
+    assert (result["runs"], result["rows"]) == (3, 11)
+    assert result["time_ms"] == {"median": 112.5, "p10": 102.0, "p90": 202.0}
     assert (result["mfu_percent"], result["mfu_reason"]) == (None, "no peak")
     assert result["sm_clock_mhz"] == {"median": 1511.0, "p10": 1500.0, "p90": 1600.0}
     assert (result["power_w"], result["gpu_reason"]) == (None, None)
@@ -329,24 +308,37 @@ def test_strategies_take_all_gpus(gpus, processes, problem):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--max_iters=5"], "use --iters"),
-        (["--n_layers=2"], "did you mean 'n_layer'"),
-        (["8"], "written --key=value"),
-        (["--eval_interval=5"], "benchmark's to set"),
+        ([*SHORT, "--max_iters=5"], "use --iters"),
+        ([*SHORT, "--n_layers=2"], "did you mean 'n_layer'"),
+        ([*SHORT, "8"], "written --key=value"),
+        ([*SHORT, "--eval_interval=5"], "benchmark's to set"),
+        (["--suite=micro_batch", "--batch_size=8"], "--batch_size=8 .*'12 x 2048' has 12.* --config"),
     ],
 )
-def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, capsys):
-    assert end_with_status(throughput.main, [*SHORT, *flags]) == 2
+def test_settings_that_cannot_go_to_all_variants_are_refused(flags, message, tmp_path, capsys):
+    assert end_with_status(throughput.main, [*flags, f"--output={tmp_path / 'out'}"]) == 2
+    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "out").exists()
+
+
+def test_settings_in_which_no_variant_of_a_config_differs_may_go_to_all():
+    check_varied(SUITES["micro_batch"], ["--gradient_accumulation_steps=2"])
+    check_varied(SUITES["models"], ["--batch_size=8"])  # each is of another config, whose name it has
+
+
+@pytest.mark.parametrize(
+    "there, message",
+    [
+        ("table.json", "has the table or the runs of a benchmark"),
+        ("runs/quickstart.1", "may still be running; choose another --output"),
+    ],
+)
+def test_a_used_folder_is_refused(there, message, tmp_path, capsys):
+    (tmp_path / there).mkdir(parents=True)
+    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_another_formula_or_a_used_folder_is_refused(monkeypatch, tmp_path, capsys):
-    (tmp_path / "table.json").touch()
-    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path}"]) == 2
-    assert "has the table or the runs of a benchmark" in capsys.readouterr().err
-    (tmp_path / "killed" / "runs" / "quickstart.1").mkdir(parents=True)
-    assert end_with_status(throughput.main, [*SHORT, f"--output={tmp_path / 'killed'}"]) == 2
-    assert "may still be running; choose another --output" in capsys.readouterr().err
+def test_another_formula_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(model_builder, "CALCULATION_METHOD", model_builder_v1.CALCULATION_METHOD)
     assert end_with_status(throughput.main, SHORT) == 2
     assert "cp mfu_versions/model_builder_v3.py" in capsys.readouterr().err
@@ -364,13 +356,8 @@ def test_random_tokens_are_the_same_on_every_machine(tmp_path, monkeypatch, caps
     random_tokens.main(["512"])
     folder = tmp_path / "data" / "random-512"
     assert capsys.readouterr().out == f"{folder}: --dataset=random-512\n"
-    found = {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("train.bin", "val.bin")
-    }
-    assert {name: digest[:16] for name, digest in found.items()} == {
-        "train.bin": "c8594ea256721ceb",
-        "val.bin": "1ebd98c9d16c5cd8",
-    }
+    for name, digest in (("train.bin", "c8594ea256721ceb"), ("val.bin", "1ebd98c9d16c5cd8")):
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest().startswith(digest)
     with pytest.raises(SystemExit):
         random_tokens.main(["1"])
 
@@ -378,21 +365,15 @@ def test_random_tokens_are_the_same_on_every_machine(tmp_path, monkeypatch, caps
 # --- the peer ---
 
 
-PEERS = [
-    path.name
-    for path in sorted((ROOT / "config").glob("*.py"))
-    if "init_weights" not in path.read_text()  # then the shape of the model comes with the weights
-]
-
-
 @pytest.mark.parametrize("flags", [[], ["--bias=True"]], ids=["as it is", "with biases"])
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    "name", ["full_gpt2_1.36b", "full_llama_1.36b", "smollm2_360m", "qwen2.5_1.5b", "full_qwen3_1.8b_optimal"]
+)
 def test_peer_has_our_number_of_parameters(name, flags):
     transformers = pytest.importorskip("transformers")
-    model_config = load_config([str(ROOT / "config" / name)]).model_config()
-    if flags and (model_config.qk_norm or model_config.qkv_bias):
+    if flags and "qwen" in name:
         pytest.skip("Qwen2 and Qwen3 have no bias in their feed-forward part")
-    model_config = load_config([str(ROOT / "config" / name), *flags]).model_config()
+    model_config = load_config([str(ROOT / f"config/{name}.py"), *flags]).model_config()
     with torch.device("meta"):
         theirs = build(transformers, model_config)
     ours = model_builder.build_model(model_config).count_parameters()["total"]
@@ -471,12 +452,8 @@ def test_peer_counts_the_targets_that_we_count():
     y[0, 0, 20:] = ~0
     expected = []
     for ids, targets in zip(x, y, strict=True):
-        losses = functional.cross_entropy(
-            model(input_ids=ids).logits.flatten(0, 1).float(),
-            targets.flatten().clamp(min=0),
-            reduction="none",
-        )
-        expected.append(losses[targets.flatten() >= 0].mean().item())
+        logits = model(input_ids=ids).logits.flatten(0, 1).float()
+        expected.append(functional.cross_entropy(logits, targets.flatten(), ignore_index=~0).item())
     loss = make_step(model, config, World(0, 0, 1, CPU))(x, y, 1e-3)
     assert loss.item() == pytest.approx(statistics.mean(expected), rel=1e-5)
 
@@ -510,16 +487,18 @@ def test_ceiling_times_every_matmul_that_mfu_counts(name):
 
 def test_low_precision_times_the_matmuls_that_it_covers_in_fp8(tokens):
     config = load_config([str(ROOT / "config/quickstart.py"), *SIZES, "--peak_tflops=1"])
+    layers = ["qkv", "out", "up", "down"]
     for low, scope, expected in (
         ("none", "layers", []),
-        ("fp8_tensorwise", "layers", ["qkv", "out", "up", "down"]),
-        ("fp8_tensorwise", "layers_and_head", ["qkv", "out", "up", "down", "lm_head"]),
+        ("fp8_tensorwise", "layers", layers),
+        ("fp8_tensorwise", "layers_and_head", [*layers, "lm_head"]),
     ):
         asked = types.SimpleNamespace(low_precision=low, low_precision_scope=scope, device="cuda")
         names = [name for name, _, _ in roofline.matmul_shapes(config.model_config())]
         assert [name for name in names if roofline.runs_in_fp8(name, asked)] == expected
-    timed = operations.time_matmul(32, 64, 16, "fp8", CPU, ON_A_CPU)
-    assert set(timed["seconds"]) == {"forward", "dgrad", "wgrad"}
+    for dtype, products in (("fp8", operations._fp8_products), ("float32", operations._products)):
+        shapes = {name: call().shape for name, call in products(32, 64, 16, dtype, CPU)}
+        assert shapes == {"forward": (32, 16), "dgrad": (32, 64), "wgrad": (16, 64)}
 
 
 def test_rates_are_of_counted_flops_and_bytes(monkeypatch):
@@ -547,14 +526,6 @@ def test_a_call_is_timed_by_its_median_sample(monkeypatch):
     assert operations.seconds_per_call(call, CPU, ON_A_CPU) == 1.0
 
 
-def test_products_are_those_of_a_linear_layer():
-    M, K, N = 8, 16, 32
-    shapes = {name: call().shape for name, call in operations._products(M, K, N, "float32", CPU)}
-    low = {name: call().shape for name, call in operations._fp8_products(M * 2, K, N, "fp8", CPU)}
-    assert shapes == {"forward": (M, N), "dgrad": (M, K), "wgrad": (N, K)}
-    assert low == {"forward": (M * 2, N), "dgrad": (M * 2, K), "wgrad": (N, K)}
-
-
 def test_ceiling_adds_up_what_would_run():
     config = load_config([str(ROOT / "config/quickstart.py"), *SIZES])
     matmuls = [
@@ -576,31 +547,12 @@ def test_a_ceiling_is_measured_within_its_budget(operations):
     assert roofline.HEAT_S + spent == pytest.approx(roofline.BUDGET_S)  # the process takes up to nine more
 
 
-def test_the_start_of_a_ceiling_does_not_wait_for_what_only_training_needs():
-    """torch.distributed.checkpoint, with sympy, takes two seconds of its 15."""
-    code = "import sys, bench.roofline; print('torch.distributed.checkpoint' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "False", done.stderr
-
-
 # --- which variants, and what may be changed in them ---
-
-
-def test_flag_that_would_make_variants_equal_is_refused(tmp_path, capsys):
-    command = ["--suite", "micro_batch", "--batch_size=8", f"--output={tmp_path / 'out'}"]
-    assert end_with_status(throughput.main, command) == 2
-    printed = capsys.readouterr()
-    error = printed.out + printed.err
-    assert "--batch_size=8" in error and "'12 x 2048' has 12" in error and "--config" in error
-    assert not (tmp_path / "out").exists()
-    check_varied(SUITES["micro_batch"], ["--gradient_accumulation_steps=2"])  # they do not differ in it
-    check_varied(SUITES["models"], ["--batch_size=8"])  # each is of another config, whose name it has
 
 
 def test_any_config_is_a_suite_of_one(tmp_path):
     path = str(write_config(tmp_path / "mine.py", **TINY))
-    options, _ = throughput.parse(["--config", path])
-    assert throughput.chosen(options) == ("mine", (Variant("mine", path),))
+    assert throughput.chosen(throughput.parse(["--config", path])[0]) == ("mine", (Variant("mine", path),))
     for wrong in (["--config", path, "--suite", "quick"], ["--dataset", "random"]):
         with pytest.raises(SystemExit):
             throughput.parse(wrong)
@@ -623,18 +575,13 @@ def test_a_table_has_one_peak_for_each_dtype():
     def entry(kind, name, dtype, **results):
         return Entry(kind, name, [], 1, "cuda", dtype=dtype, **results)
 
-    measured = {"tflops_per_gpu": 700.0, "measured": True, "source": "measured: a GEMM"}
-    first = entry("variant", "a", "bfloat16", facts={"peak": measured})
-    others = [
-        entry("variant", "b", "bfloat16"),
-        entry("peer", "c", "bfloat16"),
-        entry("variant", "d", "float16"),
-    ]
+    peak = {"tflops_per_gpu": 700.0, "measured": True, "source": "measured: a GEMM"}
+    first = entry("variant", "a", "bfloat16", facts={"peak": peak})
+    kinds = (("variant", "bfloat16"), ("peer", "bfloat16"), ("variant", "float16"))
+    others = [entry(kind, f"{kind} in {dtype}", dtype) for kind, dtype in kinds]
     given = [stated_peak(other, [first, *others]) for other in others]
     assert given == [["--peak_tflops=700.0"], ["--peak_tflops=700.0"], []]
-    others[0].facts = {
-        "peak": {"tflops_per_gpu": 700.0, "measured": False, "source": "stated by peak_tflops"}
-    }
+    others[0].facts = {"peak": {**peak, "measured": False, "source": "stated by peak_tflops"}}
     assert peaks([first, *others]) == ["700 TFLOPS in bfloat16, measured: a GEMM"]
 
 

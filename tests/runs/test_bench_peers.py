@@ -9,10 +9,9 @@ import pytest
 from support.helpers import ROOT, make_dataset, write_config
 
 from bench import peer, throughput
-from bench.peers import nanogpt as nanogpt_module
 from bench.peers import registry
 from bench.peers.liger import Liger
-from bench.peers.nanogpt import NanoGPT
+from bench.peers.nanogpt import NanoGPT, commit_of
 from bench.plan import Entry, make_plan
 from bench.process import end_with_status
 from bench.results import relate
@@ -66,6 +65,7 @@ def test_nanogpt_gets_our_shape_and_its_log_is_read(nanogpt, tmp_path, monkeypat
     assert [row["time_ms"] for row in rows] == [100.0, 101.0, 102.0, 103.0]
     assert rows[1]["tokens_per_sec"] == pytest.approx(3 * 2 * 32 / 0.101) and rows[1]["mfu"]["mfu"] > 0
     assert (result["peer"], result["commit"]) == ("nanoGPT unknown", "unknown")
+    assert commit_of(ROOT / "docs") == "unknown", "a folder in our checkout has not its commit"
     import model as model_now
 
     assert model_now is our_model  # nanoGPT's module of this name does not stay
@@ -81,9 +81,13 @@ def test_nanogpt_that_ends_early_is_no_figure(nanogpt, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, version, missing, message",
     [
-        (["--peer=megatron"], "", [], "'megatron' is not one of transformers, liger, nanogpt, torchtitan"),
         (["--peer=nanogpt"], "", [], "git clone"),
-        (["--peer=transformers", "--peer=megatron"], "", [], "'megatron' is not one of"),
+        (
+            ["--peer=transformers", "--peer=megatron"],
+            "",
+            [],
+            "'megatron' is not one of transformers, liger, nano",
+        ),
         (["--peer=nanogpt", "--nanogpt=docs"], "", [], "has no train.py, model.py, configurator.py"),
         (["--peer=transformers,liger"], "", ["liger_kernel"], "pip install liger-kernel"),
         (["--peer=torchtitan"], "0.2.2", [], "torchtitan 0.3.0, which is 0.2.2 here: pip install -r"),
@@ -117,21 +121,17 @@ def test_peer_runs_beside_the_variants_that_it_can_train(nanogpt, tmp_path):
         make_plan(variants[1:], [], None, 0, [Liger()])
 
 
-def test_several_flags_name_several_peers():
-    flags = ["--suite", "quick", "--peer", "transformers", "--peer", "nanogpt"]
-    assert throughput.parse(flags)[0].peer == ["transformers", "nanogpt"]
-
-
-def test_commit_of_a_folder_inside_of_our_checkout_is_not_ours(capsys):
-    assert nanogpt_module.commit_of(ROOT / "docs") == "unknown"
-
-
-def test_liger_kernel_has_no_gpt2_and_nanogpt_needs_numbers():
-    config = load_config(["config/full_gpt2_1.36b.py"])
-    assert "--batch_size and --gradient_accumulation_steps" in NanoGPT().obstacle(config, 1)
-    config = load_config(["config/full_gpt2_1.36b.py", "--device=cuda"])
-    assert Liger().obstacle(config, 1) == "liger-kernel has no kernels for GPT-2"
-    assert Liger().obstacle(load_config(["config/full_qwen3_1.8b_optimal.py"]), 1) is None
+@pytest.mark.parametrize(
+    ("peer", "flags", "reason"),
+    [
+        (NanoGPT(), ["config/full_gpt2_1.36b.py"], "--batch_size and --gradient_accumulation_steps"),
+        (Liger(), ["config/full_gpt2_1.36b.py", "--device=cuda"], "liger-kernel has no kernels for GPT-2"),
+        (Liger(), ["config/full_qwen3_1.8b_optimal.py"], None),
+    ],
+)
+def test_what_a_peer_cannot_train_is_said_before_any_run(peer, flags, reason):
+    found = peer.obstacle(load_config(flags), 1)
+    assert found is None if reason is None else reason in found
 
 
 def test_ratio_is_to_the_best_peer_and_each_is_kept():

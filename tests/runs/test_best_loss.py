@@ -92,25 +92,14 @@ def test_the_measure_is_the_windows_and_their_tokens(tmp_path):
     ]
     assert same[:-1] == [usual] * 5
     assert measured(one, eval_iters=1000, eval_batch_size=1, seed=5) == same[-1], "all windows, in any order"
-    others = [
-        measured(made["val"]),
-        measured(f"{one}:0.7,{made['val']}:0.3"),
-        measured(f"{one}:0.6,{made['val']}:0.4"),
-        *(measured(one, **{key: value}) for key, value in OTHERS),
-    ]
+    datasets = (made["val"], f"{one}:0.7,{made['val']}:0.3", f"{one}:0.6,{made['val']}:0.4")
+    others = [measured(each) for each in datasets] + [measured(one, **{key: value}) for key, value in OTHERS]
     assert len({usual, None, *others}) == 2 + len(others)
     assert measured(one, eval_interval=0) is None
 
 
-OTHERS = [
-    ("eval_iters", 3),
-    ("eval_batch_size", 3),
-    ("batch_size", 2),
-    ("seed", 5),
-    ("packing", "truncate"),
-    ("doc_masking", True),
-    ("block_size", 16),
-]
+OTHERS = [("eval_iters", 3), ("eval_batch_size", 3), ("batch_size", 2), ("seed", 5)]
+OTHERS += [("packing", "truncate"), ("doc_masking", True), ("block_size", 16)]
 
 
 def test_the_best_checkpoint_is_of_the_newest_measure(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, run_train
+from support.helpers import TINY, last_run, make_dataset, run_in_one_launch
 from support.masked_documents import CPU, EOT, T, small, train
 
 from model import manual_attention
@@ -80,9 +80,8 @@ def test_gradients_of_a_packed_window_are_the_sum_of_those_of_each_document():
 
 
 def test_flash_attention_falls_back_and_says_why():
-    choice = choose_attention(
-        "flash_attn_3", small("qwen3"), torch.float32, CPU, manual_attention, documents=True
-    )
+    asked = ("flash_attn_3", small("qwen3"), torch.float32, CPU, manual_attention)
+    choice = choose_attention(*asked, documents=True)
     assert (choice.used, choice.kernel) == ("sdpa", "dense mask")
     assert "flash_attn_3: doc_masking" in choice.to_dict()["line"]
 
@@ -129,9 +128,8 @@ def test_the_record_counts_the_documents_that_were_trained_on(documents_run):
     mfu = rows[1]["mfu"]  # of the second epoch; the first iteration has none
     flops = count_flops(model_config("qwen3", **shape_of_tiny()), 32)
     assert mfu["document_length_per_token"] == pytest.approx(lengths_seen(windows))
-    assert mfu["flops_per_token_causal"] == pytest.approx(
-        document_flops(flops, mfu["document_length_per_token"], 32)
-    )
+    causal = document_flops(flops, mfu["document_length_per_token"], 32)
+    assert mfu["flops_per_token_causal"] == pytest.approx(causal)
     assert mfu["flops_per_token"] == flops["flops_per_token"]
     assert mfu["mfu_causal_percent"] < mfu["mfu_percent"]
 
@@ -145,10 +143,8 @@ def test_two_processes_train_as_one(documents_run):
     flags = ["--doc_masking=True", "--eval_interval=4", "--eval_at_start=True"]
     one = train(documents_run, "one", *flags, "--gradient_accumulation_steps=2")
     strategies = {"ddp": [], "fsdp": ["--use_fsdp=True"]}
-    commands = [
-        [documents_run / "run.py", f"--out_dir={documents_run / name}", *flags, *f]
-        for name, f in strategies.items()
-    ]
+    start = [documents_run / "run.py", *flags]
+    commands = [[*start, f"--out_dir={documents_run / name}", *more] for name, more in strategies.items()]
     run_in_one_launch(documents_run, commands, processes=2)
     for two in (last_run(documents_run / name) for name in strategies):
         for mine, theirs in zip(one["training_iterations"], two["training_iterations"], strict=True):
@@ -170,8 +166,7 @@ def test_compiled_blocks_give_the_same_losses(documents_run):
 
 
 @pytest.mark.parametrize("flag", ["--doc_masking=True", "--packing=truncate"])
-def test_a_dataset_without_end_of_text_is_refused(documents_run, tmp_path, flag):
+def test_a_dataset_without_end_of_text_is_refused(documents_run, tmp_path, flag, run, capsys):
     data = make_dataset(tmp_path / "data")
-    done = run_train(documents_run / "run.py", f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", flag)
-    assert done.returncode == 2
-    assert "names no eot_id" in done.stderr
+    assert run(documents_run / "run.py", f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", flag) == 2
+    assert "names no eot_id" in capsys.readouterr().err

@@ -67,6 +67,7 @@ def test_first_error_is_reported_and_those_of_closing_are_named(
     assert closed == [owner.__name__ for owner in CLOSED]
     output = capfd.readouterr()
     assert "the cause" in output.err and "cannot be closed" not in output.err
+    assert ("Traceback" in output.err) == (status == 1), "a fault of ours shows where it happened"
     for owner in CLOSED:
         assert f"then, while the run was being closed: OSError: {owner.__name__} cannot" in output.out
     assert last_run(tmp_path / "out")["status"] == "failed"

@@ -1,15 +1,11 @@
-"""Runs that begin with Hugging Face weights learn what transformers learns, under every strategy, and go on
-after a kill."""
+"""Runs that begin with Hugging Face weights learn what transformers learns, under every strategy."""
 
 import hashlib
 import json
-import os
-import signal
-import time
 
 import pytest
 import torch
-from support.helpers import last_run, run_in_one_launch, run_train, start_train
+from support.helpers import last_run, run_in_one_launch
 from support.hf_models import MODELS, hf_run, make, save, tensors
 
 from tools import export_hf
@@ -100,39 +96,6 @@ def test_the_record_and_the_checkpoint_say_which_weights_they_were(run, tmp_path
     assert saved == {**said, "config": json.loads((folder / "config.json").read_text())}
 
 
-# --- auto: a requeued job goes on ---
-
-
-def wait_for_checkpoint(out_dir, process) -> None:
-    until = time.monotonic() + 60
-    while not list(out_dir.glob("checkpoints/step-????????/manifest.json")):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[1][-2000:]
-        time.sleep(0.02)
-
-
-@pytest.mark.kill
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_same_command_goes_on_after_a_kill_without_the_weights(processes, tmp_path):
-    folder = save("qwen3", tmp_path / "model")
-    config = hf_run(tmp_path, max_iters=60, checkpoint_interval=5)
-    out = tmp_path / "out"
-    command = [config, f"--init_weights=hf:{folder}", "--init_from=auto", f"--out_dir={out}"]
-    command += STRATEGIES["fsdp"] * (processes > 1)
-    process = start_train(*command, processes=processes)
-    wait_for_checkpoint(out, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    folder.rename(tmp_path / "gone")
-    done = run_train(*command, processes=processes)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "is not read: the weights are the checkpoint's" in done.stdout
-    record = last_run(out)
-    assert record["attempts"][-1]["start_iter"] > 0
-    assert record["startup_info"]["pretrained"]["source"] == f"hf:{folder}"
-    rows = [row["iter"] for row in record["training_iterations"]]
-    assert rows == list(range(60))
-
-
 def test_a_resume_takes_the_architecture_from_the_checkpoint(run, tmp_path, capsys):
     folder = save("qwen3", tmp_path / "model")
     config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=2)
@@ -146,15 +109,20 @@ def test_a_resume_takes_the_architecture_from_the_checkpoint(run, tmp_path, caps
     assert "n_layer: checkpoint 2, configuration 3" in capsys.readouterr().err
 
 
-def test_the_same_command_resumes_with_no_setting_changed(run, tmp_path):
+def test_the_same_command_goes_on_without_the_weights_and_with_no_setting_changed(run, tmp_path, capsys):
     for name in ("gpt2", "llama3.2"):
         folder = save(name, tmp_path / name)
         command = [hf_run(tmp_path, max_iters=3), f"--init_weights=hf:{folder}", "--init_from=auto"]
         command += [f"--out_dir={tmp_path / f'out-{name}'}", "--dropout=0.1"]
         assert run(*command, "--max_iters=2") == 0
+        folder.rename(tmp_path / f"gone-{name}")
         assert run(*command) == 0
-        info = last_run(tmp_path / f"out-{name}")["startup_info"]
+        assert "is not read: the weights are the checkpoint's" in capsys.readouterr().out
+        record = last_run(tmp_path / f"out-{name}")
+        assert [row["iter"] for row in record["training_iterations"]] == [0, 1, 2]
+        info = record["startup_info"]
         assert info["changed_since_checkpoint"] == {"max_iters": [2, 3]}
+        assert info["pretrained"]["source"] == f"hf:{folder}"
 
 
 def test_an_evaluation_alone_measures_the_weights_as_they_are(run, tmp_path):

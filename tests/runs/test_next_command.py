@@ -53,10 +53,8 @@ def test_the_command_trains(run, tmp_path, monkeypatch, val_tokens):
 
 
 def test_a_small_text_under_a_known_tokenizer_gets_a_small_model(tmp_path):
-    assert words(training_command(meta_of(10**6), tmp_path, LARGE))[:2] == [
-        "config/quickstart.py",
-        "--vocab_size=50257",
-    ]
+    arguments = words(training_command(meta_of(10**6), tmp_path, LARGE))
+    assert arguments[:2] == ["config/quickstart.py", "--vocab_size=50257"]
     arguments = words(training_command(meta_of(10**9), tmp_path, LARGE))
     assert arguments == [LARGE, f"--dataset={tmp_path}", f"--out_dir=out-{tmp_path.name}"]
 
@@ -106,26 +104,20 @@ def test_a_gpu_is_found_by_nvidia_smi(monkeypatch, tmp_path, listing, device):
 
 def test_prepare_prints_the_command_of_the_python_that_runs(tmp_path):
     (tmp_path / "a.txt").write_text("A text of my own. " * 500)
-    (tmp_path / "bpe").mkdir()
-    tokenizer = small_bpe(tmp_path / "bpe")
-    output = prepare_text(
-        "--input", tmp_path / "a.txt", "--tokenizer", tokenizer, "--output", tmp_path / "made"
-    )
+    options = {
+        "input": tmp_path / "a.txt",
+        "tokenizer": small_bpe(tmp_path / "bpe"),
+        "output": tmp_path / "made",
+    }
+    output = prepare_text(*(text for name, path in options.items() for text in (f"--{name}", path)))
     (command,) = re.findall(r"^next +(.*)$", output, re.M)
     config = load_config(words(command))
-    assert (
-        config.dataset == str(tmp_path / "made") and config.out_dir == "out-made" and config.device == "cpu"
-    )
+    assert (config.dataset, config.out_dir, config.device) == (str(tmp_path / "made"), "out-made", "cpu")
 
 
-def test_from_another_folder_the_command_goes_to_the_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert "cd " not in training_command(meta_of(1000), tmp_path)
+def test_the_command_goes_to_the_checkout_and_its_python_has_the_packages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert training_command(meta_of(1000), tmp_path).startswith(f"cd {shlex.quote(str(ROOT))} && ")
-
-
-def test_the_python_is_the_one_that_has_the_packages(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", "/opt/x/bin/python")
     for found, expected in (("/usr/bin/python", sys.executable), (sys.executable, "python")):

@@ -1,8 +1,6 @@
 """With padding, the same windows give the same loss, gradient and validation loss, however they are divided
 over micro-steps, processes and evaluation batches: each is a mean over all targets, no mean of means."""
 
-import hashlib
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.graphed_runs import build, weights
 from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
+from support.masked_documents import write_lengths
 
 from common.errors import RunError
 from ops.recipes.properties import ONE_SCALE
@@ -26,15 +25,9 @@ EVALUATION = {1: 24, 3: 8, 8: 3}  # eval_batch_size: eval_iters; 24 windows each
 
 
 def write_documents(folder, lengths):
-    """Both splits of a dataset, as documents of these lengths, which are stored beside the tokens."""
+    """Both splits of a dataset, as documents of these lengths."""
     make_dataset(folder, train_tokens=sum(lengths), val_tokens=sum(lengths))
-    meta = json.loads((folder / "meta.json").read_text()) | {"format": 2, "eot_id": None}
-    for name, file in meta["files"].items():
-        np.array(lengths, "<u4").tofile(folder / f"{name}.lengths")
-        digest = hashlib.sha256((folder / f"{name}.lengths").read_bytes()).hexdigest()
-        file["lengths"] = {"documents": len(lengths), "longest": max(lengths), "sha256": digest}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
+    return write_lengths(folder, {"train.bin": lengths, "val.bin": lengths})
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +118,7 @@ def test_an_iteration_without_any_target_is_a_gradient_of_zero_and_no_nan_also_a
 
 
 def test_a_row_says_how_much_was_padding(runs, folder):
-    config = TrainConfig(
-        **{key: value for key, value in TINY.items() if key != "dataset"},
-        dataset=str(folder / "padded"),
-        packing="truncate",
-    )
+    config = TrainConfig(**TINY, dataset=str(folder / "padded"), packing="truncate")
     windows = make_windows(open_sources(config, scan=True), config)["train"]
     rows = runs["zero1, 2 x 2 x 2"]["training_iterations"]
     assert np.mean([row["padding_percent"] for row in rows]) > 20

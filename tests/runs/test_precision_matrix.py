@@ -10,7 +10,7 @@ import types
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, make_dataset
+from support.helpers import ROOT, TINY, make_dataset
 
 from bench import precision, process
 from bench.precision_rows import B200_FLOPS, CONFIG, ROWS, STUDY, corrected
@@ -21,15 +21,18 @@ from training.batches.sources import make_windows, open_sources
 from training.configuration.files_and_flags import load_config
 from training.pretrained.settings import load_run_config
 
-TINY = {"n_layer": 2, "n_head": 4, "num_key_value_heads": 2, "n_embd": 32, "d_ff": 64, "block_size": 32}
-TINY |= {
-    "batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "peak_tflops": 1,
-    "device": "cpu",
-    "compile": False,
-}
-SIZES = [f"--{key}={value}" for key, value in TINY.items()]
+SHAPE = (
+    "n_layer",
+    "n_head",
+    "num_key_value_heads",
+    "n_embd",
+    "d_ff",
+    "block_size",
+    "batch_size",
+    "device",
+    "compile",
+)
+SIZES = [f"--{key}={TINY[key]}" for key in SHAPE] + ["--gradient_accumulation_steps=1", "--peak_tflops=1"]
 SHORT = ["--seeds=1,2", "--loss_iters=6", "--iters=2", "--warmup=1", *SIZES]
 
 # What the study's tokens/s are, counted with the logits in every row: MFU in percent of a B200's bf16 peak
@@ -226,8 +229,7 @@ def test_a_row_says_what_ran_otherwise_than_asked(finished, tmp_path, capsys):
     result["entry"]["facts"]["fallbacks"] = ["asked for sdpa (sdpa [flex attention] failed: no kernel)"]
     path.write_text(json.dumps(result))
     assert precision.main([*arguments, f"--output={folder}", "--rows=1,21"]) == 0
-    said = capsys.readouterr().out
-    (line,) = (line for line in said.splitlines() if line.startswith("|  21 "))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("|  21 "))
     assert "speed ran otherwise: asked for sdpa (sdpa [flex attention] failed: no kernel)" in line
 
 
@@ -247,13 +249,8 @@ def test_processes_that_share_a_folder_divide_its_runs(finished, tmp_path, capsy
     shutil.rmtree(folder / "runs/loss-21--seed-1.1")
     lock = folder / "runs/loss-21--seed-1.lock"
     command = [*arguments, f"--output={folder}", "--rows=21", "--phase=loss"]
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, lock],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
+    holds = [sys.executable, "-c", HOLDS, lock]
+    with subprocess.Popen(holds, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "True\n"
         assert precision.main(command) == 0
         other.kill()
@@ -268,17 +265,8 @@ def test_loss_from_hugging_faces_weights_takes_the_studys_settings(tmp_path, tok
     from support.hf_models import save
 
     weights = save("qwen3", tmp_path / "weights")
-    arguments, overrides = precision.parse(
-        [
-            "--device=cpu",
-            "--compile=False",
-            f"--hf={weights}",
-            f"--dataset={tokens}",
-            "--phase=loss",
-            "--block_size=32",
-            "--seeds=7",
-        ]
-    )
+    given = ["--device=cpu", "--compile=False", "--phase=loss", "--block_size=32", "--seeds=7"]
+    arguments, overrides = precision.parse([*given, f"--hf={weights}", f"--dataset={tokens}"])
     runs = {run.row: run for run in precision.runs_of("loss", arguments, tmp_path, overrides)}
     assert runs["1"].settings.startswith("loss: config/cpt_qwen3_1.7b_4096.py --init_weights=hf:")
     for name in ("1", "13"):  # row 13 of the study is untied; these weights are tied

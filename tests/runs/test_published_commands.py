@@ -106,21 +106,6 @@ def names(folder: Path, pattern: str) -> list[str]:
 # an evaluation
 
 
-def test_evaluation_alone_takes_a_checkpoint_of_two_processes_and_another_batch(folder, run, capfd):
-    records, checkpoints = names(folder, "run_*"), names(folder, "checkpoints/*")
-    status = run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True")
-    assert status == 0, capfd.readouterr()
-    assert names(folder, "run_*") == records and names(folder, "checkpoints/*") == checkpoints
-    (path,) = (folder / OUT).glob("eval_*.json")
-    content = json.loads(path.read_text())
-    assert content["run_name"] == path.stem and content["status"] == "completed"
-    assert [step["iter"] for step in content["eval_steps"]] == [6]
-    assert content["training_iterations"] == []
-    trained = last_run(folder / OUT)["eval_steps"][-1]["val_loss"]
-    assert content["eval_steps"][0]["val_loss"] == pytest.approx(trained, abs=0.1)  # of other windows
-    assert path.with_suffix(".log").exists()
-
-
 def test_evaluation_alone_refuses_no_schedule_no_seed_and_no_other_data(folder, run, capfd):
     other = make_dataset(folder / "other", seed=1)
     flags = ["--init_from=resume", "--eval_only=True", f"--dataset={other}", "--seed=7", "--warmup_iters=200"]
@@ -151,16 +136,16 @@ def test_zero1_and_cuda_graphs_on_one_cpu_run_without_and_have_a_line_each(folde
     assert last_run(folder / "alone")["startup_info"]["hardware"]["parallelism"] == "single"
 
 
+ASKED, NOT_USED = (
+    "asked for; used if its check passes",
+    "not used, the eager step runs: fsdp_sharding='hybrid'",
+)
+HYBRID = ["--use_fsdp=True", "--fsdp_sharding=hybrid"]
+
+
 @pytest.mark.parametrize(
     ("sharding", "line"),
-    [
-        (["--use_zero1=True"], "asked for; used if its check passes"),
-        (["--use_fsdp=True"], "asked for; used if its check passes"),
-        (
-            ["--use_fsdp=True", "--fsdp_sharding=hybrid"],
-            "not used, the eager step runs: fsdp_sharding='hybrid'",
-        ),
-    ],
+    [(["--use_zero1=True"], ASKED), (["--use_fsdp=True"], ASKED), (HYBRID, NOT_USED)],
 )
 def test_cuda_graphs_with_sharding_have_a_line(sharding, line, folder, run, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -176,7 +161,7 @@ PEAK = "--peak_tflops=1"  # a CPU has no MFU without it
 PROGRESS, LAST_ROW = SNIPPETS
 
 
-@pytest.mark.parametrize("flags", [[], [PEAK]], ids=["no peak", "peak"])
+@pytest.mark.parametrize("flags", [[], [PEAK, "--log_save_interval=1"]], ids=["no peak", "peak"])
 def test_snippets_read_the_record_at_every_row_of_a_run(flags, folder, run, monkeypatch):
     for path in (folder / OUT).glob("run_*"):
         path.unlink()
@@ -187,26 +172,11 @@ def test_snippets_read_the_record_at_every_row_of_a_run(flags, folder, run, monk
         seen.append((len(printed(PROGRESS)), printed(LAST_ROW)))
 
     monkeypatch.setattr(Logger, "write", write_and_read)
-    assert run("run.py", f"--out_dir={OUT}", "--log_save_interval=1", *flags) == 0
-    assert len(seen) == 6
-    assert all(len(last) == 1 for _, last in seen)
-    assert [count for count, _ in seen][0] == 0  # the first iteration has no MFU
+    assert run("run.py", f"--out_dir={OUT}", *flags) == 0
+    assert len(seen) == 6 and all(len(last) == 1 for _, last in seen)
+    assert seen[0][0] == 0 and seen[0][1][0].split()[0] == "0"  # at once; the first iteration has no MFU
     assert len(printed(PROGRESS)) == (5 if flags else 0)
     assert printed(LAST_ROW)[0].split()[0] == "5"
-
-
-def test_the_first_row_is_in_the_record_at_once(folder, run, monkeypatch):
-    for path in (folder / OUT).glob("run_*"):
-        path.unlink()
-    rows, write = [], Logger.write
-
-    def write_and_read(logger, reading, *arguments):
-        write(logger, reading, *arguments)
-        rows.append(printed(LAST_ROW)[0].split()[0])
-
-    monkeypatch.setattr(Logger, "write", write_and_read)
-    assert run("run.py", f"--out_dir={OUT}") == 0
-    assert rows[0] == "0"
 
 
 def test_progress_holds_no_null_and_says_whose_memory_it_is(folder, run):
@@ -230,7 +200,15 @@ def test_a_run_says_how_to_watch_it_and_its_page_too(folder, run, capfd):
 
 def test_train_evaluate_resume_plot_and_read_in_this_order(folder, run, capfd):
     """As the guides say: torchrun with two processes made the run (see `trained`)."""
+    there = names(folder, "run_*"), names(folder, "checkpoints/*")
     assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True") == 0
+    assert (names(folder, "run_*"), names(folder, "checkpoints/*")) == there
+    (path,) = (folder / OUT).glob("eval_*.json")
+    content = json.loads(path.read_text())
+    assert content["run_name"] == path.stem and content["training_iterations"] == []
+    assert [step["iter"] for step in content["eval_steps"]] == [6] and path.with_suffix(".log").exists()
+    trained = last_run(folder / OUT)["eval_steps"][-1]["val_loss"]
+    assert content["eval_steps"][0]["val_loss"] == pytest.approx(trained, abs=0.1)  # of other windows
     same = ["--batch_size=6", "--gradient_accumulation_steps=64", "--use_zero1=True"]  # as many samples
     assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--max_iters=8", PEAK, *same) == 0
     assert run("run.py", f"--out_dir={OUT}", "--init_from=resume", "--eval_only=True") == 0

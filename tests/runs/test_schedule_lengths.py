@@ -44,16 +44,14 @@ def begun(tmp_path):
     return tmp_path / "out"
 
 
-def resumed(out_dir, **keys) -> TrainConfig:
+def resumed(out_dir, **keys):
     keys = {"max_iters": 400, "init_from": "resume", **NOT_STATED, **keys}
-    return find_resume(make_config(out_dir, **keys), ALONE, {}).config
+    return find_resume(make_config(out_dir, **keys), ALONE, {})
 
 
 def test_a_longer_resume_keeps_the_schedule_of_the_first_attempt(begun):
-    assert warmup_and_decay_iters(resumed(begun)) == (4, 40)
-    assert find_resume(
-        make_config(begun, max_iters=400, init_from="resume", **NOT_STATED), ALONE, {}
-    ).changed == {"max_iters": [40, 400]}
+    assert warmup_and_decay_iters(resumed(begun).config) == (4, 40)
+    assert resumed(begun).changed == {"max_iters": [40, 400]}
 
 
 def test_a_stated_length_is_another_run_unless_it_is_allowed(begun):
@@ -61,7 +59,7 @@ def test_a_stated_length_is_another_run_unless_it_is_allowed(begun):
         resumed(begun, lr_decay_iters=400)
     with pytest.raises(UserError, match="warmup_iters: checkpoint 4, now 9.*=warmup_iters$"):
         resumed(begun, warmup_iters=9)
-    allowed = resumed(begun, lr_decay_iters=400, allow_changes="lr_decay_iters")
+    allowed = resumed(begun, lr_decay_iters=400, allow_changes="lr_decay_iters").config
     assert warmup_and_decay_iters(allowed) == (4, 400), "the warm-up is the first attempt's still"
 
 

@@ -175,17 +175,12 @@ def agree(rows, tensors, expected_rows, weights, state, relative=2e-5, absolute=
         assert found == pytest.approx(expected, rel=relative, abs=absolute / 10), row["iter"]
     assert {name for name in tensors if name.startswith("model.")} == {f"model.{name}" for name in weights}
     for name, weight in weights.items():
-        found = {
-            "weight": (tensors[f"model.{name}"], weight.detach()),
-            **{
-                moment: (tensors[f"optimizer.{name}.{moment}"], state[name][moment])
-                for moment in ("exp_avg", "exp_avg_sq")
-            },
-        }
-        for what, (ours, reference) in found.items():
-            ours, reference = compared(name, ours), compared(name, reference)
+        found = {f"model.{name}": weight.detach()}
+        found |= {f"optimizer.{name}.{moment}": state[name][moment] for moment in ("exp_avg", "exp_avg_sq")}
+        for what, reference in found.items():
+            ours, reference = compared(name, tensors[what]), compared(name, reference)
             error, size = (ours - reference).norm().item(), reference.norm().item()
-            assert error <= 5 * relative * size, f"{name} {what}: {error / size:.1e}"
+            assert error <= 5 * relative * size, f"{what}: {error / size:.1e}"
         assert tensors[f"optimizer.{name}.step"].item() == ITERATIONS
 
 
@@ -198,9 +193,8 @@ def test_a_run_is_torch_s_adamw_and_clip_grad_norm(both, style, clip):
     assert min(norms) > 0.02 and max(norms) < 100  # so the small clip always acts, and the large one never
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_gradient_accumulation_is_the_mean_over_the_micro_steps(both, clip):
-    rows, *others = found = both(gradient_accumulation_steps=4, grad_clip=clip)
+def test_gradient_accumulation_is_the_mean_over_the_micro_steps(both):
+    rows, *others = found = both(gradient_accumulation_steps=4, grad_clip=0.5)
     agree(*found)
     assert rows[-1]["tokens_per_sec"] == pytest.approx(4 * 4 * 32 * 1000 / rows[-1]["time_ms"])
 
@@ -217,15 +211,14 @@ def test_what_only_saves_time_or_memory_changes_no_update(both, keys):
     agree(*both(**keys))
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_float16_takes_its_loss_scale_out_of_all_that_is_reported_and_updated(both, clip, monkeypatch):
+def test_float16_takes_its_loss_scale_out_of_all_that_is_reported_and_updated(both, monkeypatch):
     """The scale is 65536, so a place that forgets it is wrong by this factor, and one that clips before it is
     taken out clips by this factor too much."""
     judged, judge = [], UpdateGuard.judge
     monkeypatch.setattr(
         UpdateGuard, "judge", lambda guard, *values: (judged.append(values), judge(guard, *values))[1]
     )
-    rows, tensors, expected_rows, weights, state = both(dtype="float16", grad_clip=clip)
+    rows, tensors, expected_rows, weights, state = both(dtype="float16", grad_clip=0.01)
     assert [norm.item() for _, norm in judged] == [row["gradients"]["global_norm"] for row in rows]
     for row, expected in zip(rows, expected_rows, strict=True):
         gradients = row["gradients"]

@@ -1,5 +1,6 @@
 """tools.tune as a user runs it, on the CPU: from a config to the tuned one, and what it refuses."""
 
+import concurrent.futures
 import subprocess
 import sys
 
@@ -16,12 +17,7 @@ from training.configuration.files_and_flags import load_config
 from training.configuration.keys import ROOT
 
 # two trials are left: micro-batches of 4, as the config has it, and of 2
-FEW = (
-    "--iters=2",
-    "--warmup=1",
-    "--compile=False",
-    "--activation_checkpointing=none",
-)
+FEW = ("--iters=2", "--warmup=1", "--compile=False", "--activation_checkpointing=none")
 
 
 @pytest.fixture
@@ -112,18 +108,13 @@ def test_bad_input_is_one_clear_line(arguments, message, in_process, monkeypatch
 def test_a_gpu_that_others_use_is_refused(config, monkeypatch):
     memory = settings.look_at(load_config([str(config)]), 1)
 
-    class Pool:
+    class Pool(concurrent.futures.Executor):
         def __init__(self, *_):
             pass
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
         def submit(self, function, kind, processes):
-            return type("Done", (), {"result": lambda self: (memory, [0.9, 40.0][:processes])})()
+            (done := concurrent.futures.Future()).set_result((memory, [0.9, 40.0][:processes]))
+            return done
 
     monkeypatch.setattr(settings.concurrent.futures, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(settings.torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py and test_strategies.py, alone or under torchrun: loads every checkpoint given
+"""Run by test_strategies.py, alone or under torchrun: loads every checkpoint given
 with every strategy at this world size and compares each tensor with what the safetensors library reads from
 the same files. Exits with 0 if all agree.
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import model_builder
 from training.checkpoints.loading import load_checkpoint
-from training.checkpoints.train_state import TrainState
+from training.checkpoints.train_state import Progress, TrainState
 from training.configuration.files_and_flags import load_config
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
@@ -68,7 +68,7 @@ def differences(state: TrainState, expected: dict[str, torch.Tensor]) -> list[st
 def save(config, state: TrainState, progress, out_dir: Path) -> Path:
     saver = make_saver(config, state)
     saver.root = out_dir / "checkpoints"
-    saver.begin(progress)
+    saver.begin(Progress(progress.iteration, progress.samples_seen))
     return saver.finished(wait=None).final
 
 

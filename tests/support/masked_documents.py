@@ -1,5 +1,6 @@
 """A dataset of short documents, and runs over windows of them."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -39,4 +40,15 @@ def make_documents_run(folder: Path) -> Path:
     meta = {"dtype": "uint16", "vocab_size": 64, "eot_id": 0, "tokenizer": {"name": "synthetic"}}
     (data / "meta.json").write_text(json.dumps(meta))
     write_config(folder / "run.py", **{**TINY, "dataset": data, "peak_tflops": 1.0, "max_iters": 8})
+    return folder
+
+
+def write_lengths(folder: Path, lengths: dict[str, list[int] | np.ndarray]) -> Path:
+    """Stores the lengths of the documents of each token file beside it, in place of an end-of-text id."""
+    meta = json.loads((folder / "meta.json").read_text()) | {"format": 2, "eot_id": None}
+    for name, each in lengths.items():
+        (path := folder / f"{name}.lengths").write_bytes(np.array(each, "<u4").tobytes())
+        said = {"documents": len(each), "longest": int(max(each))}
+        meta["files"][name]["lengths"] = {**said, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (folder / "meta.json").write_text(json.dumps(meta))
     return folder

@@ -37,7 +37,8 @@ class TensorFiles:
         if not part.shape:
             tensor.copy_(mapped(*self.stored[part.name][0]))
             return
-        if part.end > whole.end:  # else the rows that are not there would stay as they were
+        # else the rows that are not there would stay as they were; a rank without rows is beyond the end
+        if part.shape[0] and part.end > whole.end:
             raise ValueError(f"{part.name} has {whole.end:,} rows, and {part.end:,} were asked for")
         for where, rows in self._pieces(part.name, range(part.offsets[0], part.end)):
             tensor[where].copy_(rows)
