@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.helpers import SMALL_RUN, last_run, make_dataset, run_train, write_config
+from support.gpu_runs import losses, train
+from support.helpers import SMALL_RUN, make_dataset, write_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,22 +25,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, out: str, *flags: str, processes: int = 2) -> dict:
-    done = run_train(folder / "run.py", f"--out_dir={folder / out}", *flags, processes=processes, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return last_run(folder / out)
-
-
-def losses(record: dict) -> list[float]:
-    return [row["loss"] for row in record["training_iterations"]]
-
-
 @pytest.mark.parametrize("more", [[], FP8, ["--weight_tying=True"]])
 def test_fsdp_whose_matmuls_sum_gradients_trains_as_one_gpu(folder, more):
     """Also compiled, where the sums are arguments of the backward. The first norm is of equal weights."""
     name = "-".join(more).strip("-").replace("=", "-") or "bf16"
-    one = train(folder, f"one-{name}", *more, "--gradient_accumulation_steps=4", processes=1)
-    two = train(folder, f"fused-{name}", *more, FSDP)
+    one = train(folder, f"one-{name}", *more, "--gradient_accumulation_steps=4")
+    two = train(folder, f"fused-{name}", *more, FSDP, processes=2)
     assert two["startup_info"]["gradient_sums"]["used"] == "in the matmul"
     norms = [record["training_iterations"][0]["gradients"]["global_norm"] for record in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=5e-3)
