@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.gpu_runs import losses, train
 from support.graphed_runs import build
-from support.helpers import SMALL, make_dataset, write_config
+from support.helpers import SMALL, SMALL_RUN, make_dataset, write_config
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,8 @@ STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=Tru
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     make_dataset(folder / "tokens", train_tokens=200_000)
-    write_config(folder / "run.py", **SMALL, dataset=str(folder / "tokens"))
+    for name, keys in (("run", SMALL), ("longer", SMALL_RUN)):
+        write_config(folder / f"{name}.py", **keys, dataset=str(folder / "tokens"))
     return folder
 
 
@@ -107,3 +108,18 @@ def test_two_gpus_give_the_losses_of_one(folder, name):
     one = train(folder, f"one-{name}", *exact, "--gradient_accumulation_steps=4")
     two = train(folder, f"two-{name}", *exact, *STRATEGIES[name], processes=2)
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("more", [[], ["--low_precision=fp8_tensorwise"], ["--weight_tying=True"]])
+def test_fsdp_whose_matmuls_sum_gradients_trains_as_one_gpu(folder, more):
+    """Also compiled, where the sums are arguments of the backward. The first norm is of equal weights."""
+    name = "-".join(more).strip("-").replace("=", "-") or "bf16"
+    flags = [*more, "--gradient_accumulation_steps=4"]
+    one = train(folder, f"one-{name}", *flags, config="longer.py")
+    two = train(folder, f"fused-{name}", *more, "--use_fsdp=True", config="longer.py", processes=2)
+    assert two["startup_info"]["gradient_sums"]["used"] == "in the matmul"
+    norms = [record["training_iterations"][0]["gradients"]["global_norm"] for record in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=5e-3)
+    assert losses(two)[:3] == pytest.approx(losses(one)[:3], rel=2e-3)
+    assert losses(two) == pytest.approx(losses(one), rel=2e-2)

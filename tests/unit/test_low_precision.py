@@ -62,7 +62,8 @@ def forms_of(recipe, matrix, weight=False, key=None):
 def test_the_three_matmuls_of_a_linear_have_the_operands_of_the_recipe(recipe):
     key = random_key(seed=5, iteration=3, micro_step=1, tensor=7)
     layer = low_linear(recipe, key)
-    x, dy = random_bf16(M, K), random_bf16(M, N, std=1e-3)
+    x = random_bf16(M, K)
+    dy = (random_bf16(M, N) * torch.logspace(-12, 0, M)[:, None]).bfloat16()  # blocks of rows of many sizes
     layer.weight_grad = torch.zeros(N, K)
     start = x.clone().requires_grad_()
     y = layer(start)

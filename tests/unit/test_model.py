@@ -223,22 +223,6 @@ def test_tying_changes_no_other_tensor(preset):
     assert differing(tied, untied) == []
 
 
-def test_a_tied_model_has_one_tensor_for_embedding_and_head():
-    model = make("gpt2")
-    assert model.head.lm_head.weight is model.embed.weight
-    ids, targets = batch()
-    model(ids, targets).backward()
-    assert model.embed.weight.grad.abs().sum(dim=1).count_nonzero() == VOCAB  # the head reaches every row
-
-
-def test_a_deeper_model_starts_with_the_same_first_layers_but_for_the_residual_scale():
-    shallow, deep = weights(n_layer=2), weights(n_layer=8)
-    residual = [f"blocks.{i}.{part}.weight" for i in (0, 1) for part in ("attn.out", "ffn.down")]
-    assert differing(shallow, deep) == residual
-    for name in residual:
-        torch.testing.assert_close(deep[name], shallow[name] * math.sqrt(2 / 8))
-
-
 @pytest.mark.parametrize("head_dim", [None, 48])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_initial_standard_deviations_norms_and_biases(preset, head_dim):
