@@ -80,9 +80,13 @@ def test_weights_that_are_quantized_together_have_scales_of_their_own():
     assert_requantized_as_each_alone("cpu")
 
 
-def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them():
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_fused_feed_forward_equals_its_two_linears_with_swiglu_between_them(bias):
+    """With biases it is not fused: none is left out."""
     x, dy = random_bf16(2, 16, 32), random_bf16(2, 16, 32)
     up, down = fp8_linear(random_bf16(2 * 48, 32, std=0.1)), fp8_linear(random_bf16(32, 48, std=0.1))
+    if bias:
+        up.bias, down.bias = (torch.nn.Parameter(random_bf16(len(w.weight))) for w in (up, down))
 
     def run(function):
         start = x.clone().requires_grad_()
