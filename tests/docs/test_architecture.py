@@ -3,6 +3,7 @@ circle, also not by imports inside functions or under TYPE_CHECKING."""
 
 import ast
 import graphlib
+import re
 import textwrap
 
 import pytest
@@ -88,3 +89,12 @@ def test_a_circle_through_a_function_is_found():
 def test_a_file_without_a_place_is_an_error():
     with pytest.raises(AssertionError, match="helpers/things.py has no place in ORDER"):
         arrows_up(graph({"helpers/things.py": "import train", "train.py": ""}))
+
+
+def test_the_model_reads_like_the_paper():
+    """In which precision an operation runs, what is recomputed and which backend computes it come from outside:
+    ops/activation.py, convert() of ops/quantized_linear.py, ops/recompute.py, training/."""
+    text = (ROOT / "model.py").read_text(encoding="utf-8")
+    assert text.count("\n") <= 270
+    words = r"precision|quanti[sz]|fp8|float8|amax|recomput|checkpoint|backend|quack"
+    assert re.findall(words, text, re.IGNORECASE) == []

@@ -2,13 +2,10 @@
 
 import numpy as np
 import pytest
+from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, panels, resumed_record, write
 
-pytest.importorskip("matplotlib")
-
-from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, resumed_record, write  # noqa: E402
-
-from plots import compare_runs, plot_single_run  # noqa: E402
-from plots.run_record import load_run  # noqa: E402
+from plots import compare_runs, plot_single_run
+from plots.run_record import load_run
 
 COMPARED = "Loss (crosses: validation)"
 
@@ -18,10 +15,6 @@ def run_of(folder, record=None, name="run", tokens_per_iter=None):
     if tokens_per_iter:
         record["startup_info"]["tokens_per_iter"] = tokens_per_iter
     return load_run(write(folder, record, name))
-
-
-def panels(fig):
-    return {axis.get_title(loc="left"): axis for axis in fig.axes}
 
 
 def both(folder):
@@ -56,19 +49,13 @@ def test_a_few_points_are_not_smoothed(tmp_path):
     assert len([line for line in axis.lines if len(line.get_xdata()) == 6]) == 1
 
 
-def token_axis(axis):
+def test_the_loss_has_an_axis_of_tokens_where_the_log_says_them(tmp_path):
+    axis = panels(plot_single_run.plot(run_of(tmp_path, tokens_per_iter=TOKENS_PER_ITER)))["Loss"]
     (second,) = axis.child_axes
     second.figure.draw_without_rendering()
-    assert second.get_xticklabels()[-1].get_text().endswith(" B")
-    return second
-
-
-def test_the_loss_has_an_axis_of_tokens(tmp_path):
-    run = run_of(tmp_path, tokens_per_iter=TOKENS_PER_ITER)
-    axis = panels(plot_single_run.plot(run))["Loss"]
-    second = token_axis(axis)
-    assert second.get_xlabel() == "tokens"
+    assert second.get_xlabel() == "tokens" and second.get_xticklabels()[-1].get_text().endswith(" B")
     assert second.get_xlim() == pytest.approx([x * TOKENS_PER_ITER for x in axis.get_xlim()])
+    assert panels(plot_single_run.plot(run_of(tmp_path)))["Loss"].child_axes == []
 
 
 @pytest.mark.parametrize("sizes", [(1000, 1000), (1000, 2000)])
@@ -84,10 +71,7 @@ def test_losses_of_several_runs_are_drawn_over_tokens_on_a_logarithmic_axis(tmp_
     starts = [line.get_xdata()[:2].tolist() for line in axis.lines]  # of each run: raw, mean, validation
     assert starts == [[n * size for n in pair] for size in sizes for pair in ((0, 10), (0, 10), (250, 500))]
     assert compared["Throughput"].get_xlabel() == "iteration"
-
-
-def test_losses_of_logs_that_do_not_say_their_tokens_are_drawn_over_iterations(tmp_path):
-    runs = [run_of(tmp_path, name="a", tokens_per_iter=1000), run_of(tmp_path, name="b")]
+    runs[1] = run_of(tmp_path, name="does_not_say")
     assert panels(compare_runs.plot(runs, ["a", "b"]))[COMPARED].get_xlabel() == "iteration"
 
 
@@ -97,10 +81,6 @@ def test_a_loss_that_is_not_positive_leaves_the_axis_linear(tmp_path):
     record["training_iterations"][50]["loss"] = 0.0
     axis = panels(compare_runs.plot([run_of(tmp_path, record)], ["a"]))[COMPARED]
     assert axis.get_yscale() == "linear"
-
-
-def test_a_log_that_does_not_say_its_tokens_has_no_axis_of_them(tmp_path):
-    assert panels(plot_single_run.plot(run_of(tmp_path)))["Loss"].child_axes == []
 
 
 def test_equal_evaluation_losses_do_not_hide_each_other(tmp_path):
@@ -173,13 +153,11 @@ def test_settings_that_a_record_lacks_are_not_the_same(tmp_path, capsys):
     assert "not recorded in A: key_0, " in output and " ... " in output and len(output) < 2000
 
 
-def test_long_values_that_differ_only_at_their_end_differ(tmp_path, capsys):
-    output = compared(tmp_path, capsys, {"dataset": "/data/" * 20 + "1"}, {"dataset": "/data/" * 20 + "2"})
+def test_long_values_are_short_lines_also_from_anybody_and_if_only_their_ends_differ(tmp_path, capsys):
+    long = "/data/" * 20
+    output = compared(tmp_path, capsys, {"dataset": long + "1"}, {"dataset": long + "2"})
     (line,) = (line for line in output.splitlines() if line.startswith("  dataset: "))
     assert "1 (A), " in line and "are the same" not in output
-
-
-def test_settings_of_a_record_from_anybody_are_short_lines(tmp_path, capsys):
     output = compared(tmp_path, capsys, {"dataset": "a\x1b[2J\nb" * 50}, {"dataset": "c"}, {})
     (line,) = (line for line in output.splitlines() if line.startswith("  dataset: "))
     assert "\x1b" not in output and len(line.split(" (A)")[0]) <= 55 and line.endswith("c (B)")

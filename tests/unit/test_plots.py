@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from support import warm_python
 
-pytest.importorskip("matplotlib")
-
-from common.errors import UserError  # noqa: E402
-from common.text import aligned  # noqa: E402
-from plots import compare_runs, comparison_text, plot_single_run  # noqa: E402
-from plots.run_record import expand_globs, load_run, recounted, spread  # noqa: E402
-from training.records import percentiles  # noqa: E402
+from common.errors import UserError
+from common.text import aligned
+from plots import compare_runs, comparison_text, plot_single_run, report
+from plots.run_record import expand_globs, load_run, recounted, spread
+from training.records import percentiles
 
 PLOTS = Path(__file__).resolve().parents[2] / "plots"
 
@@ -55,16 +53,11 @@ def new_record(
             "flops": {"totals": dict(QWEN3)},
         },
         "training_iterations": rows,
-        "training_progress": [{"iter": row["iter"], "tokens_per_sec": row["tokens_per_sec"]} for row in rows],
         "eval_steps": [
             {"iter": step, "train_loss": loss_at(step), "val_loss": loss_at(step) + 0.06, "lr": 3e-4}
             for step in evaluations
         ],
-        "checkpoints": [],
-        "summary": {
-            "final_iter": iters - 1,
-            "best_val_loss": loss_at(evaluations[-1]) + 0.06 if evaluations else None,
-        },
+        "summary": {"best_val_loss": loss_at(evaluations[-1]) + 0.06 if evaluations else None},
     }
 
 
@@ -104,13 +97,6 @@ def training_row(step, tokens_per_sec, mfu, noise):
     return row
 
 
-def crashed_record(iters=300):
-    """Killed between two log lines: the file is whole, the ending is missing."""
-    record = new_record(iters)
-    del record["summary"], record["end_time"]
-    return record | {"status": "running"}
-
-
 def resumed_record(iters=1000, stop=600):
     """Killed at 640, gone on from the checkpoint of 600 at half of the speed: the second attempt's record."""
     first, second = new_record(stop + 40), new_record(iters, tokens_per_sec=363_500)
@@ -128,12 +114,9 @@ def resumed_record(iters=1000, stop=600):
 
 def cpu_record(iters=60):
     record = new_record(iters, every=1, warmup=3, tokens_per_sec=4000)
+    reason = "a CPU has no published peak; set peak_tflops to state one"
     for row in record["training_iterations"]:
-        row |= {
-            "mfu": None,
-            "mfu_reason": "a CPU has no published peak; set peak_tflops to state one",
-            "memory": {},
-        }
+        row |= {"mfu": None, "mfu_reason": reason, "memory": {}}
     record["startup_info"]["hardware"] = {"gpu_name": None, "num_gpus": 0, "precision": "float32"}
     return record | {"config": {"device": "cpu", "arch_preset": "gpt2"}}
 
@@ -147,10 +130,7 @@ def old_record(iters=200, method=V1):
             row["time_ms"] *= 20
             row["mfu"] = mfu_facts(row["mfu"]["tokens_per_sec"] / 20, method, PEAK)
     record["training_iterations"][0]["mfu"] = -100.0
-    losses = [
-        {"iter": step, "train_loss": loss_at(step), "val_loss": loss_at(step) + 0.1}
-        for step in range(0, iters, 50)
-    ]
+    losses = [{"iter": step, "train_loss": 3.0, "val_loss": 3.1} for step in range(0, iters, 50)]
     kept = {key: record[key] for key in ("run_name", "start_time", "config", "training_iterations")}
     return kept | {"eval_steps": losses, "best_val_loss": 1e9}
 
@@ -164,31 +144,28 @@ def write(folder, record, name="run_20251121_070600"):
 # --- one run ---
 
 
+ENDING = ("summary", "end_time")  # what a record lacks whose run was killed between two log lines
+KILLED = {key: value for key, value in new_record(300).items() if key not in ENDING} | {"status": "running"}
 SHAPES = {
     "complete": new_record(),
     "one iteration": new_record(1),
     "no iteration": new_record(0),
-    "killed": crashed_record(),
-    "failed": crashed_record() | {"status": "failed"},
+    "killed": KILLED,
+    "failed": KILLED | {"status": "failed"},
     "cpu": cpu_record(),
     "resumed": resumed_record(),
     "old": old_record(),
     "old, one iteration": old_record(1),
     "bare": {"training_iterations": [{}, {"iter": 1, "loss": None, "mfu": -100.0}, {"loss": 3.0, "mfu": {}}]},
-    "wrong types": {
-        "training_iterations": [],
-        "eval_steps": None,
-        "startup_info": 3,
-        "config": [],
-        "summary": "",
-    },
+    "wrong types": dict(training_iterations=[], eval_steps=None, startup_info=3, config=[], summary=""),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_run_gives_a_png_beside_its_record(shape, tmp_path, capsys):
+def test_any_run_gives_a_png_and_a_page_beside_its_record(shape, tmp_path, capsys):
     path = write(tmp_path, SHAPES[shape])
     assert plot_single_run.main([str(path)]) == 0
+    assert report.main([str(path)]) == 0 and "</h1>" in path.with_suffix(".html").read_text()
     png = path.with_suffix(".png")
     assert png.read_bytes().startswith(b"\x89PNG") and str(png) in capsys.readouterr().out
 
@@ -203,8 +180,12 @@ def test_any_run_gives_a_png_beside_its_record(shape, tmp_path, capsys):
 )
 def test_an_mfu_names_its_formula_and_its_peak(tmp_path, record, kind):
     run = load_run(write(tmp_path, record))
-    assert panel_text(run, "MFU") == [f"MFU by {V3} of {kind}"]
+    assert f"MFU by {V3} of {kind}" in panels(plot_single_run.plot(run))
     assert f"MFU by {V3}, peak {kind}" in comparison_text.describe(run)
+
+
+def panels(fig):
+    return {axis.get_title(loc="left"): axis for axis in fig.axes}
 
 
 def test_an_mfu_above_100_percent_is_called_an_error(tmp_path, capsys):
@@ -212,18 +193,8 @@ def test_an_mfu_above_100_percent_is_called_an_error(tmp_path, capsys):
     assert "an MFU above 100 % is an error of measurement" in capsys.readouterr().err
 
 
-def panel_text(run, title):
-    figure = plot_single_run.plot(run)
-    axis = next(axis for axis in figure.axes if axis.get_title(loc="left").startswith(title))
-    return [
-        axis.get_title(loc="left"),
-        *(text.get_text() for text in axis.texts if "scale" not in text.get_text()),
-    ]
-
-
 def test_the_first_step_does_not_flatten_the_step_times(tmp_path):
-    figure = plot_single_run.plot(load_run(write(tmp_path, new_record())))
-    axis = next(axis for axis in figure.axes if axis.get_title(loc="left") == "Step time")
+    axis = panels(plot_single_run.plot(load_run(write(tmp_path, new_record()))))["Step time"]
     assert axis.get_ylim()[1] < 2000  # steps of 1 s; the first takes 60 s
     assert any("off the scale" in text.get_text() for text in axis.texts)
 
@@ -246,14 +217,6 @@ def test_output_is_for_one_run(tmp_path, capsys):
 # --- what counts as a measurement ---
 
 
-def test_warmup_rows_are_left_out_of_medians(tmp_path):
-    record = {"training_iterations": [{"iter": i, "time_ms": 9e4, "warmup": True} for i in range(9)]}
-    record["training_iterations"] += [{"iter": 9, "time_ms": 100.0, "warmup": False}]
-    assert spread(load_run(write(tmp_path, record)), "time_ms")[0] == 100.0
-    record["training_iterations"].pop()
-    assert spread(load_run(write(tmp_path, record)), "time_ms") is None
-
-
 @pytest.mark.parametrize("iters", [30, 90, 100, 1000])
 def test_spread_of_a_plot_is_that_of_the_records_summary(iters, tmp_path):
     run = load_run(write(tmp_path, new_record(iters)))
@@ -262,15 +225,12 @@ def test_spread_of_a_plot_is_that_of_the_records_summary(iters, tmp_path):
         assert spread(run, name) == pytest.approx((found["median"], found["p10"], found["p90"]), rel=1e-15)
 
 
-def test_iteration_that_was_made_twice_is_drawn_once_and_medians_are_the_last_attempts(tmp_path):
+def test_a_resumed_run_has_each_iteration_once_two_warm_ups_and_the_medians_of_its_last_attempt(tmp_path):
     run = load_run(write(tmp_path, resumed_record()))
     assert run.columns["iter"].tolist() == list(range(0, 1000, 10))
     assert spread(run, "tokens_per_sec")[0] == pytest.approx(363_500, rel=0.01)
     assert run.columns["iter"][run.timed].tolist() == list(range(620, 1000, 10))
-
-
-def test_each_start_of_a_run_has_a_warm_up_of_its_own_and_the_second_is_marked(tmp_path):
-    run = load_run(write(tmp_path, resumed_record()))
+    assert spread(load_run(write(tmp_path, new_record(10, every=1), "warming_up")), "time_ms") is None
     assert run.warmup_spans == [(0, 10), (600, 610)] and run.attempt_starts == [600]
     axis = plot_single_run.plot(run).axes[0]
     assert [line.get_xdata()[0] for line in axis.lines if line.get_label() == "resumed"] == [599.5]
@@ -307,30 +267,23 @@ def test_tokens_per_sec_is_found_wherever_it_was_logged(tmp_path):
 # --- several runs ---
 
 
-def test_compare_refuses_mixed_methods(tmp_path, capsys):
+def test_mfus_by_two_formulas_are_refused_until_all_are_recounted_by_one(tmp_path, capsys):
     paths = [str(write(tmp_path, new_record(100, V1), "a")), str(write(tmp_path, new_record(100, V3), "b"))]
     assert compare_runs.main(paths) == 2
     message = capsys.readouterr().err
-    assert (
-        V1 in message and V3 in message and "--method v1|v2|v3" in message and len(message.splitlines()) == 1
-    )
+    assert V1 in message and V3 in message and "--method v1|v2|v3" in message and message.count("\n") == 1
     assert not list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize("asked", ["v3", V3])
-def test_method_recounts_every_run_by_one_formula(asked, tmp_path, capsys):
-    paths = [str(write(tmp_path, new_record(100, V1), "a")), str(write(tmp_path, new_record(100, V3), "b"))]
-    assert compare_runs.main([*paths, "--method", asked]) == 0
-    out = capsys.readouterr().out
-    assert V1 not in out and out.count(V3) == 1 and (tmp_path / "compare_runs.png").exists()
+    for asked in ("v3", V3):
+        assert compare_runs.main([*paths, "--method", asked]) == 0
+        out = capsys.readouterr().out
+        assert V1 not in out and out.count(V3) == 1 and (tmp_path / "compare_runs.png").exists()
 
 
 def test_a_recount_is_tokens_times_flops_over_peak(tmp_path):
     run = load_run(write(tmp_path, new_record(100, V1)))
     recount = recounted(run, V3)
-    assert spread(run, "mfu_percent")[0] / spread(recount, "mfu_percent")[0] == pytest.approx(
-        1.1809, abs=1e-4
-    )
+    quotient = spread(run, "mfu_percent")[0] / spread(recount, "mfu_percent")[0]
+    assert quotient == pytest.approx(1.1809, abs=1e-4)
     again = recounted(recount, V1)
     assert again.columns["mfu_percent"].tolist() == pytest.approx(run.columns["mfu_percent"].tolist())
 
@@ -351,7 +304,7 @@ def test_a_run_without_mfu_joins_any_comparison(tmp_path, capsys):
 
 
 def test_the_table_holds_what_was_measured(tmp_path, capsys):
-    path = write(tmp_path, crashed_record(), "probe")
+    path = write(tmp_path, KILLED, "probe")
     assert compare_runs.main([str(path)]) == 0
     named, table = capsys.readouterr().out.split("\n\n")[:2]
     assert named.startswith("A  ") and "/probe: qwen3" in named
@@ -391,16 +344,6 @@ def test_different_peaks_are_a_warning(tmp_path, capsys):
     assert compare_runs.main(paths[:1]) == 0 and "WARNING" not in capsys.readouterr().err
 
 
-def tokenized(folder, **tokenizers):
-    """Paths of records whose data these tokenizers made; None: the log does not say."""
-    paths = []
-    for name, tokenizer in tokenizers.items():
-        record = new_record(100) | {"eval_steps": [{"iter": 50, "train_loss": 3.0, "val_loss": 3.1}]}
-        meta = {"data": {"sources": [{"meta": {"tokenizer": tokenizer}}]}} if tokenizer else {}
-        paths.append(str(write(folder, record | {"startup_info": record["startup_info"] | meta}, name)))
-    return paths
-
-
 @pytest.mark.parametrize(
     ("one", "other", "differ"),
     [
@@ -413,7 +356,12 @@ def tokenized(folder, **tokenizers):
     ],
 )
 def test_losses_of_different_tokenizers_share_no_axis(tmp_path, capsys, one, other, differ):
-    paths = tokenized(tmp_path, one=one, other=other)
+    paths = []
+    for name, tokenizer in (("one", one), ("other", other)):
+        record = new_record(100) | {"eval_steps": [{"iter": 50, "train_loss": 3.0, "val_loss": 3.1}]}
+        if tokenizer:  # None: the log does not say
+            record["startup_info"]["data"] = {"sources": [{"meta": {"tokenizer": tokenizer}}]}
+        paths.append(str(write(tmp_path, record, name)))
     assert compare_runs.main(paths) == 0
     assert ("nats per token" in capsys.readouterr().err) == differ
     figure = compare_runs.plot([load_run(Path(path)) for path in paths], ["one", "other"])
@@ -434,14 +382,11 @@ def test_a_file_that_is_no_run_record_is_named(script, text, tmp_path, capsys):
     assert str(path) in message and len(message.splitlines()) == 1
 
 
-def test_a_quoted_glob_finds_records_in_a_folder_with_brackets_in_its_name(tmp_path):
+def test_a_glob_finds_records_in_a_folder_with_brackets_or_is_an_error(tmp_path, capsys):
     path = tmp_path / "out [1]" / "run_a.json"
     path.parent.mkdir()
     path.write_text("{}")
     assert expand_globs([str(tmp_path / "out [1]" / "run_*.json")]) == [path]
-
-
-def test_a_glob_that_matches_nothing_is_an_error(tmp_path, capsys):
     assert compare_runs.main([str(tmp_path / "run_*.json")]) == 2
     assert "nothing matches" in capsys.readouterr().err
     assert plot_single_run.main([str(tmp_path)]) == 2
@@ -457,14 +402,11 @@ def test_missing_matplotlib_comes_with_the_command_that_installs_it(tmp_path, mo
 def test_the_scripts_run_from_any_folder_with_a_quoted_glob(tmp_path):
     write(tmp_path, new_record(100), "run_1")
     write(tmp_path, new_record(100, V1), "run_2")
-    single = user_runs(tmp_path, "plot_single_run.py", "run_*.json")
-    assert single.returncode == 0 and single.stdout.split() == ["wrote", "run_1.png", "wrote", "run_2.png"]
-    refused = user_runs(tmp_path, "compare_runs.py", "run_*.json")
-    assert (
-        refused.returncode == 2 and refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+    keywords = dict(cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    single, refused = (
+        warm_python.run([sys.executable, str(PLOTS / script), "run_*.json"], **keywords)
+        for script in ("plot_single_run.py", "compare_runs.py")
     )
-
-
-def user_runs(folder, script, *arguments):
-    command = [sys.executable, str(PLOTS / script), *arguments]
-    return warm_python.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert single.returncode == 0 and single.stdout.split() == ["wrote", "run_1.png", "wrote", "run_2.png"]
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ")
+    assert "Traceback" not in refused.stderr

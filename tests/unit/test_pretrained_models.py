@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.hf_models import (
+    FAMILY,
     MODELS,
     copy,
     hf_run,
@@ -55,38 +57,25 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_are_the_same_numbers_in_fp32(dtype, tmp_path):
-    folder = save("qwen3", tmp_path / "half", dtype)
-    stored = tensors(folder)
-    model = ours(folder)
-    assert torch.equal(model.embed.weight, stored["model.embed_tokens.weight"].float())
-    q = stored["model.layers.1.self_attn.q_proj.weight"].float()
-    assert torch.equal(model.blocks[1].attn.qkv.weight[: len(q)], q)
+    half = save("qwen3", tmp_path / "half", dtype)
+    whole = copy(half, tmp_path / "whole")
+    save_file({name: tensor.float() for name, tensor in tensors(half).items()}, whole / "model.safetensors")
+    of_half, of_whole = ours(half).state_dict(), ours(whole).state_dict()
+    assert all(torch.equal(of_half[name], tensor) for name, tensor in of_whole.items())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_files_of_the_bare_model_have_no_prefix(family, four, tmp_path):
-    from safetensors.torch import save_file
-
-    folder = copy(four[family], tmp_path / "bare")
-    stored = tensors(folder)
-    prefix = "transformer." if family == "gpt2" else "model."
-    bare = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-    save_file(bare, folder / "model.safetensors")
-    ids = some_ids()
-    assert torch.equal(ours(folder)(ids), ours(four[family])(ids))
-
-
-def test_what_a_model_computes_by_itself_may_be_in_the_files(four, tmp_path):
-    from safetensors.torch import save_file
-
-    for family, extra in (
-        ("gpt2", {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32).tril().bool()}),
-        ("gpt2", {"transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}),
-        ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
-        ("qwen2", {"lm_head.weight": tensors(four["qwen2"])["model.embed_tokens.weight"].clone()}),
+def test_files_may_leave_out_the_prefix_and_have_what_a_model_computes_by_itself(four, tmp_path):
+    stored = {family: tensors(folder) for family, folder in four.items()}
+    for family, content in (
+        ("gpt2", {name.removeprefix("transformer."): t for name, t in stored["gpt2"].items()}),
+        ("llama", {name.removeprefix("model."): t for name, t in stored["llama"].items()}),
+        ("gpt2", stored["gpt2"] | {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32).tril().bool()}),
+        ("gpt2", stored["gpt2"] | {"transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}),
+        ("llama", stored["llama"] | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        ("qwen2", stored["qwen2"] | {"lm_head.weight": stored["qwen2"]["model.embed_tokens.weight"].clone()}),
     ):
-        folder = copy(four[family], tmp_path / next(iter(extra)))
-        save_file(tensors(folder) | extra, folder / "model.safetensors")
+        folder = copy(four[family], tmp_path / str(len(list(tmp_path.iterdir()))))
+        save_file(content, folder / "model.safetensors")
         assert torch.equal(ours(folder)(some_ids()), ours(four[family])(some_ids()))
 
 
@@ -101,39 +90,24 @@ def test_the_first_positions_of_gpt2_serve_a_shorter_block_size(run, four, tmp_p
 
 # --- config.json, old and new ---
 
-QWEN3_4 = {  # as transformers 4.51 wrote it
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_4 = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "head_dim": 128,
+"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 32768,
+"max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+"sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,
+"vocab_size": 151936}"""  # as transformers 4.51 wrote it
 
 
 def test_both_spellings_of_config_json_mean_the_same():
-    new = {name: value for name, value in QWEN3_4.items() if name not in ("rope_theta", "rope_scaling")}
+    qwen3 = json.loads(QWEN3_4)
+    new = {name: value for name, value in qwen3.items() if name not in ("rope_theta", "rope_scaling")}
     new |= {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "dtype": "bfloat16"}
-    old_keys, new_keys = (read_architecture(fields, "config.json").keys for fields in (QWEN3_4, new))
+    old_keys, new_keys = (read_architecture(fields, "config.json").keys for fields in (qwen3, new))
     assert old_keys == new_keys
     assert old_keys["rope_theta"] == 1e6 and old_keys["head_dim"] == 128 and old_keys["weight_tying"]
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
     for spelling in ({"type": "yarn"}, {"rope_type": "yarn"}):
-        old = read_architecture(QWEN3_4 | {"rope_scaling": yarn | spelling}, "config.json")
+        old = read_architecture(qwen3 | {"rope_scaling": yarn | spelling}, "config.json")
         parameters = {**yarn, **spelling, "rope_theta": 1e6}
         assert old.keys == read_architecture(new | {"rope_parameters": parameters}, "config.json").keys
         assert old.keys["rope_scaling"]["factor"] == 4.0
@@ -142,41 +116,36 @@ def test_both_spellings_of_config_json_mean_the_same():
 # --- out ---
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_round_trip_is_bit_equal_and_what_save_pretrained_writes(name, run, tmp_path):
-    source = save(name, tmp_path / "source")
-    still = {"max_iters": 1, "learning_rate": 0.0, "min_lr": 0.0}
-    config = hf_run(tmp_path, **still, out_dir=tmp_path / "out")
+def train_and_export(name, run, tmp_path, **keys):
+    """(folder of the first weights, folder of the export) of a run that begins with them."""
+    source = save(name, tmp_path / "source", shards="20KB")
+    config = hf_run(tmp_path, out_dir=tmp_path / "out", **keys)
     assert run(config, f"--init_weights=hf:{source}") == 0
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
-    there, back = tensors(source), tensors(tmp_path / "exported")
+    return source, tmp_path / "exported"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_trip_is_bit_equal_and_what_save_pretrained_writes(name, run, tmp_path):
+    source, exported = train_and_export(name, run, tmp_path, max_iters=1, learning_rate=0.0, min_lr=0.0)
+    there, back = tensors(source), tensors(exported)
     assert there.keys() == back.keys()
     for tensor_name, tensor in there.items():
         assert tensor.dtype == back[tensor_name].dtype and torch.equal(tensor, back[tensor_name]), tensor_name
-    theirs, mine = (load_reference(tmp_path / f).config.to_dict() for f in ("source", "exported"))
+    theirs, mine = (load_reference(folder).config.to_dict() for folder in (source, exported))
     assert {key: value for key, value in theirs.items() if mine[key] != value}.keys() <= {"_name_or_path"}
-    fields = json.loads((tmp_path / "exported/config.json").read_text())
-    assert (
-        name.startswith("gpt2")
-        or {"torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"} <= fields.keys()
-    )
-    assert torch.equal(logits_of(tmp_path / "exported", some_ids()), logits_of(source, some_ids()))
+    if not name.startswith("gpt2"):
+        fields = json.loads((exported / "config.json").read_text())
+        assert {"torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"} <= fields.keys()
+    assert torch.equal(logits_of(exported, some_ids()), logits_of(source, some_ids()))
 
 
-def every_second(names):
-    """The others are slow tests: each takes a second."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (place % 2)) for place, name in enumerate(names)]
-
-
-@pytest.mark.parametrize("name", every_second(MODELS))
+@pytest.mark.parametrize("name", FAMILY.values())
 def test_a_trained_checkpoint_gives_our_logits_in_transformers(name, run, tmp_path):
-    source = save(name, tmp_path / "source")
-    config = hf_run(tmp_path, out_dir=tmp_path / "out")
-    assert run(config, f"--init_weights=hf:{source}") == 0
-    export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
+    source, exported = train_and_export(name, run, tmp_path)
     (checkpoint,) = (tmp_path / "out/checkpoints").glob("step-*")
     _, model = load_weights(checkpoint, CPU)
     with torch.no_grad():
         logits = model.eval()(some_ids())
     assert difference(logits, logits_of(source, some_ids())) > 0.1  # it has learned
-    assert difference(logits, logits_of(tmp_path / "exported", some_ids())) <= 1e-4
+    assert difference(logits, logits_of(exported, some_ids())) <= 1e-4

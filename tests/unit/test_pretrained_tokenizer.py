@@ -48,13 +48,10 @@ def test_characters_become_a_tokenizer_with_the_same_ids(tmp_path):
     assert theirs.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cl100k_base", "o200k_base")),
-    ],
-)
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("cl100k_base", "o200k_base")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", *LARGE])
 def test_an_encoding_of_tiktoken_becomes_a_tokenizer_with_the_same_ids(name, tmp_path, monkeypatch):
     shared("tiktoken_cache")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
@@ -83,92 +80,54 @@ def test_that_of_the_dataset_goes_with_a_run_from_random_weights(trained, tmp_pa
     assert text == CHARS[1:4]
 
 
-def test_that_of_the_first_weights_is_copied_byte_for_byte(run, tmp_path, capsys):
+@pytest.fixture
+def model(tmp_path):
+    """The folder of tiny weights with a tokenizer of characters."""
     folder = save("qwen3", tmp_path / "model")
     write_tokenizer(folder, CharTokenizer(CHARS), None)
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1)
-    assert run(config, f"--init_weights=hf:{folder}") == 0
-    export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
-    assert f"tokenizer: copied from hf:{folder}" in capsys.readouterr().out
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "exported" / name).read_bytes() == (folder / name).read_bytes()
+    return folder
+
+
+def change_meta(data, **fields) -> None:
+    path = data / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def give_tokenizer(data, tokenizer, folder) -> None:
     """The dataset has this tokenizer; `folder`: a new one for its files."""
     folder.mkdir()
     write_tokenizer(folder, tokenizer, None)
-    meta = json.loads((data / "meta.json").read_text())
-    meta["tokenizer"] = keep_tokenizer(data, open_tokenizer(str(folder)))
-    (data / "meta.json").write_text(json.dumps(meta))
+    change_meta(data, tokenizer=keep_tokenizer(data, open_tokenizer(str(folder))))
 
 
-def test_weights_do_not_begin_a_run_on_tokens_of_another_tokenizer(run, tmp_path, capsys):
-    folder = save("qwen3", tmp_path / "model")
-    write_tokenizer(folder, CharTokenizer(CHARS), None)
+def test_weights_do_not_begin_a_run_on_tokens_of_another_tokenizer(model, run, tmp_path, capsys):
     config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1)
     give_tokenizer(tmp_path / "data", CharTokenizer(CHARS[::-1]), tmp_path / "other")
     capsys.readouterr()
-    assert run(config, f"--init_weights=hf:{folder}") == 2
+    assert run(config, f"--init_weights=hf:{model}") == 2
     error = capsys.readouterr().err
     assert f"{tmp_path / 'data'} has the tokenizer other (" in error
-    assert f"and hf:{folder} has model (" in error
-    assert f"would be other text; prepare the dataset with --tokenizer={folder}" in error
+    assert f"and hf:{model} has model (" in error
+    assert f"would be other text; prepare the dataset with --tokenizer={model}" in error
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_one_tokenizer_in_two_forms_is_no_other_and_the_files_beside_the_weights_are_exported(
-    run, tmp_path, capsys
-):
-    folder = save("qwen3", tmp_path / "model")
-    write_tokenizer(folder, CharTokenizer(CHARS), None)
-    config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1)
-    data = tmp_path / "data"
-    meta = json.loads((data / "meta.json").read_text())
-    meta["tokenizer"] = {"kind": "char", "name": "char", "chars": CHARS}
-    (data / "meta.json").write_text(json.dumps(meta | {"eot_id": None}))
-    assert run(config, f"--init_weights=hf:{folder}") == 0
-    export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
-    assert f"tokenizer: copied from hf:{folder}" in capsys.readouterr().out
-    shutil.rmtree(folder)  # the weights are gone
-    export_hf.main([str(tmp_path / "out"), str(tmp_path / "again")])
-    assert "tokenizer: that of the dataset" in capsys.readouterr().out
-
-
-def test_a_tokenizer_that_cannot_be_compared_is_said_and_stops_nothing(run, tmp_path, caplog):
-    folder = save("qwen3", tmp_path / "model")
-    (folder / "tokenizer.json").write_text("{}")
-    assert run(hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1), f"--init_weights=hf:{folder}") == 0
+def test_a_tokenizer_that_cannot_be_compared_is_said_and_stops_nothing(model, run, tmp_path, caplog):
+    (model / "tokenizer.json").write_text("{}")
+    assert run(hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1), f"--init_weights=hf:{model}") == 0
     assert "have one tokenizer is not known: " in caplog.text
 
 
-def prepared_anew(trained, tmp_path) -> list[str]:
-    path = tmp_path / "tokens" / "meta.json"
-    meta = json.loads(path.read_text())
-    meta["tokenizer"]["chars"] = CHARS[::-1]
-    path.write_text(json.dumps(meta))
-    return []
-
-
-def another_named(trained, tmp_path) -> list[str]:
-    other = shutil.copytree(tmp_path / "tokens", tmp_path / "others")
+def test_no_export_takes_another_tokenizer_than_the_checkpoints(trained, tmp_path):
+    """Neither if the dataset was prepared anew nor if another one is named."""
+    tokens, other = tmp_path / "tokens", shutil.copytree(tmp_path / "tokens", tmp_path / "others")
     give_tokenizer(other, CharTokenizer(CHARS[::-1]), tmp_path / "names")
-    return [f"--dataset={other}"]
-
-
-@pytest.mark.parametrize("change", [prepared_anew, another_named])
-def test_no_command_takes_another_tokenizer_than_the_checkpoints(change, trained, tmp_path):
-    flags = change(trained, tmp_path)
+    change_meta(tokens, tokenizer={"kind": "char", "name": "char", "chars": CHARS[::-1]})
     message = "has the tokenizer .*, and .*step-00000004 has char .*: the same ids would be other text; name "
-    with pytest.raises(UserError, match=message):
-        export_hf.main([str(trained), str(tmp_path / "exported"), *flags])
-    assert not list(tmp_path.glob("exported*"))
-    with pytest.raises(UserError, match=message):
-        sample.main([f"--out_dir={trained}", "--prompt=AB", "--device=cpu", *flags])
-    if not flags:
+    for flags in ([], [f"--dataset={other}"]):
         with pytest.raises(UserError, match=message):
-            evaluate.main([str(trained), f"--dataset={tmp_path / 'tokens'}", "--device=cpu"])
+            export_hf.main([str(trained), str(tmp_path / "exported"), *flags])
+    assert not list(tmp_path.glob("exported*"))
 
 
 def test_a_dataset_that_has_moved_can_be_named(trained, tmp_path, capsys):
@@ -190,36 +149,33 @@ def padded(folder):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def test_an_added_token_without_a_row_is_no_fault_until_a_text_has_it(trained, tmp_path, capsys):
+def test_an_export_samples_as_its_checkpoint_also_with_a_token_without_a_row(trained, tmp_path, capsys):
     export_hf.main([str(trained), str(tmp_path / "exported")])
     capsys.readouterr()
-    expected = sampled(capsys, f"--hf={tmp_path / 'exported'}")
+    expected = sampled(capsys, f"--out_dir={trained}")
+    assert sampled(capsys, f"--hf={tmp_path / 'exported'}") == expected != ""
     padded(tmp_path / "exported")
     assert open_tokenizer(str(tmp_path / "exported")).vocab_size == VOCAB + 1
-    assert sampled(capsys, f"--hf={tmp_path / 'exported'}") == expected != ""
+    assert sampled(capsys, f"--hf=hf:{tmp_path / 'exported'}") == expected
     with pytest.raises(UserError, match="the prompt has the id 64, but the model has only the ids below 64"):
         sample.main([f"--hf={tmp_path / 'exported'}", "--prompt=A<pad>", "--device=cpu"])
-    for text, right in (("ABC", True), ("A<pad>", False)):
-        (tmp_path / "a.txt").write_text(text)
-        argv = [f"--hf={tmp_path / 'exported'}", f"--text={tmp_path / 'a.txt'}", f"--output={tmp_path}"]
-        if right:
-            assert evaluate.main([*argv, "--device=cpu"]) == 0
-        else:
-            with pytest.raises(UserError, match="a text has the id 64, but the model has only the ids below"):
-                evaluate.main([*argv, "--device=cpu"])
+    text = tmp_path / "a.txt"
+    argv = [f"--hf={tmp_path / 'exported'}", f"--text={text}", f"--output={tmp_path}", "--device=cpu"]
+    text.write_text("ABC")
+    assert evaluate.main(argv) == 0
+    text.write_text("A<pad>")
+    with pytest.raises(UserError, match="a text has the id 64, but the model has only the ids below"):
+        evaluate.main(argv)
 
 
-def test_tokens_of_a_tokenizer_with_a_padding_token_are_trained_on_if_none_is_one(run, tmp_path, capsys):
-    folder = save("qwen3", tmp_path / "model")
-    write_tokenizer(folder, CharTokenizer(CHARS), None)
-    padded(folder)
+def test_tokens_are_trained_on_if_none_is_one_without_a_row(model, run, tmp_path, capsys):
+    padded(model)
     config, data = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1), tmp_path / "data"
-    meta = json.loads((data / "meta.json").read_text()) | {"vocab_size": VOCAB + 1}
+    files = json.loads((data / "meta.json").read_text())["files"]
     for largest, status in ((VOCAB - 1, 0), (VOCAB, 2)):
-        for file in meta["files"].values():
-            file["max_id"] = largest
-        (data / "meta.json").write_text(json.dumps(meta))
-        assert run(config, f"--init_weights=hf:{folder}") == status, capsys.readouterr()
+        files = {name: file | {"max_id": largest} for name, file in files.items()}
+        change_meta(data, vocab_size=VOCAB + 1, files=files)
+        assert run(config, f"--init_weights=hf:{model}") == status, capsys.readouterr()
     assert "contains token id 64, beyond the model's vocab_size=64" in capsys.readouterr().err
 
 
@@ -228,43 +184,45 @@ def test_tokens_of_a_tokenizer_with_a_padding_token_are_trained_on_if_none_is_on
 ENDS = {"eos_token_id": [7, 9], "pad_token_id": 3, "temperature": 0.6, "top_k": 20, "do_sample": True}
 
 
-def test_an_export_stops_where_the_checkpoint_stops_and_has_what_stood_beside_the_weights(
-    run, tmp_path, capsys
-):
+def test_an_export_stops_where_the_checkpoint_stops(model, run, tmp_path, capsys):
+    """And has what stood beside the weights, also if the dataset has the same tokenizer in another form."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, the reference")
-    folder = save("qwen3", tmp_path / "model")
-    write_tokenizer(folder, CharTokenizer(CHARS), None)
-    (folder / "generation_config.json").write_text(json.dumps(ENDS))
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ messages }}")
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"pad_token": CHARS[3]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"pad_token": CHARS[3]}
+    template = "additional_chat_templates/tool_use.jinja"
+    (model / template).parent.mkdir()
+    beside = {
+        "generation_config.json": json.dumps(ENDS),
+        template: "tools: {{ messages }}",
+        "chat_template.jinja": "{{ messages }}",
+        "tokenizer_config.json": json.dumps(settings),
+    }
+    for name, text in beside.items():
+        (model / name).write_text(text)
     config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1, learning_rate=0.0, min_lr=0.0)
-    data = tmp_path / "data"
-    meta = json.loads((data / "meta.json").read_text())
-    meta["tokenizer"] = {"kind": "char", "name": "char", "chars": CHARS}
-    (data / "meta.json").write_text(json.dumps(meta | {"eot_id": 11}))
-    assert run(config, f"--init_weights=hf:{folder}") == 0
+    tokenizer = {"kind": "char", "name": "char", "chars": CHARS}
+    change_meta(tmp_path / "data", tokenizer=tokenizer, eot_id=11)
+    assert run(config, f"--init_weights=hf:{model}") == 0
     out, exported = tmp_path / "out", tmp_path / "exported"
     export_hf.main([str(out), str(exported)])
+    assert f"tokenizer: copied from hf:{model}" in capsys.readouterr().out
     written = json.loads((exported / "generation_config.json").read_text())
     assert written == ENDS | {"bos_token_id": 1, "eos_token_id": [7, 9, 11]}
-    template = "additional_chat_templates/tool_use.jinja"
-    assert (exported / template).read_bytes() == (folder / template).read_bytes()
+    for name in ("tokenizer.json", *list(beside)[1:]):
+        assert (exported / name).read_bytes() == (model / name).read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert tokenizer.pad_token_id == 3 and set(tokenizer.chat_template) == {"default", "tool_use"}
 
-    shutil.rmtree(folder)  # what was beside the weights is in the checkpoint, too
+    shutil.rmtree(model)  # the weights are gone; their generation settings are in the checkpoint, too
     export_hf.main([str(out), str(tmp_path / "again")])
+    assert "tokenizer: that of the dataset" in capsys.readouterr().out
     assert json.loads((tmp_path / "again" / "generation_config.json").read_text()) == written
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
     expected, ended, greedy = [], set(), {"do_sample": False, "max_new_tokens": 20}
     greedy |= {"temperature": None, "top_k": None}
     for first in range(0, VOCAB, 3):
         ids = torch.tensor([[first]])
-        (made,) = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **greedy).tolist()
+        (made,) = theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **greedy).tolist()
         ended.add(made[-1] if len(made) < 21 else None)
         expected.append(tokenizer.decode([first, *(one for one in made[1:] if one not in (7, 9, 11))]))
     assert len(ended) >= 3, ended  # at least two of the three ends were met, and some texts met none
@@ -281,14 +239,6 @@ def test_an_export_stops_where_the_checkpoint_stops_and_has_what_stood_beside_th
 def sampled(capsys, *flags) -> str:
     sample.main([*flags, "--prompt=AB", "--max_new_tokens=20", "--device=cpu"])
     return capsys.readouterr().out.partition("--- sample 1 ---")[2]
-
-
-def test_an_export_gives_the_samples_of_its_checkpoint(trained, tmp_path, capsys):
-    export_hf.main([str(trained), str(tmp_path / "exported")])
-    capsys.readouterr()
-    expected = sampled(capsys, f"--out_dir={trained}")
-    assert sampled(capsys, f"--hf={tmp_path / 'exported'}") == expected != ""
-    assert sampled(capsys, f"--hf=hf:{tmp_path / 'exported'}") == expected
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import pytest
 import torch
@@ -12,30 +11,18 @@ from model import rotary_angles
 from model_config import ModelConfig, model_config
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-LLAMA = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+ORIGINAL = "original_max_position_embeddings"
+LLAMA = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA |= {ORIGINAL: 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}
 CASES = {  # name -> (scaling, head_dim, theta)
     "linear": (LINEAR, 64, 1e4),
     "Llama 3.2 1B": (LLAMA, 64, 5e5),
     "Llama 3.1 8B": ({**LLAMA, "factor": 8.0}, 128, 5e5),
     "Qwen3, four times longer": (YARN, 128, 1e6),
-    "LLaMA 2, sixteen times longer": (
-        {**YARN, "factor": 16, "original_max_position_embeddings": 4096},
-        128,
-        1e4,
-    ),
+    "LLaMA 2, sixteen times longer": (YARN | {"factor": 16, ORIGINAL: 4096}, 128, 1e4),
     "DeepSeek": ({**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707}, 64, 1e4),
-    "stated attention_factor": (
-        {**YARN, "attention_factor": 0.8, "beta_fast": 16, "beta_slow": 2.0},
-        96,
-        1e5,
-    ),
+    "stated attention_factor": (YARN | {"attention_factor": 0.8, "beta_fast": 16, "beta_slow": 2.0}, 96, 1e5),
     "a step instead of a ramp": ({**YARN, "beta_fast": 1.0001, "beta_slow": 1}, 2, 1e4),
 }
 
@@ -46,13 +33,9 @@ def test_frequencies_and_the_scale_of_attention_equal_those_of_transformers(case
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     values, head_dim, theta = CASES[case]
-    theirs = transformers.LlamaConfig(
-        hidden_size=4 * head_dim,
-        num_attention_heads=4,
-        head_dim=head_dim,
-        max_position_embeddings=131072,
-        rope_parameters={**values, "rope_theta": theta},
-    )
+    sizes = dict(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim)
+    sizes |= dict(max_position_embeddings=131072, rope_parameters={**values, "rope_theta": theta})
+    theirs = transformers.LlamaConfig(**sizes)
     expected, scale = ROPE_INIT_FUNCTIONS[values["rope_type"]](theirs, "cpu")
     ours = rope_scaling.parse(values)
     angles = rotary_angles(2, head_dim, theta, scaling=ours)
@@ -72,42 +55,6 @@ def test_without_scaling_the_angles_keep_every_bit():
     assert torch.equal(same.cos, plain.cos) and torch.equal(same.sin, plain.sin)
 
 
-def test_linear_scaling_puts_position_2p_where_p_was():
-    plain, scaled = (
-        rotary_angles(50, 32, 1e4),
-        rotary_angles(100, 32, 1e4, scaling=rope_scaling.parse(LINEAR)),
-    )
-    torch.testing.assert_close(scaled.cos[::2], plain.cos)
-    torch.testing.assert_close(scaled.sin[::2], plain.sin)
-
-
-@pytest.mark.parametrize("values", [LLAMA, {**YARN, "factor": 32.0}], ids=["llama3", "yarn"])
-def test_fast_pairs_stay_and_slow_pairs_are_divided_by_the_factor(values):
-    scaling, theta, D = rope_scaling.parse(values), 5e5, 128
-    original = values["original_max_position_embeddings"]
-    multipliers = scaling.multipliers(D, theta)
-    assert len(multipliers) == D // 2 and multipliers == sorted(multipliers, reverse=True)
-    for i, multiplier in enumerate(multipliers):
-        turns = original * theta ** (-2 * i / D) / (2 * math.pi)
-        if turns > 40:
-            assert multiplier == 1
-        if turns < 0.9:
-            assert multiplier == pytest.approx(1 / 32)
-    assert len(set(multipliers)) > 5, "some are between"
-
-
-def test_the_scale_of_attention_is_the_one_of_the_paper():
-    scales = {
-        "paper, eq. 22": (YARN, 0.1 * math.log(4) + 1),
-        "stated": ({**YARN, "attention_factor": 0.5}, 0.5),
-        "nothing is longer": ({**YARN, "factor": 1.0}, 1.0),
-        "both mscales": ({**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-    }
-    for name, (values, expected) in scales.items():
-        assert rope_scaling.parse(values).attention_scale == pytest.approx(expected), name
-    assert rope_scaling.parse(LLAMA).attention_scale == rope_scaling.parse(LINEAR).attention_scale == 1
-
-
 # --- what is written, and what is refused ---
 
 
@@ -117,36 +64,29 @@ def without(values: dict, name: str) -> dict:
 
 REFUSED = [
     ("linear", "rope_scaling='linear' is not a dict such as {'rope_type': 'linear', 'factor': 2.0}"),
-    ([LINEAR], "is not a dict such as"),
-    ({}, "has no rope_type; it is one of 'linear', 'llama3', 'yarn'"),
-    ({"type": "linear", "factor": 2.0}, "has no rope_type"),
+    ({"type": "linear", "factor": 2.0}, "has no rope_type; it is one of 'linear', 'llama3', 'yarn'"),
     ({"rope_type": "longrope", "factor": 2.0}, "rope_type='longrope'; it is one of"),
     ({"rope_type": ["yarn"], "factor": 2.0}, "it is one of"),
-    ({"rope_type": "linear"}, "'linear' needs factor"),
     ({"rope_type": "linear", "factor": None}, "'linear' needs factor"),
     *[(without(LLAMA, name), f"'llama3' needs {name}") for name in LLAMA if name != "rope_type"],
     *[(without(YARN, name), f"'yarn' needs {name}") for name in YARN if name != "rope_type"],
     ({**LINEAR, "beta_fast": 32}, "'linear' has no field 'beta_fast'; it has factor"),
     ({**YARN, "betafast": 32}, "has no field 'betafast'; did you mean 'beta_fast'"),
-    ({**YARN, "truncate": False}, "has no field 'truncate'"),
     ({**LINEAR, 7: 8}, "has no field 7"),
     ({**LINEAR, "factor": 0.5}, "factor=0.5 must be at least 1"),
     ({**LINEAR, "factor": -2.0}, "factor=-2.0 must be above 0"),
     ({**LINEAR, "factor": float("nan")}, "factor=nan must be above 0"),
-    ({**LINEAR, "factor": float("inf")}, "factor=inf must be above 0"),
     ({**LINEAR, "factor": 10**5000}, "factor=an int of more than 4,300 digits must be"),
     ({**LINEAR, "factor": "2.0"}, "factor='2.0' is not a number"),
     ({**LINEAR, "factor": True}, "factor=True is not a number"),
-    ({**LINEAR, "factor": [2.0]}, "is not a number"),
     ({**LLAMA, "low_freq_factor": 4.0}, "low_freq_factor=4 must be below high_freq_factor=4"),
-    ({**LLAMA, "original_max_position_embeddings": 8192.0}, "=8192.0 is not a whole number"),
-    ({**LLAMA, "original_max_position_embeddings": 0}, "must be above 0 and at most 16,777,216"),
+    ({**LLAMA, ORIGINAL: 8192.0}, "=8192.0 is not a whole number"),
+    ({**LLAMA, ORIGINAL: 0}, "must be above 0 and at most 16,777,216"),
     ({**YARN, "beta_slow": 32.0}, "beta_slow=32 must be below beta_fast=32"),
-    ({**YARN, "original_max_position_embeddings": 6}, "no pair turns beta_slow=1 times within"),
+    ({**YARN, ORIGINAL: 6}, "no pair turns beta_slow=1 times within"),
     ({**YARN, "mscale": 1.0}, "state both or neither"),
     ({**YARN, "mscale_all_dim": 1.0}, "state both or neither"),
     ({**YARN, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, "attention_factor replaces"),
-    ({**YARN, "attention_factor": 0.0}, "attention_factor=0.0 must be above 0"),
 ]
 
 
@@ -173,20 +113,10 @@ def test_a_scaling_is_the_same_after_json_and_cannot_be_changed(case):
     assert set(values) <= set(saved["rope_scaling"]), "no field is lost"
 
 
-def test_whole_numbers_and_stated_defaults_are_the_same_scaling():
-    assert rope_scaling.parse({**LINEAR, "factor": 2}) == rope_scaling.parse(LINEAR)
-    spelled_out = {**YARN, "beta_fast": 32, "beta_slow": 1.0, "mscale": None}
-    assert rope_scaling.parse(spelled_out) == rope_scaling.parse(YARN)
-
-
 def test_a_base_at_which_a_scaling_means_nothing_is_refused():
     sizes = dict(n_head=2, n_embd=64)
     with pytest.raises(ValueError, match="rope_scaling needs a rope_theta above 1, got 1"):
         model_config("llama", rope_theta=1.0, rope_scaling=LINEAR, **sizes)
+    long = {**YARN, ORIGINAL: 2**24}
     with pytest.raises(ValueError, match="rope_theta=10 every pair turns more than beta_fast=32 times"):
-        model_config(
-            "llama",
-            rope_theta=10.0,
-            rope_scaling={**YARN, "original_max_position_embeddings": 2**24},
-            **sizes,
-        )
+        model_config("llama", rope_theta=10.0, rope_scaling=long, **sizes)

@@ -61,9 +61,7 @@ def rows(name: str, count: int = 20) -> list[str]:
 def write(path: Path, texts: list[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        import pyarrow
-
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=7)
     else:
         write_jsonl(path, texts)
@@ -104,14 +102,6 @@ def test_files_for_validation_validate_and_those_for_tests_are_left_out(tmp_path
     assert f"for validation 1 (named so): {name.format(val, suffix)}\n" in printed
 
 
-def test_with_train_and_test_alone_the_training_files_give_the_validation_split(tmp_path, make):
-    for split in ("train", "test"):
-        write(tmp_path / "in" / f"{split}.parquet", rows(split, 100))
-    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.2")
-    assert sorted(train + held_out) == sorted(rows("train", 100)) and 5 < len(held_out) < 40
-    assert "left out 1 (the test split" in printed
-
-
 @pytest.mark.parametrize("names", [["corpus", "my-validation"], ["train", "books"], ["val", "test"]])
 def test_names_that_leave_open_what_trains_are_refused_until_told_to_ignore_them(tmp_path, make, names):
     for name in names:
@@ -125,22 +115,25 @@ def test_names_that_leave_open_what_trains_are_refused_until_told_to_ignore_them
         make(tmp_path / "in")
 
 
-@pytest.mark.parametrize("name", ["train", "val"])
-def test_files_that_are_all_named_alike_are_plain_documents(tmp_path, make, name):
-    for number in range(3):
-        write(tmp_path / "in" / f"{name}-{number}.jsonl", rows(f"{number}", 30))
-    train, held_out, _ = make(tmp_path / "in", "--val_fraction=0.2")
-    assert len(train) + len(held_out) == 90 and 5 < len(held_out) < 40
+@pytest.mark.parametrize(
+    "names", [["train-0", "train-1", "train-2"], ["val-0", "val-1", "val-2"], ["train", "test"]]
+)
+def test_files_that_are_all_named_alike_but_for_those_of_tests_give_both_splits(tmp_path, make, names):
+    for name in names:
+        write(tmp_path / "in" / f"{name}.jsonl", rows(name, 40))
+    used = [row for name in names for row in rows(name, 40) if name != "test"]
+    train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.2")
+    assert sorted(train + held_out) == sorted(used) and 2 < len(held_out) < 40
+    assert ("left out 1 (the test split" in printed) == ("test" in names)
 
 
 def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(tmp_path, make):
     (tmp_path / "in").mkdir()
-    for name in ("train.txt", "val.txt", "test.md", "c.txt"):
-        (tmp_path / "in" / name).write_text(f"text of {name}")
+    documents = {name: f"text of {name}" for name in ("train.txt", "val.txt", "test.md", "c.txt")}
+    for name, text in documents.items():
+        (tmp_path / "in" / name).write_text(text)
     train, held_out, printed = make(tmp_path / "in", "--val_fraction=0.4")
-    assert sorted(train + held_out) == sorted(
-        f"text of {n}" for n in ("train.txt", "val.txt", "test.md", "c.txt")
-    )
+    assert sorted(train + held_out) == sorted(documents.values())
     names = ", ".join(sorted(text.removeprefix("text of ") for text in held_out))
     others = f"by the hash of their text; the other {len(train)} documents are for training"
     assert f"for validation {len(held_out)} ({others}): {names}\n" in printed
@@ -149,10 +142,8 @@ def test_of_single_documents_names_say_nothing_and_the_split_of_each_is_printed(
 def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, make):
     for number in range(4):
         write(tmp_path / "in" / f"train-{number}.jsonl", rows(f"train{number}"))
-        write(
-            tmp_path / "in" / f"val-{number}.jsonl",
-            [*rows(f"val{number}", 7), f"train{number} 3", "train0 4"],
-        )
+        copied = [f"train{number} 3", "train0 4"]
+        write(tmp_path / "in" / f"val-{number}.jsonl", rows(f"val{number}", 7) + copied)
     _, held_out, printed = make(tmp_path / "in")
     assert len(held_out) == 36 and "8 of 36 validation documents are training documents, too" in printed
     for number in range(4):
@@ -163,30 +154,25 @@ def test_text_that_is_in_training_and_in_validation_files_is_counted(tmp_path, m
 # --- the hash of the text ---
 
 
-def test_other_files_names_and_order_move_no_document_and_copies_stay_together(tmp_path, make):
+def test_other_files_names_order_and_kinds_move_no_document_and_copies_stay_together(tmp_path, make):
     found = []
     for name, files in {
-        "one": {"a": rows("x", 900)},
-        "added": {"new/a": rows("y", 500), "z": rows("x", 900), "zz": rows("w", 50)},
-        "twice": {"a": rows("x", 900) + rows("x", 450), "b": rows("x", 300)},
+        "one": {"a.jsonl": rows("x", 900)},
+        "added": {"new/a.jsonl": rows("y", 500), "z.jsonl": rows("x", 900), "zz.jsonl": rows("w", 50)},
+        "twice": {"a.jsonl": rows("x", 900) + rows("x", 450), "b.jsonl": rows("x", 300)},
+        "columns": {"a.parquet": rows("x", 900)},
     }.items():
         for file, lines in files.items():
-            write(tmp_path / name / f"{file}.jsonl", lines)
+            write(tmp_path / name / file, lines)
         train, held_out, _ = make(tmp_path / name, "--val_fraction=0.1", out=f"out-{name}")
         assert not set(train) & set(held_out)
         found.append({text for text in held_out if text.startswith("x")})
-    assert found[0] == found[1] == found[2] and 60 < len(found[0]) < 120
-
-
-def test_a_document_has_one_split_in_every_kind_of_file(tmp_path, make):
-    lines = rows("number", 40)
-    write(tmp_path / "a" / "a.jsonl", lines)
-    write(tmp_path / "b" / "a.parquet", lines)
-    (tmp_path / "c").mkdir()
-    for number, text in enumerate(lines):
-        (tmp_path / "c" / f"{number}.txt").write_text(text)
-    held_out = [set(make(tmp_path / name, "--val_fraction=0.2", out=f"out-{name}")[1]) for name in "abc"]
-    assert held_out[0] == held_out[1] == held_out[2] != set()
+    assert found[0] == found[1] == found[2] == found[3] and 60 < len(found[0]) < 120
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(rows("x", 60)):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    held_out = make(tmp_path / "texts", "--val_fraction=0.1", out="out-texts")[1]
+    assert set(held_out) == found[0] & set(rows("x", 60)) != set()
 
 
 def test_one_text_alone_cannot_be_split(tmp_path, make):
@@ -238,8 +224,8 @@ def test_the_parts_of_a_file_of_lines_hold_each_line_once(tmp_path, count, end, 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
 def test_the_parts_of_a_parquet_file_hold_each_row_once(tmp_path, count):
     path = write(tmp_path / "a.parquet", rows("row", 100))  # in 15 row groups
-    size = path.stat().st_size
-    found = [record for span in spans(size, count) for record in read_records(path, span=span)]
+    parts = spans(path.stat().st_size, count)
+    found = [record for span in parts for record in read_records(path, span=span)]
     assert found == list(read_records(path)) and found[41] == (42, ["row 41"])
 
 
@@ -250,20 +236,14 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
     arguments = (FileTokenizer(bpe), Settings(256, None, 0.2, 100), "test")
 
     def contents(name: str) -> dict:
-        names = [
-            p for p in (tmp_path / name).rglob("*") if p.suffix in (".bin", ".json") and p.name[0] != "."
-        ]
-        return {p.name: p.read_bytes() for p in names}
+        paths = [*(tmp_path / name).rglob("[!.]*.bin"), *(tmp_path / name).rglob("[!.]*.json")]
+        return {path.name: path.read_bytes() for path in paths}
 
     prepare([path], tmp_path / "one", *arguments, Job())
     units, _ = plan_units([path], arguments[1])
     assert len(units) > 4 and all(unit.size() <= 400 for unit in units)
     for part in (2, 0, 1):
         prepare([path], tmp_path / "parts", *arguments, Job(part=part, num_parts=3))
-    assert contents("parts") == contents("one")
-    for unit in units[2:4]:  # as after a kill
-        unit.manifest_path(tmp_path / "parts").unlink()
-    prepare([path], tmp_path / "parts", *arguments, Job())
     assert contents("parts") == contents("one")
     monkeypatch.setattr(preparation, "PART_BYTES", 1 << 20)
     prepare([path], tmp_path / "whole", *arguments, Job())
@@ -277,15 +257,8 @@ def test_a_large_file_is_divided_and_its_bytes_depend_on_nothing_else(tmp_path, 
 def test_max_tokens_are_shared_by_the_parts_of_a_file(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(preparation, "PART_BYTES", 400)
     path = write(tmp_path / "a.jsonl", [f"{i} is the number of a document" for i in range(200)])
-    meta = prepare(
-        [path],
-        tmp_path / "out",
-        FileTokenizer(bpe),
-        Settings(256, None, 0.2, 10**6),
-        "",
-        Job(),
-        max_tokens=999,
-    )
+    settings = Settings(256, None, 0.2, 10**6)
+    meta = prepare([path], tmp_path / "out", FileTokenizer(bpe), settings, "", Job(), max_tokens=999)
     assert meta is not None and sum(file["tokens"] for file in meta["files"].values()) == 999
 
 
@@ -321,14 +294,9 @@ def test_copies_and_links_of_files_of_records_are_left_out_and_listed(tmp_path):
     found = find_input([str(folder)])
     left_out = {Path(name).name for name in found.left_out["copy of another file"]}
     copies = {"corpus.jsonl", "corpus (copy).jsonl", "link.jsonl", "hard.jsonl"}
-    assert len(copies & left_out) == 3 and left_out - copies == {
-        "p2.parquet",
-        "corpus.jsonl.gz",
-        "corpus.jsonl.zst",
-    }
-    assert {path.name for path in found.files} - copies == {
-        *("p.parquet", "same_size.jsonl"),
-        *("corpus.jsonl.gz",),
-    }
+    assert len(copies & left_out) == 3
+    assert left_out - copies == {"p2.parquet", "corpus.jsonl.gz", "corpus.jsonl.zst"}
+    kept = {path.name for path in found.files} - copies
+    assert kept == {"p.parquet", "same_size.jsonl", "corpus.jsonl.gz"}
     named = find_input([str(folder / "corpus*"), str(folder / "p*.parquet")])
     assert len(named.files) == 2 and len(named.left_out["copy of another file"]) == 4

@@ -1,7 +1,5 @@
 """When Inductor's compiler processes are started."""
 
-import dataclasses
-
 import pytest
 from support.helpers import TINY
 from torch._inductor.async_compile import AsyncCompile
@@ -11,10 +9,10 @@ from training.optimization.compile import start_compilers
 
 
 @pytest.mark.parametrize(
-    ("device", "compiles", "started"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)]
+    "device, compiles, started", [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)]
 )
 def test_they_start_ahead_where_a_gpu_needs_them(monkeypatch, device, compiles, started):
     starts = []
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: starts.append(1))
-    start_compilers(dataclasses.replace(TrainConfig(**TINY), device=device, compile=compiles))
+    start_compilers(TrainConfig(**{**TINY, "device": device, "compile": compiles}))
     assert len(starts) == started

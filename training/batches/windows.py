@@ -122,8 +122,9 @@ NO_TARGET = -100  # the default of ignore_index in torch.nn.functional.cross_ent
 
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x, y (..., T) of rows (..., T + 1); y is x shifted by one. A negative id is padding, the bitwise
-    complement of the end-of-text id (training/batches/packing.py): as a target, it is -100, which
-    torch's losses do not count either; as an input, it becomes the end-of-text id. With doc_masking, the first token of each document is marked in x
-    (ops/documents.py). As a target it is not: it is predicted from the last token of the document before."""
+    complement of the end-of-text id (training/batches/packing.py): as a target, it is -100, which torch's
+    losses do not count either; as an input, it becomes the end-of-text id. With doc_masking, the first token
+    of each document is marked in x (ops/documents.py). As a target it is not: it is predicted from the last
+    token of the document before."""
     x, y = tokens[..., :-1], tokens[..., 1:]
     return torch.where(x < 0, ~x, x), torch.where(y < 0, NO_TARGET, plain_ids(y))
