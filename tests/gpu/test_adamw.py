@@ -8,10 +8,8 @@ from support.graphed_runs import ON_GPU, build, train
 from support.helpers import make_dataset
 from torch.nn.utils import get_total_norm
 
-from ops.quantization.random_bits import weight_key
-from training.configuration.keys import TrainConfig
-from training.optimization.optimizer import OnePassAdamW, Rounding, build_optimizer
-from training.strategies.strategy import Shard, norms
+from training.optimization.optimizer import OnePassAdamW
+from training.strategies.strategy import norms
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +23,7 @@ ROUNDING = 2.0**-8 * 1.001  # of a bf16 number, to nearest; truncation is twice 
 class Case:
     """Weights, working copies and an optimizer, with gradients of several magnitudes."""
 
-    def __init__(self, device: str, stored=FP32, moments=FP32, copies=None, stochastic: bool = False):
+    def __init__(self, device: str, stored=FP32, moments=FP32, copies=None):
         """copies: their dtype, if there are any."""
         self.device, self.generator = device, torch.Generator().manual_seed(0)
         shapes = (*MATRICES, *VECTORS)
@@ -39,9 +37,6 @@ class Case:
             torch.zeros((), device=device),
             BETAS,
         )
-        if stochastic:
-            keys = (weight_key(1, number, device) for number in range(len(self.weights)))
-            self.optimizer.roundings = {w: Rounding(k, 0) for w, k in zip(self.weights, keys, strict=True)}
         for weight in self.weights:
             mean, square = (torch.zeros_like(weight, dtype=moments) for _ in range(2))
             step = torch.zeros((), device=device)
@@ -135,53 +130,6 @@ def test_every_update_is_torch_s_rounded_to_what_is_stored(stored, moments, copi
     assert all(case.optimizer.state[weight]["step"] == STEPS for weight in case.weights)
 
 
-def test_twenty_updates_in_fp32_are_torch_s():
-    case = Case("cuda")
-    theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in case.weights]
-    split = len(MATRICES)
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in zip((theirs[:split], theirs[split:]), DECAYS, strict=True)
-    ]
-    reference = torch.optim.AdamW(groups, betas=BETAS, fused=False)
-    for i in range(STEPS):
-        new_rate = case.prepare(i)
-        for group in reference.param_groups:
-            group["lr"] = new_rate
-        for weight, other in zip(case.weights, theirs, strict=True):
-            other.grad = weight.grad / SCALE
-        case.optimizer.step()
-        reference.step()
-    states = [reference.state[other] for other in theirs]
-    wanted = theirs, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
-    for ours, expected in zip(zip(*case.triples(), strict=True), wanted, strict=True):
-        ours, expected = (torch.cat([t.detach().flatten() for t in tensors]) for tensors in (ours, expected))
-        assert (ours - expected).norm() <= 1e-6 * expected.norm()
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize(("stored", "moments"), [*itertools.product(STORED, STORED)])
-def test_a_captured_update_is_the_eager_one_bit_for_bit(stored, moments, stochastic):
-    """New gradients, rates and verdicts at each replay: a capture reads them all on the device."""
-    eager, graphed = (Case("cuda", stored, moments, BF16, stochastic) for _ in range(2))
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for i in range(3):
-            for case in (eager, graphed):
-                case.prepare(i)
-                case.optimizer.step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.optimizer.step()
-    for i in range(3, STEPS):
-        for case in (eager, graphed):
-            case.prepare(i, found_inf=float(i % 5 == 0))
-        eager.optimizer.step()
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(eager.tensors(), graphed.tensors(), strict=True))
-
-
 @pytest.mark.parametrize(("stored", "moments"), [(FP32, BF16), (BF16, FP32), (BF16, BF16)])
 def test_the_kernel_rounds_with_the_bits_of_the_plain_form(stored, moments):
     """Its own update of the same numbers, kept in fp32, is what is rounded."""
@@ -204,49 +152,6 @@ def test_the_8_bit_kernel_has_the_bits_of_the_plain_form_on_a_cpu():
     from support import rounded_updates as updates
 
     updates.assert_the_8_bit_kernel_equals_its_plain_form("cuda")
-
-
-def test_an_8_bit_update_does_not_wait_for_the_gpu_and_can_be_captured():
-    weight = torch.nn.Parameter(torch.randn(64, 512, device="cuda").bfloat16())
-    shards = [Shard("w", weight, weight)]
-    config = TrainConfig(param_dtype="bfloat16", adam_dtype="8bit", weight_rounding="stochastic")
-    optimizer = build_optimizer(shards, config)
-    assert isinstance(optimizer, OnePassAdamW)
-    optimizer.param_groups[0]["lr"] = torch.full((), 1e-2, device="cuda")
-    optimizer.grad_scale, optimizer.found_inf = (torch.full((), x, device="cuda") for x in (1.0, 0.0))
-    weight.grad = torch.randn_like(weight)
-    optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    kept = [weight.detach(), *optimizer.state[weight].values()]
-    before = [tensor.clone() for tensor in kept]
-    optimizer.step()
-    expected = [tensor.clone() for tensor in kept]
-    for tensor, was in zip(kept, before, strict=True):
-        tensor.copy_(was)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    graph.replay()
-    assert all(torch.equal(now, wanted) for now, wanted in zip(kept, expected, strict=True))
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_an_update_does_not_wait_for_the_gpu(stochastic):
-    stored = BF16 if stochastic else FP32
-    case = Case("cuda", stored, stored, BF16, stochastic)
-    case.prepare(0)
-    case.optimizer.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        case.optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.helpers import SMALL_RUN, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.gpu_runs import losses, train
+from support.helpers import SMALL_RUN, checkpoint_tensors, make_dataset, write_config
 from support.tensors import error
 
 from model import FeedForward
@@ -78,38 +79,6 @@ def test_the_operations_give_plain_arithmetics_results(activation, tokens, shape
     assert worst(found, quack.plain_backward(*backward)) < TOLERANCE
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_the_operations_repeat_themselves_bit_for_bit_also_in_a_capture(activation):
-    forward, backward = operands(activation, 4096, "qwen3")
-
-    def run():
-        return *quack.activated_matmul(*forward), quack.activation_backward_matmul(*backward)
-
-    eager = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(2):
-        for tensor in captured:
-            tensor.zero_()
-        graph.replay()
-        assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_they_run_on_the_stream_that_is_current(activation):
-    forward, _ = operands(activation, 4096, "qwen3")
-    expected = quack.activated_matmul(*forward)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10**8)  # on another stream, the operation would see numbers of before
-        x = forward[0].clone()
-        found = quack.activated_matmul(x, *forward[1:])
-    stream.synchronize()
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
 # --- a layer ---
 
 
@@ -148,31 +117,20 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, model, out, *flags, processes=1):
-    arguments = folder / f"{model}.py", f"--out_dir={folder / out}", *flags
-    done = run_train(*arguments, processes=processes, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return last_run(folder / out)
-
-
-def losses(record):
-    return [row["loss"] for row in record["training_iterations"]]
-
-
 def gradient_norms(record):
     return [row["gradients"]["global_norm"] for row in record["training_iterations"]]
 
 
 @pytest.fixture(scope="module")
 def by_torch(folder):
-    return {model: trained(folder, model, f"{model}-torch") for model in MODELS}
+    return {model: train(folder, f"{model}-torch", config=f"{model}.py") for model in MODELS}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_and_gradients_are_those_of_torch(folder, by_torch, model, variant):
     out = f"{model}-{variant}"
-    record = trained(folder, model, out, "--ffn_backend=quack", *VARIANTS[variant])
+    record = train(folder, out, "--ffn_backend=quack", *VARIANTS[variant], config=f"{model}.py")
     info = record["startup_info"]
     assert info["ffn_backend"]["used"] == "quack" and info["software"]["quack-kernels"]
     assert variant != "graphs" or info["cuda_graphs"]["used"] == "CUDA Graph", info["cuda_graphs"]
@@ -184,10 +142,8 @@ def test_losses_and_gradients_are_those_of_torch(folder, by_torch, model, varian
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_resumes_bit_for_bit(folder, model):
-    flags = ("--ffn_backend=quack",)
-    trained(folder, model, f"{model}-whole", *flags)
-    trained(folder, model, f"{model}-parts", *flags, "--max_iters=10")
-    trained(folder, model, f"{model}-parts", *flags, "--init_from=resume")
+    for out, more in (("whole", []), ("parts", ["--max_iters=10"]), ("parts", ["--init_from=resume"])):
+        train(folder, f"{model}-{out}", "--ffn_backend=quack", *more, config=f"{model}.py")
     last = "checkpoints/step-00000020"
     one, other = (checkpoint_tensors(folder / f"{model}-{out}" / last) for out in ("whole", "parts"))
     assert one.keys() == other.keys()
@@ -198,5 +154,5 @@ def test_a_run_resumes_bit_for_bit(folder, model):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_learns_the_same(folder, by_torch, strategy):
     flags = ("--ffn_backend=quack", "--gradient_accumulation_steps=1", *STRATEGIES[strategy])
-    record = trained(folder, "gated", strategy, *flags, processes=2)
+    record = train(folder, strategy, *flags, config="gated.py", processes=2)
     assert losses(record) == pytest.approx(losses(by_torch["gated"]), rel=2e-2)

@@ -4,23 +4,9 @@ import shutil
 
 import pytest
 import torch
-from support.helpers import SMALL, last_run, make_dataset, run_train, write_config
-
-import model_builder
-from model import manual_attention
-from training.batches.dataset import open_dataset
-from training.batches.loader import Loader
-from training.batches.windows import StreamWindows
-from training.configuration.dtypes import DTYPES
-from training.configuration.files_and_flags import load_config
-from training.hardware.attention_kernels import choose_attention
-from training.optimization.compile import compile_and_checkpoint
-from training.optimization.optimizer import build_optimizer
-from training.optimization.precision import LossScale
-from training.optimization.step import EagerStep
-from training.optimization.update_guard import UpdateGuard
-from training.process.world import World
-from training.strategies.parallelize import parallelize
+from support.gpu_runs import losses, train
+from support.graphed_runs import build
+from support.helpers import SMALL, SMALL_RUN, make_dataset, write_config
 
 pytestmark = pytest.mark.gpu
 
@@ -32,59 +18,18 @@ STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=Tru
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     make_dataset(folder / "tokens", train_tokens=200_000)
-    write_config(folder / "run.py", **SMALL, dataset=str(folder / "tokens"))
+    for name, keys in (("run", SMALL), ("longer", SMALL_RUN)):
+        write_config(folder / f"{name}.py", **keys, dataset=str(folder / "tokens"))
     return folder
 
 
-def train(folder, out: str, *flags: str, processes: int = 1) -> dict:
-    done = run_train(folder / "run.py", f"--out_dir={folder / out}", *flags, processes=processes, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return last_run(folder / out)
-
-
-def losses(record: dict) -> list[float]:
-    return [row["loss"] for row in record["training_iterations"]]
-
-
-@pytest.fixture
-def parts(folder):
-    """(step, loader) of a compiled model on the GPU, as train.py assembles them."""
-    config = load_config([str(folder / "run.py")])
-    world = World(0, 0, 1, torch.device("cuda", 0))
-    model_config, dtype = config.model_config(), DTYPES[config.dtype]
-    attention = choose_attention("sdpa", model_config, dtype, world.device, manual_attention)
-    model = model_builder.build_model(model_config, attention.attend, dtype)
-    model.init_weights(world.device, seed=1)
-    compile_and_checkpoint(model, config)
-    strategy = parallelize(model, config, world)
-    optimizer = build_optimizer(strategy.shards, config)
-    step = EagerStep(
-        strategy, optimizer, LossScale(False, world.device), config, UpdateGuard(config, world.device)
-    )
-    splits, _ = open_dataset(config, scan=False)
-    return step, Loader(StreamWindows(splits["train"], config.block_size), config, world)
-
-
-def test_an_iteration_never_waits_for_the_gpu(parts):
-    step, loader = parts
-    for _ in range(3):
-        step(*loader.next(), 1e-3)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # any synchronizing call raises
-    try:
-        for _ in range(3):
-            step(*loader.next(), 1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_nothing_is_compiled_again_after_the_first_iterations(parts):
-    step, loader = parts
+def test_nothing_is_compiled_again_after_the_first_iterations(folder):
+    parts = build(folder / "tokens", **SMALL)
     for _ in range(2):
-        step(*loader.next(), 1e-3)
+        parts.step(*parts.loader.next(), 1e-3)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for i in range(5):
-            step(*loader.next(), 1e-3 / (i + 1), with_gradient_sum=i == 2)
+            parts.step(*parts.loader.next(), 1e-3 / (i + 1), with_gradient_sum=i == 2)
 
 
 def test_a_run_on_a_known_gpu_has_an_mfu_and_memory_figures(folder):
@@ -106,12 +51,6 @@ def test_low_precision_follows_fp32(folder, dtype):
     kept = [row for row in record["training_iterations"] if not row.get("skipped_updates")]
     assert len(kept) >= 6  # float16 may start with a scale that is too high
     assert losses(record) == pytest.approx(losses(reference), rel=2e-2)
-
-
-def test_workers_feed_the_same_batches(folder):
-    plain = train(folder, "inline", "--max_iters=6")
-    workers = train(folder, "workers", "--max_iters=6", "--use_dataloader=True")
-    assert losses(workers) == losses(plain)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +108,18 @@ def test_two_gpus_give_the_losses_of_one(folder, name):
     one = train(folder, f"one-{name}", *exact, "--gradient_accumulation_steps=4")
     two = train(folder, f"two-{name}", *exact, *STRATEGIES[name], processes=2)
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("more", [[], ["--low_precision=fp8_tensorwise"], ["--weight_tying=True"]])
+def test_fsdp_whose_matmuls_sum_gradients_trains_as_one_gpu(folder, more):
+    """Also compiled, where the sums are arguments of the backward. The first norm is of equal weights."""
+    name = "-".join(more).strip("-").replace("=", "-") or "bf16"
+    flags = [*more, "--gradient_accumulation_steps=4"]
+    one = train(folder, f"one-{name}", *flags, config="longer.py")
+    two = train(folder, f"fused-{name}", *more, "--use_fsdp=True", config="longer.py", processes=2)
+    assert two["startup_info"]["gradient_sums"]["used"] == "in the matmul"
+    norms = [record["training_iterations"][0]["gradients"]["global_norm"] for record in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=5e-3)
+    assert losses(two)[:3] == pytest.approx(losses(one)[:3], rel=2e-3)
+    assert losses(two) == pytest.approx(losses(one), rel=2e-2)

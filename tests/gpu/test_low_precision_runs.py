@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from support.helpers import SMALL_RUN, last_run, make_dataset, run_train, write_config
+from support import gpu_runs
+from support.gpu_runs import losses
+from support.helpers import SMALL_RUN, make_dataset, write_config
 
 from tools import export_hf
 
@@ -28,16 +30,9 @@ def folder(tmp_path_factory):
 def train(folder, recipe: str, out: str, processes: int = 1, **keys) -> dict:
     if recipe == "fp8_delayed" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs fp8 matmuls")
-    config = write_config(
-        folder / f"{out}.py", **{**KEYS, "dataset": folder / "tokens", "low_precision": recipe, **keys}
-    )
-    done = run_train(config, f"--out_dir={folder / out.split('.')[0]}", processes=processes, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return last_run(folder / out.split(".")[0])
-
-
-def losses(record: dict) -> list[float]:
-    return [row["loss"] for row in record["training_iterations"]]
+    keys = {**KEYS, "dataset": folder / "tokens", "low_precision": recipe, **keys}
+    config = write_config(folder / f"{out}.py", **keys)
+    return gpu_runs.train(folder, out.split(".")[0], config=config.name, processes=processes)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,10 @@
 
 import copy
 import dataclasses
-import importlib.util
 import math
-import sys
-from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.fake_quack import HERE, KERNELS, MACHINE, VERSIONS, metadata_of
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 from support.tensors import close, random
@@ -23,7 +19,6 @@ from model_config import model_config
 from ops import quack
 from ops.activation import Activation
 from ops.feed_forward import feed_forward
-from ops.swiglu import swiglu
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -69,19 +64,19 @@ def layer_of(activation, dtype=torch.float32, sums=False):
     return layer
 
 
-def by_autograd(layer, x):
-    """The layer as its docstring says it, with gate and up in turns among the columns."""
-    y = F.linear(x, layer.up.weight.to(x.dtype))
-    h = F.silu(y[..., 0::2]) * y[..., 1::2] if layer.activation is swiglu else F.gelu(y, approximate="tanh")
-    return F.linear(h, layer.down.weight.to(x.dtype))
-
-
 def gradients_of(layer, forward, x, dy):
     """y, and the gradients of x, up and down."""
     x = x.clone().requires_grad_()
     y = forward(x)
     y.backward(dy)
     return [y.detach(), x.grad, *((w.weight.grad, w.weight_grad) for w in (layer.up, layer.down))]
+
+
+def by_torch(layer, x, dy):
+    """The same of the layer's other backend."""
+    usual = copy.deepcopy(layer)
+    usual.compute, usual.up.weight_grad, usual.down.weight_grad = feed_forward, None, None
+    return gradients_of(usual, lambda x: usual(Activation(x))[0], x, dy)
 
 
 # --- what cannot run is refused ---
@@ -132,26 +127,25 @@ def test_only_a_hopper_gpu_has_kernels_for_it(machine):
         assert f"but {has}; set --ffn_backend=torch" in message
 
 
-@pytest.mark.parametrize("missing", [*VERSIONS, "both"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(machine, monkeypatch, missing):
-    left = {name: version for name, version in VERSIONS.items() if missing not in (name, "both")}
-    monkeypatch.setattr(ffn_backend, "metadata", metadata_of(left))
-    named = " and ".join(VERSIONS) if missing == "both" else missing
-    assert refusal() == (
-        f"ffn_backend='quack' needs {named}, not installed here: "
-        "pip install -r requirements-quack.txt, or set --ffn_backend=torch"
-    )
+NEEDS = "ffn_backend='quack' needs "
+QUACK_OF_HERE, CUTLASS_OF_HERE = ({name: version} for name, version in VERSIONS.items())
 
 
-def test_another_version_of_quack_is_refused(machine, monkeypatch):
-    monkeypatch.setattr(ffn_backend, "metadata", metadata_of({**VERSIONS, "quack-kernels": "0.7.0"}))
-    assert "needs quack-kernels 0.6.5, whose internal functions it calls, but 0.7.0 is installed" in refusal()
-
-
-@pytest.mark.parametrize("cuda", ["12.6", None])
-def test_a_torch_for_another_cuda_is_refused(machine, monkeypatch, cuda):
+@pytest.mark.parametrize(
+    ("installed", "cuda", "wanted"),
+    [
+        (CUTLASS_OF_HERE, "13.0", "quack-kernels, not installed here: pip install -r requirements-quack.txt"),
+        (QUACK_OF_HERE, "13.0", "nvidia-cutlass-dsl, not installed here: pip"),
+        ({}, "13.0", "quack-kernels and nvidia-cutlass-dsl, not installed here: pip"),
+        ({**VERSIONS, "quack-kernels": "0.7.0"}, "13.0", "quack-kernels 0.6.5, whose internal functions"),
+        (VERSIONS, "12.6", f"a build of torch for CUDA 13, but torch {torch.__version__} is for CUDA 12.6"),
+        (VERSIONS, None, f"a build of torch for CUDA 13, but torch {torch.__version__} is for CUDA None"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(machine, monkeypatch, installed, cuda, wanted):
+    monkeypatch.setattr(ffn_backend, "metadata", metadata_of(installed))
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert f"a build of torch for CUDA 13, but torch {torch.__version__} is for CUDA {cuda}" in refusal()
+    assert refusal().startswith(NEEDS + wanted) and refusal().endswith("or set --ffn_backend=torch")
 
 
 def test_torch_needs_nothing():
@@ -209,10 +203,9 @@ def test_a_kernel_that_does_not_run_ends_the_run_with_its_reason(monkeypatch):
 @pytest.mark.parametrize("sums", [False, True], ids=["returned", "added to sums"])
 @pytest.mark.parametrize("form", ["eager", "compiled", "recomputed"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values_and_gradients_are_those_of_autograd(kernels, activation, form, sums):
+def test_values_and_gradients_are_those_of_torchs_backend(kernels, activation, form, sums):
     layer, x, dy = layer_of(activation, sums=sums), random(2, 8, 16), random(2, 8, 16, std=0.5)
-    reference = copy.deepcopy(layer)
-    expected = gradients_of(reference, lambda x: by_autograd(reference, x), x, dy)
+    expected = by_torch(layer, x, dy)
     forward = layer
     if form == "compiled":
         forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -238,8 +231,7 @@ def test_values_and_gradients_are_those_of_autograd(kernels, activation, form, s
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_weights_in_fp32_are_cast_to_the_dtype_of_the_input(kernels, activation):
     layer, x, dy = layer_of(activation), random(4, 16), random(4, 16)
-    reference = copy.deepcopy(layer)
-    expected = gradients_of(reference, lambda x: by_autograd(reference, x), x, dy)
+    expected = by_torch(layer, x, dy)
     y, dx, *of_weights = gradients_of(layer, lambda x: layer(Activation(x))[0], x.bfloat16(), dy.bfloat16())
     assert y.dtype == dx.dtype == torch.bfloat16
     close(y, expected[0], 2e-2)
@@ -247,19 +239,6 @@ def test_weights_in_fp32_are_cast_to_the_dtype_of_the_input(kernels, activation)
     for (gradient, _), (plain, _) in zip(of_weights, expected[2:], strict=True):
         assert gradient.dtype == torch.float32
         close(gradient, plain, 2e-2)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_layer_computes_the_same_by_both_backends(kernels, activation):
-    layer, x, dy = layer_of(activation), random(4, 16), random(4, 16)
-    usual = copy.deepcopy(layer)
-    usual.compute = feed_forward
-    expected = gradients_of(usual, lambda x: usual(Activation(x))[0], x, dy)
-    found = gradients_of(layer, lambda x: layer(Activation(x))[0], x, dy)
-    close(found[0], expected[0], 1e-5)
-    close(found[1], expected[1], 1e-5)
-    for (gradient, _), (plain, _) in zip(found[2:], expected[2:], strict=True):
-        close(gradient, plain, 1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -282,61 +261,6 @@ def test_the_shapes_that_the_compiler_is_told_are_those_of_the_results(kernels, 
         "backward": (quack.activation_backward_matmul, (x, down, random(8, len(up)), activation)),
     }[operation]
     torch.library.opcheck(function, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-# --- what QuACK is asked for ---
-
-
-@pytest.fixture
-def library(monkeypatch):
-    """Modules named as QuACK's, which note what is asked of them."""
-    asked = []
-
-    def module(name, **content):
-        found = ModuleType(name)
-        found.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, found)
-
-    def kernel(name):
-        def call(*tensors, out, config, tuned):
-            asked.append((name, [None if t is None else tuple(t.shape) for t in tensors], config))
-            asked.append({name: tuple(buffer.shape) for name, buffer in out.items()})
-            assert tuned is False
-            for buffer in out.values():
-                buffer.zero_()
-
-        return call
-
-    module("quack")
-    module("quack.epilogue")
-    module("quack.gemm_config", GemmConfig=lambda **keys: tuple(sorted(keys.items())))
-    module("quack.activation", dgate_fn_map={"swiglu": "dgate"}, dact_fn_map={"gelu_tanh_approx": "dact"})
-    module("quack.epilogue.frontend", gemm_epilogue=lambda outputs, ops, mode=None: lambda body: kernel(body))
-    module(
-        "quack.epilogue.library",
-        linear_act_mod=lambda name, gated, **others: kernel((name, gated, any(others.values()))),
-        _gen_epi_fn=lambda name, tag, operands, body, functions: (operands, *body, functions),
-    )
-    for cached in (quack._config, quack._forward_kernel, quack._backward_kernel):
-        cached.cache_clear()
-    yield asked
-    for cached in (quack._config, quack._forward_kernel, quack._backward_kernel):
-        cached.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("activation", "N", "gated"), [("swiglu", 48, True), ("gelu_tanh_approx", 24, False)]
-)
-def test_a_kernel_gets_its_operands_in_quacks_shapes(library, activation, N, gated):
-    name = "swiglu" if gated else "gelu"
-    quack.quack_forward(random(8, 16), random(N, 16), name)
-    quack.quack_backward(random(8, 16), random(16, 24), random(8, N), name)
-    (forward, shapes, config), outputs, (body, back_shapes, again), back_outputs = library
-    assert forward == (activation, gated, False)
-    assert shapes == [(8, 16), (16, N), None] and outputs == {"D": (8, N), "mAuxOut": (8, 24)}
-    assert body[0] == ["c"] and body[-1] == ({"dgate": "dgate"} if gated else {"dact": "dact"})
-    assert back_shapes == [(8, 16), (16, 24), (8, N)] and back_outputs == {"D": (8, N)}
-    assert config is again  # QuACK's cache knows it by its id()
 
 
 # --- whole runs ---
@@ -370,15 +294,6 @@ def test_a_run_that_cannot_have_it_ends_with_one_line(run, files, capfd):
     assert len(lines) == 1
     assert "ffn_backend='quack' needs a Hopper GPU" in lines[0] and "the CPU has none" in lines[0]
     assert not list((files / "out").glob("run_*.json"))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("quack") is not None, reason="QuACK is installed here")
-def test_a_run_without_the_package_ends_with_the_command_that_installs_it(run, files, capfd, monkeypatch):
-    monkeypatch.setattr("training.inputs.capability", lambda device: HERE)
-    assert run(files / "run.py") == 2
-    message = capfd.readouterr().err
-    assert "needs quack-kernels and nvidia-cutlass-dsl, not installed here" in message
-    assert "pip install -r requirements-quack.txt" in message
 
 
 def test_a_run_learns_as_with_torch_and_reports_what_it_used(run, files, machine, capfd):

@@ -198,42 +198,30 @@ def test_a_capture_that_stops_agreeing_when_the_sum_is_added_ends_all_replays(da
     assert step.choice == {"asked": "CUDA Graph", "used": "eager step", "reason": "RuntimeError: no memory"}
 
 
-def test_a_step_that_waits_is_not_captured(dataset):
-    parts, fake = build(dataset), Fake(waits=["training/optimization/step.py:31"])
-    step = graphed(parts, fake)
-    train(parts, step, range(12))
-    assert fake.captures == 0
-    assert step.choice["reason"] == "the step waits for the GPU at training/optimization/step.py:31"
-
-
-def test_one_rank_that_cannot_keeps_all_from_it(dataset, monkeypatch):
-    others = {None: "no room", True: True}  # rank 1 fails where rank 0 does not, and can go on
-    monkeypatch.setattr(graphs_module, "gather_objects", lambda value, world: [value, others[value]])
-    parts, fake = build(dataset), Fake()
+def reason_against(dataset, fake) -> str:
+    """Why a run makes no capture."""
+    parts = build(dataset)
     step = graphed(parts, fake)
     train(parts, step, range(12))
     assert fake.captures == 0 and fake.closed
-    assert step.choice["reason"] == "rank 1: no room"
+    return step.choice["reason"]
 
 
-def test_no_rank_takes_memory_for_its_snapshots_before_all_have_looked(dataset, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        graphs_module, "gather_objects", lambda value, world: asked.append(value) or [value, "no room"]
-    )
+def test_a_step_that_waits_is_not_captured(dataset):
+    reason = reason_against(dataset, Fake(waits=["training/optimization/step.py:31"]))
+    assert reason == "the step waits for the GPU at training/optimization/step.py:31"
+
+
+def test_one_rank_that_cannot_keeps_all_from_it_before_any_takes_memory_for_a_snapshot(dataset, monkeypatch):
+    others = {None: "no room", True: True}  # rank 1 fails where rank 0 does not, and can go on
+    monkeypatch.setattr(graphs_module, "gather_objects", lambda value, world: [value, others[value]])
     monkeypatch.setattr(graphs_module, "Snapshot", lambda state: pytest.fail("taken too early"))
-    parts, fake = build(dataset), Fake()
-    step = graphed(parts, fake)
-    train(parts, step, range(12))
-    assert asked and step.choice["reason"] == "rank 1: no room"
+    assert reason_against(dataset, Fake()) == "rank 1: no room"
 
 
 def test_a_snapshot_that_does_not_fit_is_not_begun(dataset, monkeypatch):
     monkeypatch.setattr(graphs_module, "free_host_bytes", lambda: 2**10)
-    parts, fake = build(dataset), Fake()
-    step = graphed(parts, fake)
-    train(parts, step, range(12))
-    assert "GiB of host memory" in step.choice["reason"] and fake.captures == 0
+    assert "GiB of host memory" in reason_against(dataset, Fake())
 
 
 def test_the_clock_stops_for_the_gate_and_for_no_iteration(dataset):
@@ -319,17 +307,6 @@ def test_a_snapshot_comes_back_bit_for_bit(dataset):
         assert torch.equal(shard.parameter, shard.local.to(shard.parameter.dtype))
     snapshot.put_back()
     assert same(now(), second)
-
-
-def test_the_rate_is_a_tensor_that_the_update_reads(dataset):
-    parts, other = build(dataset), build(dataset)
-    group = parts.state.optimizer.param_groups[0]
-    held = group["lr"]
-    x, y = parts.loader.next()
-    parts.step(x, y, 3e-3)
-    other.step(x, y, torch.tensor(3e-3))
-    assert group["lr"] is held and held.shape == () and held.item() == pytest.approx(3e-3)
-    assert same(weights(parts), weights(other))
 
 
 def test_train_runs_eagerly_what_cannot_be_captured(dataset, tmp_path, run, capsys):

@@ -1,9 +1,13 @@
-"""Kernels that walk over rows start programs for the GPU at hand; all compile for every GPU of the table."""
+"""Kernels that walk over rows start programs for the GPU at hand; all compile for every GPU of the table, and
+give the bits of their plain forms in an interpreter."""
 
+import os
+import sys
 import types
 
 import pytest
 import torch
+from support import warm_python
 
 from ops.triton_kernels import launch
 from ops.triton_kernels.launch import walking_programs
@@ -171,3 +175,20 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     assert len(kernels) == expected
     for name, (kernel, _) in kernels.items():
         assert kernel.metadata.shared <= SHARED_MEMORY, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module", ["emulated_operands", "fp8_delayed_casts", "recomputed_inputs", "rounded_updates"]
+)
+def test_kernels_give_the_bits_of_their_plain_forms_in_tritons_interpreter(module):
+    """It counts when triton is imported, so in a process of its own."""
+    pytest.importorskip("triton")
+    done = warm_python.run(
+        [sys.executable, "-m", f"support.{module}"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

@@ -86,6 +86,8 @@ REFUSED = [
     (dict(head_dim=0), "head_dim=0 must be from 1 to"),
     (dict(head_dim=-8), "head_dim=-8 must be from 1 to"),
     (dict(head_dim=2**19), "n_head=4 heads of head_dim=524288 are 2,097,152 wide together"),
+    (dict(n_head=8, n_kv_head=3), "n_head=8.*num_key_value_heads=3"),
+    (dict(n_head=8, n_kv_head=0), "num_key_value_heads=0"),
     (dict(n_head=6, n_kv_head=2), "n_embd=64 is not divisible by n_head=6;.* or state head_dim"),
     (dict(bias=True, qkv_bias=True), "bias=True and qkv_bias=True: .*; set one of them to False"),
     (dict(position_encoding="learned", rope_scaling=LINEAR), "rope_scaling needs rotary positions"),

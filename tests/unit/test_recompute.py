@@ -2,13 +2,11 @@
 compute no more matmuls than they say, and keep as much as the estimate says."""
 
 import functools
-import os
-import sys
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from support import fake_heads, warm_python
+from support import fake_heads
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.autograd.graph import saved_tensors_hooks
@@ -243,21 +241,7 @@ def test_compiled_blocks_have_the_same_bits_and_are_compiled_as_one(kind):
         assert counters["stats"]["unique_graphs"] == 1
 
 
-# --- kernels, and what does not go together ---
-
-
-@pytest.mark.slow
-def test_the_kernels_make_the_bits_of_the_forward_again():
-    """In Triton's interpreter, which counts when triton is imported."""
-    pytest.importorskip("triton")
-    done = warm_python.run(
-        [sys.executable, "-m", "support.recomputed_inputs"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout == "equal\n", done.stderr
+# --- what does not go together ---
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,13 +1,10 @@
 """weight_rounding='stochastic': the same bf16 weights for any division among ranks, right on average."""
 
 import contextlib
-import os
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import warm_python
 from support.graphed_runs import build
 from support.helpers import TINY, make_dataset
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -15,7 +12,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import model_builder
 from ops.quantization import adamw_8bit, random_bits
 from training.checkpoints.train_state import moments_of
-from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
 from training.optimization import optimizer as optimizer_module
 from training.optimization.optimizer import build_optimizer, describe_optimizer
@@ -148,35 +144,6 @@ def test_weights_draw_none_of_the_bits_of_gradients():
 # --- right on average ---
 
 
-def test_the_mean_of_many_rounded_updates_is_the_update_in_fp32():
-    """4,096 draws of each of 64 weights and of their moments: at most 4 deviations away, the bits uniform."""
-    draws, columns = 4096, 64
-    generator = torch.Generator().manual_seed(3)
-    weight, gradient, mean = (torch.randn(columns, generator=generator).bfloat16() for _ in range(3))
-    square = torch.rand(columns, generator=generator).bfloat16()
-
-    def after(rows: int, **keys) -> list[torch.Tensor]:
-        dtype = DTYPES[keys.get("param_dtype", "float32")]
-        local = torch.nn.Parameter(weight.to(dtype).repeat(rows, 1))
-        (shard,) = shards = [Shard("w", local, local)]
-        optimizer = build_optimizer(shards, TrainConfig(learning_rate=2e-5, beta2=0.999, **keys))
-        state = optimizer.state[shard.local]
-        state["exp_avg"].copy_(mean.expand(rows, columns))
-        state["exp_avg_sq"].copy_(square.expand(rows, columns))
-        shard.local.grad = gradient.to(dtype).repeat(rows, 1)
-        optimizer.step()
-        return [shard.local.detach(), state["exp_avg"], state["exp_avg_sq"]]
-
-    exact = after(1)
-    for found, (wide,) in zip(after(draws, **STOCHASTIC), exact, strict=True):
-        below = (wide.view(torch.int32) & -65536).view(torch.float32).double()
-        step = ((wide.view(torch.int32) & -65536) + 65536).view(torch.float32).double() - below
-        p = (wide.double() - below) / step
-        bound = 4 * (p * (1 - p) / draws).sqrt() * step.abs() + 2**-16 * step.abs()  # wide's own last bit
-        assert ((found.double().mean(0) - wide.double()).abs() <= bound).all()
-        assert (found.double() != wide.double()).any()
-
-
 def test_bf16_weights_learn_at_2e_5_where_rounding_to_nearest_stands_still(tmp_path):
     """The distance along the path that fp32 weights go, as a part of that path."""
     dataset = make_dataset(tmp_path / "tokens", train_tokens=20_000)
@@ -199,20 +166,7 @@ def test_bf16_weights_learn_at_2e_5_where_rounding_to_nearest_stands_still(tmp_p
     assert changed > 2 * changed_by_nearest
 
 
-# --- the kernel, and what is said ---
-
-
-@pytest.mark.slow
-def test_the_kernel_draws_the_bits_of_the_plain_form_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    done = warm_python.run(
-        [sys.executable, "-m", "support.rounded_updates"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+# --- what is said ---
 
 
 @pytest.mark.parametrize("keys", [{}, STOCHASTIC])
