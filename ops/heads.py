@@ -139,27 +139,6 @@ def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
     return dq.new_empty(B, T, width), dq.new_empty((), **wide), dweights
 
 
-def _split(qkv, q_weight, k_weight, layout: HeadLayout) -> tuple[Heads, tuple[torch.Tensor | None, ...]]:
-    """split_heads, and what its backward needs.
-
-    Norms need qkv in their backward, so v stays inside of it and is not copied. Without norms nobody needs
-    qkv, and a copy of v lets it be freed.
-    """
-    n_head, n_kv_head, rotary, eps = layout
-    q, k = heads_forward(qkv, q_weight, k_weight, *rotary, n_head, n_kv_head, eps)
-    v = qkv.unflatten(-1, (-1, q.shape[-1]))[:, :, n_head + n_kv_head :]
-    if q_weight is None:
-        return (q, k, v.contiguous()), (None, None, None, *rotary)
-    return (q, k, v), (qkv, q_weight, k_weight, *rotary)
-
-
-def _split_backward(gradients: Heads, kept, eps: float):
-    """dqkv, its amax, and the gradients of both norms' weights, or None twice."""
-    dqkv, amax, dweights = heads_backward(*gradients, *kept, eps)
-    q_weight = kept[1]
-    return dqkv, amax, (None, None) if q_weight is None else dweights.to(q_weight.dtype).unbind(0)
-
-
 class SplitHeads(torch.autograd.Function):
     """split_heads on a GPU: an operator for torch.compile may not return a view, a function may."""
 

@@ -184,6 +184,7 @@ def convert_layer(
 ) -> None:
     """The layer, which stays the same object, computes as `kind` says from now on; refresh_weights() fills
     its quantized weight."""
+    assert not layer.recomputes_input, "recompute() chooses by what a layer keeps: it comes later"
     layer.__class__ = kind
     assert isinstance(layer, QuantizedLinear)
     layer.quantized = kind.empty_weight(layer.weight)
