@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.faults import digest, prepare, processes_of, saved_steps, wait_for_end
-from support.helpers import start_train
+from support.helpers import last_run, start_train
 
 pytestmark = pytest.mark.kill
 
@@ -79,6 +79,17 @@ def losses(out: Path) -> dict[int, float]:
     return found
 
 
+def check_record(record: dict) -> None:
+    """Each iteration is there once, in order, with the attempt that made it."""
+    rows = record["training_iterations"]
+    assert [row["iter"] for row in rows] == list(range(ITERATIONS))
+    made_by, attempts = [row["attempt"] for row in rows], record["attempts"]
+    assert made_by == sorted(made_by) and {each["status"] for each in attempts[:-1]} <= {"killed"}
+    assert all(row["iter"] >= attempts[row["attempt"] - 1]["start_iter"] for row in rows)
+    twice = {(row["iter"], row["attempt"]) for row in record["superseded"]["training_iterations"]}
+    assert not twice & {(row["iter"], row["attempt"]) for row in rows}
+
+
 def wait_for_moment(process: subprocess.Popen, out: Path, seconds: float, rng: random.Random) -> bool:
     """Until a random one, every second time in or after a save; whether the run still goes on."""
     try:
@@ -129,6 +140,7 @@ def survive(config: Path, folder: Path, name: str, kills: int, seed: int) -> Non
         runs += 1
         assert digest(out, ITERATIONS) == digest(whole, ITERATIONS), f"seed {seed}, run {runs}"
         assert losses(out) == expected
+        check_record(last_run(out))
         assert not strays(out), f"seed {seed}, run {runs}: {strays(out)}"
     print(f"\nCHAOS {name}: {made.total()} kills in {runs} runs of {ITERATIONS} iterations, {dict(made)}")
 

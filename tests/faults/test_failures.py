@@ -119,13 +119,6 @@ def test_a_pause_of_all_ranks_is_no_hang(config, folder):
     assert ended.status == 0, ended.output[-3000:]
 
 
-@pytest.mark.chaos
-@pytest.mark.hang
-def test_a_single_process_that_hangs_ends_itself(config, folder):
-    ended = run_with_fault(config, folder / "alone", *SOON, fault="hang 0 15", processes=1)
-    assert ended.status == 1 and "no progress for 3 s (timeout_minutes): in iteration 15" in ended.output
-
-
 # --- 15: a rank is slow ---
 
 

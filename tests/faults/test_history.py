@@ -13,8 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+from support.helpers import TINY, last_run, make_dataset, write_config
 
 from common.errors import RunError
 from training.process.console import start_logging
@@ -23,8 +22,6 @@ from training.records.attempts import find_history, journal_path
 from training.records.run_record import RunRecord
 
 pytestmark = pytest.mark.history
-
-KILLS = 100
 
 
 def row(iteration: int, **more) -> dict:
@@ -69,36 +66,6 @@ def add_rows(content: RunRecord, start: int, end: int) -> None:
 
 
 # --- killed ---
-
-
-@pytest.mark.slow
-def test_100_kills_while_logging_lose_no_row_and_leave_none_twice(tmp_path):
-    command = [sys.executable, "tests/support/record_worker.py", tmp_path, str(KILLS)]
-    done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr  # also: each JSON parsed right after its kill
-    attempts = json.loads(done.stdout)
-    last = attempts[-1]
-    content = find_history(tmp_path, f"run_20260101_{KILLS - 1:06d}", None)
-
-    rows = content["training_iterations"]
-    assert iterations(rows) == list(range(len(rows))), "each iteration once, in order"
-    seen = last["logged"][-1]
-    assert iterations(content["training_progress"])[:seen] == iterations(rows)[:seen]
-    assert len(rows) > last["logged"][-1], "what had been logged when the kill came is there"
-    numbers = [entry["attempt"] for entry in rows]
-    assert numbers == sorted(numbers) and len(content["attempts"]) == KILLS
-    for entry in rows:
-        made = attempts[entry["attempt"] - 1]
-        assert entry["iter"] >= made["start"], "marked with the attempt that made it"
-        later = attempts[entry["attempt"] :]
-        assert all(entry["iter"] < other["start"] for other in later), "and no later one made it again"
-
-    lost = {(entry["iter"], entry["attempt"]) for entry in content["superseded"]["training_iterations"]}
-    kept = {(entry["iter"], entry["attempt"]) for entry in rows}
-    logged = {(i, number) for number, made in enumerate(attempts, 1) for i in made["logged"]}
-    assert logged <= lost | kept and not lost & kept
-    assert {each["status"] for each in content["attempts"][:-1]} == {"killed"}
-    assert len(list(tmp_path.glob("*.tmp"))) <= 1, "what a killed rewrite leaves does not pile up"
 
 
 def test_rows_that_the_json_does_not_have_yet_are_in_the_journal_and_a_cut_line_spoils_none(attempt):

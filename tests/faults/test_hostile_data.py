@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.helpers import make_dataset
 from support.hostile_files import no_hang, pairs  # noqa: F401 - no_hang is a fixture
-from support.preparation import run_units_here, small_bpe, write_jsonl, write_small
+from support.preparation import small_bpe, write_jsonl, write_small
 from support.three_units import config, contents, corpus, make
 
 import data.inspect.__main__ as inspect
@@ -36,17 +36,6 @@ from training.configuration import dataset_name
 from training.configuration.dataset_name import dataset_folder, parse_dataset
 
 SECRET = b"somebody else's file"
-
-
-@pytest.fixture
-def bpe(tmp_path):
-    return small_bpe(tmp_path / "bpe")
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Units are made in this process."""
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
 
 
 # --- nothing is written through a link ---
@@ -83,23 +72,6 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, res
         (adopted / "meta.json").unlink()
         adopt(planted(adopted), FileTokenizer(bpe), None, None)
     assert outside.read_bytes() == SECRET
-
-
-def test_links_at_temporary_names_do_not_stop_a_preparation(tmp_path, bpe, here):
-    make(tmp_path / "wanted", bpe)
-    folder = tmp_path / "out"
-    (folder / "units").mkdir(parents=True)
-    for name in NAMES:
-        if "tmp" in name:
-            (folder / name).symlink_to(tmp_path / "absent")
-    (folder / ".prepare.lock").symlink_to(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"\.prepare\.lock cannot be opened: .*remove it"):
-        make(folder, bpe)
-    (folder / ".prepare.lock").unlink()
-    assert make(folder, bpe) is not None
-    wanted = {name for name in contents(tmp_path / "wanted") if ".tmp" not in name}
-    assert all(contents(folder)[name] == contents(tmp_path / "wanted")[name] for name in wanted)
-    assert not (tmp_path / "absent").exists()
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -492,18 +464,6 @@ def test_so_many_shards_that_their_names_would_not_sort_are_refused(tmp_path, bp
     path = write_jsonl(tmp_path / "a.jsonl", ["a" * 1500, "b"])
     with pytest.raises(UserError, match="--shard_tokens=1 makes more than 1,000 files"):
         prepare([path], tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 1), "test", Job())
-
-
-@pytest.mark.parametrize("name", ["shakespeare_char", "shakespeare", "quickstart"])
-def test_small_prepare_refuses_an_empty_path(name, monkeypatch, capsys, tmp_path):
-    module = __import__(f"data.{name}.prepare", fromlist=["main"])
-    monkeypatch.chdir(tmp_path)
-    for flag in ("--output", "--input")[: 1 if name == "quickstart" else 2]:
-        monkeypatch.setattr(sys, "argv", ["prepare.py", flag, ""])
-        with pytest.raises(SystemExit):
-            module.main()
-        assert f"argument {flag}: it is empty" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("flag, value", [("--samples", 10**20), ("--length", 0), ("--seed", -1)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.helpers import make_dataset
-from support.preparation import run_units_here, small_bpe, write_small
+from support.preparation import write_small
 from support.three_units import config, contents, make
 
 import data.inspect.__main__ as inspect
@@ -16,18 +16,6 @@ from data.pipeline.folder_lock import one_part, only_preparation
 from data.pipeline.meta_file import read_meta
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.dataset import open_dataset
-
-
-@pytest.fixture
-def bpe(tmp_path):
-    return small_bpe(tmp_path / "bpe")
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Units are made in this process."""
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
-
 
 # --- two preparations in one folder ---
 

@@ -129,15 +129,6 @@ def test_pickles_in_a_dataset_and_an_out_dir_are_never_opened(run, config, datas
     assert canary.path.is_dir(), "it would have been seen"
 
 
-def test_config_file_is_code_which_the_guide_and_the_program_say(run, config, tmp_path):
-    config.write_text(config.read_text() + f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
-    assert run(config, "--dry_run=True") == 0
-    assert (tmp_path / "canary").is_dir(), "by design: whoever gives a config file to train.py runs it"
-    for document in ("docs/security.md", "training/configuration/files_and_flags.py"):
-        text = " ".join((ROOT / document).read_text().split())
-        assert "run only files that you would run yourself" in text, document
-
-
 # --- 24: nothing that is read leads out of its folder ---
 
 

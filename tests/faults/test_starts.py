@@ -370,15 +370,3 @@ def test_every_way_to_end_before_joining_is_named_on_the_other_machine(
     assert status == 1 and seconds < END_SECONDS
     before, _, behind = reason.partition("{}")
     says(output, before, behind)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("rank", [0, 5])
-@pytest.mark.parametrize("what", ["raise", "SIGKILL"])
-def test_four_machines_of_two_processes_end_with_one_reason(config, tmp_path, what, rank):
-    ended = launch(config, tmp_path / "out", "c10d", 4, 2, FAULT=f"{what} {rank} hashing", DEAD_TICKS="20")
-    reason = {"raise": "failed: ValueError: a fault of rank", "SIGKILL": "has ended"}[what]
-    for n, (status, seconds, output) in enumerate(ended):
-        assert status == 1 and seconds < END_SECONDS
-        if n != rank // 2:  # there, torchrun says how the process ended
-            says(output, f"rank {rank} (", reason)

@@ -26,7 +26,6 @@ from common.command import outcome, run_command
 from common.errors import UserError
 from common.text import MESSAGE_CHARACTERS, one_line, plain, shown
 from data.pipeline import command as prepare
-from data.text import prepare as text_prepare
 from training.configuration.files_and_flags import load_config
 from training.configuration.key_line import INT_MAX
 from training.configuration.keys import KEYS
@@ -170,16 +169,6 @@ def test_every_option_that_is_a_path_takes_a_tilde():
                 found.append((path, name, *kinds))
     assert len(found) > 15
     assert [entry for entry in found if entry[2:] not in (("user_path",), ("user_folder",))] == []
-
-
-def test_a_dataset_is_not_prepared_where_a_file_is(tmp_path, monkeypatch, capfd):
-    """Said before the text is read, also if the file is above the folder that is to be made."""
-    (tmp_path / "notes.txt").write_text("hello")
-    for output in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "data"):
-        arguments = ["--input", str(tmp_path), "--train_tokenizer=300", "--output", str(output)]
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
-        assert run_command(text_prepare.main) == 2
-        assert f"--output={output} cannot be a folder, because {tmp_path}/notes.txt is none" in tells(capfd)
 
 
 def product_files():
@@ -340,15 +329,6 @@ def test_plots_and_data_commands_end_quietly_with_their_reader(record, config, t
     assert_one_message(done.stderr)
     closed = f"exec {shlex.join(compare)} >&- 2>&-"
     assert warm_python.run(closed, shell=True, cwd=ROOT, timeout=60).returncode == 0
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize(
-    "command", [["sample.py", "--help"], ["-m", "bench.throughput", "--help"], ["-m", "bench.roofline"]]
-)
-def test_commands_with_torch_end_quietly_with_their_reader(command):
-    status, error = closed_pipe([sys.executable, *command])
-    assert status in (0, 2) and "Traceback" not in error and "Exception ignored" not in error
 
 
 # --- A.8: no compiler ---
@@ -530,17 +510,6 @@ def test_a_dataset_called_like_a_secret_is_redacted_and_still_found(run, tmp_pat
     assert json.loads(state.read_text())["config"]["dataset"] == str(folder)
     assert run(config, "--init_from=resume", "--max_iters=6") == 0, tells(capfd)
     assert last_run(tmp_path / "out")["startup_info"]["changed_since_checkpoint"].keys() == {"max_iters"}
-
-
-def test_a_choice_that_equals_a_secret_changes_no_setting(run, config, tmp_path, secret, capfd, monkeypatch):
-    secret("MODEL_KEY", "constant-1")
-    keys = TINY | {"dataset": config.parent / "tokens", "wandb_project": "constant-1", "out_dir": tmp_path}
-    file = write_config(tmp_path / "run.py", **keys)
-    assert run(file) == 0
-    monkeypatch.delenv("MODEL_KEY")
-    redaction._secrets.cache_clear()
-    assert run(file, "--init_from=resume", "--max_iters=6") == 0, tells(capfd)
-    assert "wandb_project" not in last_run(tmp_path)["startup_info"]["changed_since_checkpoint"]
 
 
 def test_a_secret_that_is_a_date_does_not_hide_the_attempts_of_a_run(config, run, tmp_path, secret):

@@ -8,29 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.helpers import TINY, make_dataset, write_config
+from support.faults import saved_steps
 
-from training.checkpoints.folder import step_folders
 from training.faults import watchdog
 from training.records import run_record
 
 PRECIOUS = "not yours\n"
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def config(tmp_path, out):
-    """Of a run that evaluates and saves after iterations 2 and 4."""
-    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
-    return write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
-
-
-def steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in step_folders(folder)]
 
 
 @pytest.fixture(params=["link", "dangling link", "second name"])
@@ -142,8 +125,8 @@ def test_an_out_dir_and_its_checkpoints_may_be_links_to_other_disks(run, config,
     out.symlink_to(disk)
     (disk / "checkpoints").symlink_to(checkpoints)
     assert run(config) == 0 and run(config) == 0
-    assert (disk / "checkpoints").is_symlink() and steps(checkpoints) == [2, 4]
+    assert (disk / "checkpoints").is_symlink() and saved_steps(tmp_path, checkpoints.name) == [2, 4]
     (aside,) = checkpoints.glob("checkpoints-before-*")
-    assert steps(aside) == [2, 4], "moved on their own disk"
+    assert saved_steps(checkpoints, aside.name) == [2, 4], "moved on their own disk"
     assert run(config, "--init_from=resume", "--max_iters=6") == 0
     assert run(config, "--max_iters=6") == 2, "a second set"

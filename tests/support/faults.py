@@ -36,8 +36,8 @@ class Ended:
         return digest(self.out, self.steps[-1])
 
 
-def saved_steps(out: Path) -> list[int]:
-    folders = out.glob("checkpoints/step-????????")
+def saved_steps(out: Path, folder: str = "checkpoints") -> list[int]:
+    folders = out.glob(f"{folder}/step-????????")
     return sorted(int(path.name.removeprefix("step-")) for path in folders)
 
 
