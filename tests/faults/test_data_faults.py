@@ -8,18 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, write_config
+from support.helpers import TINY, make_dataset, write_config
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer
-from data.pipeline.token_files import TokenWriter
 from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint
 from training.batches.sources import open_sources
 from training.configuration.keys import TrainConfig
 from training.process.world import World
-from training.records.rows import Logger
 
 pytestmark = pytest.mark.data_check
 SHARDS = 3
@@ -74,28 +71,6 @@ def fingerprint_of(folder: Path, **keys) -> dict:
 # --- 21: tokens that are not the model's ---
 
 
-def test_id_of_70000_is_not_stored_in_16_bits(tmp_path):
-    writer = TokenWriter(tmp_path / "train.bin", "uint16", 65_536)
-    with pytest.raises(UserError, match="token id 70000 is outside the vocabulary"):
-        writer.write([1, 70_000])
-    writer.finish()
-    assert (tmp_path / "train.bin").stat().st_size == 0
-
-
-def test_vocabulary_above_16_bits_in_uint16_is_refused(folder):
-    edit_meta(folder, vocab_size=70_000)
-    assert "does not fit in uint16, so ids above 65535 have wrapped" in refusal(folder, vocab_size=70_000)
-
-
-def test_id_beyond_the_models_vocabulary_is_found_in_any_file_that_meta_does_not_describe(folder):
-    into_shards(folder, by_hand=True)
-    ids = np.fromfile(folder / "train_002.bin", "<u2")
-    ids[-1] = TINY["vocab_size"]
-    ids.tofile(folder / "train_002.bin")
-    message = refusal(folder)
-    assert "train_002.bin contains token id 64" in message and "vocab_size=64" in message
-
-
 def test_tokens_declared_as_another_type_are_found(tmp_path):
     wide = make_dataset(tmp_path / "wide", dtype="uint32")
     edit_meta(wide, dtype="uint16")
@@ -103,14 +78,6 @@ def test_tokens_declared_as_another_type_are_found(tmp_path):
     narrow = make_dataset(tmp_path / "narrow")
     write_meta(narrow, {"dtype": "uint32", "vocab_size": 64})  # by hand: the ids themselves say it
     assert "contains token id" in refusal(narrow)
-
-
-@pytest.mark.parametrize("cut, wanted", [(1, "not a multiple of 2"), (2, "holds 19,999 tokens")])
-def test_truncated_file_is_found(folder, cut, wanted):
-    path = folder / "train.bin"
-    path.write_bytes(path.read_bytes()[:-cut])
-    message = refusal(folder)
-    assert str(path) in message and wanted in message
 
 
 KINDS = {
@@ -138,18 +105,6 @@ def test_tokens_that_begin_like_another_kind_are_tokens_if_meta_has_their_hash(f
     path.write_bytes(b"PK\x03\x04" + path.read_bytes())
     write_meta(folder, {"dtype": "uint16", "vocab_size": 65_536, "files": describe(folder)})
     assert open_dataset(config(folder, vocab_size=65_536), scan=True)
-
-
-def test_tokenizer_beside_the_tokens_that_did_not_make_them_is_found(folder):
-    (folder / "tokenizer.json").write_text('{"made": "the tokens"}')
-    sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    tokenizer = {"kind": "tokenizers", "name": "x", "file": "tokenizer.json", "sha256": sha256}
-    edit_meta(folder, tokenizer=tokenizer)
-    assert open_dataset(config(folder), scan=True)
-    (folder / "tokenizer.json").write_text('{"made": "other tokens"}')
-    assert open_dataset(config(folder), scan=True)  # training needs no tokenizer
-    with pytest.raises(UserError, match="tokenizer.json has changed since"):
-        load_tokenizer(folder)
 
 
 def test_training_ends_before_its_first_step(run, folder, tmp_path, monkeypatch, capfd):
@@ -254,21 +209,3 @@ def test_machines_with_different_copies_are_found(folder, monkeypatch):
     sources = open_sources(config(folder), scan=True)
     with pytest.raises(UserError, match="that of rank 2 has eot_id 5 instead of 4"):
         agree_on_data(sources, World(2, 0, 4, torch.device("cpu"), 2))
-
-
-def test_resume_with_other_data_is_refused_before_a_step_unless_it_is_allowed(
-    run, folder, tmp_path, monkeypatch, capfd
-):
-    path = write_config(tmp_path / "run.py", **TINY, dataset=folder, out_dir=tmp_path / "out")
-    assert run(path, "--max_iters=2") == 0
-    trained = last_run(tmp_path / "out")["startup_info"]["data"]["fingerprint"]
-    make_dataset(folder, seed=1)  # of the same sizes
-    capfd.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setattr(Logger, "count", pytest.fail)
-        assert run(path, "--init_from=resume") == 2
-    error = capfd.readouterr().err
-    assert "dataset" in error and "other tokens in train.bin" in error and "--allow_changes=dataset" in error
-    assert run(path, "--init_from=resume", "--allow_changes=dataset") == 0
-    assert "allow_changes: dataset was" in capfd.readouterr().out
-    assert last_run(tmp_path / "out")["startup_info"]["data"]["fingerprint"] != trained

@@ -422,12 +422,6 @@ def test_weight_beyond_sense_is_one_message(weight, monkeypatch):
     assert weight not in ENDLESS or weight not in computed
 
 
-def test_weights_that_people_write_are_read():
-    wanted = {"a": Fraction(7, 10), "b": Fraction(3, 10)}
-    for text in ("a:0.7,b:0.3", "a:7,b:3", "a:7/10,b:3/10", "a: .7 , b: .3"):
-        assert parse_dataset(text) == wanted
-
-
 def run_text(monkeypatch, *arguments) -> None:
     monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
     text_prepare.main()

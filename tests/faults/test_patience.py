@@ -210,12 +210,9 @@ def named(seconds: list[float], times: int) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("own", "usual", "slow"),
     [
-        (0.149, 0.1, False),  # at most half as long again
-        (0.151, 0.1, True),
-        (0.019 + 0.02, 0.02, False),  # almost twice as long, by less than 20 ms
-        (0.021 + 0.02, 0.02, True),
-        (1.49, 1.0, False),
-        (1.51, 1.0, True),
+        *((0.149, 0.1, False), (0.151, 0.1, True)),  # at most half as long again
+        *((0.019 + 0.02, 0.02, False), (0.021 + 0.02, 0.02, True)),  # by less and more than 20 ms
+        *((1.49, 1.0, False), (1.51, 1.0, True)),
     ],
 )
 def test_a_straggler_takes_half_as_long_again_and_20_ms_more(own, usual, slow):
@@ -229,9 +226,6 @@ def test_a_rank_is_named_after_8_slow_iterations_in_a_row():
         assert [change for _ in range(7) for change in detector.changes([0.1, 0.2, 0.1])] == []
         assert detector.changes([0.1, 0.1, 0.1]) == []
     assert named([0.1, 0.0, 0.3], 20) == [], "one is not measured yet"
-
-
-def test_two_of_four_slow_ranks_are_compared_with_the_fast_ones():
     assert sorted(named([0.1, 0.3, 0.1, 0.3], 8)) == [(1, "straggler"), (3, "straggler")]
 
 
@@ -279,7 +273,7 @@ def seconds(monkeypatch):
     return seconds
 
 
-def test_the_clock_leaves_pauses_out(seconds):
+def test_the_clock_leaves_pauses_out_and_one_within_another_once(seconds):
     clock = Clock(CPU)
     seconds.now = 5.0
     with clock.paused():
@@ -293,31 +287,27 @@ def test_the_clock_leaves_pauses_out(seconds):
         raise ValueError
     seconds.now = 201.0
     assert clock.lap().seconds == 1.0
-
-
-def test_a_pause_within_a_pause_is_left_out_once(seconds):
-    """A save waits, in its pause, for the checkpoint before, which is then recorded in a pause of its own."""
-    clock = Clock(CPU)
-    seconds.now = 10.0
+    # a save waits, in its pause, for the checkpoint before, which is then recorded in a pause of its own
     with clock.paused():
-        seconds.now = 12.0
+        seconds.now = 203.0
         with clock.paused():
-            seconds.now = 15.0
-        seconds.now = 20.0
-    seconds.now = 21.0
-    assert clock.lap() == (11.0, [(0.0, 10.0), (20.0, 21.0)])
+            seconds.now = 206.0
+        seconds.now = 211.0
+    seconds.now = 212.0
+    assert clock.lap() == (1.0, [(201.0, 201.0), (211.0, 212.0)])
 
 
 class Queue:
     """A device that computes what is queued while the host goes on, and a record that takes the host 10 s to
     rewrite."""
 
+    trackers, run_lock = None, SimpleNamespace(check=lambda: None)
+
     def __init__(self, monkeypatch):
         self.now = self.busy_until = 0.0
+        self.rewrites = 0
         monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
-        self.run_lock = SimpleNamespace(check=lambda: None)
-        self.rewrites, self.trackers = 0, None
 
     def add(self, seconds):
         self.busy_until = max(self.now, self.busy_until) + seconds

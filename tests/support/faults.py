@@ -6,8 +6,10 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, start_train, write_config
 
@@ -68,13 +70,19 @@ def run_with_fault(
     **env: str,
 ) -> Ended:
     """Under torchrun if there are several processes. Fails if it does not end or leaves a process behind."""
-    log = out.with_name(f"{out.name}.console")
     how = {"processes": processes, "torchrun": torchrun, "script": WORKER, "FAULT": fault, **env}
+    flags = (f"--out_dir={out}", *flags)
+    return wait_for_all(
+        out, timeout, lambda log: start_train(config, *flags, stdout=log, stderr=subprocess.STDOUT, **how)
+    )
+
+
+def wait_for_all(out: Path, timeout: float, start: Callable[[IO], subprocess.Popen]) -> Ended:
+    """start(log) starts a run that writes into this file."""
+    log = out.with_name(f"{out.name}.console")
     began = time.time()
     with open(log, "w") as file:
-        process = start_train(
-            config, f"--out_dir={out}", *flags, stdout=file, stderr=subprocess.STDOUT, **how
-        )
+        process = start(file)
         try:
             status = process.wait(timeout)
             ended_at = time.time()
