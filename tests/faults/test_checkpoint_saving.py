@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -25,7 +24,15 @@ from support.checkpoint_parts import (
     save,
 )
 from support.faults import saved_steps
-from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.helpers import (
+    TINY,
+    checkpoint_tensors,
+    largest_file,
+    last_run,
+    make_dataset,
+    run_train,
+    write_config,
+)
 
 from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
@@ -364,12 +371,8 @@ def test_checkpoints_come_every_so_many_seconds(run, run_config, root, monkeypat
 def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_config, root):
     """A limit on the size of files stands in for the disk: the checkpoint's are above it."""
     assert run_train(run_config, "--max_iters=2", processes=2).returncode == 0
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
-    try:
+    with largest_file(60_000):
         done = run_train(run_config, "--init_from=resume", "--max_iters=6", processes=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.returncode == 1 and "1" in re.findall(r"exitcode  : (-?\d+)", done.stderr)
     assert "could not write the checkpoint" in done.stderr and "File too large" in done.stderr
     assert saved_steps(root.parent) == [2]

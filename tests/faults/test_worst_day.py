@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import resource
 import shlex
 import signal
 import socket
@@ -20,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, start_train, write_config
+from support.helpers import ROOT, TINY, largest_file, last_run, make_dataset, start_train, write_config
 
 import train
 from common.errors import RunError, UserError
@@ -240,12 +239,8 @@ def test_torchrun_finds_a_whole_error_file_or_none(tmp_path, monkeypatch):
     """torchrun itself ends with a traceback if it finds half a file, as a full disk leaves it."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # bytes
-    try:
+    with largest_file(10):
         exit_status.tell_launcher("what happened")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not path.exists()
 
 

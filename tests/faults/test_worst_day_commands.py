@@ -16,6 +16,7 @@ from datetime import datetime
 import pytest
 from support import warm_python
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, write_config
+from support.imports import product_files
 
 import sample
 import train
@@ -169,11 +170,6 @@ def test_every_option_that_is_a_path_takes_a_tilde():
                 found.append((path, name, *kinds))
     assert len(found) > 15
     assert [entry for entry in found if entry[2:] not in (("user_path",), ("user_folder",))] == []
-
-
-def product_files():
-    done = warm_python.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [path for path in done.stdout.split() if not path.startswith(("tests/", "config/"))]
 
 
 @pytest.mark.parametrize("name", ["--out_dir", "--dataset"])
@@ -400,26 +396,6 @@ def test_texts_of_a_record_steer_neither_the_terminal_nor_matplotlib(name, recor
         assert main([str(path)]) == 0
     printed = "".join(capsys.readouterr())
     assert all(c.isprintable() or c == "\n" for c in printed) and len(printed) < 3000
-
-
-VALUES = [10**400, -(10**400), 1e308, -1e308, float("nan"), float("inf"), True, "x", None, [1], {"a": 1}]
-
-
-@pytest.mark.slow
-def test_numbers_of_a_record_are_of_any_size_and_type(record, plots, tmp_path, capsys):
-    plain_record = json.dumps(record)
-    places = [("iter",), ("loss",), ("time_ms",), ("lr",), ("tokens_per_sec",), ("memory",), ("attempt",)]
-    places += [("mfu",), ("mfu", "mfu_percent"), ("mfu", "num_gpus"), ("mfu", "hardware_peak_flops")]
-    for number, place in enumerate(places):
-        record = json.loads(plain_record)
-        for row, value in zip(record["training_iterations"], VALUES[number % 4 :: 3], strict=False):
-            target = row if len(place) == 1 else row[place[0]]
-            target[place[-1]] = value
-        record |= {"attempt": VALUES[number % 11], "attempts": VALUES, "eval_steps": VALUES}
-        record["summary"] = {"best_val_loss": VALUES[number % 11]}
-        path = tmp_path / f"run_{number}.json"
-        path.write_text(json.dumps(record))
-        assert plots[number % 2]([str(path)]) == 0, (place, capsys.readouterr())
 
 
 NO_RECORD = [b"", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"[]", b'{"training_iterations": [1]}', None]

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
 from support.faults import saved_steps
-from support.helpers import ROOT, last_run, start_train
+from support.helpers import ROOT, largest_file, last_run, start_train
 
 import sample
 from common.errors import UserError
@@ -247,19 +246,15 @@ def test_a_move_that_was_interrupted_is_completed(out, tmp_path):
 # --- a full disk, a dead terminal ---
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_message(run, config, out, capfd):
+def test_a_disk_that_is_full_at_the_start_is_one_message(out):
     """Not a traceback when the lock is closed."""
     out.mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     lock = RunLock(out)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+    with largest_file(0):
         with pytest.raises(UserError, match="cannot be written: .*File too large"), lock:
             lock.acquire()
         with pytest.raises(UserError, match="cannot be written: .*File too large"):
             check_writable(out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("method", ["update", "set_postfix_str", "close"])

@@ -1,13 +1,15 @@
 """What several test files share: a tiny dataset, a tiny run's settings, and train.py as a user starts it."""
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -211,3 +213,14 @@ def run_train(*args: object, timeout: float = 60, **options) -> subprocess.Compl
         process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process, or of one that it starts, can grow beyond so many bytes: a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -9,7 +9,6 @@ so the files that are on disk now are tested. A command gets a fresh interpreter
 
 - if it is neither `python [-u] SCRIPT ...` nor `python [-u] -m MODULE ...`,
 - if the environment has variables that Python or a library reads when it starts (_READ_AT_START),
-- if the limits of this process (RLIMIT_AS and others) are not those that the server has,
 - with NANOMFU_COLD_PROCESSES=1, as `make test-all` sets it.
 
 The ranks of torchrun must be its own children. So a fork that becomes torchrun first forks a server of its
@@ -110,21 +109,7 @@ def _is_warm(argv: list[str], environment: dict[str, str]) -> bool:
     small = len(json.dumps([argv, environment])) < MESSAGE_BYTES and sum(map(len, argv)) < COMMAND_BYTES // 2
     special = {name for name in environment if _READ_AT_START.match(name)}
     special = {name for name in special if environment[name] != os.environ.get(name)}
-    return (
-        plain
-        and small
-        and not special
-        and _limits() == _LIMITS
-        and not environment.get("NANOMFU_COLD_PROCESSES")
-    )
-
-
-def _limits() -> list[tuple[int, int]]:
-    names = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
-    return [resource.getrlimit(getattr(resource, name)) for name in names]
-
-
-_LIMITS = _limits()  # of this process when it began, and so of the server
+    return plain and small and not special and not environment.get("NANOMFU_COLD_PROCESSES")
 
 
 class _Server:
