@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, make_dataset, write_config
+from support.helpers import TINY, edit_json, make_dataset, write_config
 
 from common.errors import UserError
 from training.batches import fingerprint
@@ -33,7 +33,7 @@ def into_shards(folder: Path, by_hand: bool = False) -> Path:
     (folder / "train.bin").unlink()
     for i, part in enumerate(np.array_split(ids, SHARDS)):
         part.tofile(folder / f"train_{i:03d}.bin")
-    edit_meta(folder, files={} if by_hand else describe(folder))
+    edit_json(folder / "meta.json", files={} if by_hand else describe(folder))
     return folder
 
 
@@ -43,10 +43,6 @@ def describe(folder: Path) -> dict:
         name: {"tokens": len(content) // 2, "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in contents.items()
     }
-
-
-def edit_meta(folder: Path, **fields) -> None:
-    write_meta(folder, json.loads((folder / "meta.json").read_text()) | fields)
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -73,7 +69,7 @@ def fingerprint_of(folder: Path, **keys) -> dict:
 
 def test_tokens_declared_as_another_type_are_found(tmp_path):
     wide = make_dataset(tmp_path / "wide", dtype="uint32")
-    edit_meta(wide, dtype="uint16")
+    edit_json(wide / "meta.json", dtype="uint16")
     assert "train.bin holds 40,000 tokens, but meta.json records 20,000" in refusal(wide)
     narrow = make_dataset(tmp_path / "narrow")
     write_meta(narrow, {"dtype": "uint32", "vocab_size": 64})  # by hand: the ids themselves say it
@@ -154,7 +150,7 @@ def test_changed_tokens_are_named_at_a_resume(folder, change, by_hand):
     saved = fingerprint_of(folder)
     wanted = change(folder)
     if not by_hand:
-        edit_meta(folder, files=describe(folder))
+        edit_json(folder / "meta.json", files=describe(folder))
     now = fingerprint_of(folder)
     assert data_differences(saved, now) == [wanted] and saved["sha256"] != now["sha256"]
 
@@ -177,17 +173,17 @@ OTHER = {  # what differs in meta.json -> what is said
 
 @pytest.mark.parametrize("field", OTHER)
 def test_other_tokenizer_is_named_though_the_tokens_are_the_same(folder, field):
-    edit_meta(folder, tokenizer={"name": "a", "sha256": "1" * 64}, eot_id=2)
+    edit_json(folder / "meta.json", tokenizer={"name": "a", "sha256": "1" * 64}, eot_id=2)
     saved = fingerprint_of(folder)
     value, wanted = OTHER[field]
-    edit_meta(folder, **{field: value})
+    edit_json(folder / "meta.json", **{field: value})
     assert data_differences(saved, fingerprint_of(folder)) == [wanted]
 
 
 def test_characters_of_a_character_tokenizer_count(folder):
     prints = []
     for chars in ("abc", "abd"):
-        edit_meta(folder, tokenizer={"kind": "char", "name": "char", "chars": chars})
+        edit_json(folder / "meta.json", tokenizer={"kind": "char", "name": "char", "chars": chars})
         prints.append(fingerprint_of(folder))
     assert len(data_differences(*prints)) == 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.helpers import make_dataset
+from support.helpers import edit_json, make_dataset
 from support.hostile_files import no_hang, pairs  # noqa: F401 - no_hang is a fixture
 from support.preparation import small_bpe, write_jsonl, write_small
 from support.three_units import config, contents, corpus, make
@@ -74,15 +74,22 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, res
     assert outside.read_bytes() == SECRET
 
 
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder with somebody else's file, in which nothing may change."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(SECRET)
+    yield folder
+    assert contents(folder) == {"a.jsonl": SECRET}
+
+
 @pytest.mark.parametrize("resume", [True, False])
-def test_units_folder_that_is_a_link_is_refused_and_nothing_in_it_is_changed(tmp_path, bpe, here, resume):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "000000.json").write_bytes(SECRET)
+def test_units_folder_that_is_a_link_is_refused(tmp_path, bpe, here, resume, elsewhere):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "units").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "out" / "units").symlink_to(elsewhere)
     with pytest.raises(UserError, match="units is a link"):
         make(tmp_path / "out", bpe, resume=resume)
-    assert contents(tmp_path / "elsewhere") == {"000000.json": SECRET}
 
 
 def test_dataset_folder_may_be_a_link(tmp_path, bpe, here):
@@ -92,15 +99,12 @@ def test_dataset_folder_may_be_a_link(tmp_path, bpe, here):
     assert open_dataset(config(tmp_path / "out", vocab_size=257, block_size=8), scan=True)
 
 
-def test_download_goes_through_no_link_inside_its_folder(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "a.jsonl").write_bytes(SECRET)
+def test_download_goes_through_no_link_inside_its_folder(tmp_path, elsewhere):
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "train").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "train").symlink_to(elsewhere)
     hub = hub_of(tmp_path, {"train/a.jsonl": [5, None]})
     with pytest.raises(UserError, match="train is a link"):
         hub.fetch([str(tmp_path / "text" / "train" / "a.jsonl")])
-    assert contents(tmp_path / "elsewhere") == {"a.jsonl": SECRET}
 
 
 def hub_of(folder: Path, files: object, **fields):
@@ -112,10 +116,6 @@ def hub_of(folder: Path, files: object, **fields):
 # --- every file is hostile until it is checked ---
 
 
-def as_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
 HOSTILE = {
     "deep": lambda path: path.write_text("[" * 200_000),
     "deep object": lambda path: path.write_text('{"a":' * 200_000),
@@ -125,7 +125,7 @@ HOSTILE = {
     "list": lambda path: path.write_text("[1]"),
     "null": lambda path: path.write_text("null"),
     "empty object": lambda path: path.write_text("{}"),
-    "named pipe": as_fifo,
+    "named pipe": os.mkfifo,
     "folder": lambda path: path.mkdir(),
     "dangling link": lambda path: path.symlink_to(path.with_name("absent")),
     "device": lambda path: path.symlink_to("/dev/zero"),
@@ -183,8 +183,7 @@ WRONG_FIELDS = {
 @pytest.mark.parametrize("name, value", pairs(WRONG_FIELDS))
 def test_wrong_field_of_meta_is_refused_by_every_reader(tmp_path, name, value):
     folder = make_dataset(tmp_path / "tokens")
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, name: value}))
+    edit_json(folder / "meta.json", **{name: value})
     assert refusals(folder) == 3
 
 
@@ -194,27 +193,24 @@ def test_meta_that_begins_with_a_byte_order_mark_is_read(tmp_path):
     assert open_dataset(config(folder), scan=True) and read_meta(folder)["vocab_size"] == 64
 
 
+def make_again(bpe: Path, out: Path, name: str, spoil) -> None:
+    """A dataset in which this manifest is spoilt becomes what it was."""
+    shard_tokens = 100 if name == "units/000000.json" else 10**6
+    make(out, bpe, shard_tokens)
+    wanted = contents(out)
+    spoil(out / name)
+    make(out, bpe, shard_tokens)
+    assert contents(out) == wanted
+
+
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("name", ["units/000000.json", "units/joined.json", ".verified.json"])
 def test_hostile_manifest_or_memory_is_made_again(tmp_path, bpe, here, name, kind):
-    shard_tokens = 100 if name == "units/000000.json" else 10**6
-    make(tmp_path / "out", bpe, shard_tokens)
-    wanted = contents(tmp_path / "out")
-    (tmp_path / "out" / name).unlink()
-    HOSTILE[kind](tmp_path / "out" / name)
-    if kind == "folder":  # no file can take its place, and it is not ours to delete
-        with contextlib.suppress(OSError):
-            make(tmp_path / "out", bpe, shard_tokens)
-        return
-    make(tmp_path / "out", bpe, shard_tokens)
-    assert contents(tmp_path / "out") == wanted
-    assert verified.recall(tmp_path / "out").keys() >= read_meta(tmp_path / "out")["files"].keys()
-
-
-def edited(manifest: dict, change: dict) -> dict:
-    if "file" not in change:
-        return {**manifest, **change}
-    return {**manifest, "files": {name: {**f, **change["file"]} for name, f in manifest["files"].items()}}
+    # no file can take the place of a folder, and it is not ours to delete
+    with contextlib.suppress(OSError) if kind == "folder" else contextlib.nullcontext():
+        make_again(bpe, tmp_path / "out", name, lambda path: (path.unlink(), HOSTILE[kind](path)))
+        out = tmp_path / "out"
+        assert verified.recall(out).keys() >= read_meta(out)["files"].keys()
 
 
 A_FILE = {"tokens": 1, "sha256": "0" * 64, "max_id": 0}
@@ -228,13 +224,14 @@ WRONG_MANIFESTS = [
 @pytest.mark.parametrize("change", WRONG_MANIFESTS, ids=str)
 @pytest.mark.parametrize("name", ["units/000000.json", "units/joined.json"])
 def test_manifest_with_a_wrong_field_counts_as_none(tmp_path, bpe, here, name, change):
-    shard_tokens = 100 if name == "units/000000.json" else 10**6
-    make(tmp_path / "out", bpe, shard_tokens)
-    wanted = contents(tmp_path / "out")
-    manifest = json.loads((tmp_path / "out" / name).read_text())
-    (tmp_path / "out" / name).write_text(json.dumps(edited(manifest, change)))
-    make(tmp_path / "out", bpe, shard_tokens)
-    assert contents(tmp_path / "out") == wanted
+    def spoil(path: Path) -> None:
+        files = json.loads(path.read_text())["files"]
+        if "file" in change:
+            edit_json(path, files={name: file | change["file"] for name, file in files.items()})
+        else:
+            edit_json(path, **change)
+
+    make_again(bpe, tmp_path / "out", name, spoil)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -359,27 +356,14 @@ def test_folder_whose_name_ends_like_a_file_is_searched(tmp_path):
     assert find_files([str(tmp_path)]) == [path]
 
 
-def cut(content: bytes, compress) -> bytes:
-    """Two frames, the second without its end."""
-    first, second = compress(content), compress(content)
-    return first + second[: len(second) // 2]
-
-
 def archives() -> dict[str, bytes]:
     zstandard = pytest.importorskip("zstandard")
     content = b"".join(json.dumps({"text": os.urandom(9).hex()}).encode() + b"\n" for _ in range(50))
-    whole = zstandard.compress(content)
-    return {
-        "cut.jsonl.zst": cut(content, zstandard.compress),
-        "header.jsonl.zst": whole + whole[:2],
-        "cut.jsonl.gz": cut(content, gzip.compress),
-        "header.jsonl.gz": gzip.compress(content) + gzip.compress(content)[:5],
-        "zero.jsonl": b"",
-        "zero.jsonl.gz": b"",
-        "zero.jsonl.zst": b"",
-        "zero.parquet": b"",
-        "short.parquet": b"PAR1",
-    }
+    made = dict.fromkeys(("zero.jsonl", "zero.jsonl.gz", "zero.jsonl.zst", "zero.parquet"), b"")
+    for end, frame in {"gz": gzip.compress(content), "zst": zstandard.compress(content)}.items():
+        made[f"cut.jsonl.{end}"] = frame + frame[: len(frame) // 2]  # two frames, the second without its end
+        made[f"header.jsonl.{end}"] = frame + frame[:5]
+    return made | {"short.parquet": b"PAR1"}
 
 
 @pytest.mark.parametrize("name", archives())
@@ -470,8 +454,7 @@ def test_inspect_refuses_numbers_beyond_sense(tmp_path, monkeypatch, capsys, fla
 
 def test_inspect_shows_no_control_characters_of_meta(tmp_path, monkeypatch, capsys):
     folder = make_dataset(tmp_path / "tokens")
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "source": "\x1b[2J\ud800 text"}))
+    edit_json(folder / "meta.json", source="\x1b[2J\ud800 text")
     monkeypatch.setattr(sys, "argv", ["inspect", str(folder)])
     inspect.main()
     shown = capsys.readouterr().out

@@ -17,7 +17,16 @@ import time
 import pytest
 import torch
 from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
+from support.helpers import (
+    ROOT,
+    TINY,
+    edit_json,
+    last_run,
+    make_dataset,
+    run_train,
+    start_train,
+    write_config,
+)
 
 from common.errors import UserError
 from training.checkpoints.loading import load_model
@@ -41,11 +50,6 @@ def dataset(tmp_path):
 @pytest.fixture
 def config(tmp_path, dataset):
     return write_config(tmp_path / "run.py", **TINY, dataset=dataset, out_dir=tmp_path / "out")
-
-
-def edit_meta(folder, **fields):
-    path = folder / "meta.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 # --- 24: nothing that is read executes code ---
@@ -238,7 +242,7 @@ def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
     """Attempts are counted by an audit hook, also where there is a network."""
     dataset, out_dir = make_dataset(tmp_path / "tokens"), tmp_path / "out"
     tokenizer = {"kind": "char", "name": "char", "chars": "".join(map(chr, range(32, 96)))}
-    edit_meta(dataset, format=1, tokenizer=tokenizer, eot_id=None)
+    edit_json(dataset / "meta.json", format=1, tokenizer=tokenizer, eot_id=None)
     keys = {**TINY, "eval_interval": 2, "dataset": dataset, "out_dir": out_dir}
     config = write_config(tmp_path / "run.py", **keys)
     commands = [

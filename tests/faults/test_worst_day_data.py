@@ -1,7 +1,6 @@
 """The worst day of data: token files that change under a run, damaged packings, advice that repairs."""
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -9,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from support.helpers import TINY, last_run, make_dataset, start_train, write_config
+from support.helpers import TINY, edit_json, last_run, make_dataset, start_train, write_config
 from support.hostile_files import replace
 from support.preparation import shared, small_bpe
 
@@ -72,11 +71,7 @@ def rewrite(path, change) -> None:
 
 
 def edit_index(**fields):
-    def change(packing):
-        path = packing / "index.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-    return change
+    return lambda packing: edit_json(packing / "index.json", **fields)
 
 
 def flip(content: bytes) -> bytes:
@@ -150,11 +145,9 @@ def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
     assert run(path, "--max_iters=2") == 0
     packing = folder / ".packed-train-32"
     rewrite(packing / "pieces.bin", lambda c: c[32:48] + c[16:32] + c[:16] + c[48:])  # two documents change
-    index = json.loads((packing / "index.json").read_text())
     files = [(packing / name).read_bytes() for name in ("pieces.bin", "windows.bin")]
     hashes = [hashlib.sha256(content).hexdigest() for content in files]
-    index["sha256"] = hashlib.sha256("".join(hashes).encode()).hexdigest()
-    (packing / "index.json").write_text(json.dumps(index))
+    edit_json(packing / "index.json", sha256=hashlib.sha256("".join(hashes).encode()).hexdigest())
     capfd.readouterr()
     assert run(path, "--init_from=resume") == 2
     assert "another packing .packed-train-32" in capfd.readouterr().err

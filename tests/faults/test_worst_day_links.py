@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from support.faults import saved_steps
+from torch._C import _distributed_c10d as c10d
 
 from training.faults import watchdog
+from training.process.console import _LogFile
+from training.process.world import _record_collectives
 from training.records import run_record
 
 PRECIOUS = "not yours\n"
@@ -85,8 +88,6 @@ def test_a_lock_that_is_a_pipe_is_refused(run, config, out, capfd):
 
 
 def test_the_traces_of_a_hang_are_not_written_through_a_link(out, plant, monkeypatch):
-    from torch._C import _distributed_c10d as c10d
-
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
     monkeypatch.setattr(watchdog.torch.cuda, "is_available", lambda: True)
     for name, write in (("stacks", watchdog._write_stacks), ("recorder", watchdog._write_collectives)):
@@ -97,8 +98,6 @@ def test_the_traces_of_a_hang_are_not_written_through_a_link(out, plant, monkeyp
 
 def test_nccl_finds_no_link_to_write_through(out, plant, request, monkeypatch):
     """Its own code opens the file, so a link is removed before."""
-    from training.process.world import _record_collectives
-
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.setenv(name, "")
     plant(out / "flight_recorder_rank_1")
@@ -107,8 +106,6 @@ def test_nccl_finds_no_link_to_write_through(out, plant, request, monkeypatch):
 
 
 def test_a_log_that_was_replaced_by_a_link_is_not_opened_again(tmp_path):
-    from training.process.console import _LogFile
-
     handler, path = _LogFile(tmp_path / "run.log", delay=True), tmp_path / "run.log"
     handler.stream = handler._open()
     handler.abandon()

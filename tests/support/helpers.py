@@ -106,6 +106,11 @@ def write_config(path: Path, **keys) -> Path:
     return path
 
 
+def edit_json(path: Path, **fields) -> None:
+    """Sets these fields of the object in a file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def last_run(out_dir: Path) -> dict:
     """The newest run record in out_dir."""
     paths = sorted(Path(out_dir).glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns)
