@@ -197,23 +197,6 @@ def test_a_restart_before_the_first_checkpoint_leaves_an_earlier_runs_alone(conf
 
 @pytest.mark.chaos
 @pytest.mark.restart
-def test_fewer_processes_go_on_where_more_were_killed(config, folder):
-    """4 processes, then 2: the same samples in each iteration."""
-    out = folder / "fewer"
-    flags = ("--init_from=auto", "--dropout=0.0", "--async_checkpoint=False")
-    whole = run_with_fault(config, folder / "whole", *flags, processes=4)
-    killed = run_with_fault(config, out, *flags, processes=4, fault="SIGKILL 3 15")
-    assert killed.status == 1 and killed.steps == [INTERVAL]
-    flags = (*flags, "--gradient_accumulation_steps=2")
-    ended = run_with_fault(config, out, *flags, processes=2)
-    assert ended.status == 0, ended.output[-3000:]
-    rows = {row["iter"]: row["loss"] for row in whole.record()["training_iterations"]}
-    for row in ended.record()["training_iterations"]:
-        assert row["loss"] == pytest.approx(rows[row["iter"]], rel=1e-5)
-
-
-@pytest.mark.chaos
-@pytest.mark.restart
 def test_a_node_that_is_lost_is_done_without(config, folder):
     """Two torchruns of one process each; the config file keeps the sequences per iteration."""
     elastic, out = folder / "elastic.py", folder / "elastic"
