@@ -231,9 +231,8 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
     saver = make_saver(config, make_state(config))
     save(saver, 1)
     monkeypatch.setattr(saver_module, phase, fail)
-    saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match="could not write the checkpoint .*step-00000002.*the disk is broken"):
-        saver.finished(wait=None)
+        save(saver, 2)
     assert (root / "latest").read_text() == "step-00000001\n"
     assert damage(root / "step-00000001") == []
     assert not list(root.glob("*.tmp*"))
@@ -271,9 +270,8 @@ def test_a_file_that_does_not_read_back_is_an_error(config, root, monkeypatch):
 
     monkeypatch.setattr(saver_module, "write_parts", lossy)
     saver = make_saver(config, make_state(config))
-    saver.begin(Progress(1, 10))
     with pytest.raises(RunError, match="tensors-00000-0.safetensors does not read back as it was written"):
-        saver.finished(wait=None)
+        save(saver, 1)
     assert complete_checkpoints(root) == []
 
 
@@ -292,9 +290,8 @@ def test_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, 
     save(saver, 1)
     free_bytes(monkeypatch, 1.19 * saver.bytes)
     monkeypatch.setattr(saver_module, "_write_files", lambda *args: pytest.fail("it wrote"))
-    saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match=r"needed on the disk \(1.2 times its size\)"):
-        saver.finished(wait=None)
+        save(saver, 2)
     assert damage(root / "step-00000001") == []
 
 
@@ -302,9 +299,8 @@ def test_a_checkpoint_of_that_name_is_never_overwritten(config, root):
     saver = make_saver(config, make_state(config))
     kept = (save(saver, 1) / "manifest.json").read_bytes()
     change(saver.state, seed=2)
-    saver.begin(Progress(1, 10))
     with pytest.raises(RunError, match="not empty"):
-        saver.finished(wait=None)
+        save(saver, 1)
     assert (root / "step-00000001" / "manifest.json").read_bytes() == kept
 
 

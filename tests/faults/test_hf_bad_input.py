@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.helpers import make_dataset, run_train
+from support.helpers import edit_json, make_dataset, run_train
 from support.hf_models import change_config, copy, hf_run, logits_of, save, save_four, some_ids, tensors
 
 import sample
@@ -31,12 +31,6 @@ def made(tmp_path_factory):
 
 def store(folder: Path, found: dict[str, torch.Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
-
-
-def edit_index(folder: Path, edit) -> None:
-    content = json.loads((folder / INDEX).read_text())
-    edit(content["weight_map"])
-    (folder / INDEX).write_text(json.dumps(content))
 
 
 # --- what may be wrong with a folder; each gets a copy of one ---
@@ -64,7 +58,8 @@ def truncated(folder):
 
 
 def file_outside(folder):
-    edit_index(folder, lambda names: names.update({NORM: "../x.safetensors"}))
+    names = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit_json(folder / INDEX, weight_map=names | {NORM: "../x.safetensors"})
 
 
 def pointer(folder):

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import sys
 import time
@@ -229,17 +228,8 @@ def test_url_is_no_folder_and_its_password_is_not_repeated(run, config, capfd, k
 # --- 26: no network ---
 
 
-def without_network() -> list[str] | None:
-    """A command prefix that takes the network away but for the loopback device; None if that is not
-    permitted."""
-    if not shutil.which("unshare") or not shutil.which("ip"):
-        return None
-    prefix = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    return prefix if warm_python.run([*prefix, "true"], capture_output=True).returncode == 0 else None
-
-
 def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
-    """Attempts are counted by an audit hook, also where there is a network."""
+    """An audit hook counts attempts."""
     dataset, out_dir = make_dataset(tmp_path / "tokens"), tmp_path / "out"
     tokenizer = {"kind": "char", "name": "char", "chars": "".join(map(chr, range(32, 96)))}
     edit_json(dataset / "meta.json", format=1, tokenizer=tokenizer, eot_id=None)
@@ -252,8 +242,7 @@ def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
     ]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     worker = [sys.executable, "tests/support/security_worker.py", str(tmp_path / "commands.json")]
-    command = [*(without_network() or []), *worker]
-    done = warm_python.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(worker, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--- sample 1 ---" in done.stdout and "Resuming from" in done.stdout
     only_its_own = ["socket.connect ('192.0.2.1', 443)"]  # which shows that it would see one
