@@ -1,22 +1,21 @@
 """Training is killed with SIGKILL at random moments, start-up, steps, saves, renames and
 deletions alike, and each time started again by the same command. It ends as if nothing had happened."""
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from support import warm_python
-from support.faults import Ended, prepare, processes_of, wait_for_end
-from support.helpers import ROOT
+from support.faults import digest, prepare, processes_of, saved_steps, wait_for_end
+from support.helpers import last_run, start_train
 
 pytestmark = pytest.mark.kill
 
@@ -31,27 +30,25 @@ STRATEGIES = {
 }
 
 
+def make_config(folder: Path, **keys) -> Path:
+    return prepare(folder, max_iters=ITERATIONS, checkpoint_interval=INTERVAL, eval_interval=40, **keys)
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chaos")
-    return prepare(folder, max_iters=ITERATIONS, checkpoint_interval=INTERVAL, eval_interval=40)
+    return make_config(tmp_path_factory.mktemp("chaos"))
 
 
 def start(config: Path, out: Path, name: str, *more: str) -> subprocess.Popen:
     """The command that a user would type again."""
     processes, flags = STRATEGIES[name]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    with open(out.with_name(f"{out.name}.console"), "a") as console:
-        return warm_python.Popen(
-            [*([sys.executable, *torchrun] if processes > 1 else [sys.executable]), "train.py", config]
-            + [f"--out_dir={out}", "--init_from=auto", *flags, *more],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    flags = [f"--out_dir={out}", "--init_from=auto", *flags, *more]
+    with open(console_of(out), "a") as console:
+        return start_train(config, *flags, processes=processes, stdout=console, stderr=subprocess.STDOUT)
+
+
+def console_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.console")
 
 
 def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> None:
@@ -59,10 +56,8 @@ def kill(process: subprocess.Popen, out: Path, rng: random.Random) -> None:
     pids = processes_of(out)
     rng.shuffle(pids)
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.wait()
     assert not wait_for_end(out)
 
@@ -78,11 +73,21 @@ def losses(out: Path) -> dict[int, float]:
     for path in sorted(out.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns):
         found |= {row["iter"]: row["loss"] for row in json.loads(path.read_text())["training_iterations"]}
     for path in out.glob("run_*.jsonl"):
-        for line in filter(None, path.read_text().split("\n")[:-1]):
-            entry = json.loads(line)
-            if entry["section"] == "training_iterations":
-                found[entry["entry"]["iter"]] = entry["entry"]["loss"]
+        entries = map(json.loads, filter(None, path.read_text().split("\n")[:-1]))
+        rows = [entry["entry"] for entry in entries if entry["section"] == "training_iterations"]
+        found |= {row["iter"]: row["loss"] for row in rows}
     return found
+
+
+def check_record(record: dict) -> None:
+    """Each iteration is there once, in order, with the attempt that made it."""
+    rows = record["training_iterations"]
+    assert [row["iter"] for row in rows] == list(range(ITERATIONS))
+    made_by, attempts = [row["attempt"] for row in rows], record["attempts"]
+    assert made_by == sorted(made_by) and {each["status"] for each in attempts[:-1]} <= {"killed"}
+    assert all(row["iter"] >= attempts[row["attempt"] - 1]["start_iter"] for row in rows)
+    twice = {(row["iter"], row["attempt"]) for row in record["superseded"]["training_iterations"]}
+    assert not twice & {(row["iter"], row["attempt"]) for row in rows}
 
 
 def wait_for_moment(process: subprocess.Popen, out: Path, seconds: float, rng: random.Random) -> bool:
@@ -109,18 +114,15 @@ def train_through(
         if made.total() < kills and wait_for_moment(process, out, seconds, rng):
             kill(process, out, rng)
             new = remains(out) - before
-            doing = (
-                "deletions" if any(".tmp-delete" in name for name in new) else "saves" if new else "others"
-            )
+            deletes = any(".tmp-delete" in name for name in new)
+            doing = "deletions" if deletes else "saves" if new else "others"
             made[doing] += 1
-            done, saved = max(losses(out), default=-1) + 1, max(Ended(0, 0.0, "", out).steps, default=0)
+            done, saved = max(losses(out), default=-1) + 1, max(saved_steps(out), default=0)
             # training is up to an interval ahead of a checkpoint that is still being written
             lost = INTERVAL + (INTERVAL if doing == "saves" else AT_ONCE)
             assert done - saved <= lost, f"{done} iterations were made, {saved} are saved, among {doing}"
             continue
-        status = process.wait(20 * seconds)
-        console = out.with_name(f"{out.name}.console").read_text()
-        assert status == 0, console[-3000:]
+        assert process.wait(20 * seconds) == 0, console_of(out).read_text()[-3000:]
         return made
 
 
@@ -129,15 +131,16 @@ def survive(config: Path, folder: Path, name: str, kills: int, seed: int) -> Non
     whole = folder / "whole"
     assert not train_through(config, whole, name, 0, 60, random.Random(0))
     seconds = time.monotonic() - began
-    expected, digest = losses(whole), Ended(0, 0.0, "", whole).digest()
+    expected = losses(whole)
     assert len(expected) == ITERATIONS
     rng, made, runs = random.Random(seed), Counter(), 0
     while made.total() < kills:
         out = folder / f"killed-{runs}"
         made += train_through(config, out, name, kills - made.total(), seconds, rng)
         runs += 1
-        assert Ended(0, 0.0, "", out).digest() == digest, f"seed {seed}, run {runs}"
+        assert digest(out, ITERATIONS) == digest(whole, ITERATIONS), f"seed {seed}, run {runs}"
         assert losses(out) == expected
+        check_record(last_run(out))
         assert not strays(out), f"seed {seed}, run {runs}: {strays(out)}"
     print(f"\nCHAOS {name}: {made.total()} kills in {runs} runs of {ITERATIONS} iterations, {dict(made)}")
 
@@ -166,6 +169,5 @@ def test_two_hundred_kills(config, tmp_path, name, seed):
 def test_kills_of_runs_on_gpus(tmp_path, name):
     if torch.cuda.device_count() < STRATEGIES[name][0]:
         pytest.skip("needs two GPUs")
-    gpu = {"device": "cuda", "dtype": "bfloat16"}
-    config = prepare(tmp_path, max_iters=ITERATIONS, checkpoint_interval=INTERVAL, eval_interval=40, **gpu)
+    config = make_config(tmp_path, device="cuda", dtype="bfloat16")
     survive(config, tmp_path, name, kills=5, seed=7)

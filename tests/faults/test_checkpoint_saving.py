@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -24,7 +23,16 @@ from support.checkpoint_parts import (
     make_state,
     save,
 )
-from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, run_train, write_config
+from support.faults import saved_steps
+from support.helpers import (
+    TINY,
+    checkpoint_tensors,
+    largest_file,
+    last_run,
+    make_dataset,
+    run_train,
+    write_config,
+)
 
 from common.errors import RunError, UserError
 from training.checkpoints import saver as saver_module
@@ -49,11 +57,6 @@ def root(tmp_path):
     return tmp_path / "out" / "checkpoints"
 
 
-def slow_down_commits(monkeypatch):
-    commit = saver_module._commit
-    monkeypatch.setattr(saver_module, "_commit", lambda *args: (time.sleep(0.5), commit(*args)))
-
-
 def equal(ours: dict, theirs: dict) -> bool:
     return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
@@ -61,20 +64,23 @@ def equal(ours: dict, theirs: dict) -> bool:
 # --- what is written ---
 
 
+@pytest.fixture
+def late_writing(monkeypatch):
+    """The files are written when this is set."""
+    allowed, write_files = threading.Event(), saver_module._write_files
+    monkeypatch.setattr(saver_module, "_write_files", lambda *args: allowed.wait(10) and write_files(*args))
+    return allowed
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_is_written_is_the_state_when_the_save_began(config, tmp_path, monkeypatch, asynchronous):
-    config = make_config(tmp_path / "out", async_checkpoint=asynchronous)
-    state = make_state(config)
-    before, changed = copies(state), threading.Event()
-    write_files = saver_module._write_files
-    if asynchronous:  # the files are written after the training has gone on
-        monkeypatch.setattr(
-            saver_module, "_write_files", lambda *args: changed.wait(10) and write_files(*args)
-        )
-    saver = make_saver(config, state)
+def test_what_is_written_is_the_state_when_the_save_began(tmp_path, late_writing, asynchronous):
+    state = make_state(config := make_config(tmp_path / "out", async_checkpoint=asynchronous))
+    saver, before = make_saver(config, state), copies(state)
+    if not asynchronous:
+        late_writing.set()
     saver.begin(Progress(1, 10))
     change(state, seed=2)
-    changed.set()
+    late_writing.set()
     folder = saver.finished(wait=None).final
     assert equal(before, checkpoint_tensors(folder)) and not equal(before, copies(state))
 
@@ -96,10 +102,8 @@ def test_the_loop_waits_for_the_copy_alone(config, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_s_state_is_copied_to_page_locked_memory_before_it_changes(config, monkeypatch):
+def test_a_gpu_s_state_is_copied_to_page_locked_memory_before_it_changes(config, late_writing):
     """And no GPU memory is taken for it."""
-    changed, write_files = threading.Event(), saver_module._write_files
-    monkeypatch.setattr(saver_module, "_write_files", lambda *args: changed.wait(10) and write_files(*args))
     state = make_state(config, world=replace(ALONE, device=torch.device("cuda", 0)))
     saver = make_saver(config, state)
     saver.prepare()
@@ -109,7 +113,7 @@ def test_a_gpu_s_state_is_copied_to_page_locked_memory_before_it_changes(config,
     saver.begin(Progress(1, 10))
     assert torch.cuda.max_memory_allocated() == allocated
     change(state, seed=2)
-    changed.set()
+    late_writing.set()
     assert equal(before, checkpoint_tensors(saver.finished(wait=None).final))
 
 
@@ -133,12 +137,12 @@ def test_without_host_memory_training_waits_and_the_log_says_so(config, monkeypa
     assert equal(copies(state), checkpoint_tensors(save(saver, 1)))
 
 
-def test_ranks_share_the_writing_of_what_all_of_them_have(config, tmp_path):
+def test_ranks_share_the_writing_of_what_all_of_them_have(config, root):
     savers = make_ranks(config, 2)
     assert in_processes(savers, 1) == [0, 0]
-    folder = tmp_path / "out" / "checkpoints" / "step-00000001"
-    files = sorted(path.name for path in folder.iterdir())
-    assert files == ["manifest.json", "state.json", *(f"tensors-0000{rank}-0.safetensors" for rank in (0, 1))]
+    folder = root / "step-00000001"
+    tensors = [f"tensors-0000{rank}-0.safetensors" for rank in (0, 1)]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "state.json", *tensors]
     assert damage(folder) == []
     assert equal(copies(savers[0].state), checkpoint_tensors(folder))
 
@@ -178,7 +182,7 @@ def kill_in(phase: str, where: str):
     def patched(*args):
         if where == "middle":  # in a thread of its own, when the first bytes are on the disk
             saver_module.write_parts = lambda path, parts: (path.write_bytes(b"half"), die())
-        if where == "after" or where == "middle":
+        if where != "before":
             original(*args)
         die()
 
@@ -201,11 +205,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config, root,
     statuses = in_processes(savers, 2, lambda r: kill_in(phase, where) if r == rank else None)
     assert statuses[rank] == -signal.SIGKILL
     there = [folder.name for folder in complete_checkpoints(root)]
-    committed = (phase, where) in (
-        ("_rename", "after"),
-        ("_update_pointers", "before"),
-        ("_update_pointers", "after"),
-    )
+    committed = phase == "_update_pointers" or (phase, where) == ("_rename", "after")
     assert there == ["step-00000001"] + ["step-00000002"] * committed
     assert all(damage(root / name) == [] for name in there)
     assert equal(second if committed else first, checkpoint_tensors(root / there[-1]))
@@ -215,7 +215,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_whole_checkpoint(config, root,
     again = make_ranks(config, 2, seed=3, start=start, run="again")
     assert in_processes(again, 3) == [0, 0]
     assert equal(copies(again[0].state), checkpoint_tensors(root / "step-00000003"))
-    assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
+    assert not list(root.glob("*.tmp*"))
     assert (root / "latest").read_text() == "step-00000003\n"
 
 
@@ -231,12 +231,11 @@ def test_an_error_in_any_phase_reaches_the_loop(config, root, monkeypatch, phase
     saver = make_saver(config, make_state(config))
     save(saver, 1)
     monkeypatch.setattr(saver_module, phase, fail)
-    saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match="could not write the checkpoint .*step-00000002.*the disk is broken"):
-        saver.finished(wait=None)
+        save(saver, 2)
     assert (root / "latest").read_text() == "step-00000001\n"
     assert damage(root / "step-00000001") == []
-    assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
+    assert not list(root.glob("*.tmp*"))
 
 
 def test_ranks_that_only_hear_of_a_failure_say_so(config, root, monkeypatch):
@@ -271,9 +270,8 @@ def test_a_file_that_does_not_read_back_is_an_error(config, root, monkeypatch):
 
     monkeypatch.setattr(saver_module, "write_parts", lossy)
     saver = make_saver(config, make_state(config))
-    saver.begin(Progress(1, 10))
     with pytest.raises(RunError, match="tensors-00000-0.safetensors does not read back as it was written"):
-        saver.finished(wait=None)
+        save(saver, 1)
     assert complete_checkpoints(root) == []
 
 
@@ -292,9 +290,8 @@ def test_a_disk_that_fills_up_later_is_noticed_before_a_byte_is_written(config, 
     save(saver, 1)
     free_bytes(monkeypatch, 1.19 * saver.bytes)
     monkeypatch.setattr(saver_module, "_write_files", lambda *args: pytest.fail("it wrote"))
-    saver.begin(Progress(2, 20))
     with pytest.raises(RunError, match=r"needed on the disk \(1.2 times its size\)"):
-        saver.finished(wait=None)
+        save(saver, 2)
     assert damage(root / "step-00000001") == []
 
 
@@ -302,9 +299,8 @@ def test_a_checkpoint_of_that_name_is_never_overwritten(config, root):
     saver = make_saver(config, make_state(config))
     kept = (save(saver, 1) / "manifest.json").read_bytes()
     change(saver.state, seed=2)
-    saver.begin(Progress(1, 10))
     with pytest.raises(RunError, match="not empty"):
-        saver.finished(wait=None)
+        save(saver, 1)
     assert (root / "step-00000001" / "manifest.json").read_bytes() == kept
 
 
@@ -313,9 +309,8 @@ def test_a_checkpoint_of_that_name_is_never_overwritten(config, root):
 
 @pytest.fixture
 def run_config(tmp_path):
-    make_dataset(tmp_path / "tokens")
-    keys = {**TINY, "max_iters": 8, "eval_interval": 2}
-    return write_config(tmp_path / "run.py", **keys, dataset=tmp_path / "tokens", out_dir=tmp_path / "out")
+    keys = {**TINY, "max_iters": 8, "eval_interval": 2, "out_dir": tmp_path / "out"}
+    return write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
 
 
 @pytest.mark.parametrize(("at", "rows"), [(4, 5), (8, 8)], ids=["in the middle", "the last one"])
@@ -340,19 +335,17 @@ def test_a_failed_save_ends_the_run_within_an_iteration(run, run_config, root, m
 
 
 def test_a_run_that_fails_waits_for_the_checkpoint_under_way(run, run_config, root, monkeypatch):
-    slow_down_commits(monkeypatch)
-    monkeypatch.setattr(
-        "training.faults.stragglers.Stragglers.check", lambda self, iteration: 1 / (3 - iteration)
-    )
+    commit, fail_at_3 = saver_module._commit, lambda self, iteration: 1 / (3 - iteration)
+    monkeypatch.setattr(saver_module, "_commit", lambda *args: (time.sleep(0.5), commit(*args)))
+    monkeypatch.setattr("training.faults.stragglers.Stragglers.check", fail_at_3)
     assert run(run_config, "--checkpoint_interval=3", "--eval_interval=0") == 1
-    assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000003"]
+    assert saved_steps(root.parent) == [3]
     assert [saved["iter"] for saved in last_run(root.parent)["checkpoints"]] == [3]
 
 
 def test_checkpoints_come_every_so_many_iterations(run, run_config, root):
     assert run(run_config, "--checkpoint_interval=3", "--eval_interval=0", "--keep_last=9") == 0
-    assert [folder.name[-1] for folder in complete_checkpoints(root)] == ["3", "6", "8"]
-    assert (root / "step-00000003" / "state.json").exists()
+    assert saved_steps(root.parent) == [3, 6, 8]
     assert json.loads((root / "step-00000003" / "state.json").read_text())["val_loss"] is None
 
 
@@ -368,22 +361,17 @@ def test_checkpoints_come_every_so_many_seconds(run, run_config, root, monkeypat
     monkeypatch.setattr(Watchdog, "check", tick)
     flags = ["--checkpoint_interval=4s", "--eval_interval=0", "--max_iters=16", "--keep_last=9"]
     assert run(run_config, *flags) == 0
-    steps = [int(folder.name[-8:]) for folder in complete_checkpoints(root)]
-    assert steps == [4, 9, 14, 16]  # asked for after 4 s, and saved an iteration later
+    assert saved_steps(root.parent) == [4, 9, 14, 16]  # asked for after 4 s, and saved an iteration later
 
 
 def test_a_full_disk_ends_all_ranks_and_leaves_the_checkpoint_before(run, run_config, root):
     """A limit on the size of files stands in for the disk: the checkpoint's are above it."""
     assert run_train(run_config, "--max_iters=2", processes=2).returncode == 0
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
-    try:
+    with largest_file(60_000):
         done = run_train(run_config, "--init_from=resume", "--max_iters=6", processes=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.returncode == 1 and "1" in re.findall(r"exitcode  : (-?\d+)", done.stderr)
     assert "could not write the checkpoint" in done.stderr and "File too large" in done.stderr
-    assert [folder.name for folder in complete_checkpoints(root)] == ["step-00000002"]
+    assert saved_steps(root.parent) == [2]
     assert damage(root / "step-00000002") == []
     assert run(run_config, "--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=2") == 0
-    assert [path.name for path in root.iterdir() if ".tmp" in path.name] == []
+    assert not list(root.glob("*.tmp*"))

@@ -8,19 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, write_config
+from support.helpers import TINY, edit_json, make_dataset, write_config
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer
-from data.pipeline.token_writer import TokenWriter
 from training.batches import fingerprint
 from training.batches.dataset import open_dataset
 from training.batches.fingerprint import agree_on_data, data_differences, data_fingerprint
 from training.batches.sources import open_sources
 from training.configuration.keys import TrainConfig
 from training.process.world import World
-from training.records.rows import Logger
 
+pytestmark = pytest.mark.data_check
 SHARDS = 3
 
 
@@ -29,29 +27,22 @@ def folder(tmp_path):
     return make_dataset(tmp_path / "tokens")
 
 
-@pytest.fixture
-def shards(folder):
-    """The same tokens in shards, with the meta.json that prepare.py would write."""
-    return into_shards(folder)
-
-
 def into_shards(folder: Path, by_hand: bool = False) -> Path:
+    """The same tokens in shards, with the meta.json that prepare.py would write."""
     ids = np.fromfile(folder / "train.bin", "<u2")
     (folder / "train.bin").unlink()
     for i, part in enumerate(np.array_split(ids, SHARDS)):
         part.tofile(folder / f"train_{i:03d}.bin")
-    meta = read_meta(folder)
-    files = {path.name: describe(path) for path in sorted(folder.glob("*.bin"))}
-    write_meta(folder, {**meta, "files": {} if by_hand else files})
+    edit_json(folder / "meta.json", files={} if by_hand else describe(folder))
     return folder
 
 
-def describe(path: Path) -> dict:
-    return {"tokens": path.stat().st_size // 2, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-def read_meta(folder: Path) -> dict:
-    return json.loads((folder / "meta.json").read_text())
+def describe(folder: Path) -> dict:
+    contents = {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+    return {
+        name: {"tokens": len(content) // 2, "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -76,102 +67,48 @@ def fingerprint_of(folder: Path, **keys) -> dict:
 # --- 21: tokens that are not the model's ---
 
 
-@pytest.mark.data_check
-def test_id_of_70000_is_not_stored_in_16_bits(tmp_path):
-    writer = TokenWriter(tmp_path / "train.bin", "uint16", 65_536)
-    with pytest.raises(UserError, match="token id 70000 is outside the vocabulary"):
-        writer.write([1, 70_000])
-    writer.finish()
-    assert (tmp_path / "train.bin").stat().st_size == 0
-
-
-@pytest.mark.data_check
-def test_vocabulary_above_16_bits_in_uint16_is_refused(folder):
-    write_meta(folder, {**read_meta(folder), "vocab_size": 70_000})
-    assert "does not fit in uint16, so ids above 65535 have wrapped" in refusal(folder, vocab_size=70_000)
-
-
-@pytest.mark.data_check
-def test_id_beyond_the_models_vocabulary_is_found_in_any_file_that_meta_does_not_describe(folder):
-    into_shards(folder, by_hand=True)
-    ids = np.fromfile(folder / "train_002.bin", "<u2")
-    ids[-1] = TINY["vocab_size"]
-    ids.tofile(folder / "train_002.bin")
-    message = refusal(folder)
-    assert "train_002.bin contains token id 64" in message and "vocab_size=64" in message
-
-
-@pytest.mark.data_check
 def test_tokens_declared_as_another_type_are_found(tmp_path):
     wide = make_dataset(tmp_path / "wide", dtype="uint32")
-    write_meta(wide, {**read_meta(wide), "dtype": "uint16"})
+    edit_json(wide / "meta.json", dtype="uint16")
     assert "train.bin holds 40,000 tokens, but meta.json records 20,000" in refusal(wide)
     narrow = make_dataset(tmp_path / "narrow")
     write_meta(narrow, {"dtype": "uint32", "vocab_size": 64})  # by hand: the ids themselves say it
     assert "contains token id" in refusal(narrow)
 
 
-@pytest.mark.parametrize("cut, wanted", [(1, "not a multiple of 2"), (2, "holds 19,999 tokens")])
-@pytest.mark.data_check
-def test_truncated_file_is_found(folder, cut, wanted):
-    path = folder / "train.bin"
-    path.write_bytes(path.read_bytes()[:-cut])
-    message = refusal(folder)
-    assert str(path) in message and wanted in message
+KINDS = {
+    "NumPy": b"\x93NUMPY\x01\x00",
+    "zip": b"PK\x03\x04",
+    "zstandard": b"\x28\xb5\x2f\xfd",
+    "gzip": b"\x1f\x8b\x08\x00",
+    "parquet": b"PAR1",
+    "a header": np.array([20240520, 1], "<i4").tobytes(),
+}
 
 
-@pytest.mark.parametrize(
-    "begin, kind",
-    [
-        (b"\x93NUMPY\x01\x00", "NumPy"),
-        (b"PK\x03\x04", "zip"),
-        (b"\x28\xb5\x2f\xfd", "zstandard"),
-        (b"\x1f\x8b\x08\x00", "gzip"),
-        (b"PAR1", "parquet"),
-        (np.array([20240520, 1], "<i4").tobytes(), "a header"),
-    ],
-)
-@pytest.mark.data_check
-def test_file_of_another_kind_is_named(folder, begin, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_file_of_another_kind_is_named(folder, kind):
     """Where the vocabulary is large, such bytes would pass for tokens."""
     write_meta(folder, {"dtype": "uint16", "vocab_size": 65_536})
     path = folder / "train.bin"
-    path.write_bytes(begin + path.read_bytes())
+    path.write_bytes(KINDS[kind] + path.read_bytes())
     message = refusal(folder, vocab_size=65_536)
     assert str(path) in message and kind in message and "not flat token ids" in message
 
 
-@pytest.mark.data_check
 def test_tokens_that_begin_like_another_kind_are_tokens_if_meta_has_their_hash(folder):
     path = folder / "train.bin"
     path.write_bytes(b"PK\x03\x04" + path.read_bytes())
-    files = {name: describe(folder / name) for name in ("train.bin", "val.bin")}
-    write_meta(folder, {"dtype": "uint16", "vocab_size": 65_536, "files": files})
+    write_meta(folder, {"dtype": "uint16", "vocab_size": 65_536, "files": describe(folder)})
     assert open_dataset(config(folder, vocab_size=65_536), scan=True)
 
 
-@pytest.mark.data_check
-def test_tokenizer_beside_the_tokens_that_did_not_make_them_is_found(folder):
-    (folder / "tokenizer.json").write_text('{"made": "the tokens"}')
-    sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    tokenizer = {"kind": "tokenizers", "name": "x", "file": "tokenizer.json", "sha256": sha256}
-    write_meta(folder, {**read_meta(folder), "tokenizer": tokenizer})
-    assert open_dataset(config(folder), scan=True)
-    (folder / "tokenizer.json").write_text('{"made": "other tokens"}')
-    assert open_dataset(config(folder), scan=True)  # training needs no tokenizer
-    with pytest.raises(UserError, match="tokenizer.json has changed since"):
-        load_tokenizer(folder)
-
-
-@pytest.mark.data_check
 def test_training_ends_before_its_first_step(run, folder, tmp_path, monkeypatch, capfd):
     """No device is looked at, no process group joined: on a GPU the id would be an illegal memory access."""
     monkeypatch.setattr("train.init_world", pytest.fail)
     write_meta(folder, {"dtype": "uint16", "vocab_size": 1})
-    path = write_config(
-        tmp_path / "run.py", **{**TINY, "vocab_size": 60}, dataset=folder, out_dir=tmp_path / "out"
-    )
-    assert run(path) == 2
+    keys = {**TINY, "vocab_size": 60, "dataset": folder, "out_dir": tmp_path / "out"}
+    assert run(write_config(tmp_path / "run.py", **keys)) == 2
     assert "contains token id 63, beyond the model's vocab_size=60" in capfd.readouterr().err
 
 
@@ -207,56 +144,46 @@ CHANGES = [change_content, reorder, leave_out, add]
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["prepared", "meta by hand"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.data_check
 def test_changed_tokens_are_named_at_a_resume(folder, change, by_hand):
     """Prepared anew, so that the dataset itself is in order."""
     into_shards(folder, by_hand)
     saved = fingerprint_of(folder)
     wanted = change(folder)
     if not by_hand:
-        files = {path.name: describe(path) for path in sorted(folder.glob("*.bin"))}
-        write_meta(folder, {**read_meta(folder), "files": files})
+        edit_json(folder / "meta.json", files=describe(folder))
     now = fingerprint_of(folder)
     assert data_differences(saved, now) == [wanted] and saved["sha256"] != now["sha256"]
 
 
 @pytest.mark.parametrize("change", [reorder, leave_out, change_content], ids=lambda change: change.__name__)
-@pytest.mark.data_check
-def test_and_without_preparing_them_anew_already_when_the_dataset_is_opened(shards, change):
-    open_dataset(config(shards), scan=True)
-    change(shards)
-    message = refusal(shards)
+def test_and_without_preparing_them_anew_already_when_the_dataset_is_opened(folder, change):
+    into_shards(folder)
+    open_dataset(config(folder), scan=True)
+    change(folder)
+    message = refusal(folder)
     assert "is missing from" in message or "is not the file that meta.json describes" in message
 
 
-@pytest.mark.parametrize(
-    "fields, wanted",
-    [
-        (
-            {"tokenizer": {"name": "a", "sha256": "2" * 64}},
-            f"tokenizer a ({'2' * 16}) instead of a ({'1' * 16})",
-        ),
-        ({"eot_id": 3}, "eot_id 3 instead of 2"),
-        ({"vocab_size": 60}, "vocab_size 60 instead of 64"),
-    ],
-    ids=["tokenizer", "eot_id", "vocab_size"],
-)
-@pytest.mark.data_check
-def test_other_tokenizer_is_named_though_the_tokens_are_the_same(folder, fields, wanted):
-    known = {**read_meta(folder), "tokenizer": {"name": "a", "sha256": "1" * 64}, "eot_id": 2}
-    write_meta(folder, known)
+OTHER = {  # what differs in meta.json -> what is said
+    "tokenizer": ({"name": "a", "sha256": "2" * 64}, f"tokenizer a ({'2' * 16}) instead of a ({'1' * 16})"),
+    "eot_id": (3, "eot_id 3 instead of 2"),
+    "vocab_size": (60, "vocab_size 60 instead of 64"),
+}
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_other_tokenizer_is_named_though_the_tokens_are_the_same(folder, field):
+    edit_json(folder / "meta.json", tokenizer={"name": "a", "sha256": "1" * 64}, eot_id=2)
     saved = fingerprint_of(folder)
-    write_meta(folder, {**known, **fields})
+    value, wanted = OTHER[field]
+    edit_json(folder / "meta.json", **{field: value})
     assert data_differences(saved, fingerprint_of(folder)) == [wanted]
 
 
-@pytest.mark.data_check
 def test_characters_of_a_character_tokenizer_count(folder):
     prints = []
     for chars in ("abc", "abd"):
-        write_meta(
-            folder, {**read_meta(folder), "tokenizer": {"kind": "char", "name": "char", "chars": chars}}
-        )
+        edit_json(folder / "meta.json", tokenizer={"kind": "char", "name": "char", "chars": chars})
         prints.append(fingerprint_of(folder))
     assert len(data_differences(*prints)) == 1
 
@@ -270,32 +197,11 @@ def test_same_data_elsewhere_or_with_less_written_about_it_is_the_same(folder, t
     assert data_differences(saved, fingerprint_of(folder)) == []
 
 
-@pytest.mark.data_check
 def test_machines_with_different_copies_are_found(folder, monkeypatch):
     saved = fingerprint_of(folder)
     other = {**saved, "eot_id": 5, "sha256": "f"}
-    monkeypatch.setattr(
-        fingerprint, "gather_objects", lambda mine, world: [{**saved, "eot_id": 4}, None, other]
-    )
+    everyone = [{**saved, "eot_id": 4}, None, other]
+    monkeypatch.setattr(fingerprint, "gather_objects", lambda mine, world: everyone)
     sources = open_sources(config(folder), scan=True)
     with pytest.raises(UserError, match="that of rank 2 has eot_id 5 instead of 4"):
         agree_on_data(sources, World(2, 0, 4, torch.device("cpu"), 2))
-
-
-@pytest.mark.data_check
-def test_resume_with_other_data_is_refused_before_a_step_unless_it_is_allowed(
-    run, folder, tmp_path, monkeypatch, capfd
-):
-    path = write_config(tmp_path / "run.py", **TINY, dataset=folder, out_dir=tmp_path / "out")
-    assert run(path, "--max_iters=2") == 0
-    trained = last_run(tmp_path / "out")["startup_info"]["data"]["fingerprint"]
-    make_dataset(folder, seed=1)  # of the same sizes
-    capfd.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setattr(Logger, "count", pytest.fail)
-        assert run(path, "--init_from=resume") == 2
-    error = capfd.readouterr().err
-    assert "dataset" in error and "other tokens in train.bin" in error and "--allow_changes=dataset" in error
-    assert run(path, "--init_from=resume", "--allow_changes=dataset") == 0
-    assert "allow_changes: dataset was" in capfd.readouterr().out
-    assert last_run(tmp_path / "out")["startup_info"]["data"]["fingerprint"] != trained

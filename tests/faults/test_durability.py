@@ -16,7 +16,7 @@ import torch
 from support.checkpoint_parts import make_config, make_saver, make_state, save
 from support.helpers import make_dataset
 from support.packed_tokens import EOT, T, files_of
-from support.preparation import run_units_here, small_bpe, write_small
+from support.preparation import write_jsonl, write_small
 from support.three_units import make
 
 from common import durable_file
@@ -29,6 +29,8 @@ from training.batches.packing import pack_documents
 from training.checkpoints.tensor_files import Part, write_parts
 from training.configuration.keys import TrainConfig
 from training.records.run_record import RunRecord
+
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @dataclass
@@ -153,11 +155,8 @@ def test_a_write_that_fails_names_the_file_that_was_asked_for(tmp_path):
     with pytest.raises(OSError, match="No such file or directory: '.*/absent/a'"):
         durable_file.write_bytes(tmp_path / "absent" / "a", b"1")
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(OSError, match="Not a directory: '.*/file/a'"),
-        durable_file.new_folder(tmp_path / "file" / "a"),
-    ):
-        pass
+    with pytest.raises(OSError, match="Not a directory: '.*/file/a'"):
+        durable_file.new_folder(tmp_path / "file" / "a").__enter__()
 
 
 # --- checkpoints ---
@@ -217,12 +216,6 @@ def test_a_run_record_is_on_disk_before_its_journal_is_emptied(disk):
 # --- datasets ---
 
 
-@pytest.fixture
-def bpe(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
-    return small_bpe(tmp_path / "bpe")
-
-
 def test_token_files_are_on_disk_before_the_manifest_of_their_unit_and_meta_json(disk, bpe):
     meta = make(disk.root, bpe, shard_tokens=150)
     disk.end()
@@ -239,23 +232,17 @@ def test_token_files_are_on_disk_before_the_manifest_of_their_unit_and_meta_json
 def test_joined_token_files_are_on_disk_before_those_of_the_units_are_deleted(disk, bpe):
     make(disk.root, bpe)
     disk.end()
-    joined = {"train.bin", "val.bin"}
-    assert disk.named("units/joined.json").before >= joined
-    deleted = [
-        e for e in disk.events if e.kind == "delete" and e.path.startswith(("train_", "val_", "units/0"))
-    ]
+    files, units = {"train.bin", "val.bin"}, ("train_", "val_", "units/0")
+    joined = {*files, "units/joined.json"}
+    assert disk.named("units/joined.json").before >= files
+    deleted = [event for event in disk.events if event.kind == "delete" and event.path.startswith(units)]
     assert len(deleted) >= 6
-    for event in deleted:
-        assert event.before >= {*joined, "units/joined.json"}, event.path
-    assert disk.named("meta.json").before >= {*joined, "units/joined.json"}
-    assert disk.durable() >= {*joined, "meta.json", "meta.pkl", "tokenizer.json"}
+    assert all(event.before >= joined for event in (*deleted, disk.named("meta.json")))
+    assert disk.durable() >= {*files, "meta.json", "meta.pkl", "tokenizer.json"}
 
 
 def test_a_document_that_moves_to_the_empty_split_is_on_disk_before_the_manifest_says_so(disk, bpe, tmp_path):
-    text = tmp_path / "a.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("first", "second text", "last one"))
-    )
+    text = write_jsonl(tmp_path / "a.jsonl", ["first", "second text", "last one"])
     prepare([text], disk.root, FileTokenizer(bpe), Settings(256, None, 1e-9, 7), "test", Job())
     disk.end()
     files = json.loads((disk.root / "units" / "000000.json").read_text())["files"]
@@ -282,6 +269,7 @@ def test_the_meta_json_of_adopted_files_is_there_to_stay(disk, bpe):
 
 
 def test_a_packing_is_on_disk_before_it_has_its_name(disk):
+    """`disk` would refuse a folder's name that comes before its content."""
     ids = np.arange(1, 400)
     ids[::13] = EOT
     ids.astype("<u2").tofile(disk.root / "train_000.bin")
@@ -289,11 +277,5 @@ def test_a_packing_is_on_disk_before_it_has_its_name(disk):
     disk.end()
     (name,) = {path for path in disk.order() if "/" not in path}
     assert name == f".packed-train-{T}"
-    index = next(e for e in disk.events if e.path.endswith("index.json"))
-    assert disk.durable() >= {
-        name,
-        *(f"{name}/{file}" for file in ("index.json", "windows.bin", "pieces.bin")),
-    }
-    folder = index.path.rpartition("/")[0]
-    for file in ("windows.bin", "pieces.bin"):
-        assert f"{folder}/{file}" in index.after or f"{name}/{file}" in index.after
+    files = {f"{name}/{file}" for file in ("index.json", "windows.bin", "pieces.bin")}
+    assert disk.durable() >= {name, *files}

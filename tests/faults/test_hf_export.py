@@ -44,18 +44,21 @@ def test_a_folder_that_is_not_empty_is_left_alone(out_dir, tmp_path):
 def test_a_full_disk_leaves_nothing(out_dir, tmp_path, monkeypatch):
     before = names(tmp_path)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(export_hf.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match="are needed on the disk of .*, 1e-06 GB are free"):
-        export_hf.main([str(out_dir), str(tmp_path / "exported")])
-    monkeypatch.undo()
-
-    def fill(*arguments):
-        raise OSError(28, "No space left on device", "tokenizer.json")
-
-    monkeypatch.setattr(TokenizerFiles, "write", fill)  # the last of the files
+    with monkeypatch.context() as patch:
+        patch.setattr(export_hf.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(UserError, match="are needed on the disk of .*, 1e-06 GB are free"):
+            export_hf.main([str(out_dir), str(tmp_path / "exported")])
+    fails_at_its_last_file(monkeypatch, OSError(28, "No space left on device", "tokenizer.json"))
     with pytest.raises(OSError, match="No space left"):
         export_hf.main([str(out_dir), str(tmp_path / "exported")])
     assert names(tmp_path) == before
+
+
+def fails_at_its_last_file(monkeypatch, error: BaseException) -> None:
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(TokenizerFiles, "write", fail)
 
 
 def test_a_value_that_the_dtype_cannot_hold_is_refused(model, run, tmp_path):
@@ -71,32 +74,27 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(model, run, tmp_path):
 
 
 def test_a_model_that_no_family_computes_is_not_exported(run, tmp_path):
-    keys = dict(
-        arch_preset="llama", n_layer=1, n_head=2, n_embd=16, d_ff=32, vocab_size=64, activation="gelu"
-    )
-    assert run(hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1, **keys)) == 0
-    with pytest.raises(
-        UserError, match="no Hugging Face model has normalization='rmsnorm', activation='gelu'"
-    ):
+    keys = {"arch_preset": "llama", "activation": "gelu", "n_layer": 1, "n_head": 2, "n_embd": 16, "d_ff": 32}
+    config = hf_run(tmp_path, out_dir=tmp_path / "out", max_iters=1, vocab_size=64, **keys)
+    assert run(config) == 0
+    with pytest.raises(UserError, match="no Hugging Face model has .*='rmsnorm', activation='gelu'"):
         export_hf.main([str(tmp_path / "out"), str(tmp_path / "exported")])
     assert not list(tmp_path.glob("exported*"))
 
 
+class Killed(BaseException):
+    pass
+
+
 @pytest.mark.kill
 def test_a_killed_export_leaves_no_folder_of_that_name(out_dir, tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
-    def kill(*arguments):
-        raise Killed
-
-    monkeypatch.setattr(TokenizerFiles, "write", kill)
-    monkeypatch.setattr("common.durable_file.shutil.rmtree", lambda *a, **k: None)  # the process is gone
-    with pytest.raises(Killed):
-        export_hf.main([str(out_dir), str(tmp_path / "exported")])
+    with monkeypatch.context() as patch:
+        fails_at_its_last_file(patch, Killed())
+        patch.setattr("common.durable_file.shutil.rmtree", lambda *a, **k: None)  # the process is gone
+        with pytest.raises(Killed):
+            export_hf.main([str(out_dir), str(tmp_path / "exported")])
     (left,) = tmp_path.glob("exported*")
     assert left.name.startswith("exported.tmp-")
-    monkeypatch.undo()
     export_hf.main([str(out_dir), str(tmp_path / "exported")])
     assert "config.json" in names(tmp_path / "exported")
 

@@ -34,14 +34,8 @@ def killed_twice(tmp_path_factory):
     """(out_dir, environment) of a run with all trackers, killed with all its processes, then alone, and then
     completed."""
     folder = tmp_path_factory.mktemp("trackers")
-    keys = {
-        **TINY,
-        "log_interval": 2,
-        "gradient_log_interval": 50,
-        "eval_interval": EVERY,
-        "max_iters": 10**6,
-    }
-    keys |= {"trackers": ",".join(PACKAGES), "dataset": make_dataset(folder / "tokens")}
+    keys = {**TINY, "log_interval": 2, "gradient_log_interval": 50, "eval_interval": EVERY}
+    keys |= {"max_iters": 10**6, "trackers": ",".join(PACKAGES), "dataset": make_dataset(folder / "tokens")}
     out_dir = folder / "out"
     config = write_config(folder / "run.py", **keys, out_dir=out_dir, init_from="auto")
     env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}

@@ -1,12 +1,13 @@
 """What prepare() promises of one folder: two preparations exclude each other, and a small dataset becomes
 train.bin and val.bin, also after a stop at any step."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 from support.helpers import make_dataset
-from support.preparation import run_units_here, small_bpe, write_small
+from support.preparation import write_small
 from support.three_units import config, contents, make
 
 import data.inspect.__main__ as inspect
@@ -14,47 +15,26 @@ from common.errors import UserError
 from data.adopt import adopt
 from data.pipeline.folder_lock import one_part, only_preparation
 from data.pipeline.meta_file import read_meta
+from data.pipeline.small_dataset import has_dataset
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.dataset import open_dataset
-
-
-@pytest.fixture
-def bpe(tmp_path):
-    return small_bpe(tmp_path / "bpe")
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Units are made in this process."""
-    monkeypatch.setattr("data.pipeline.preparation.run_units", run_units_here)
-
 
 # --- two preparations in one folder ---
 
 
 @pytest.mark.parametrize(
-    "held, wanted, allowed",
+    "held, wanted",
     [
-        ((0, 1), (0, 1), False),
-        ((0, 1), (0, 2), False),
-        ((0, 2), (0, 1), False),
-        ((0, 2), (0, 2), False),
-        ((0, 2), (1, 2), True),
-        ((0, 2), (1, 3), False),
-        ((1, 3), (0, 2), False),
+        *(((0, 1), (0, 1)), ((0, 1), (0, 2)), ((0, 2), (0, 1))),
+        *(((0, 2), (0, 2)), ((0, 2), (1, 3)), ((1, 3), (0, 2))),
     ],
 )
-def test_preparations_of_one_folder_exclude_each_other_unless_they_are_parts_of_one(
-    tmp_path, held, wanted, allowed
-):
-    with one_part(tmp_path, *held):
-        if allowed:
-            with one_part(tmp_path, *wanted):
-                pass
-            return
-        with pytest.raises(UserError, match="at work"), one_part(tmp_path, *wanted):
-            pass
+def test_preparations_of_one_folder_exclude_each_other_unless_they_are_parts_of_one(tmp_path, held, wanted):
+    with one_part(tmp_path, *held), pytest.raises(UserError, match="at work"), one_part(tmp_path, *wanted):
+        pass
     with one_part(tmp_path, *wanted):
+        pass
+    with one_part(tmp_path, 0, 2), one_part(tmp_path, 1, 2):
         pass
 
 
@@ -122,7 +102,7 @@ def test_finished_dataset_is_not_made_again_and_its_units_are_gone(tmp_path, bpe
     }
 
 
-STEPS = ["os.replace", "pathlib.Path.unlink", "os.fsync"]
+STEPS = {"replace": os, "unlink": Path, "fsync": os}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -147,34 +127,37 @@ class Killed(BaseException):
 
 def stop_at(monkeypatch, step: str, failing: int, call) -> bool:
     """Whether `call` got as far as the `failing`-th use of this function; after it, nothing is written."""
+    uses = []
+
+    def counted(name, real):
+        def use(*arguments, **keys):
+            uses.append(name)
+            if uses.count(step) >= failing:
+                raise Killed
+            return real(*arguments, **keys)
+
+        return use
+
     with monkeypatch.context() as patch:
-        count = 0
-
-        def counted(name, real):
-            def use(*arguments, **keys):
-                nonlocal count
-                count += name == step
-                if count >= failing:
-                    raise Killed
-                return real(*arguments, **keys)
-
-            return use
-
-        for name in STEPS:
-            module, _, function = name.rpartition(".")
-            owner = os if module == "os" else Path
-            patch.setattr(owner, function, counted(name, getattr(owner, function)))
-        try:
+        for name, owner in STEPS.items():
+            patch.setattr(owner, name, counted(name, getattr(owner, name)))
+        with contextlib.suppress(Killed):
             call()
-        except Killed:
-            return True
-        return False
+            return False
+    return True
 
 
-def test_damaged_train_bin_is_made_again(tmp_path, bpe, here):
+def test_damaged_train_bin_is_made_again_and_a_damaged_small_dataset_is_none(tmp_path, bpe, here):
+    def flip(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+
     make(tmp_path / "out", bpe)
     wanted = contents(tmp_path / "out")
-    path = tmp_path / "out" / "train.bin"
-    path.write_bytes(path.read_bytes()[:-2] + b"\x07\x00")
+    flip(tmp_path / "out" / "train.bin")
     make(tmp_path / "out", bpe)
     assert contents(tmp_path / "out") == wanted
+    write_small(tmp_path / "small")
+    assert has_dataset(tmp_path / "small", "test") and not has_dataset(tmp_path / "small", "another source")
+    flip(tmp_path / "small" / "train.bin")
+    assert not has_dataset(tmp_path / "small", "test")

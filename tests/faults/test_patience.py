@@ -1,7 +1,6 @@
 """Thresholds of patience, each from both sides: when a run hangs, a rank is slow, a warm-up is over. And that
 no number of signals costs the checkpoint."""
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -9,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, write_config
+from support.helpers import TINY
 
-from training.checkpoints.saver import Save, Saver
+from training.checkpoints.saver import Save
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
 from training.faults import watchdog as watchdog_module
-from training.faults.replica_check import ReplicaCheck
 from training.faults.stragglers import StragglerDetector
 from training.faults.watchdog import Stopped, Watchdog
 from training.hardware.peaks import Peak
@@ -24,7 +22,6 @@ from training.process.work_timer import WorkTimer
 from training.process.world import ALONE
 from training.records.clock import Clock
 from training.records.rows import Logger, Reading
-from training.records.run_record import RunRecord
 
 CPU = torch.device("cpu")
 
@@ -200,43 +197,6 @@ def test_ranks_whose_torchrun_has_gone_ask_once(watchdog, monkeypatch):
     watchdog._tick(3)
 
 
-ARRIVAL_SECONDS = 0.2  # until the watchdog's thread has taken a signal
-
-
-def test_sigterm_again_and_again_loses_no_checkpoint(run, tmp_path, monkeypatch):
-    """Once in iteration 3, again after a second, and twice while the checkpoint is being begun."""
-    monkeypatch.setattr(watchdog_module, "SECOND_SIGNAL_S", 0.1)
-    after_update, begin = ReplicaCheck.after_update, Saver.begin
-
-    def terminate():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ARRIVAL_SECONDS)
-
-    def terminated_update(check, iteration):
-        after_update(check, iteration)
-        if iteration == 3:
-            terminate()
-            terminate()
-
-    def terminated_begin(saver, *arguments):
-        terminate()
-        begin(saver, *arguments)
-        terminate()
-
-    monkeypatch.setattr(ReplicaCheck, "after_update", terminated_update)
-    monkeypatch.setattr(Saver, "begin", terminated_begin)
-    data = make_dataset(tmp_path / "data")
-    keys = {**TINY, "max_iters": 8, "dataset": data, "out_dir": tmp_path / "out"}
-    path = write_config(tmp_path / "c.py", **keys)
-    assert run(path) == 143
-    record = last_run(tmp_path / "out")
-    assert (record["status"], record["checkpoints"][-1]["iter"]) == ("interrupted", 4)
-    assert (tmp_path / "out" / "checkpoints" / "step-00000004" / "manifest.json").is_file()
-    monkeypatch.undo()
-    assert run(path, "--init_from=resume") == 0
-    assert last_run(tmp_path / "out")["training_iterations"][-1]["iter"] == 7
-
-
 # --- when a rank is slow ---
 
 
@@ -250,12 +210,9 @@ def named(seconds: list[float], times: int) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("own", "usual", "slow"),
     [
-        (0.149, 0.1, False),  # at most half as long again
-        (0.151, 0.1, True),
-        (0.019 + 0.02, 0.02, False),  # almost twice as long, by less than 20 ms
-        (0.021 + 0.02, 0.02, True),
-        (1.49, 1.0, False),
-        (1.51, 1.0, True),
+        *((0.149, 0.1, False), (0.151, 0.1, True)),  # at most half as long again
+        *((0.019 + 0.02, 0.02, False), (0.021 + 0.02, 0.02, True)),  # by less and more than 20 ms
+        *((1.49, 1.0, False), (1.51, 1.0, True)),
     ],
 )
 def test_a_straggler_takes_half_as_long_again_and_20_ms_more(own, usual, slow):
@@ -269,9 +226,6 @@ def test_a_rank_is_named_after_8_slow_iterations_in_a_row():
         assert [change for _ in range(7) for change in detector.changes([0.1, 0.2, 0.1])] == []
         assert detector.changes([0.1, 0.1, 0.1]) == []
     assert named([0.1, 0.0, 0.3], 20) == [], "one is not measured yet"
-
-
-def test_two_of_four_slow_ranks_are_compared_with_the_fast_ones():
     assert sorted(named([0.1, 0.3, 0.1, 0.3], 8)) == [(1, "straggler"), (3, "straggler")]
 
 
@@ -311,34 +265,49 @@ def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
     assert found == [True] * 5 + [False] * 3
 
 
-def test_the_clock_leaves_pauses_out(monkeypatch):
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: now.seconds)
+@pytest.fixture
+def seconds(monkeypatch):
+    """seconds.now is what a Clock takes for the time."""
+    seconds = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: seconds.now)
+    return seconds
+
+
+def test_the_clock_leaves_pauses_out_and_one_within_another_once(seconds):
     clock = Clock(CPU)
-    now.seconds = 5.0
+    seconds.now = 5.0
     with clock.paused():
-        now.seconds = 104.0
+        seconds.now = 104.0
     with clock.paused():
-        now.seconds = 105.0
-    now.seconds = 107.0
+        seconds.now = 105.0
+    seconds.now = 107.0
     assert clock.lap() == (7.0, [(0.0, 5.0), (104.0, 104.0), (105.0, 107.0)])
     with pytest.raises(ValueError), clock.paused():
-        now.seconds = 200.0
+        seconds.now = 200.0
         raise ValueError
-    now.seconds = 201.0
+    seconds.now = 201.0
     assert clock.lap().seconds == 1.0
+    # a save waits, in its pause, for the checkpoint before, which is then recorded in a pause of its own
+    with clock.paused():
+        seconds.now = 203.0
+        with clock.paused():
+            seconds.now = 206.0
+        seconds.now = 211.0
+    seconds.now = 212.0
+    assert clock.lap() == (1.0, [(201.0, 201.0), (211.0, 212.0)])
 
 
 class Queue:
     """A device that computes what is queued while the host goes on, and a record that takes the host 10 s to
     rewrite."""
 
+    trackers, run_lock = None, SimpleNamespace(check=lambda: None)
+
     def __init__(self, monkeypatch):
         self.now = self.busy_until = 0.0
+        self.rewrites = 0
         monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
-        self.run_lock = SimpleNamespace(check=lambda: None)
-        self.rewrites, self.trackers = 0, None
 
     def add(self, seconds):
         self.busy_until = max(self.now, self.busy_until) + seconds
@@ -376,21 +345,6 @@ def test_only_time_in_which_the_gpu_had_nothing_to_do_is_left_out_of_a_row(monke
     assert logger.clock.lap().seconds == 30.0
 
 
-def test_a_pause_within_a_pause_is_left_out_once(monkeypatch):
-    """A save waits, in its pause, for the checkpoint before, which is then recorded in a pause of its own."""
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("training.records.clock.time.perf_counter", lambda: now.seconds)
-    clock = Clock(CPU)
-    now.seconds = 10.0
-    with clock.paused():
-        now.seconds = 12.0
-        with clock.paused():
-            now.seconds = 15.0
-        now.seconds = 20.0
-    now.seconds = 21.0
-    assert clock.lap() == (11.0, [(0.0, 10.0), (20.0, 21.0)])
-
-
 def test_a_loss_scale_doubles_after_2000_good_iterations_and_halves_after_a_bad_one():
     scale = LossScale(True, CPU)
     good, bad = torch.zeros(()), torch.ones(())
@@ -406,22 +360,3 @@ def test_a_loss_scale_doubles_after_2000_good_iterations_and_halves_after_a_bad_
     for found in (good, bad):
         fixed.update(found)
     assert fixed.scale.item() == 1.0 and fixed.state() == {}
-
-
-def test_rewriting_the_record_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
-    now, written = SimpleNamespace(seconds=0.0), []
-
-    def replace(path, text):
-        written.append(now.seconds)
-        now.seconds += 2.0
-
-    module = "training.records.run_record"
-    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: now.seconds))
-    monkeypatch.setattr(f"{module}._replace", replace)
-    record = RunRecord(tmp_path / "run_1.json", {}, {}, enabled=True)
-    for _ in range(500):
-        record.save()
-        now.seconds += 1.0
-    assert written == [0.0, 202.0, 404.0]
-    record.save(at_once=True)
-    assert len(written) == 4

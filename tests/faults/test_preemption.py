@@ -1,19 +1,17 @@
 """Stop requests: SIGTERM, SIGUSR1, Ctrl-C, a lost terminal; whenever, to any process."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from support import warm_python
-from support.faults import ITERATIONS, prepare, run_with_fault
-from support.helpers import ROOT
+from support.faults import ITERATIONS, WORKER, prepare, run_with_fault, saved_steps
+from support.helpers import last_run, start_train
 
 from training import evaluate_and_save
+from training.faults import watchdog
 from training.faults.consensus import Consensus
 from training.faults.replica_check import ReplicaCheck
 from training.process.world import World
@@ -58,25 +56,22 @@ def test_sigusr1_to_one_rank_during_an_evaluation_stops_all_ranks(config, folder
     assert stopped.record()["eval_steps"] == [], "it was not completed"
 
 
-CASES = [
-    (signal, who, where, flags)
-    for signal in ("SIGTERM", "SIGUSR1")
-    for who in ("torchrun", "0", "1")
-    for where, flags in {
-        "0": [],
-        "9": [],
-        "10": ["--use_dataloader=True", "--use_fsdp=True"],
-        "evaluation": ["--eval_iters=50"],
-        "saving": [],
-        "start": [],
-    }.items()
-]
+CASES = {  # where the request comes -> flags
+    "0": [],
+    "9": [],
+    "10": ["--use_dataloader=True", "--use_fsdp=True"],
+    "evaluation": ["--eval_iters=50"],
+    "saving": [],
+    "start": [],
+}
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("name", "who", "where", "flags"), CASES)
-def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupted, name, who, where, flags):
-    out = folder / f"{name}-{who}-{where}"
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("who", ["torchrun", "0", "1"])
+@pytest.mark.parametrize("where", CASES)
+def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupted, name, who, where):
+    out, flags = folder / f"{name}-{who}-{where}", CASES[where]
     torchrun = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",)
     stopped = run_with_fault(config, out, *flags, fault=f"{name} {who} {where}", torchrun=torchrun)
     assert stopped.status == 1 and stopped.seconds < GRACE_SECONDS, stopped.output[-3000:]
@@ -100,15 +95,8 @@ def test_a_stop_request_at_any_moment_loses_nothing(config, folder, uninterrupte
 def test_a_stop_request_while_the_first_step_compiles_is_kept(config, folder, who):
     """The compiler's processes get torchrun's signal, too. It may take longer than 30 s."""
     out = folder / f"compile-{who}"
-    stopped = run_with_fault(
-        config,
-        out,
-        "--compile=True",
-        fault=f"SIGTERM {who} 0",
-        timeout=250,
-        TORCHINDUCTOR_CACHE_DIR=f"{out}-cache",
-        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="200",
-    )
+    env = {"TORCHINDUCTOR_CACHE_DIR": f"{out}-cache", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "200"}
+    stopped = run_with_fault(config, out, "--compile=True", fault=f"SIGTERM {who} 0", timeout=250, **env)
     assert stopped.status == 1 and stopped.steps and stopped.steps[-1] in (1, 2), stopped.output[-3000:]
 
 
@@ -129,21 +117,28 @@ def test_exit_status_is_128_and_the_signal(run, config, tmp_path, monkeypatch, n
     after_iteration(monkeypatch, 3, lambda: os.kill(os.getpid(), number))
     before = [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     assert run(config, f"--out_dir={tmp_path}") == 128 + number
-    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000004"]
+    assert saved_steps(tmp_path) == [4]
     assert [signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, [])] == before
 
 
-def test_a_stop_request_during_a_save_does_not_save_twice(run, config, tmp_path, monkeypatch):
+def test_stop_requests_before_and_during_a_save_save_once(run, config, tmp_path, monkeypatch):
+    """Slurm and torchrun repeat theirs."""
+    monkeypatch.setattr(watchdog, "SECOND_SIGNAL_S", 0.1)
     begin = evaluate_and_save.Saver.begin
 
-    def begin_and_be_stopped(saver, *arguments):
-        begin(saver, *arguments)
+    def terminate():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ARRIVAL_SECONDS)
 
+    def begin_and_be_stopped(saver, *arguments):
+        terminate()
+        begin(saver, *arguments)
+        terminate()
+
     monkeypatch.setattr(evaluate_and_save.Saver, "begin", begin_and_be_stopped)
     assert run(config, f"--out_dir={tmp_path}") == 143
-    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000008"]
+    assert saved_steps(tmp_path) == [8] and last_run(tmp_path)["status"] == "interrupted"
+    assert (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").is_file()
 
 
 def test_an_evaluation_that_was_given_up_is_made_after_the_resume(run, config, tmp_path, monkeypatch, capfd):
@@ -159,26 +154,19 @@ def test_an_evaluation_that_was_given_up_is_made_after_the_resume(run, config, t
 def test_a_stop_during_the_last_evaluation_saves_the_last_iteration(run, config, tmp_path, monkeypatch):
     stop_in_evaluation(monkeypatch)
     assert run(config, f"--out_dir={tmp_path}", f"--eval_interval={ITERATIONS}") == 143
-    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == [f"step-{ITERATIONS:08d}"]
+    assert saved_steps(tmp_path) == [ITERATIONS]
 
 
 def test_a_run_that_saves_nothing_ends_all_the_same(run, config, tmp_path, monkeypatch, capfd):
     after_iteration(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert run(config, f"--out_dir={tmp_path}", "--always_save_checkpoint=False") == 143
     assert "Nothing was saved" in capfd.readouterr().out
-    assert not list(tmp_path.glob("checkpoints/step-*"))
+    assert saved_steps(tmp_path) == []
 
 
 def test_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
-    out = folder / "impatient"
-    process = warm_python.Popen(
-        [sys.executable, "tests/support/fault_worker.py", str(config), f"--out_dir={out}"],
-        cwd=ROOT,
-        env={**os.environ, "FAULT": "hang 0 3", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    out, how = folder / "impatient", {"script": WORKER, "FAULT": "hang 0 3", "stderr": subprocess.STDOUT}
+    process = start_train(config, f"--out_dir={out}", **how)
     try:
         while "FAULT" not in (line := process.stdout.readline()):
             assert line, "it ended"
@@ -190,7 +178,7 @@ def test_a_second_ctrl_c_ends_a_run_that_does_not_react(config, folder):
     finally:
         process.kill()
     assert process.returncode == 130 and "interrupted again" in output
-    assert json.loads(next(out.glob("run_*.json")).read_text())["status"] == "interrupted"
+    assert last_run(out)["status"] == "interrupted"
 
 
 def stop_in_evaluation(monkeypatch) -> None:

@@ -7,10 +7,8 @@ import errno
 import fcntl
 import json
 import os
-import pickle
 import re
 import select
-import shutil
 import signal
 import sys
 import time
@@ -18,20 +16,24 @@ import time
 import pytest
 import torch
 from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, run_train, start_train, write_config
+from support.helpers import (
+    ROOT,
+    TINY,
+    edit_json,
+    last_run,
+    make_dataset,
+    run_train,
+    start_train,
+    write_config,
+)
 
 from common.errors import UserError
-from data.pipeline.meta_file import load_tokenizer
-from training.batches.dataset import open_dataset
-from training.checkpoints.folder import MANIFEST
 from training.checkpoints.loading import load_model
-from training.checkpoints.verification import recorded_files
-from training.configuration.dataset_name import dataset_folder
-from training.configuration.keys import TrainConfig
 from training.process import redaction as redact
 from training.process import run_lock
 from training.records.rows import Logger
 
+pytestmark = pytest.mark.security
 SOURCES = [  # not what is hidden, such as .venv
     path
     for path in ROOT.glob("**/*.py")
@@ -49,22 +51,7 @@ def config(tmp_path, dataset):
     return write_config(tmp_path / "run.py", **TINY, dataset=dataset, out_dir=tmp_path / "out")
 
 
-def edit_meta(folder, **fields):
-    path = folder / "meta.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 # --- 24: nothing that is read executes code ---
-
-
-class Canary:
-    """Unpickling it creates the file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 # what a source file may not name -> the one that may, and why
@@ -101,9 +88,18 @@ def dangers(source: str) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.security
+DANGEROUS = """
+import pickle
+from pickle import load
+pickle.load(f); eval(x); tarfile.open(p); torch.load(p); np.load(p, allow_pickle=True)
+torch.load(p, weights_only=True); model.eval(); subprocess.run(c, shell=True)
+"""
+
+
 def test_no_source_file_can_execute_what_it_reads():
     """Nor does any unpack an archive."""
+    found = {"from pickle", "pickle.load", "eval", "tarfile.open", "weights_only=not given"}
+    assert {name for name, _ in dangers(DANGEROUS)} == {*found, "allow_pickle=True", "shell=True"}
     faults = []
     for path in SOURCES:
         name = str(path.relative_to(ROOT))
@@ -112,54 +108,10 @@ def test_no_source_file_can_execute_what_it_reads():
     assert len(SOURCES) > 60 and faults == []
 
 
-@pytest.mark.security
-def test_the_search_would_find_them():
-    source = """
-import pickle
-from pickle import load
-pickle.load(f); eval(x); tarfile.open(p); torch.load(p); np.load(p, allow_pickle=True)
-torch.load(p, weights_only=True); model.eval(); warm_python.run(c, shell=True)
-"""
-    found = {"from pickle", "pickle.load", "eval", "tarfile.open", "weights_only=not given"}
-    assert {name for name, _ in dangers(source)} == {*found, "allow_pickle=True", "shell=True"}
-
-
-@pytest.mark.security
-def test_pickles_in_a_dataset_and_an_out_dir_are_never_opened(run, config, dataset, tmp_path):
-    assert run(config, "--max_iters=2") == 0
-    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
-    places = [
-        dataset / "meta.pkl",
-        checkpoint / ".metadata",
-        checkpoint / "ckpt.pt",
-        tmp_path / "out" / "ckpt.pt",
-    ]
-    for i, place in enumerate(places):
-        if place.suffix == ".pt":
-            torch.save({"model": Canary(tmp_path / f"canary_{i}")}, place)
-        else:
-            place.write_bytes(pickle.dumps(Canary(tmp_path / f"canary_{i}")))
-    assert run(config, "--max_iters=3", "--init_from=resume") == 0
-    assert not list(tmp_path.glob("canary*"))
-    pickle.loads((dataset / "meta.pkl").read_bytes())
-    assert (tmp_path / "canary_0").is_dir(), "it would have been seen"
-
-
-@pytest.mark.security
-def test_config_file_is_code_which_the_guide_and_the_program_say(run, config, tmp_path):
-    config.write_text(config.read_text() + f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
-    assert run(config, "--dry_run=True") == 0
-    assert (tmp_path / "canary").is_dir(), "by design: whoever gives a config file to train.py runs it"
-    for document in ("docs/security.md", "training/configuration/files_and_flags.py"):
-        text = " ".join((ROOT / document).read_text().split())
-        assert "run only files that you would run yourself" in text, document
-
-
 # --- 24: nothing that is read leads out of its folder ---
 
 
 @pytest.mark.parametrize("linked", ["folder", "manifest.json", "state.json", "tensors"])
-@pytest.mark.security
 def test_a_checkpoint_that_leads_elsewhere_is_not_followed(run, config, tmp_path, capfd, linked):
     """Not even to the very files: a resume takes the one before, and whoever names it is refused."""
     checkpoints, outside = tmp_path / "out" / "checkpoints", tmp_path / "outside"
@@ -183,47 +135,11 @@ def test_a_checkpoint_that_leads_elsewhere_is_not_followed(run, config, tmp_path
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/etc/hostname", "step-00000002/../../.."])
-@pytest.mark.security
 def test_checkpoint_is_chosen_by_its_name_in_the_folder(run, config, tmp_path, capfd, name):
     assert run(config, "--max_iters=2") == 0
     capfd.readouterr()
     assert run(config, "--init_from=resume", f"--resume_from={name}") == 2
     assert f"no checkpoint {name!r}" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", "a/b"])
-@pytest.mark.security
-def test_manifest_cannot_name_a_file_elsewhere(tmp_path, name):
-    entry = {"sha256": "0" * 64, "bytes": 1}
-    (tmp_path / MANIFEST).write_text(json.dumps({"files": {"state.json": entry, name: entry}}))
-    with pytest.raises(ValueError, match="does not list"):
-        recorded_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../other.bin", "/etc/passwd", "a/train_000.bin", "..", ""])
-@pytest.mark.security
-def test_meta_json_cannot_name_a_file_elsewhere(dataset, name):
-    edit_meta(dataset, files={name: {"tokens": 1, "sha256": "0" * 64}})
-    with pytest.raises(UserError, match="leads out of the folder"):
-        open_dataset(TrainConfig(**{**TINY, "dataset": str(dataset)}), scan=True)
-
-
-@pytest.mark.security
-def test_tokenizer_cannot_be_a_file_elsewhere(dataset, tmp_path):
-    (tmp_path / "outside.json").write_text("{}")
-    tokenizer = {"kind": "tokenizers", "name": "x", "file": "../outside.json", "sha256": "0"}
-    edit_meta(dataset, format=1, tokenizer=tokenizer)
-    with pytest.raises(UserError, match="says file '../outside.json' of the tokenizer"):
-        open_dataset(TrainConfig(**{**TINY, "dataset": str(dataset)}), scan=True)
-    with pytest.raises(UserError, match="says file '../outside.json' of the tokenizer"):
-        load_tokenizer(dataset)
-
-
-@pytest.mark.parametrize("name", ["..", "."])
-@pytest.mark.security
-def test_dataset_name_is_a_folder_in_data(name):
-    with pytest.raises(UserError, match="no name of a folder in data"):
-        dataset_folder(TrainConfig(dataset=name))
 
 
 # --- 25: secrets ---
@@ -264,19 +180,13 @@ def hits(root) -> list[str]:
     return found
 
 
-@pytest.mark.security
 def test_no_secret_of_the_environment_or_of_a_url_is_written_or_sent(dataset, tmp_path):
     out_dir, seen = tmp_path / "out", tmp_path / "sent" / "wandb.txt"
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wandb.py").write_text(WANDB)
     seen.parent.mkdir()
-    keys = {
-        **TINY,
-        "eval_interval": 2,
-        "trackers": "wandb",
-        "wandb_project": URL,
-        "wandb_run_name": f"of {URL}",
-    }
+    keys = {**TINY, "eval_interval": 2, "trackers": "wandb", "wandb_project": URL}
+    keys |= {"wandb_run_name": f"of {URL}"}
     config = write_config(tmp_path / "run.py", **keys, dataset=dataset, out_dir=out_dir)
     env = {**SECRETS, "PYTHONPATH": str(tmp_path / "modules"), "WANDB_SEEN": str(seen)}
     done = run_train(config, timeout=120, **env)
@@ -291,12 +201,9 @@ def test_no_secret_of_the_environment_or_of_a_url_is_written_or_sent(dataset, tm
     assert (out_dir / "checkpoints" / "step-00000004" / "state.json").is_file(), "it was searched, too"
 
 
-@pytest.mark.security
 def test_error_of_another_library_does_not_give_a_secret_away(run, config, tmp_path, monkeypatch, capfd):
     def fail(*_):
-        raise RuntimeError(
-            f"401 from {URL} with {os.environ['HF_TOKEN']} and {os.environ['AWS_SECRET_ACCESS_KEY']}"
-        )
+        raise RuntimeError(f"401 from {URL} with {SECRETS['HF_TOKEN']} and {SECRETS['DB_PASSWORD']}")
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -312,58 +219,22 @@ def test_error_of_another_library_does_not_give_a_secret_away(run, config, tmp_p
 
 
 @pytest.mark.parametrize("key", ["out_dir", "dataset"])
-@pytest.mark.security
 def test_url_is_no_folder_and_its_password_is_not_repeated(run, config, capfd, key):
     assert run(config, f"--{key}={URL}") == 2
     error = capfd.readouterr().err
     assert "is a URL" in error and URL_PASSWORD not in error
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("no secret at all, user@host", "no secret at all, user@host"),
-        ("git+ssh://git@github.com/x and s3://key:p@ss@b/c", "git+ssh://***@github.com/x and s3://***@b/c"),
-        ("https://host/path?user=a@b", "https://host/path?user=a@b"),
-    ],
-)
-def test_logins_in_urls_are_replaced_and_nothing_else(text, expected):
-    assert redact.redact(text) == expected
-
-
-def test_variable_that_is_a_path_a_word_or_a_switch_is_no_secret(monkeypatch, tmp_path):
-    """Else the record of a run in that folder would lose its paths."""
-    monkeypatch.setenv("SSH_KEY", str(tmp_path))
-    monkeypatch.setenv("USE_TOKEN", "required")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "sequential-always")
-    monkeypatch.setenv("REAL_TOKEN", "tok-1234567")
-    redact._secrets.cache_clear()
-    text = f"{tmp_path} required sequential-always tok-1234567"
-    assert redact.redact(text) == f"{tmp_path} required sequential-always ***REAL_TOKEN***"
-    redact._secrets.cache_clear()
-
-
 # --- 26: no network ---
 
 
-def without_network() -> list[str] | None:
-    """A command prefix that takes the network away but for the loopback device; None if that is not
-    permitted."""
-    if not shutil.which("unshare") or not shutil.which("ip"):
-        return None
-    prefix = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    return prefix if warm_python.run([*prefix, "true"], capture_output=True).returncode == 0 else None
-
-
-@pytest.mark.security
 def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
-    """Attempts are counted by an audit hook, also where there is a network."""
+    """An audit hook counts attempts."""
     dataset, out_dir = make_dataset(tmp_path / "tokens"), tmp_path / "out"
     tokenizer = {"kind": "char", "name": "char", "chars": "".join(map(chr, range(32, 96)))}
-    edit_meta(dataset, format=1, tokenizer=tokenizer, eot_id=None)
-    config = write_config(
-        tmp_path / "run.py", **{**TINY, "eval_interval": 2}, dataset=dataset, out_dir=out_dir
-    )
+    edit_json(dataset / "meta.json", format=1, tokenizer=tokenizer, eot_id=None)
+    keys = {**TINY, "eval_interval": 2, "dataset": dataset, "out_dir": out_dir}
+    config = write_config(tmp_path / "run.py", **keys)
     commands = [
         ["train.py", str(config), "--max_iters=2", "--use_dataloader=True"],
         ["train.py", str(config), "--init_from=resume"],
@@ -371,28 +242,11 @@ def test_training_resume_and_sampling_need_no_network_and_try_none(tmp_path):
     ]
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     worker = [sys.executable, "tests/support/security_worker.py", str(tmp_path / "commands.json")]
-    done = warm_python.run(
-        [*(without_network() or []), *worker],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = warm_python.run(worker, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--- sample 1 ---" in done.stdout and "Resuming from" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]) == []
-
-
-@pytest.mark.security
-def test_the_hook_would_see_an_attempt(monkeypatch):
-    hook = {}
-    source = (ROOT / "tests/support/security_worker.py").read_text().partition("sys.addaudithook")[0]
-    exec(source, hook)
-    hook["count"]("socket.connect", (None, ("192.0.2.1", 443)))
-    hook["count"]("socket.connect", (None, ("127.0.0.1", 29500)))
-    hook["count"]("socket.getaddrinfo", ("api.wandb.ai", 443))
-    assert len(hook["attempts"]) == 2
+    only_its_own = ["socket.connect ('192.0.2.1', 443)"]  # which shows that it would see one
+    assert json.loads(done.stdout.splitlines()[-1]) == only_its_own
 
 
 # --- 27: two runs in one out_dir ---
@@ -423,9 +277,7 @@ def test_second_run_in_an_out_dir_refuses_naming_the_first_which_goes_on(run, co
         assert sorted(path.name for path in out_dir.iterdir()) == before, "it has left nothing there"
         os.read(first.stdout.fileno(), 1 << 20)
         wait_for(first, "📍 Iter")
-        assert run(config, "--eval_only=True", "--eval_interval=1") == 0, (
-            "it writes a record of its own, no more"
-        )
+        assert run(config, "--eval_only=True", "--eval_interval=1") == 0, "it writes its own record alone"
         os.kill(first.pid, signal.SIGKILL)  # not its workers
         first.wait()
         assert run(config, "--max_iters=1") == 0

@@ -1,6 +1,7 @@
 """Before the ranks have joined: a rank, a machine or a store that is gone ends all others, with its name
 and its reason. A machine is a torchrun of its own on this machine."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,9 +16,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support import warm_python
-from support.faults import prepare, processes_of
-from support.helpers import ROOT
+from support.faults import WORKER, prepare, processes_of
+from support.helpers import ROOT, start_train
 
 from common.errors import UserError
 from training.configuration.keys import TrainConfig
@@ -28,6 +28,8 @@ from training.process import agreement as agreement_module
 from training.process import world as world_module
 from training.process.agreement import check_same_settings
 from training.process.world import World, meet
+
+pytestmark = pytest.mark.dead_rank
 
 SECONDS = 90  # for a machine
 END_SECONDS = 60  # from a rank's end to that of all others
@@ -77,57 +79,40 @@ def after(ticks: int, one: Liveness, meanwhile=lambda tick: None) -> str | None:
     return one.dead()
 
 
-@pytest.mark.dead_rank
-def test_a_rank_that_falls_silent_is_taken_for_dead_and_named(ranks):
+def test_a_rank_that_falls_silent_is_named_by_rank_0_at_which_alone_the_others_look(ranks):
     first, second, third = ranks(3)
     say(first, second, third)
-    assert first.dead() is None, "all have just spoken"
+    assert first.dead() is None and second.dead() is None, "all have just spoken"
+    assert after(2 * DEAD_TICKS, second, lambda tick: first.publish(tick, -1, "starting")) is None
     said = after(DEAD_TICKS, first, lambda tick: second.publish(tick, -1, "starting"))
     assert said.startswith("rank 2 (node, process 102) is silent for 50 s before all ranks had joined")
-
-
-@pytest.mark.dead_rank
-def test_the_others_look_at_rank_0_alone(ranks):
-    first, second, third = ranks(3)
-    say(first, second, third)
-    assert second.dead() is None
-    assert after(2 * DEAD_TICKS, second, lambda tick: first.publish(tick, -1, "starting")) is None
     assert after(DEAD_TICKS, second).startswith("rank 0 (node, process 100) is silent for 50 s")
 
 
-@pytest.mark.dead_rank
 def test_a_machine_of_which_no_process_appears_is_named(ranks):
     """An import that fails on it: nothing of ours ever runs there."""
-    first, second, third, fourth = ranks(4, machines=2)
+    first, _, third, _ = ranks(4, machines=2)
     say(first, third)
-    alive = lambda tick: third.publish(tick, -1, "starting")  # noqa: E731
-    said = after(DEAD_TICKS, first, alive)
-    assert said.startswith(
-        "rank 1, rank 3 are not there after 50 s, nor is any other process of torchrun's node 1"
-    )
+    said = after(DEAD_TICKS, first, lambda tick: third.publish(tick, -1, "starting"))
+    assert "rank 1, rank 3 are not there after 50 s, nor is any other process of torchrun's node 1" in said
 
 
-@pytest.mark.dead_rank
 def test_a_rank_that_is_slow_to_start_is_left_to_the_torchrun_of_its_machine(ranks):
-    first, second, third, fourth = ranks(4, machines=2)
+    first, second, third, _ = ranks(4, machines=2)
     say(first, second, third)
-
-    def alive(tick: int) -> None:
-        second.publish(tick, -1, "starting")
-        third.publish(tick, -1, "starting")
-
-    assert after(4 * DEAD_TICKS, first, alive) is None
+    alive = (second, third)
+    assert after(4 * DEAD_TICKS, first, lambda n: [one.publish(n, -1, "starting") for one in alive]) is None
 
 
-def test_a_rank_that_has_done_its_work_is_not_dead(ranks):
+@pytest.mark.parametrize("event", [lambda first, second: second.leave(), lambda first, second: first.join()])
+def test_a_rank_that_has_done_its_work_is_not_dead_nor_one_that_is_silent_after_all_have_joined(ranks, event):
     """A dry run does not join."""
     first, second = ranks(2)
     say(first, second)
-    second.leave()
+    event(first, second)
     assert after(3 * DEAD_TICKS, first) is None
 
 
-@pytest.mark.dead_rank
 def test_a_lost_store_ends_the_wait_and_a_slow_one_does_not(ranks):
     _, second = ranks(2)
 
@@ -145,19 +130,11 @@ def test_a_lost_store_ends_the_wait_and_a_slow_one_does_not(ranks):
     assert "torchrun of the machine of rank 0 has ended, or that machine is gone" in second.dead()
 
 
-@pytest.mark.dead_rank
 def test_rank_0_that_never_appears_ends_the_others(ranks):
     _, second = ranks(2)
     second.met.clear()
     assert after(DEAD_TICKS, second).startswith("torchrun's store, ")
     assert "has had no word of rank 0" in second.dead()
-
-
-def test_after_all_have_joined_silence_is_no_death(ranks):
-    first, second = ranks(2)
-    say(first, second)
-    first.join()
-    assert after(3 * DEAD_TICKS, first) is None
 
 
 def test_rank_0_says_whom_it_waits_for(ranks):
@@ -187,21 +164,17 @@ def test_a_rank_that_reads_data_has_not_stalled_and_one_that_does_nothing_has(mo
 
 @pytest.mark.hang
 def test_the_report_of_a_hang_names_the_silent_first_and_then_who_is_behind(ranks, monkeypatch):
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     first, second, third, fourth = ranks(4)
     first.processes |= fourth.processes
-    for peer, iteration, phase in ((first, 9, "training"), (second, 8, "evaluation"), (third, 9, "training")):
-        peer.publish(5, iteration, phase)
+
+    def publish(ticks):
+        second.publish(ticks, 8, "evaluation")
+        third.publish(ticks, 9, "training")
+
+    first.publish(5, 9, "training")
+    publish(5)
     fourth.publish(4, 7, "training")
-    second.publish = None
-    publish = first.publish
-
-    def publish_all(ticks, *place):  # ranks 1 and 2 are alive, rank 3 is not
-        publish(ticks, *place)
-        Liveness.publish(second, ticks, 8, "evaluation")
-        Liveness.publish(third, ticks, 9, "training")
-
-    first.publish = publish_all
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: publish(6))  # ranks 1 and 2 are alive
     assert first.who_is_behind(6, 9, "training") == (
         "rank 3 (node, process 103) is silent, last seen in iteration 7 (training); "
         "rank 1 is alive, in iteration 8 (evaluation); rank 0, rank 2 are alive, in iteration 9 (training)"
@@ -319,29 +292,23 @@ def launch(config, out, backend="static", machines=2, processes=1, flags=(), tor
         "static": lambda n: ["--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={n}"],
         "c10d": lambda n: ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}"],
     }[backend]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
-    started, began = [], time.time()
-    for n in range(machines):
-        nodes = [f"--nnodes={machines}", f"--nproc_per_node={processes}", *at(n), *torchrun]
-        worker = ["tests/support/fault_worker.py", str(config), f"--out_dir={out}"]
+    consoles = [out.with_name(f"{out.name}-{n}.console") for n in range(machines)]
+    started, ended, began = [], [], time.time()
+    for n, path in enumerate(consoles):
+        options = [f"--nnodes={machines}", *at(n), *torchrun]
+        how = {"processes": processes, "torchrun": options, "script": WORKER, **env}
         own = flags if n == machines - 1 else ()
-        command = [sys.executable, "-m", "torch.distributed.run", *nodes, *worker, *own]
-        with open(out.with_name(f"{out.name}-{n}.console"), "w") as console:
-            streams = {"stdout": console, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-            started.append(
-                warm_python.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
-            )
-    ended = []
+        with open(path, "w") as console:
+            streams = {"stdout": console, "stderr": subprocess.STDOUT}
+            started.append(start_train(config, f"--out_dir={out}", *own, **how, **streams))
     try:
-        for n, process in enumerate(started):
-            try:
+        for path, process in zip(consoles, started, strict=True):
+            status = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                status = None
-            now = time.time()
-            output = out.with_name(f"{out.name}-{n}.console").read_text()
+            output = path.read_text()
             fault = output.partition("FAULT at ")[2].partition("s")[0]
-            ended.append((status, now - float(fault or began), output))
+            ended.append((status, time.time() - float(fault or began), output))
     finally:
         for pid in processes_of(out):  # torchruns and ranks
             os.kill(pid, signal.SIGKILL)
@@ -355,7 +322,6 @@ def says(output: str, *texts: str) -> None:
         assert text in output, f"{text!r} is not in\n{output[-3000:]}"
 
 
-@pytest.mark.dead_rank
 def test_a_wrong_flag_on_one_machine_ends_the_other_with_that_reason(config, tmp_path):
     """The rank there fails before it could join."""
     here, there = launch(config, tmp_path / "out", "c10d", flags=["--dataset=/nowhere"])
@@ -363,46 +329,33 @@ def test_a_wrong_flag_on_one_machine_ends_the_other_with_that_reason(config, tmp
     says(here[2], "[rank 0] error: rank 1 (", "failed: UserError: dataset='/nowhere': there is no folder")
 
 
-@pytest.mark.dead_rank
 def test_a_killed_rank_ends_the_other_machine(config, tmp_path):
     here, there = launch(config, tmp_path / "out", FAULT="SIGKILL 1 hashing", DEAD_TICKS=SOON)
     assert here[0] == 1 and here[1] < END_SECONDS
     says(here[2], "[rank 0] error: rank 1 (", "is silent for 3 s before all ranks had joined (starting)")
 
 
-@pytest.mark.dead_rank
 def test_two_machines_train_after_a_restart(config, tmp_path):
     """Nothing that the first attempt has left in the store ends the second."""
-    ended = launch(
-        config,
-        tmp_path / "out",
-        "c10d",
-        torchrun=["--max-restarts=1"],
-        FAULT="raise 1 hashing",
-        FAULT_ONCE=str(tmp_path / "fault"),
-        DEAD_TICKS="20",
-    )
+    env = {"FAULT": "raise 1 hashing", "FAULT_ONCE": str(tmp_path / "fault"), "DEAD_TICKS": "20"}
+    ended = launch(config, tmp_path / "out", "c10d", torchrun=["--max-restarts=1"], **env)
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2][-3000:]
     says(ended[0][2] + ended[1][2], "FAULT", "Restart 1 by torchrun")
 
 
+GONE = "torchrun of the machine of rank 0 ({}) has ended, or that machine is gone"
+SILENT = "rank 1 ({}) is silent for 3 s before all ranks had joined (starting)"
+
+
 @pytest.mark.chaos
-@pytest.mark.dead_rank
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 @pytest.mark.parametrize(
     ("what", "rank", "where", "reason"),
     [
         ("raise", 0, "hashing", "rank 0 ({}) failed: ValueError: a fault of rank 0"),
-        (
-            "SIGKILL",
-            0,
-            "hashing",
-            "torchrun of the machine of rank 0 ({}) has ended, or that machine is gone",
-        ),
-        ("node", 0, "hashing", "torchrun of the machine of rank 0 ({}) has ended, or that machine is gone"),
-        ("node", 1, "hashing", "rank 1 ({}) is silent for 3 s before all ranks had joined (starting)"),
-        ("exit0", 1, "hashing", "rank 1 ({}) is silent for 3 s before all ranks had joined (starting)"),
-        ("SIGSTOP", 1, "hashing", "rank 1 ({}) is silent for 3 s before all ranks had joined (starting)"),
+        ("SIGKILL", 0, "hashing", GONE),
+        ("node", 0, "hashing", GONE),
+        *((what, 1, "hashing", SILENT) for what in ("node", "exit0", "SIGSTOP")),
         ("oom", 1, "hashing", "rank 1 ({}) failed: OutOfMemoryError: Tried to allocate too much"),
         ("raise", 1, "import", "nor is any other process of torchrun's node 1"),
         ("orphan", 1, "hashing", "rank 1 ({}) has lost its torchrun before its first iteration"),
@@ -417,16 +370,3 @@ def test_every_way_to_end_before_joining_is_named_on_the_other_machine(
     assert status == 1 and seconds < END_SECONDS
     before, _, behind = reason.partition("{}")
     says(output, before, behind)
-
-
-@pytest.mark.chaos
-@pytest.mark.dead_rank
-@pytest.mark.parametrize("rank", [0, 5])
-@pytest.mark.parametrize("what", ["raise", "SIGKILL"])
-def test_four_machines_of_two_processes_end_with_one_reason(config, tmp_path, what, rank):
-    ended = launch(config, tmp_path / "out", "c10d", 4, 2, FAULT=f"{what} {rank} hashing", DEAD_TICKS="20")
-    reason = {"raise": "failed: ValueError: a fault of rank", "SIGKILL": "has ended"}[what]
-    for n, (status, seconds, output) in enumerate(ended):
-        assert status == 1 and seconds < END_SECONDS
-        if n != rank // 2:  # there, torchrun says how the process ended
-            says(output, f"rank {rank} (", reason)

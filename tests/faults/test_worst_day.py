@@ -7,9 +7,7 @@ import io
 import json
 import logging
 import os
-import resource
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,8 +19,9 @@ from types import SimpleNamespace
 
 import pytest
 from support import warm_python
-from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
+from support.helpers import ROOT, TINY, largest_file, last_run, make_dataset, start_train, write_config
 
+import train
 from common.errors import RunError, UserError
 from training.configuration.files_and_flags import load_config
 from training.faults import liveness as liveness_module
@@ -80,8 +79,9 @@ class Unread(io.TextIOBase):
 
 
 @pytest.fixture
-def broken(request):
+def broken(request, monkeypatch):
     """A stream of the parametrized class, for contextlib.redirect_stderr."""
+    monkeypatch.setattr(exit_status, "WRITE_TIMEOUT_S", 0.1)
     stream = request.param()
     yield stream
     stream.close()
@@ -91,13 +91,8 @@ BROKEN = pytest.mark.parametrize("broken", [OnFullDisk, Unread], indirect=True)
 
 
 def start(config, out, *flags, **streams):
-    return warm_python.Popen(
-        [sys.executable, "train.py", str(config), f"--out_dir={out}", *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams},
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams}
+    return start_train(config, f"--out_dir={out}", *flags, **streams)
 
 
 def ends(process, seconds=60):
@@ -135,52 +130,6 @@ def test_a_hang_ends_with_stderr_on_a_full_disk(config, tmp_path):
     assert last_run(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize("broken", ["stderr on a full disk", "nobody reads stderr", "TMPDIR full"])
-def test_two_ranks_one_of_them_stopped_end(config, tmp_path, broken):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["tests/support/fault_worker.py", str(config), f"--out_dir={tmp_path}", "--max_iters=24"]
-    command += ["--timeout_minutes=0.05", "--start_timeout_minutes=0.15"]
-    faults = {"FAULT": "SIGSTOP 1 15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        stderr = stack.enter_context(open("/dev/full" if "stderr on" in broken else os.devnull, "w"))
-        if broken == "nobody reads stderr":
-            reader, writer = os.pipe()
-            stderr = stack.enter_context(open(writer, "w"))
-            os.close(reader)
-        disk = None
-        if broken == "TMPDIR full":  # the launcher keeps its error files there
-            disk = stack.enter_context(small_disk(tmp_path / "disk"))
-            faults["TMPDIR"] = str(disk)
-        process = warm_python.Popen(
-            command, cwd=ROOT, env=os.environ | faults, stdout=subprocess.DEVNULL, stderr=stderr
-        )
-        if disk:
-            wait_for(lambda: list(tmp_path.glob("run_*.json")), process)
-            fill(disk)
-        assert ends(process, 100) == 1
-    assert last_run(tmp_path)["status"] == "failed"
-
-
-@contextlib.contextmanager
-def small_disk(folder):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or warm_python.run(mount, capture_output=True).returncode:
-        pytest.skip("cannot mount a small disk here")
-    try:
-        yield folder
-    finally:
-        warm_python.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(disk):
-    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    assert shutil.disk_usage(disk).free == 0
-
-
 def wait_for(condition, process, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
@@ -188,23 +137,24 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.02)
 
 
-@BROKEN
-def test_a_hang_ends_whatever_stderr_does(config, tmp_path, left, broken):
-    began = time.monotonic()
-    watchdog = make_watchdog(config)
-    with pytest.raises(Left), contextlib.redirect_stderr(broken):
-        watchdog._leave("no progress", is_cause=True)
-    assert left == [1] and time.monotonic() - began < 15
+FAILS, SAVED = {"_tick": lambda ticks: 1 / 0}, {"final_status": 143}
+ASKED_LONG_AGO = {"first": 0, "stop_asked_at": -10.0, "_consensus": SimpleNamespace(ask=print)}
+ENDINGS = {  # what ends a run -> (what the watchdog has, what happens to it, the exit status)
+    "a hang": ({}, lambda made: made._leave("no progress", is_cause=True), 1),
+    "a second Ctrl-C": (ASKED_LONG_AGO, lambda made: made._handle_signal(signal.SIGINT), 130),
+    "an error of its own": (FAILS, Watchdog._run, 1),
+    "an error of its own after everything is saved": (FAILS | SAVED, Watchdog._run, 143),
+}
 
 
 @BROKEN
-def test_a_second_ctrl_c_ends_whatever_stderr_does(config, left, broken):
-    watchdog = make_watchdog(
-        config, first=0, stop_asked_at=time.monotonic() - 10, _consensus=SimpleNamespace(ask=print)
-    )
-    with pytest.raises(Left), contextlib.redirect_stderr(broken):
-        watchdog._handle_signal(signal.SIGINT)
-    assert left == [130]
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_watchdog_ends_a_run_whatever_stderr_does(config, left, broken, ending):
+    attributes, end, status = ENDINGS[ending]
+    watchdog, began = make_watchdog(config, **attributes), time.monotonic()
+    with pytest.raises(Left), contextlib.redirect_stderr(broken), inbox(watchdog):
+        end(watchdog)
+    assert left == [status] and time.monotonic() - began < 15
 
 
 def test_a_request_to_stop_passes_a_log_that_is_blocked(config):
@@ -225,17 +175,9 @@ def test_a_request_to_stop_passes_a_log_that_is_blocked(config):
         log.removeHandler(handler)
 
 
-@BROKEN
-def test_an_error_in_the_watchdog_itself_ends_the_run(config, left, broken):
-    watchdog = make_watchdog(config, _tick=lambda ticks: 1 / 0)
-    with pytest.raises(Left), contextlib.redirect_stderr(broken), inbox(watchdog):
-        watchdog._run()
-    assert left == [1]
-
-
 def test_an_error_in_the_watchdog_itself_is_told(config, left, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    watchdog = make_watchdog(config, _tick=lambda ticks: 1 / 0)
+    watchdog = make_watchdog(config, **FAILS)
     with pytest.raises(Left), inbox(watchdog):
         watchdog._run()
     told = "error: the watchdog failed: ZeroDivisionError: division by zero"
@@ -243,17 +185,10 @@ def test_an_error_in_the_watchdog_itself_is_told(config, left, capsys, monkeypat
     assert told in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
-def test_an_error_in_the_watchdog_after_everything_is_saved_keeps_the_exit_status(config, left):
-    watchdog = make_watchdog(config, _tick=lambda ticks: 1 / 0, final_status=143)
-    with pytest.raises(Left), inbox(watchdog):
-        watchdog._run()
-    assert left == [143]
-
-
 def test_torchruns_store_that_does_not_answer_delays_no_end(config, monkeypatch):
     """torchrun is stopped, or its machine is gone. Once it answers again, it is asked again."""
     monkeypatch.setattr("training.faults.liveness.ANSWER_TIMEOUT_S", 0.3)
-    back, asked = threading.Event(), []
+    back, asked, waits = threading.Event(), [], []
 
     class Store:
         def compare_set(self, key, before, value):
@@ -261,14 +196,13 @@ def test_torchruns_store_that_does_not_answer_delays_no_end(config, monkeypatch)
             back.wait()
             return value.encode()
 
-    waits, within = [], liveness_module.within
-    monkeypatch.setattr(liveness_module, "within", lambda *args: (waits.append(1), within(*args))[1])
+    def counted(wait):
+        return lambda *arguments, **keys: (waits.append(1), wait(*arguments, **keys))[1]
+
+    monkeypatch.setattr(liveness_module, "within", counted(liveness_module.within))
     liveness = Liveness()
-    liveness.store = Store()
-    liveness.asking = SimpleNamespace(
-        acquire=lambda timeout, lock=liveness.asking: (waits.append(1), lock.acquire(timeout=timeout))[1],
-        release=liveness.asking.release,
-    )
+    turn, liveness.store = liveness.asking, Store()
+    liveness.asking = SimpleNamespace(acquire=counted(turn.acquire), release=turn.release)
     assert [liveness.end_all(reason) for reason in "abcdefghi"] == list("abcdefghi")
     assert asked == ["a"] and len(waits) == 2, "it waits once: for its turn, and for the answer"
     back.set()
@@ -291,14 +225,13 @@ def test_a_launcher_that_cannot_be_told_changes_no_exit_status(config, run, tmp_
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert run(config, f"--out_dir={tmp_path}", "--max_iters=x") == 2
 
-    import train
-
     save = train.EvaluateAndSave.before_update
-    monkeypatch.setattr(
-        train.EvaluateAndSave,
-        "before_update",
-        lambda self, *arguments: (os.kill(os.getpid(), signal.SIGTERM), save(self, *arguments))[1],
-    )
+
+    def stopped(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(self, *arguments)
+
+    monkeypatch.setattr(train.EvaluateAndSave, "before_update", stopped)
     assert run(config, f"--out_dir={tmp_path}", *FOR_EVER) == 143
 
 
@@ -306,12 +239,8 @@ def test_torchrun_finds_a_whole_error_file_or_none(tmp_path, monkeypatch):
     """torchrun itself ends with a traceback if it finds half a file, as a full disk leaves it."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # bytes
-    try:
+    with largest_file(10):
         exit_status.tell_launcher("what happened")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not path.exists()
 
 
@@ -327,11 +256,7 @@ def test_a_process_ends_even_if_no_thread_can_be_started(left, monkeypatch):
 
 @BROKEN
 def test_a_process_ends_even_if_its_output_cannot_be_flushed(left, broken):
-    with (
-        pytest.raises(Left),
-        contextlib.redirect_stderr(broken),
-        contextlib.redirect_stdout(broken),
-    ):
+    with pytest.raises(Left), contextlib.redirect_stderr(broken), contextlib.redirect_stdout(broken):
         exit_status.leave_now(3)
     assert left == [3]
 
@@ -377,7 +302,7 @@ def test_a_reader_that_has_seen_enough_ends_no_run(config, tmp_path):
     process = start(config, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert ends(process) == 0
-    assert process.stderr.read().decode().count("Broken pipe") == 1
+    assert process.stderr.read().count("Broken pipe") == 1
     assert last_run(tmp_path)["status"] == "completed"
 
 
@@ -419,7 +344,7 @@ def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(config, tmp_pat
     wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
     process.send_signal(signal.SIGINT)
     assert ends(process, 20) == -signal.SIGINT
-    assert process.stderr.read() == b""
+    assert process.stderr.read() == ""
 
 
 def test_a_data_worker_that_was_killed_is_one_message(config, tmp_path):
@@ -430,7 +355,7 @@ def test_a_data_worker_that_was_killed_is_one_message(config, tmp_path):
     wait_for(lambda: any("📍 Iter" in log.read_text() for log in tmp_path.glob("run_*.log")), process)
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     assert ends(process, 30) == 1
-    stderr = process.stderr.read().decode()
+    stderr = process.stderr.read()
     assert "error: DataLoader worker" in stderr and "--dataloader_num_workers" in stderr
     assert "Traceback" not in stderr
     assert last_run(tmp_path)["status"] == "failed"

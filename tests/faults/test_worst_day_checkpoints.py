@@ -18,7 +18,7 @@ from support.checkpoint_parts import (
     save,
     sign,
 )
-from support.hostile_files import DEEP, no_hang, replace  # noqa: F401 - no_hang is a fixture
+from support.hostile_files import DEEP, no_hang, pairs, replace  # noqa: F401 - no_hang is a fixture
 
 import sample
 from common.errors import UserError
@@ -29,6 +29,7 @@ from training.checkpoints.tensor_files import mapped, read_header, write_parts
 from training.checkpoints.verification import damage
 
 TENSORS = "tensors-00000-0.safetensors"
+WEIGHT = "embed.weight"
 
 
 @pytest.fixture(scope="module")
@@ -80,50 +81,40 @@ def edited(path: Path, field: str, value: object) -> None:
     path.write_text(json.dumps(content))
 
 
+WRONG_FIELDS = {
+    "iteration": [-5, 1e30, True, ..., 7],
+    "samples_seen": [-1, 2**60, 1.5],
+    "world_size": [0],
+    "val_loss": ["low", ...],
+    "best_val_loss": [float("nan"), 10**400],
+    "format": ["2", ...],
+    "config": [[]],
+    "config.batch_size": [0],
+    "config.gradient_accumulation_steps": ["1"],
+    "config.seed": [json.loads(DEEP)],
+    "config.dataset": [...],
+    "model_config": [None],
+    "model_config.colour": ["red"],
+    "model_config.n_layer": ["1", 10**9, 2],
+    "model_config.n_embd": [2**52],
+    "model_config.n_head": [3],
+    "model_config.bias": [1],
+    "model_config.norm_eps": [float("nan")],
+    "model_config.block_size": [2**40],
+    "model_config.vocab_size": [65],
+    "data": [..., []],
+    "data.sha256": [5],
+    "data.tokenizer": [[]],
+    "data.splits": [{"train": ["train.bin"]}, {"train": {"train.bin": {"tokens": 1}}}],
+    "data.sources": [[7]],
+    "data.packings": [[]],
+    "run": [["../secret"]],
+}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("iteration", -5),
-        ("iteration", 1e30),
-        ("iteration", True),
-        ("iteration", ...),
-        ("iteration", 7),
-        ("samples_seen", -1),
-        ("samples_seen", 2**60),
-        ("samples_seen", 1.5),
-        ("world_size", 0),
-        ("val_loss", "low"),
-        ("val_loss", ...),
-        ("best_val_loss", float("nan")),
-        ("best_val_loss", 10**400),
-        ("format", "2"),
-        ("format", ...),
-        ("config", []),
-        ("config.batch_size", 0),
-        ("config.gradient_accumulation_steps", "1"),
-        ("config.seed", json.loads(DEEP)),
-        ("config.dataset", ...),
-        ("model_config", None),
-        ("model_config.colour", "red"),
-        ("model_config.n_layer", "1"),
-        ("model_config.n_layer", 10**9),
-        ("model_config.n_layer", 2),
-        ("model_config.n_embd", 2**52),
-        ("model_config.n_head", 3),
-        ("model_config.bias", 1),
-        ("model_config.norm_eps", float("nan")),
-        ("model_config.block_size", 2**40),
-        ("model_config.vocab_size", 65),
-        ("data", ...),
-        ("data", []),
-        ("data.sha256", 5),
-        ("data.tokenizer", []),
-        ("data.splits", {"train": ["train.bin"]}),
-        ("data.splits", {"train": {"train.bin": {"tokens": 1}}}),
-        ("data.sources", [7]),
-        ("data.packings", []),
-        ("run", ["../secret"]),
-    ],
+    pairs(WRONG_FIELDS),
     ids=lambda value: str(value)[:20],
 )
 def test_a_wrong_field_of_state_json_is_damage(root, field, value):
@@ -143,14 +134,16 @@ def test_text_that_is_no_object_is_damage(root, name, text):
     assert_older_one_is_used(root, name)
 
 
+ENTRY = {"sha256": "0" * 64, "bytes": 1}
+
+
 @pytest.mark.parametrize(
     "files",
     [
         7,
-        {"state.json": {"sha256": "0" * 64, "bytes": True}},
-        {"state.json": {"sha256": "0", "bytes": 1}},
-        {"state.json": [], "a\0b": {}},
-        {"state.json": {"sha256": "0" * 64, "bytes": 1}, "..": {"sha256": "0" * 64, "bytes": 1}},
+        {"state.json": {**ENTRY, "bytes": True}},
+        {"state.json": {**ENTRY, "sha256": "0"}},
+        *({"state.json": ENTRY, name: ENTRY} for name in ("a\0b", "..", "../state.json", "/etc/x", "a/b")),
     ],
     ids=repr,
 )
@@ -167,20 +160,14 @@ def test_a_manifest_of_very_many_files_names_the_first_that_are_missing(root):
     assert damage(folder) == [*(f"f{i:04} is missing" for i in range(10)), "and 990 more"]
 
 
-@pytest.mark.parametrize("name", ["state.json", TENSORS])
+@pytest.mark.parametrize("name", ["state.json", TENSORS, "manifest.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
 def test_a_special_file_is_damage(root, name, kind):
     replace(newest(root) / name, kind)
-    problem = "cannot be read" if kind == "dangling link" else "is missing"  # a link is not followed
-    assert_older_one_is_used(root, f"{name} {problem}")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
-def test_a_special_file_as_manifest_is_damage(root, kind):
-    replace(newest(root) / "manifest.json", kind)
     found = resume(root)
     assert found.checkpoint.name == "step-00000001"
-    assert "manifest.json cannot be read" in found.renamed[0]["problem"]
+    is_followed = name == "manifest.json" or kind == "dangling link"  # other links are not
+    assert f"{name} {'cannot be read' if is_followed else 'is missing'}" in found.renamed[0]["problem"]
 
 
 @pytest.mark.parametrize("name", ["step-00000009", "step-\N{SUPERSCRIPT TWO}", "step-" + "9" * 30])
@@ -205,19 +192,14 @@ def test_checkpoints_are_ordered_by_their_number(tmp_path):
 # --- tensors ---
 
 
-def rewrite(folder: Path, change) -> None:
+def rewrite(folder: Path, change, which=lambda name: True) -> None:
     """Writes the tensors again: change(part, tensor) gives another pair, or None to leave it out."""
     path = folder / TENSORS
     parts = [(part, mapped(part, place).clone()) for part, place in read_header(path).items()]
     path.unlink()
-    write_parts(path, [pair for pair in (change(*pair) for pair in parts) if pair])
+    changed = [change(*pair) if which(pair[0].name) else pair for pair in parts]
+    write_parts(path, [pair for pair in changed if pair])
     sign(folder)
-
-
-def find_weight(folder: Path) -> str:
-    return next(
-        p.name for p in read_header(folder / TENSORS) if p.name.startswith("model.") and len(p.shape) > 1
-    )
 
 
 def as_integers(part, tensor):
@@ -225,28 +207,24 @@ def as_integers(part, tensor):
 
 
 def without_a_row(part, tensor):
+    if not part.shape:  # a step becomes a list of one
+        return part._replace(shape=(1,), offsets=(0,)), tensor.reshape(1)
     return part._replace(shape=(part.shape[0] - 1, *part.shape[1:])), tensor[1:].clone()
 
 
 @pytest.mark.parametrize("change", [as_integers, without_a_row, lambda *_: None])
-@pytest.mark.parametrize("kind", ["weight", "exp_avg", "step"])
-def test_a_tensor_that_is_not_of_the_model_is_damage(root, change, kind):
-    weight = find_weight(newest(root))
-    name = weight if kind == "weight" else f"optimizer.{weight.removeprefix('model.')}.{kind}"
-    if kind == "step" and change is without_a_row:
-
-        def change(part, tensor):
-            return part._replace(shape=(1,), offsets=(0,)), tensor.reshape(1)
-
-    rewrite(newest(root), lambda part, tensor: change(part, tensor) if part.name == name else (part, tensor))
+@pytest.mark.parametrize("name", ["model.{}", "optimizer.{}.exp_avg", "optimizer.{}.step"])
+def test_a_tensor_that_is_not_of_the_model_is_damage(root, change, name):
+    name = name.format(WEIGHT)
+    rewrite(newest(root), change, lambda other: other == name)
     assert_older_one_is_used(root, name)
 
 
 def test_parts_that_overlap_and_leave_a_gap_are_damage(root):
     """Their sizes add up to that of the whole."""
-    rewrite(newest(root), lambda part, tensor: None if part.name == "model.embed.weight" else (part, tensor))
-    name, width = "model.embed.weight", SMALL["n_embd"]
-    like = next(p for p in read_header(root / "step-00000001" / TENSORS) if p.name == name)
+    name, width = f"model.{WEIGHT}", SMALL["n_embd"]
+    like = next(part for part in read_header(newest(root) / TENSORS) if part.name == name)
+    rewrite(newest(root), lambda *_: None, lambda other: other == name)
     for number, (first, rows) in enumerate(((0, 20), (10, 20), (40, 24))):
         part = like._replace(offsets=(first, 0), shape=(rows, width))
         write_parts(newest(root) / f"tensors-00001-{number}.safetensors", [(part, torch.ones(rows, width))])
@@ -255,13 +233,10 @@ def test_parts_that_overlap_and_leave_a_gap_are_damage(root):
 
 
 def test_random_generators_that_are_none_are_one_message(root):
-    def noise(part, tensor):
-        return part, torch.full_like(tensor, 255) if part.name.startswith("rng.") else tensor
-
-    rewrite(newest(root), noise)
-    config = make_config(root.parent)
+    noise = lambda part, tensor: (part, torch.full_like(tensor, 255))  # noqa: E731
+    rewrite(newest(root), noise, lambda name: name.startswith("rng."))
     with pytest.raises(UserError, match="random generators in the checkpoint are refused"):
-        load_checkpoint(newest(root), make_state(config))
+        load_checkpoint(newest(root), make_state(make_config(root.parent)))
 
 
 # --- what a restart reads ---

@@ -1,7 +1,6 @@
 """The worst day of data: token files that change under a run, damaged packings, advice that repairs."""
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -9,15 +8,14 @@ import time
 
 import numpy as np
 import pytest
-from support.helpers import TINY, last_run, make_dataset, start_train, write_config
+from support.helpers import TINY, edit_json, last_run, make_dataset, start_train, write_config
+from support.hostile_files import replace
 from support.preparation import shared, small_bpe
 
 import data.inspect.__main__ as inspect
-import sample
 from common.errors import RunError, UserError
 from data import adopt
 from data.pipeline.meta_file import load_tokenizer, read_meta
-from data.quickstart import prepare as quickstart
 from data.text import prepare as text_prepare
 from training.batches.sources import make_windows, open_sources
 from training.configuration.keys import TrainConfig
@@ -73,16 +71,7 @@ def rewrite(path, change) -> None:
 
 
 def edit_index(**fields):
-    def change(packing):
-        path = packing / "index.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-    return change
-
-
-def as_pipe(packing) -> None:
-    (packing / "index.json").unlink()
-    os.mkfifo(packing / "index.json")
+    return lambda packing: edit_json(packing / "index.json", **fields)
 
 
 def flip(content: bytes) -> bytes:
@@ -104,7 +93,7 @@ DAMAGE = {
     "deep JSON": lambda p: (p / "index.json").write_text("[" * 100_000),
     "no JSON": lambda p: (p / "index.json").write_bytes(b"\xff\x00"),
     "a list": lambda p: (p / "index.json").write_text("[1]"),
-    "a named pipe": as_pipe,
+    "a named pipe": lambda p: replace(p / "index.json", "pipe"),
 }
 
 
@@ -156,11 +145,9 @@ def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
     assert run(path, "--max_iters=2") == 0
     packing = folder / ".packed-train-32"
     rewrite(packing / "pieces.bin", lambda c: c[32:48] + c[16:32] + c[:16] + c[48:])  # two documents change
-    index = json.loads((packing / "index.json").read_text())
     files = [(packing / name).read_bytes() for name in ("pieces.bin", "windows.bin")]
     hashes = [hashlib.sha256(content).hexdigest() for content in files]
-    index["sha256"] = hashlib.sha256("".join(hashes).encode()).hexdigest()
-    (packing / "index.json").write_text(json.dumps(index))
+    edit_json(packing / "index.json", sha256=hashlib.sha256("".join(hashes).encode()).hexdigest())
     capfd.readouterr()
     assert run(path, "--init_from=resume") == 2
     assert "another packing .packed-train-32" in capfd.readouterr().err
@@ -171,9 +158,9 @@ def test_resume_with_another_packing_is_refused(run, tmp_path, capfd):
 # --- repair advice repairs ---
 
 
-def trains(run, folder, tmp_path, vocab_size: int, name: str = "out") -> None:
-    keys = {**TINY, "dataset": folder, "vocab_size": vocab_size, "eval_interval": 2, "max_iters": 2}
-    keys |= {"block_size": 8, "out_dir": tmp_path / name}
+def trains(run, folder, tmp_path) -> None:
+    keys = {**TINY, "dataset": folder, "vocab_size": read_meta(folder)["vocab_size"], "block_size": 8}
+    keys |= {"eval_interval": 2, "max_iters": 2, "out_dir": tmp_path / "out"}
     assert run(write_config(tmp_path / "run.py", **keys)) == 0
 
 
@@ -182,51 +169,29 @@ def prepare_text(monkeypatch, output, *flags) -> None:
     text_prepare.main()
 
 
-def change_token(path) -> None:
-    """As a failing disk does: neither the size nor the time changes."""
-    was = path.stat()
-    rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
-    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-
-
-@pytest.mark.parametrize("same_time", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_quickstart_with_a_flipped_bit_is_made_again(monkeypatch, tmp_path, same_time):
-    folder = tmp_path / "quickstart"
-    assert quickstart.prepare(folder, corpus_bytes=1_000_000)
-    assert quickstart.prepare(folder, corpus_bytes=1_000_000) is None
-    whole = (folder / "train.bin").read_bytes()
-    check_repair(folder, folder / "train.bin", same_time)
-    assert quickstart.prepare(folder, corpus_bytes=1_000_000)
-    assert (folder / "train.bin").read_bytes() == whole
-    inspect.check_files(folder, read_meta(folder), hashes=True)
-
-
-def check_repair(folder, path, same_time: bool) -> None:
-    if same_time:
-        change_token(path)
-    else:
-        rewrite(path, lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:])
-        with pytest.raises(UserError, match="is not the file that meta.json describes"):
-            open_sources(TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 10**5}), scan=True)
-    with pytest.raises(UserError, match="run the dataset's prepare.py again"):
-        inspect.check_files(folder, read_meta(folder), hashes=True)
-
-
 @pytest.mark.parametrize("same_time", [False, True])
 def test_own_text_with_a_flipped_bit_is_made_again_by_the_same_command(
     run, monkeypatch, tmp_path, same_time, capsys
 ):
+    """same_time: as a failing disk does it, which changes no time."""
     bpe, folder = small_bpe(tmp_path), tmp_path / "own"
     for i in range(6):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * 50)
     flags = ["--input", *sorted(tmp_path.glob("*.txt")), "--tokenizer", bpe]
     prepare_text(monkeypatch, folder, *flags)
     first = sorted(folder.glob("train*.bin"))[0]
-    whole = first.read_bytes()
-    check_repair(folder, first, same_time)
+    whole, was = first.read_bytes(), first.stat()
+    rewrite(first, flip)
+    if same_time:
+        os.utime(first, ns=(was.st_atime_ns, was.st_mtime_ns))
+    else:
+        with pytest.raises(UserError, match="is not the file that meta.json describes"):
+            open_sources(TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 10**5}), scan=True)
+    with pytest.raises(UserError, match="run the dataset's prepare.py again"):
+        inspect.check_files(folder, read_meta(folder), hashes=True)
     prepare_text(monkeypatch, folder, *flags)
     assert first.read_bytes() == whole and f"{first} is damaged; it is made again" in capsys.readouterr().out
-    trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
+    trains(run, folder, tmp_path)
 
 
 def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypatch, tmp_path):
@@ -238,48 +203,25 @@ def test_one_text_twice_is_refused_and_without_its_copy_it_trains(run, monkeypat
         prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", tmp_path / "b.txt", *flags)
     assert not (folder / "meta.json").exists()
     prepare_text(monkeypatch, folder, "--input", tmp_path / "a.txt", *flags, "--no-resume")
-    trains(run, folder, tmp_path, read_meta(folder)["vocab_size"])
-
-
-def test_meta_made_as_the_error_says_is_enough_for_every_command(run, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
-    folder = make_dataset(tmp_path / "tokens", vocab_size=50257)
-    (folder / "meta.json").unlink()
-    settings = TrainConfig(**{**TINY, "dataset": str(folder), "vocab_size": 50257})
-    with pytest.raises(UserError, match=r"python -m data\.adopt") as error:
-        open_sources(settings, scan=True)
-    follow_advice(monkeypatch, error)
-    trains(run, folder, tmp_path, 50257)
-    capsys.readouterr()
-    for flags in ([], ["--hash"]):
-        inspected = run_inspect(monkeypatch, capsys, folder, *flags)
-        assert "gpt2, 50,257 ids" in inspected and "20,000 tokens" in inspected
-    sample.main([f"--out_dir={tmp_path / 'out'}", "--max_new_tokens=4", "--device=cpu", "--prompt=a"])
-    assert "--- sample 1 ---\na" in capsys.readouterr().out
-
-
-def follow_advice(monkeypatch, error) -> None:
-    """Runs the data.adopt command at the end of the error."""
-    monkeypatch.setattr(sys, "argv", str(error.value).split("python -m ")[-1].split())
-    adopt.main()
-
-
-def run_inspect(monkeypatch, capsys, folder, *flags) -> str:
-    monkeypatch.setattr(sys, "argv", ["inspect", str(folder), *flags])
-    inspect.main()
-    return capsys.readouterr().out
+    trains(run, folder, tmp_path)
 
 
 def test_meta_without_a_tokenizer_shows_ids_and_says_what_to_add(monkeypatch, tmp_path, capsys):
+    def inspected() -> str:
+        monkeypatch.setattr(sys, "argv", ["inspect", str(folder), "--hash"])
+        inspect.main()
+        return capsys.readouterr().out
+
     folder = make_dataset(tmp_path / "tokens")
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 64}')
-    assert "samples are ids" in run_inspect(monkeypatch, capsys, folder, "--hash")
+    assert "samples are ids" in inspected()
     with pytest.raises(UserError, match="delete it and run") as error:
         load_tokenizer(folder)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
     (folder / "meta.json").unlink()
-    follow_advice(monkeypatch, error)
+    monkeypatch.setattr(sys, "argv", str(error.value).split("python -m ")[-1].split())
+    adopt.main()
     assert load_tokenizer(folder).decode([0]) == "!"
     (folder / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
     with pytest.raises(UserError, match="contains token id 63, but meta.json says vocab_size 5"):
-        run_inspect(monkeypatch, capsys, folder, "--hash")
+        inspected()

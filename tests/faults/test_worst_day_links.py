@@ -8,29 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.helpers import TINY, make_dataset, write_config
+from support.faults import saved_steps
+from torch._C import _distributed_c10d as c10d
 
-from training.checkpoints.folder import step_folders
 from training.faults import watchdog
+from training.process.console import _LogFile
+from training.process.world import _record_collectives
 from training.records import run_record
 
 PRECIOUS = "not yours\n"
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def config(tmp_path, out):
-    """Of a run that evaluates and saves after iterations 2 and 4."""
-    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
-    return write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
-
-
-def steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in step_folders(folder)]
 
 
 @pytest.fixture(params=["link", "dangling link", "second name"])
@@ -102,8 +88,6 @@ def test_a_lock_that_is_a_pipe_is_refused(run, config, out, capfd):
 
 
 def test_the_traces_of_a_hang_are_not_written_through_a_link(out, plant, monkeypatch):
-    from torch._C import _distributed_c10d as c10d
-
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
     monkeypatch.setattr(watchdog.torch.cuda, "is_available", lambda: True)
     for name, write in (("stacks", watchdog._write_stacks), ("recorder", watchdog._write_collectives)):
@@ -114,8 +98,6 @@ def test_the_traces_of_a_hang_are_not_written_through_a_link(out, plant, monkeyp
 
 def test_nccl_finds_no_link_to_write_through(out, plant, request, monkeypatch):
     """Its own code opens the file, so a link is removed before."""
-    from training.process.world import _record_collectives
-
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.setenv(name, "")
     plant(out / "flight_recorder_rank_1")
@@ -124,8 +106,6 @@ def test_nccl_finds_no_link_to_write_through(out, plant, request, monkeypatch):
 
 
 def test_a_log_that_was_replaced_by_a_link_is_not_opened_again(tmp_path):
-    from training.process.console import _LogFile
-
     handler, path = _LogFile(tmp_path / "run.log", delay=True), tmp_path / "run.log"
     handler.stream = handler._open()
     handler.abandon()
@@ -142,8 +122,8 @@ def test_an_out_dir_and_its_checkpoints_may_be_links_to_other_disks(run, config,
     out.symlink_to(disk)
     (disk / "checkpoints").symlink_to(checkpoints)
     assert run(config) == 0 and run(config) == 0
-    assert (disk / "checkpoints").is_symlink() and steps(checkpoints) == [2, 4]
+    assert (disk / "checkpoints").is_symlink() and saved_steps(tmp_path, checkpoints.name) == [2, 4]
     (aside,) = checkpoints.glob("checkpoints-before-*")
-    assert steps(aside) == [2, 4], "moved on their own disk"
+    assert saved_steps(checkpoints, aside.name) == [2, 4], "moved on their own disk"
     assert run(config, "--init_from=resume", "--max_iters=6") == 0
     assert run(config, "--max_iters=6") == 2, "a second set"

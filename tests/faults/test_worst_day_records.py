@@ -6,35 +6,34 @@ import re
 from pathlib import Path
 
 import pytest
-from support.hostile_files import DEEP, no_hang, replace  # noqa: F401 - no_hang is a fixture
+from support.hostile_files import DEEP, no_hang, pairs, replace  # noqa: F401 - no_hang is a fixture
 
 from training.records.attempts import find_history
 from training.records.run_record import RunRecord
 
 RECORD = {"run_name": "run_1", "status": "running", "startup_info": {}, "attempt": 1}
 ROW = {"iter": 0, "loss": 1.0, "attempt": 1, "time_ms": 1.0}
-UNUSABLE = [
-    {**RECORD, "training_iterations": {}},
-    {**RECORD, "training_iterations": [7]},
-    {**RECORD, "training_iterations": [{"iter": "0"}]},
-    {**RECORD, "training_iterations": [{**ROW, "iter": True}]},
-    {**RECORD, "training_iterations": [{**ROW, "attempt": 2}]},
-    {**RECORD, "training_iterations": [{**ROW, "loss": json.loads(DEEP)}]},
-    {**RECORD, "superseded": {"events": [7]}},
-    {**RECORD, "superseded": []},
-    {**RECORD, "attempts": [7]},
-    {**RECORD, "attempts": [{"run_name": ["run_1"]}]},
-    {**RECORD, "attempts": [{"run_name": "a\0b"}]},
-    {**RECORD, "attempts": "run_1"},
-    {**RECORD, "startup_info": []},
-    {**RECORD, "journal_lines": "0"},
-]
+UNUSABLE = {
+    "training_iterations": [
+        *({}, [7], [{"iter": "0"}], [{**ROW, "iter": True}], [{**ROW, "attempt": 2}]),
+        [{**ROW, "loss": json.loads(DEEP)}],
+    ],
+    "superseded": [{"events": [7]}, []],
+    "attempts": [[7], [{"run_name": ["run_1"]}], [{"run_name": "a\0b"}], "run_1"],
+    "startup_info": [[], ...],
+    "journal_lines": ["0"],
+}
+NO_RECORDS = ["", "[]", "{", "[" * 100_000]
 
 
-@pytest.mark.parametrize("content", UNUSABLE, ids=lambda content: str(content)[70:110])
-def test_a_record_that_a_run_would_not_write_is_left_out(tmp_path, content):
-    (tmp_path / "run_1.json").write_text(json.dumps(content))
+@pytest.mark.parametrize("content", [*NO_RECORDS, *pairs(UNUSABLE)], ids=lambda content: str(content)[:40])
+def test_a_record_that_a_run_would_not_write_is_left_out_and_left_alone(tmp_path, content):
+    if isinstance(content, tuple):
+        fields = RECORD | dict([content])
+        content = json.dumps({name: value for name, value in fields.items() if value is not ...})
+    (tmp_path / "run_1.json").write_text(content)
     continue_run(tmp_path, expected_attempt=1)
+    assert (tmp_path / "run_1.json").read_text() == content
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "dangling link"])
@@ -48,19 +47,12 @@ def test_a_record_or_journal_that_is_a_special_file_is_left_out(tmp_path, name, 
 
 def test_a_journal_of_other_things_is_left_out(tmp_path):
     (tmp_path / "run_1.json").write_text(json.dumps(RECORD))
-    line = {"line": 0, "section": "events", "entry": {"iter": 0, "attempt": 1}}
-    lines = [
-        "7",
-        "[" * 100_000,
-        json.dumps({**line, "entry": 7}),
-        json.dumps({**line, "section": []}),
-        json.dumps({**line, "line": None}),
-        json.dumps({**line, "entry": {"iter": 0, "attempt": 1, "x": json.loads(DEEP)}}),
-        json.dumps(line),
-    ]
+    entry = {"iter": 0, "attempt": 1}
+    line = {"line": 0, "section": "events", "entry": entry}
+    wrong = [{"entry": 7}, {"section": []}, {"line": None}, {"entry": {**entry, "x": json.loads(DEEP)}}, {}]
+    lines = ["7", "[" * 100_000, *(json.dumps({**line, **fields}) for fields in wrong)]
     (tmp_path / "run_1.jsonl").write_text("\n".join(lines))
-    record = continue_run(tmp_path, expected_attempt=2)
-    assert record["events"] == [{"iter": 0, "attempt": 1}]
+    assert continue_run(tmp_path, expected_attempt=2)["events"] == [entry]
 
 
 def test_numbers_that_json_lacks_are_null_in_the_next_record(tmp_path):

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -16,11 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 from support.checkpoint_parts import ALONE, copy_checkpoint, make_config, make_saver, make_state, save
-from support.helpers import ROOT, TINY, last_run, make_dataset, start_train, write_config
+from support.faults import saved_steps
+from support.helpers import ROOT, largest_file, last_run, start_train
 
 import sample
 from common.errors import UserError
-from training.checkpoints import loading, resume, verification
+from training.checkpoints import loading, resume, saver, verification
 from training.checkpoints.folder import aside_folders, check_aside, delete, move_aside, step_folders
 from training.checkpoints.plan import checkpoint_bytes, plan_saves
 from training.configuration.files_and_flags import load_config
@@ -28,37 +28,20 @@ from training.process.run_lock import RunLock, check_writable
 from training.records.report import _checkpoints
 from training.records.run_record import RunRecord
 
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def config(tmp_path, out):
-    """Of a run that evaluates and saves after iterations 2 and 4."""
-    keys = {**TINY, "max_iters": 4, "eval_interval": 2, "out_dir": out}
-    return write_config(tmp_path / "run.py", **keys, dataset=make_dataset(tmp_path / "tokens"))
-
-
-def steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in step_folders(folder)]
-
-
 # --- A.7: what others do meanwhile ---
 
 
-@pytest.mark.parametrize("moment", ["while it is hashed", "before its tensors are read"])
-@pytest.mark.parametrize("which", ["latest", "step-00000004"])
-def test_a_checkpoint_that_is_deleted_while_sample_reads_it_is_one_message(
-    trained,  # noqa: F811
-    monkeypatch,
-    moment,
-    which,
-):
-    module, name = (verification, "_problem") if "hashed" in moment else (loading, "open_tensors")
+def deleted_before(monkeypatch, module, name: str) -> None:
+    """The folder that is this function's first argument is gone once it is called."""
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda folder, *rest: (delete(folder), original(folder, *rest))[1])
+
+
+@pytest.mark.parametrize("moment", [(verification, "_problem"), (loading, "open_tensors")], ids=str)
+@pytest.mark.parametrize("which", ["latest", "step-00000004"])
+def test_a_checkpoint_that_is_deleted_while_sample_reads_it_is_named(trained, monkeypatch, moment, which):
+    """While it is hashed, or before its tensors are read."""
+    deleted_before(monkeypatch, *moment)
     with pytest.raises(UserError, match="step-00000004 was deleted while it was read: start again"):
         sample.main([f"--out_dir={trained}", f"--checkpoint={which}", "--device=cpu", "--prompt=AB"])
 
@@ -67,18 +50,15 @@ def test_an_evaluation_uses_an_older_one_or_says_it_if_the_run_deletes_what_it_r
     run, config, out, monkeypatch, capfd
 ):
     assert run(config) == 0
-    root = out / "checkpoints"
     evaluates = [config, "--init_from=resume", "--eval_only=True"]
     with monkeypatch.context() as patch:
-        load = resume.load_checkpoint
-        patch.setattr(
-            resume, "load_checkpoint", lambda folder, *rest: (delete(folder), load(folder, *rest))[1]
-        )
+        deleted_before(patch, resume, "load_checkpoint")
         assert run(*evaluates) == 2
     assert "step-00000004 was deleted while it was read" in capfd.readouterr().err
     assert run(*evaluates) == 0
     (path,) = out.glob("eval_*.json")
-    assert json.loads(path.read_text())["startup_info"]["resumed_from"] == str(root / "step-00000002")
+    used = json.loads(path.read_text())["startup_info"]["resumed_from"]
+    assert used == str(out / "checkpoints" / "step-00000002")
 
 
 @pytest.mark.parametrize("flags", [["--eval_interval=0"], ["--log_interval=99"]], ids=["row", "evaluation"])
@@ -97,12 +77,14 @@ def test_an_out_dir_that_is_removed_ends_the_run(run, config, out, monkeypatch, 
 def test_an_out_dir_that_is_removed_during_a_save_ends_the_run(
     run, config, out, monkeypatch, capfd, asynchronous
 ):
-    from training.checkpoints import saver
-
     write = saver._write_files
-    monkeypatch.setattr(
-        saver, "_write_files", lambda save, *rest: (shutil.rmtree(out), out.mkdir(), write(save, *rest))[2]
-    )
+
+    def remove_and_write(*arguments):
+        shutil.rmtree(out)
+        out.mkdir()
+        return write(*arguments)
+
+    monkeypatch.setattr(saver, "_write_files", remove_and_write)
     flags = ["--eval_interval=0", "--checkpoint_interval=2", f"--async_checkpoint={asynchronous}"]
     assert run(config, *flags, "--log_interval=99", "--max_iters=100") == 1
     assert f"error: out_dir='{out}' was removed or replaced" in capfd.readouterr().err
@@ -113,16 +95,15 @@ def test_an_out_dir_that_is_removed_during_a_save_ends_the_run(
 def test_an_out_dir_that_is_removed_ends_all_ranks(config, out):
     process = start_train(config, "--max_iters=1000000", "--eval_interval=0", processes=2)
     try:
-        shown = ""
-        while "Iter      9" not in shown:
-            shown += process.stdout.readline()
+        while "Iter      9" not in process.stdout.readline():
+            assert process.poll() is None
         shutil.rmtree(out)
         _, error = process.communicate(timeout=90)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 1 and not out.exists()
-    assert error.count(f"error: out_dir='{out}' was removed or replaced") >= 1, error[-3000:]
+    assert f"error: out_dir='{out}' was removed or replaced" in error, error[-3000:]
     assert 'train.py", line' not in error, error
 
 
@@ -139,12 +120,13 @@ def remove_in_iteration(number: int, monkeypatch, out: Path, replaced: bool) -> 
 
 
 def test_a_disk_that_does_not_answer_is_no_lost_lock(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(errno.EIO, "I/O error")
+
     with RunLock(tmp_path) as lock:
         lock.acquire()
         assert not lock.is_lost()
-        monkeypatch.setattr(
-            Path, "lstat", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error"))
-        )
+        monkeypatch.setattr(Path, "lstat", fails)
         assert not lock.is_lost()
     assert not RunLock(tmp_path).is_lost(), "an evaluation and the other ranks hold none"
 
@@ -165,33 +147,30 @@ def test_checkpoints_that_is_no_folder_is_found_at_the_start(run, config, out, c
 # --- B.6: how much is saved ---
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["--eval_interval=3"],
-        ["--eval_interval=0"],
-        ["--eval_interval=0", "--always_save_checkpoint=False"],
-        ["--eval_interval=0", "--checkpoint_interval=4"],
-        ["--eval_interval=3", "--checkpoint_interval=4", "--always_save_checkpoint=False"],
-        ["--eval_interval=7", "--always_save_checkpoint=False"],
-        ["--eval_interval=7", "--always_save_checkpoint=False", "--checkpoint_interval=0"],
-    ],
-    ids=" ".join,
-)
+SAVES_NONE = "--always_save_checkpoint=False"
+PLANS = [
+    *("", "--eval_interval=3", "--eval_interval=0", f"--eval_interval=0 {SAVES_NONE}"),
+    "--eval_interval=0 --checkpoint_interval=4",
+    f"--eval_interval=3 --checkpoint_interval=4 {SAVES_NONE}",
+    f"--eval_interval=7 {SAVES_NONE}",
+    f"--eval_interval=7 {SAVES_NONE} --checkpoint_interval=0",
+]
+
+
+@pytest.mark.parametrize("flags", PLANS)
 def test_what_is_said_before_a_run_is_what_it_saves(run, config, out, flags):
     """The loss always falls, so each evaluation is a new best."""
-    flags = [*flags, "--max_iters=12", "--learning_rate=1e-3", "--min_lr=1e-3"]
-    plan = plan_saves(load_config([str(config), *flags]), 0)
+    flags = [*flags.split(), "--max_iters=12", "--learning_rate=1e-3", "--min_lr=1e-3"]
+    settings = load_config([str(config), *flags])
+    plan = plan_saves(settings, 0)
     assert run(config, *flags, "--keep_last=None") == 0
     made = step_folders(out / "checkpoints")
     assert len(made) == plan.most
     if made:
-        whole = plan_saves(load_config([str(config), *flags]), int(made[0].name[5:]))
-        assert whole.most == plan.most - 1, "after a resume"
+        assert plan_saves(settings, int(made[0].name[5:])).most == plan.most - 1, "after a resume"
         size = sum(path.stat().st_size for path in made[0].iterdir())
         parameters = last_run(out)["startup_info"]["model"]["total_params"]
-        assert 0 < size - checkpoint_bytes(parameters, load_config([str(config)])) < 30_000
+        assert 0 < size - checkpoint_bytes(parameters, settings) < 30_000
 
 
 def test_a_smoke_test_of_2_billion_parameters_says_what_it_will_leave_and_how_to_leave_nothing():
@@ -240,8 +219,8 @@ def test_a_restart_goes_on_with_what_it_has_begun(run, config, out, monkeypatch)
     assert found.checkpoint is None
 
 
-def test_a_move_that_was_interrupted_is_completed(tmp_path):
-    root = tmp_path / "out" / "checkpoints"
+def test_a_move_that_was_interrupted_is_completed(out, tmp_path):
+    root = out / "checkpoints"
     template = save(make_saver(make_config(tmp_path), make_state(make_config(tmp_path))), 1)
     for step in (2, 3, 4):
         copy_checkpoint(template, root, step)
@@ -257,8 +236,8 @@ def test_a_move_that_was_interrupted_is_completed(tmp_path):
         move_aside(root, start=2)
     (aside,) = aside_folders(root)
     check_aside(root, start=2)
-    assert steps(aside) == [4] and move_aside(root, start=2) == aside
-    assert steps(aside) == [3, 4] and steps(root) == [2]
+    assert saved_steps(out, aside.name) == [4] and move_aside(root, start=2) == aside
+    assert saved_steps(out, aside.name) == [3, 4] and saved_steps(out) == [2]
     copy_checkpoint(template, root, 3)
     with pytest.raises(UserError, match=re.escape(f"rm -r {aside};")):
         check_aside(root, start=2)
@@ -267,57 +246,29 @@ def test_a_move_that_was_interrupted_is_completed(tmp_path):
 # --- a full disk, a dead terminal ---
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_message(run, config, out, capfd):
+def test_a_disk_that_is_full_at_the_start_is_one_message(out):
     """Not a traceback when the lock is closed."""
     out.mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     lock = RunLock(out)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+    with largest_file(0):
         with pytest.raises(UserError, match="cannot be written: .*File too large"), lock:
             lock.acquire()
         with pytest.raises(UserError, match="cannot be written: .*File too large"):
             check_writable(out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-class DeadTerminal:
-    """A progress bar whose terminal has gone, at its first line or at its last."""
-
-    disable = False
-
-    def __init__(self, method: str):
-        self.method = method
-
-    def update(self):
-        self._fail("update")
-
-    def set_postfix_str(self, text, refresh):
-        self._fail("set_postfix_str")
-
-    def close(self):
-        self._fail("close")
-
-    def _fail(self, method):
-        if method == self.method:
-            raise OSError(errno.EIO, "Input/output error")
 
 
 @pytest.mark.parametrize("method", ["update", "set_postfix_str", "close"])
 def test_a_terminal_that_is_gone_ends_no_run_and_costs_no_record(run, config, out, monkeypatch, method):
-    monkeypatch.setattr("training.records.rows.tqdm", lambda **_: DeadTerminal(method))
-    assert run(config) == 0
-    assert last_run(out)["status"] == "completed"
+    """At the progress bar's first line, or at its last, which comes when the record is complete."""
+    order, finish = [], RunRecord.finish
 
+    def fail(*_, **__):
+        order.append(method)
+        raise OSError(errno.EIO, "Input/output error")
 
-def test_the_record_is_complete_before_the_bar_is_ended(run, config, out, monkeypatch):
-    order = []
-    finish = RunRecord.finish
-    bar = SimpleNamespace(
-        update=lambda: None, set_postfix_str=lambda *_, **__: None, close=lambda: order.append("bar")
-    )
-    monkeypatch.setattr("training.records.rows.tqdm", lambda **_: bar)
+    bar = dict.fromkeys(("update", "set_postfix_str", "close"), lambda *_, **__: None) | {method: fail}
+    monkeypatch.setattr("training.records.rows.tqdm", lambda **_: SimpleNamespace(disable=False, **bar))
     monkeypatch.setattr(RunRecord, "finish", lambda self, *a: (order.append("record"), finish(self, *a)))
     assert run(config) == 0
-    assert order == ["record", "bar"]
+    assert last_run(out)["status"] == "completed"
+    assert method in order and order.index("record") < len(order) - (method == "close")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.faults import prepare, run_command
+from support.faults import prepare, wait_for_all
 from support.helpers import ROOT
 
 ITERATIONS = 400  # the signal passes through several programs
@@ -74,7 +74,9 @@ def slurm(config, folder, tmp_path):
             "SLURM_JOB_NUM_NODES": str(nodes),
         }
         command = ["bash", str(tmp_path / "job.sh"), str(config), f"--out_dir={out}", *flags]
-        ended = run_command(command, out, 100, **environment)
+        how = {"cwd": ROOT, "env": {**os.environ, **environment}, "start_new_session": True}
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        ended = wait_for_all(out, 100, lambda log: subprocess.Popen(command, stdout=log, **streams, **how))
         files = [tmp_path / name for name in ("scancel", "scontrol")]
         return ended, [path.read_text().split() if path.exists() else [] for path in files]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from support.helpers import TINY, checkpoint_tensors
+from support.helpers import TINY, checkpoint_tensors, edit_json
 
 import model_builder
 from training.checkpoints.saver import Saver
@@ -70,8 +70,7 @@ def sign(folder: Path) -> None:
 def copy_checkpoint(folder: Path, root: Path, step: int, **fields: object) -> Path:
     """A copy of a checkpoint as that of another iteration, with these fields of state.json."""
     copy = shutil.copytree(folder, root / f"step-{step:08d}")
-    state = json.loads((copy / "state.json").read_text()) | {"iteration": step} | fields
-    (copy / "state.json").write_text(json.dumps(state))
+    edit_json(copy / "state.json", **{"iteration": step, **fields})
     sign(copy)
     return copy
 
@@ -94,9 +93,7 @@ def as_format_2(folder: Path, to: Path) -> Path:
             parts.append((part, whole[part.offsets[0] : part.end].clone() if part.shape else whole))
         path.unlink()
         write_parts(path, parts)
-    state = json.loads((copy / "state.json").read_text())
-    assert state["format"] == 3
-    (copy / "state.json").write_text(json.dumps(state | {"format": 2}))
+    edit_json(copy / "state.json", format=2)
     sign(copy)
     return copy
 

@@ -1,20 +1,20 @@
-"""What test_preemption.py and test_failures.py share: a run with a fault in it, and what is left of it."""
+"""A run with a fault in it, and what is left of it."""
 
 import hashlib
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from support import warm_python
-from support.helpers import ROOT, TINY, checkpoint_tensors, make_dataset, write_config
+from support.helpers import TINY, checkpoint_tensors, last_run, make_dataset, start_train, write_config
 
 ITERATIONS, INTERVAL = 24, 8  # of a run; between its evaluations and checkpoints
+WORKER = "tests/support/fault_worker.py"
 ORPHAN_SECONDS = 8  # a data worker looks every 5 s whether its process is still there
 
 
@@ -22,28 +22,33 @@ ORPHAN_SECONDS = 8  # a data worker looks every 5 s whether its process is still
 class Ended:
     """A run that is over."""
 
+    out: Path
     status: int
     seconds: float  # since the fault, if there was one
     output: str  # of all processes
-    out: Path
 
     @property
     def steps(self) -> list[int]:
-        return sorted(
-            int(path.name.removeprefix("step-")) for path in self.out.glob("checkpoints/step-????????")
-        )
+        return saved_steps(self.out)
 
     def record(self) -> dict:
-        paths = sorted(self.out.glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns)
-        return json.loads(paths[-1].read_text())
+        return last_run(self.out)
 
-    def digest(self, step: int | None = None) -> str:
-        """sha256 of every tensor of a checkpoint, the newest: weights, moments, generators."""
-        sha256 = hashlib.sha256()
-        folder = self.out / "checkpoints" / f"step-{step or self.steps[-1]:08d}"
-        for name, tensor in sorted(checkpoint_tensors(folder).items()):
-            sha256.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        return sha256.hexdigest()
+    def digest(self) -> str:
+        return digest(self.out, self.steps[-1])
+
+
+def saved_steps(out: Path, folder: str = "checkpoints") -> list[int]:
+    folders = out.glob(f"{folder}/step-????????")
+    return sorted(int(path.name.removeprefix("step-")) for path in folders)
+
+
+def digest(out: Path, step: int) -> str:
+    """sha256 of every tensor of a checkpoint: weights, moments, generators."""
+    sha256 = hashlib.sha256()
+    for name, tensor in sorted(checkpoint_tensors(out / "checkpoints" / f"step-{step:08d}").items()):
+        sha256.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def prepare(folder: Path, **keys) -> Path:
@@ -65,32 +70,19 @@ def run_with_fault(
     **env: str,
 ) -> Ended:
     """Under torchrun if there are several processes. Fails if it does not end or leaves a process behind."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={processes}",
-            *torchrun,
-        ]
-    command = [*launcher, "tests/support/fault_worker.py", str(config), f"--out_dir={out}", *flags]
-    return run_command(command, out, timeout, FAULT=fault, **env)
+    how = {"processes": processes, "torchrun": torchrun, "script": WORKER, "FAULT": fault, **env}
+    flags = (f"--out_dir={out}", *flags)
+    return wait_for_all(
+        out, timeout, lambda log: start_train(config, *flags, stdout=log, stderr=subprocess.STDOUT, **how)
+    )
 
 
-def run_command(command: list[str], out: Path, timeout: float, **env: str) -> Ended:
+def wait_for_all(out: Path, timeout: float, start: Callable[[IO], subprocess.Popen]) -> Ended:
+    """start(log) starts a run that writes into this file."""
     log = out.with_name(f"{out.name}.console")
     began = time.time()
     with open(log, "w") as file:
-        process = warm_python.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = start(file)
         try:
             status = process.wait(timeout)
             ended_at = time.time()
@@ -99,8 +91,8 @@ def run_command(command: list[str], out: Path, timeout: float, **env: str) -> En
             for pid in [*processes_of(out), *([process.pid] if process.poll() is None else [])]:
                 os.kill(pid, signal.SIGKILL)
     output = log.read_text()
-    fault = re.search(r"FAULT at (\d+\.\d+)s", output)  # the ranks write into one file
-    ended = Ended(status, ended_at - (float(fault[1]) if fault else began), output, out)
+    fault_at = re.search(r"FAULT at (\d+\.\d+)s", output)  # the ranks write into one file
+    ended = Ended(out, status, ended_at - (float(fault_at[1]) if fault_at else began), output)
     assert not left, f"still there: {left}\n{ended.output[-3000:]}"
     return ended
 

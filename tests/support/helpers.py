@@ -1,13 +1,17 @@
 """What several test files share: a tiny dataset, a tiny run's settings, and train.py as a user starts it."""
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -102,6 +106,11 @@ def write_config(path: Path, **keys) -> Path:
     return path
 
 
+def edit_json(path: Path, **fields) -> None:
+    """Sets these fields of the object in a file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def last_run(out_dir: Path) -> dict:
     """The newest run record in out_dir."""
     paths = sorted(Path(out_dir).glob("run_*.json"), key=lambda path: path.stat().st_mtime_ns)
@@ -130,23 +139,34 @@ def _assemble(parts: list[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
 
 
 def start_train(
-    *args: object, processes: int = 1, stdout: int = subprocess.PIPE, **env: str
+    *args: object,
+    processes: int = 1,
+    torchrun: Sequence[str] = (),
+    script: str = "train.py",
+    stdout: int | IO = subprocess.PIPE,
+    stderr: int | IO = subprocess.PIPE,
+    **env: str,
 ) -> subprocess.Popen:
-    """train.py as a user starts it, under torchrun if `processes` > 1, in a process group of its own. A pipe
-    that nobody reads is full after some 160 rows, and then the run waits."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    """train.py, or another script, as a user starts it, in a process group of its own: under torchrun if
+    `processes` > 1 or it is given options. A pipe that nobody reads is full after some 160 rows, and then the
+    run waits."""
+    launcher = torchrun_command(processes, *torchrun) if processes > 1 or torchrun else []
     return warm_python.Popen(
-        [*launcher, "train.py", *map(str, args)],
+        [sys.executable, *launcher, script, *map(str, args)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         start_new_session=True,
     )
+
+
+def torchrun_command(processes: int, *options: str) -> list[str]:
+    """What stands behind `python`. Options that say where machines meet take the place of --standalone."""
+    alone = [] if any(option.startswith("--nnodes") for option in options) else ["--standalone"]
+    return ["-m", "torch.distributed.run", *alone, f"--nproc_per_node={processes}", *options]
 
 
 def run_in_one_launch(
@@ -159,8 +179,7 @@ def run_in_one_launch(
     """train.py with each argument list, by the same processes, one after another."""
     path = folder / f"commands-{uuid.uuid4().hex[:8]}.json"
     path.write_text(json.dumps([[str(argument) for argument in command] for command in commands]))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    launch([[*(launcher if processes > 1 else []), worker, path]], timeout)
+    launch([[*(torchrun_command(processes) if processes > 1 else []), worker, path]], timeout)
 
 
 def launch(commands: list[list], timeout: float = 240) -> list[str]:
@@ -189,11 +208,9 @@ def launch(commands: list[list], timeout: float = 240) -> list[str]:
     return [stdout for stdout, _ in outputs]
 
 
-def run_train(
-    *args: object, processes: int = 1, timeout: float = 60, **env: str
-) -> subprocess.CompletedProcess:
+def run_train(*args: object, timeout: float = 60, **options) -> subprocess.CompletedProcess:
     """start_train, waited for. A run that hangs is killed with its processes and raises TimeoutExpired."""
-    process = start_train(*args, processes=processes, **env)
+    process = start_train(*args, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -201,3 +218,14 @@ def run_train(
         process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process, or of one that it starts, can grow beyond so many bytes: a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

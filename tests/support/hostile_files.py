@@ -34,3 +34,8 @@ def replace(path: Path, kind: str) -> None:
         path.mkdir()
     else:
         path.symlink_to("nowhere")
+
+
+def pairs(table: dict) -> list[tuple]:
+    """(name, value) of a table that has several values for each name."""
+    return [(name, value) for name, values in table.items() for value in values]

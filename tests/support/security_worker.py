@@ -3,10 +3,13 @@ attempt to reach the network is counted.
 
     python tests/support/security_worker.py COMMANDS.json
 
-Prints the attempts as its last line, and ends with the first exit status that is not 0.
+Prints the attempts as its last line, first its own, which shows that it would see one, and ends with the
+first exit status that is not 0.
 """
 
+import contextlib
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -25,6 +28,9 @@ def is_local(address) -> bool:
 
 
 sys.addaudithook(count)
+with socket.socket() as own, contextlib.suppress(OSError):
+    own.setblocking(False)
+    own.connect(("192.0.2.1", 443))  # an address for examples, which nobody has
 sys.path.extend(str(Path(__file__).resolve().parents[i]) for i in (2, 1))  # the project, and tests/
 
 import sample  # noqa: E402

@@ -1,9 +1,9 @@
 """SentencePiece files with other settings than sentencepiece/tokenizer.model, a BPE of 1,000 pieces.
 
-python tests/support/sentencepiece_files.py writes expected.json again; it needs sentencepiece 0.2.3.
+expected.json has what sentencepiece 0.2.3 makes of TEXTS with each of READ:
+[SentencePieceProcessor(model_file=str(write_model(folder, *settings))).encode(text) for text in TEXTS].
 """
 
-import json
 import struct
 from pathlib import Path
 
@@ -77,22 +77,3 @@ def write_model(
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(message(fields))
     return folder / "tokenizer.model"
-
-
-def main() -> None:
-    import tempfile
-
-    import sentencepiece
-
-    ids = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (normalizer, types) in READ.items():
-            path = write_model(Path(folder), normalizer, types)
-            library = sentencepiece.SentencePieceProcessor(model_file=str(path))
-            ids[name] = [library.encode(text) for text in TEXTS]
-    lines = [f"{json.dumps(name)}: {json.dumps(found)}" for name, found in ids.items()]
-    (FOLDER / "expected.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    main()

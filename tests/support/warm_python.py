@@ -9,11 +9,10 @@ so the files that are on disk now are tested. A command gets a fresh interpreter
 
 - if it is neither `python [-u] SCRIPT ...` nor `python [-u] -m MODULE ...`,
 - if the environment has variables that Python or a library reads when it starts (_READ_AT_START),
-- if the limits of this process (RLIMIT_AS and others) are not those that the server has,
 - with NANOMFU_COLD_PROCESSES=1, as `make test-all` sets it.
 
-The ranks of torchrun must be its own children. So a fork that becomes torchrun first forks children that
-wait, before it has any thread, and each becomes a rank when torchrun starts one.
+The ranks of torchrun must be its own children. So a fork that becomes torchrun first forks a server of its
+own, before it has any thread.
 """
 
 import atexit
@@ -28,7 +27,6 @@ import random
 import re
 import resource
 import runpy
-import select
 import signal
 import socket
 import struct
@@ -56,11 +54,12 @@ PRELOADED = (
     "tqdm",
 )
 TORCHRUN = "torch.distributed.run"
-RANKS = 4  # that wait in a torchrun; if it starts more, the others are fresh interpreters
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 MESSAGE_BYTES = 1 << 18
 COMMAND_BYTES = 16_384  # room for the command line, as /proc shows it
 _READ_AT_START = re.compile(
-    r"(?!PYTHONUNBUFFERED$|PYTHONPATH$)PYTHON|LC_|LANG|LD_|TORCH|TRITON_INTERPRET|MKL_|CUDA_|MPL"
+    r"(?!PYTHONUNBUFFERED$|PYTHONPATH$)PYTHON|LC_|LANG|LD_|TORCH(?!ELASTIC_|_NCCL_ASYNC)|TRITON_INTERPRET"
+    r"|MKL_|CUDA_|MPL"
 )
 
 
@@ -69,8 +68,6 @@ _READ_AT_START = re.compile(
 
 class Popen(subprocess.Popen):
     """subprocess.Popen, except that a command of this Python may be a fork of the server."""
-
-    _ended: socket.socket | None = None  # tells how a fork ended; None for a fresh interpreter
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         argv = [os.fspath(arg) for arg in args] if isinstance(args, (list, tuple)) else []
@@ -82,37 +79,11 @@ class Popen(subprocess.Popen):
         pipes, session = rest[3:9], rest[14]
         given = (pipes[0], pipes[3], pipes[5])
         streams = [own if end == -1 else end for own, end in enumerate(given)]
-        request = _request(argv, os.fspath(cwd or os.getcwd()), environment, session)
-        self._ended, theirs = socket.socketpair()
-        with theirs:
-            self.pid = _server().start(request, [*streams, theirs.fileno()])
+        request = {"argv": argv, "cwd": os.fspath(cwd or os.getcwd()), "environment": environment}
+        request |= {"session": bool(session), "file_size": resource.getrlimit(resource.RLIMIT_FSIZE)}
+        self.pid = _server().start(json.dumps(request).encode(), streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)
-
-    def _status(self, timeout: float | None) -> tuple[int, int]:
-        """As os.waitpid: (pid, status), or (0, 0) if it still runs."""
-        if not select.select([self._ended], [], [], timeout)[0]:
-            return 0, 0
-        status = self._ended.recv(4)
-        self._ended.close()
-        return self.pid, struct.unpack("i", status)[0] if status else signal.SIGKILL  # the server was killed
-
-    def _try_wait(self, wait_flags):
-        if self._ended is None:
-            return super()._try_wait(wait_flags)
-        return self._status(0 if wait_flags & os.WNOHANG else None)
-
-    def _internal_poll(self, *arguments, **keywords):
-        if self._ended is None or self.returncode is not None:
-            return super()._internal_poll(*arguments, **keywords)
-        if self._waitpid_lock.acquire(False):
-            try:
-                pid, status = self._status(0)
-                if pid:
-                    self._handle_exitstatus(status)
-            finally:
-                self._waitpid_lock.release()
-        return self.returncode
 
 
 def run(args, *, timeout=None, check=False, capture_output=False, **keywords) -> subprocess.CompletedProcess:
@@ -138,53 +109,23 @@ def _is_warm(argv: list[str], environment: dict[str, str]) -> bool:
     small = len(json.dumps([argv, environment])) < MESSAGE_BYTES and sum(map(len, argv)) < COMMAND_BYTES // 2
     special = {name for name in environment if _READ_AT_START.match(name)}
     special = {name for name in special if environment[name] != os.environ.get(name)}
-    return (
-        plain
-        and small
-        and not special
-        and _limits() == _LIMITS
-        and not environment.get("NANOMFU_COLD_PROCESSES")
-    )
-
-
-def _limits() -> list[tuple[int, int]]:
-    names = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_NOFILE", "RLIMIT_NPROC")
-    return [resource.getrlimit(getattr(resource, name)) for name in names]
-
-
-_LIMITS = _limits()  # of this process when it began, and so of the server
-
-
-def _request(argv: list[str], cwd: str, environment: dict[str, str], session: bool) -> bytes:
-    request = {"argv": argv, "cwd": cwd, "environment": environment, "session": bool(session)}
-    request["file_size"] = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return json.dumps(request).encode()
+    return plain and small and not special and not environment.get("NANOMFU_COLD_PROCESSES")
 
 
 class _Server:
-    """The process that forks; it ends when this one does."""
+    """The process that forks, behind a socket; it ends when this one does. Its forks become children of this
+    process: it forks twice, and the child of a process that has ended is given to the nearest one above that
+    asked for such children."""
 
-    def __init__(self):
-        self.connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        room = "-" * COMMAND_BYTES  # forks write their command lines over it
-        threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), room],
-                cwd=Path(__file__).resolve().parents[2],
-                env=os.environ | threads,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+    def __init__(self, connection: socket.socket):
+        self.connection, self.pid = connection, os.getpid()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_BYTES)
-        self.pid = os.getpid()
-        atexit.register(self.connection.close)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def start(self, request: bytes, fds: list[int]) -> int:
-        socket.send_fds(self.connection, [request], fds)
+    def start(self, request: bytes, streams: list[int]) -> int:
+        socket.send_fds(self.connection, [request], streams)
         answer = self.connection.recv(4)
-        assert answer, f"the server of tests/support/warm_python.py has ended: {self.process.poll()}"
+        assert answer, "the server of tests/support/warm_python.py has ended"
         return struct.unpack("i", answer)[0]
 
 
@@ -193,7 +134,20 @@ _started: list[_Server] = []
 
 def _server() -> _Server:
     if not _started or _started[0].pid != os.getpid():
-        _started[:] = [_Server()]
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        room = "-" * COMMAND_BYTES  # forks write their command lines over it
+        threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), room],
+                cwd=Path(__file__).resolve().parents[2],
+                env=os.environ | threads,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        _started[:] = [_Server(ours)]
+        atexit.register(ours.close)
     return _started[0]
 
 
@@ -202,48 +156,25 @@ def _server() -> _Server:
 
 def serve(connection: socket.socket) -> dict:
     """Forks for each request. Returns in the fork, with its request; the server itself ends here."""
-    children: dict[int, socket.socket] = {}  # pid -> who waits for its end
-    told: dict[socket.socket, int] = {}  # ended, but not yet asked for: until then its pid is not given away
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     while True:
-        for ready in select.select([connection, wake, *told], [], [])[0]:
-            if ready == wake:
-                os.read(wake, 4096)
-            elif ready is not connection:
-                os.waitpid(told.pop(ready), 0)
-                ready.close()
-            else:
-                message, fds, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 4)
-                if not message:
-                    os._exit(0)
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    return take_over(json.loads(message), fds[:3])
-                children[pid] = socket.socket(fileno=fds.pop())
-                for fd in fds:
-                    os.close(fd)
-                connection.send(struct.pack("i", pid))
-        for pid in list(children):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                _, status = wait_without_reaping(pid)
-                waiting = children.pop(pid)
-                try:
-                    waiting.send(struct.pack("i", status))
-                except BrokenPipeError:  # nobody asks
-                    pass
-                told[waiting] = pid
-
-
-def wait_without_reaping(pid: int) -> tuple[int, int]:
-    """(pid, status) as os.waitpid gives it; the zombie stays, and so does its pid."""
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    status = ended.si_status << 8 if ended.si_code == os.CLD_EXITED else ended.si_status
-    return pid, status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)
+        message, fds, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        readable, writable = os.pipe()
+        between = os.fork()
+        if not between:
+            between, pid = os.getpid(), os.fork()
+            if pid:
+                os.write(writable, struct.pack("i", pid))
+                os._exit(0)
+            while os.getppid() == between:  # until it has its parent
+                time.sleep(0.0005)
+            return take_over(json.loads(message), fds)
+        for fd in (*fds, writable):
+            os.close(fd)
+        os.waitpid(between, 0)
+        connection.send(os.read(readable, 4))
+        os.close(readable)
 
 
 def take_over(request: dict, streams: list[int]) -> dict:
@@ -293,52 +224,19 @@ def show_command(argv: list[str]) -> None:
 # --- torchrun ---
 
 
-class _Ranks:
-    """Children of a fork that becomes torchrun: each waits until torchrun starts a rank."""
-
-    def __init__(self):
-        self.waiting: list[tuple[int, socket.socket]] = []
-
-    def fork(self) -> dict | None:
-        """None in torchrun; in a child, once it is asked for, its request."""
-        for _ in range(RANKS):
-            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            pid = os.fork()
-            if pid == 0:
-                ours.close()
-                for _, other in self.waiting:
-                    other.close()
-                show_command(["waits to be a rank"])
-                message, fds, *_ = socket.recv_fds(theirs, MESSAGE_BYTES, 3)
-                if not message:
-                    os._exit(0)
-                return take_over(json.loads(message), fds)
-            theirs.close()
-            os.set_inheritable(ours.fileno(), False)
-            self.waiting.append((pid, ours))
-        return None
-
-    def popen(self) -> type[subprocess.Popen]:
-        """What torchrun starts its ranks with."""
-        ranks = self
-
-        class RankPopen(subprocess.Popen):
-            def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
-                if not ranks.waiting:
-                    fresh = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
-                    return super()._execute_child(*fresh)
-                pipes = rest[3:9]
-                given = (pipes[0], pipes[3], pipes[5])
-                streams = [own if end == -1 else end for own, end in enumerate(given)]
-                environment = dict(os.environ if env is None else env)
-                self.pid, connection = ranks.waiting.pop(0)
-                with connection:
-                    message = _request(list(args), os.getcwd(), environment, rest[14])
-                    socket.send_fds(connection, [message], streams)
-                self._child_created = True
-                self._close_pipe_fds(*pipes)
-
-        return RankPopen
+def fork_server() -> dict | None:
+    """In a fork that becomes torchrun, before it has any thread: another server, a child of its own. None in
+    torchrun, whose children the ranks will be; in a rank, its request."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        show_command(["forks ranks"])
+        return serve(theirs)
+    theirs.close()
+    _started[:] = [_Server(ours)]
+    handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    importlib.import_module(handler).Popen = Popen
+    return None
 
 
 def arguments_of(argv: list[str]) -> list[str]:
@@ -356,12 +254,7 @@ def main() -> None:
     words = arguments_of(serve(socket.socket(fileno=int(sys.argv[1])))["argv"])
     if words[:2] == ["-m", TORCHRUN]:
         sys.modules.pop(TORCHRUN)  # it is about to become __main__
-        ranks = _Ranks()
-        rank = ranks.fork()
-        if rank is None:
-            handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-            importlib.import_module(handler).Popen = ranks.popen()
-        else:
+        if rank := fork_server():
             words = arguments_of(rank["argv"])
     try:
         status = run_script(words)
