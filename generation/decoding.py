@@ -12,7 +12,6 @@ import torch
 from common.errors import UserError
 from generation.cache import KeyValueCache, LayerCache, cached_attention
 from generation.choice import GREEDY, Choice, draw
-from generation.cuda_graph import record
 from model import Attention, Transformer
 from ops.heads import Rotary
 from ops.norm import Delta, no_delta
@@ -60,7 +59,9 @@ def generate(
         if not running:
             break
         if made == 1 and device.type == "cuda":
-            step = record(step, tokens, positions, draws[0])
+            # as a CUDA graph: without it, a step of one token waits for hundreds of kernel launches
+            inputs = (tokens.clone(), positions.clone(), draws[0].clone())
+            step = torch.cuda.make_graphed_callables(step, inputs)
         tokens = step(tokens, positions, draws[made])
         # a sequence that has ended stays in the batch, and writes to the last slot at most
         positions = (positions + 1).clamp(max=len(cache.slots) - 1)
