@@ -6,6 +6,7 @@ B sequences · T tokens of the longest prompt · V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from model import Attention, Transformer
 from ops.heads import Rotary
 from ops.norm import Delta, no_delta
 
-Step = Callable[..., torch.Tensor]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
+Step = Callable[..., Any]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
 
 
 @torch.no_grad()

@@ -10,10 +10,8 @@ from support.helpers import TINY, run_train, write_config
 
 from common.errors import UserError
 from tools.evaluate import __main__ as evaluate
-from tools.evaluate.heldout import windows
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -r requirements-evaluate.txt")
-utils = pytest.importorskip("lm_eval.utils")
 # windows of equal tokens, which lm-eval's cache of logits mixes up
 REPEATED = [*TEXTS, "A" * 150, "A" * 70, "A" * 9 + "B"]
 
@@ -26,16 +24,6 @@ def folder(tmp_path_factory):
     make_weights(folder / "begins", name="llama2", begins=True)
     write_texts(make_tasks(folder / "tasks") / "texts.jsonl", REPEATED)
     return folder
-
-
-@pytest.mark.parametrize("stride", [8, 4, 1])
-def test_windows_are_those_of_lm_eval(stride):
-    for length in (1, 8, 9, 16, 31):
-        ids = list(range(1, length + 1))
-        expected = utils.get_rolling_token_windows(ids, 0, 8, 8 - stride + 1)
-        expected = [utils.make_disjoint_window(pair) for pair in expected]
-        found = [(window.tolist(), count) for window, count in windows(ids, 0, 8, stride)]
-        assert found == [([*context, *answer], len(answer)) for context, answer in expected]
 
 
 def test_a_checkpoint_has_the_bits_per_byte_of_a_text_also_as_a_task(folder, tmp_path):

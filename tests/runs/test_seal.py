@@ -348,12 +348,8 @@ def test_commit_that_git_would_take_for_an_option_is_refused(sealed, tmp_path, m
     sealed.write_text(json.dumps(signed(seal)))
     (run := tmp_path / "run.json").write_text(json.dumps(seal["record"]))
     monkeypatch.setattr(contents, "working_difference", lambda commit: pytest.fail(f"git got {commit}"))
-    for main, arguments in (
-        (replay.main, [str(sealed)]),
-        (seal_command.main, ["--verify", str(sealed)]),
-        (seal_command.main, [str(run)]),
-    ):
-        assert run_command(main, arguments) == 2
+    for main, path in ((replay.main, sealed), (seal_command.main, run)):
+        assert run_command(main, [str(path)]) == 2
         error = capsys.readouterr().err
         assert "commit is '--output" in error and len(error.splitlines()) == 1
 

@@ -92,6 +92,19 @@ def losses(tracker) -> list[int]:
     return [step for step, figures in tracker.steps if "train/loss" in figures]
 
 
+def saved(tracker) -> list[int]:
+    """The iterations of the checkpoints."""
+    return [figures["checkpoint/iter"] for _, figures in tracker.steps if "checkpoint/iter" in figures]
+
+
+@pytest.fixture
+def gone():
+    """A flag: the process that is followed has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return f"--follow={process.pid}"
+
+
 # --- what is sent ---
 
 
@@ -109,18 +122,6 @@ def test_all_that_belongs_to_an_iteration_is_sent_at_once(fake, record):
     assert figures.items() >= {"events/straggler": 1, "events/straggler/rank": 1}.items()
     assert figures.items() >= {"train/loss": 2.5, "train/learning_rate": 0.1}.items()
     assert tracker.summary == {"status": "completed", "final_loss": 2.5}
-
-
-def test_checkpoint_that_was_complete_later_is_sent_later_and_says_its_iteration(fake, record):
-    tracker, content = fake(), record()
-    for iteration in range(4):
-        content.add_iteration({"iter": iteration, **ROW})
-    content.add_checkpoint(2, 3.5, "out/step-00000002", write_seconds=1.5)
-    assert content.content["checkpoints"][0]["noted_at_iter"] == 3
-    assert send(content) == 0
-    assert losses(tracker) == [0, 1, 2, 3]
-    step, figures = tracker.steps[-1]
-    assert step == 3 and (figures["checkpoint/iter"], figures["checkpoint/write_seconds"]) == (2, 1.5)
 
 
 def test_the_numbers_of_a_row_are_figures_under_their_names(run, tmp_path):
@@ -233,12 +234,10 @@ def test_what_a_run_writes_just_before_its_end_is_sent(fake, record, monkeypatch
     assert losses(tracker) == [0, 1] and tracker.summary["status"] == "completed"
 
 
-def test_what_a_killed_run_had_is_sent_when_its_process_is_gone(fake, record):
+def test_what_a_killed_run_had_is_sent_when_its_process_is_gone(gone, fake, record):
     tracker, content = fake(), record()
     content.add_iteration({"iter": 0, **ROW})
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    assert send(content, "wandb", f"--follow={gone.pid}", status="running") == 0
+    assert send(content, "wandb", gone, status="running") == 0
     assert losses(tracker) == [0] and tracker.summary["status"] == "running"
 
 
@@ -255,33 +254,28 @@ def killed_at(content, iteration: int, checkpoint: int, noted: int) -> dict:
 def test_whatever_a_tracker_had_before_the_kill_it_has_every_figure_once(last, fake, record):
     history = killed_at(record(), 9, checkpoint=4, noted=6)
     had = [step for step in range(10) if step <= last]
-    had_checkpoint = last >= 6
     tracker, content = fake(last=last), record(history=history, start=4)
     killed_at(content, 12, checkpoint=8, noted=11)
     assert send(content) == 0
     assert had + losses(tracker) == list(range(13))
-    saved = [figures["checkpoint/iter"] for _, figures in tracker.steps if "checkpoint/iter" in figures]
-    assert [4] * had_checkpoint + saved == [4, 8]
+    assert [4] * (last >= 6) + saved(tracker) == [4, 8]
     steps = [step for step, _ in tracker.steps]
     assert steps == sorted(set(steps)), "the steps of Weights & Biases can only rise"
 
 
 @pytest.mark.parametrize("stopped", range(2, 7))
-def test_a_clean_stop_and_a_resume_lose_no_row(stopped, fake, record):
+def test_a_clean_stop_and_a_resume_lose_no_row(stopped, gone, fake, record):
     """The stop saves a checkpoint of the next iteration, which the resume begins with."""
     first = record()
     history = killed_at(first, stopped, checkpoint=stopped + 1, noted=stopped)
     had = fake()
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    assert send(first, "wandb", f"--follow={gone.pid}", status="interrupted") == 0
+    assert send(first, "wandb", gone, status="interrupted") == 0
     assert losses(had) == list(range(stopped + 1))
     tracker, content = fake(last=had.steps[-1][0]), record(history=history, start=stopped + 1)
     killed_at(content, stopped + 3, checkpoint=stopped + 2, noted=stopped + 2)
     assert send(content) == 0
     assert losses(had) + losses(tracker) == list(range(stopped + 4))
-    saved = [figures["checkpoint/iter"] for _, figures in tracker.steps if "checkpoint/iter" in figures]
-    assert saved == [stopped + 1, stopped + 2]
+    assert saved(tracker) == [stopped + 1, stopped + 2]
 
 
 def test_attempts_have_one_id(fake, record):

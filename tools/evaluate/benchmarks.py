@@ -34,7 +34,7 @@ def run_benchmarks(options: argparse.Namespace, source: Source, dtype: str) -> d
     """
     source.model.to("meta")  # its memory is for lm-eval now
     torch.cuda.empty_cache()
-    keys = {"pretrained": str(source.folder), "dtype": dtype, "softmax_dtype": "float32"}
+    keys: dict[str, Any] = {"pretrained": str(source.folder), "dtype": dtype, "softmax_dtype": "float32"}
     keys |= {"prefix_token_id": prefix_of(source), "logits_cache": False}
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lm_eval-", dir=options.output) as scratch:
@@ -53,8 +53,8 @@ def run_benchmarks(options: argparse.Namespace, source: Source, dtype: str) -> d
         flags |= {"model": "hf", "model_args": json.dumps(keys), "output_path": f"{scratch}/found.json"}
         command = ["-m", "lm_eval", "run", *(f"--{name}={value}" for name, value in flags.items())]
         if status := subprocess.run([sys.executable, *command]).returncode:
-            command = shlex.join(["python", *command])
-            raise UserError(f"lm-eval ended with status {status} and says why above; its command: {command}")
+            shown = shlex.join(["python", *command])
+            raise UserError(f"lm-eval ended with status {status} and says why above; its command: {shown}")
         (path,) = Path(scratch).glob("found_*.json")
         found = read_json(path)
     return {name: found[name] for name in RECORDED}

@@ -31,7 +31,11 @@ class Wandb:
         import wandb
 
         # the record has the log, clocks and memory; the command line and the environment may have secrets
-        off = dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True)
+        off: dict[str, Any] = {
+            "x_disable_stats": True,
+            "x_disable_meta": True,
+            "x_disable_machine_info": True,
+        }
         off |= {"x_save_requirements": False, "save_code": False, "disable_git": True, "console": "off"}
         self.files, self.offline = run.folder / "wandb", wandb.setup().settings.mode in ("offline", "dryrun")
         self.pattern = f"offline-run-*-{run.id}"
