@@ -31,19 +31,15 @@ class Wandb:
         import wandb
 
         # the record has the log, clocks and memory; the command line and the environment may have secrets
-        off: dict[str, Any] = {
-            "x_disable_stats": True,
-            "x_disable_meta": True,
-            "x_disable_machine_info": True,
-        }
-        off |= {"x_save_requirements": False, "save_code": False, "disable_git": True, "console": "off"}
+        off: dict[str, Any] = {"console": "off", "x_disable_stats": True, "x_disable_meta": True}
+        off |= {"x_disable_machine_info": True, "x_save_requirements": False, "save_code": False}
         self.files, self.offline = run.folder / "wandb", wandb.setup().settings.mode in ("offline", "dryrun")
         self.pattern = f"offline-run-*-{run.id}"
         for earlier in self.files.glob(self.pattern) if self.offline else ():
             shutil.rmtree(earlier)
-        names: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
-        names |= {"dir": str(run.folder), "resume": "allow", "config": run.config}
-        self.run = wandb.init(**names, settings=wandb.Settings(**off))
+        keys: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
+        keys |= {"dir": str(run.folder), "resume": "allow", "config": run.config}
+        self.run = wandb.init(**keys, settings=wandb.Settings(disable_git=True, **off))
         return NOTHING if self.offline else (self.run.starting_step or 0) + NOTHING
 
     def send(self, step: int, figures: dict[str, float]) -> None:
