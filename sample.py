@@ -19,30 +19,32 @@ import torch
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command, say
 from common.errors import UserError
-from common.json_file import read_regular
 from common.text import plain
 from generation.chat import apply_template
 from generation.choice import Choice
 from generation.decoding import check_prompts, generate
-from generation.source import Source, compute_in, load_run, load_weights
+from generation.source import choose_device, compute_in, load_run, load_weights
 from training.configuration.dtypes import DTYPES
 from training.configuration.seeds import SAMPLING, stream_seed
 
-TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-3, 1e3  # logits divided by it stay numbers in float32
+TEMPERATURE_MAX = 1e3
 TOP_P_MIN = 1e-6  # 0 would leave no token
-MAX_PROMPTS = 1 << 28  # bytes of a file
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv)
     prompts = read_prompts(options)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = choose_device(options.device)
     if options.hf:
         source = load_weights(options.hf, device)
     else:
         source = load_run(Path(options.out_dir), options.checkpoint, device, options.dataset)
     compute_in(source.model, options.dtype)
-    ids, ends = encode(options, source, prompts)
+    if options.chat:
+        ids, ends = apply_template(source.folder, prompts)
+    else:
+        ids, ends = [source.tokenizer.encode(prompt) for prompt in prompts], set()
+    ends = set() if options.ignore_eot else source.ends | ends
     check_prompts(source.model, ids)
     print(source.about, flush=True)
     context = source.model.config.block_size
@@ -72,26 +74,15 @@ def main(argv: list[str]) -> None:
     say(f"{tokens:,} new tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s")
 
 
-def encode(
-    options: argparse.Namespace, source: Source, prompts: list[str]
-) -> tuple[list[list[int]], set[int]]:
-    """The ids of each prompt, and the ids that end a text."""
-    if options.chat:
-        ids, ends = apply_template(source.folder, prompts)
-    else:
-        ids, ends = [source.tokenizer.encode(prompt) for prompt in prompts], set()
-    return ids, set() if options.ignore_eot else source.ends | ends
-
-
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """Those of --prompt, then those of the file, one in each line that is not blank."""
     prompts: list[str] = list(options.prompt)
     if options.prompts is not None:
         try:
-            lines = read_regular(options.prompts, MAX_PROMPTS).decode("utf-8-sig").split("\n")
+            lines = options.prompts.read_text("utf-8-sig").split("\n")
         except (OSError, ValueError) as error:
             raise UserError(f"--prompts: {options.prompts} cannot be read: {error}") from None
-        prompts += [line.removesuffix("\r") for line in lines if line.strip()]
+        prompts += [line for line in lines if line.strip()]
         if not prompts:
             raise UserError(f"--prompts: {options.prompts} holds no prompt; write one in each line")
     if any(plain(prompt) != prompt for prompt in prompts):
@@ -121,12 +112,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=whole_number(0), default=1337, help="the same seed, the same texts (1337)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     add("--dtype", choices=list(DTYPES), default="float32", help="to compute in (float32)")
-    options = parser.parse_args(argv)
-    if 0 < options.temperature < TEMPERATURE_MIN:
-        parser.error(f"--temperature must be 0 or at least {TEMPERATURE_MIN}, got {options.temperature}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device=cuda, but torch finds no CUDA GPU; use --device=cpu")
-    return options
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ def apply_template(folder: Path, prompts: Iterable[str]) -> tuple[list[list[int]
     answer, if the tokenizer names one. Raises UserError."""
     try:
         from transformers import AutoTokenizer
-    except ImportError:
-        raise UserError("--chat needs transformers: pip install -r requirements.txt") from None
-    try:
+
         # a folder may name code of its own, which is never run; a template runs in transformers' sandbox
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+COLDEST = 1e-3  # a temperature below it is as 0: logits divided by it would be no numbers in float32
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -23,7 +25,7 @@ class Choice:
 
     def choose(self, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """logits (B, V) in fp32, draws (B,) in [0, 1) -> ids (B,). No sync point."""
-        if self.temperature == 0:
+        if self.temperature < COLDEST:
             return logits.argmax(dim=-1)
         logits, ids = logits / self.temperature, None  # None: the ids are 0 to V - 1
         if 0 < self.top_k < logits.shape[-1]:

@@ -6,18 +6,18 @@ B sequences · T tokens of the longest prompt · V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
 from common.errors import UserError
 from generation.cache import KeyValueCache, LayerCache, cached_attention
 from generation.choice import GREEDY, Choice, draw
-from generation.cuda_graph import record
 from model import Attention, Transformer
 from ops.activation import Delta, no_delta
 from ops.heads import Rotary
 
-Step = Callable[..., torch.Tensor]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
+Step = Callable[..., Any]  # (tokens (B,), positions (B,), draws (B,)) -> the next tokens (B,)
 
 
 @torch.no_grad()
@@ -60,7 +60,9 @@ def generate(
         if not running:
             break
         if made == 1 and device.type == "cuda":
-            step = record(step, tokens, positions, draws[0])
+            # as a CUDA graph: without it, a step of one token waits for hundreds of kernel launches
+            inputs = (tokens.clone(), positions.clone(), draws[0].clone())
+            step = torch.cuda.make_graphed_callables(step, inputs)
         tokens = step(tokens, positions, draws[made])
         # a sequence that has ended stays in the batch, and writes to the last slot at most
         positions = (positions + 1).clamp(max=len(cache.slots) - 1)

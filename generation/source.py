@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.json_file import read_json
 from data.pipeline.meta_file import load_tokenizer, read_meta
 from data.tokenizers.choice import EOT_NAMES
 from data.tokenizers.tokenizer import Tokenizer, open_tokenizer
@@ -28,8 +27,6 @@ from training.pretrained.generation_settings import end_ids, first_weights
 from training.pretrained.reading import load_pretrained
 from training.pretrained.same_tokenizer import check_recorded, check_rows
 
-MAX_CONFIG = 1 << 24  # bytes of a tokenizer_config.json
-
 
 @dataclass(frozen=True)
 class Source:
@@ -37,7 +34,7 @@ class Source:
     tokenizer: Tokenizer
     folder: Path  # where the tokenizer is
     ends: set[int]  # ids at which generated text ends
-    prefix_id: int | None  # what comes before the first token of a document; None if there is no such token
+    eot_id: int | None  # end-of-text: the dataset's, of weights the first of `ends`
     facts: dict[str, Any]  # where the weights come from
     trained_in: dict[str, Any]  # "dtype", and of a run "low_precision"
 
@@ -48,6 +45,13 @@ class Source:
         loss = self.facts["val_loss"]
         shown = "not evaluated" if loss is None else f"validation loss {loss:.4f}"
         return f"checkpoint {self.facts['checkpoint']}, iteration {self.facts['iteration']}, {shown}"
+
+
+def choose_device(name: str | None) -> torch.device:
+    """None: the GPU, where there is one. Raises UserError."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device=cuda, but torch finds no CUDA GPU; use --device=cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_run(out_dir: Path, which: str, device: torch.device, dataset: str | None = None) -> Source:
@@ -77,24 +81,9 @@ def load_weights(name: str, device: torch.device) -> Source:
     # the ids at which transformers' generate stops; if the folder names none, those of EOT_NAMES
     ends = end_ids({"config": config, "generation": generation}, None)
     ends = ends or [one for name in EOT_NAMES if (one := opened.token_id(name)) is not None]
-    prefix_id = _special_id(weights.folder, opened)
-    prefix_id = next(iter(ends), None) if prefix_id is None else prefix_id
     facts = {"weights": str(weights.folder), "commit": weights.commit}
     trained_in = {"dtype": config.get("dtype") or config.get("torch_dtype")}
-    return Source(model, opened, weights.folder, set(ends), prefix_id, facts, trained_in)
-
-
-def _special_id(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """What lm-eval's backend `hf` puts before a text: beginning-of-text, else end-of-text."""
-    path = folder / "tokenizer_config.json"
-    try:
-        config = read_json(path, MAX_CONFIG) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    named = (config.get("bos_token"), config.get("eos_token"))
-    names = [token.get("content") if isinstance(token, dict) else token for token in named]
-    ids = [tokenizer.token_id(name) for name in names if isinstance(name, str)]
-    return next((one for one in ids if one is not None), None)
+    return Source(model, opened, weights.folder, set(ends), next(iter(ends), None), facts, trained_in)
 
 
 def compute_in(model: Transformer, dtype: str) -> None:

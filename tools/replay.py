@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import run_records
 from common.text import one_line
-from tools.seal.contents import changed_sections, code_text, read_seal, readable
+from tools.seal.contents import changed_parts, code_text, read_seal, readable
 from tools.seal.recount import disagreements
 from training.batches.fingerprint import run_fingerprint
 from training.batches.sources import open_sources
@@ -45,7 +45,6 @@ NOT_TAKEN |= {"always_save_checkpoint", "save_log_to_json", *REMOVED_KEYS}
 NOT_TAKEN |= {"gradient_accumulation_steps_per_gpu", "gradient_accumulation_steps_global"}
 MESSAGE = 1000  # characters of a line; some of its words are the seal's
 
-
 Finding = tuple[str, bool | None, str]  # what, whether it holds (None: that means nothing here), a text
 
 
@@ -57,12 +56,15 @@ def main(argv: list[str]) -> int:
 
 def replay(options: argparse.Namespace) -> int:
     seal = read_seal(options.seal)
-    if changed := changed_sections(seal):
+    if changed := changed_parts(seal):
         raise UserError(f"{options.seal} was changed after sealing: {', '.join(changed)}; fetch it again")
     if wrong := disagreements(seal):
         raise UserError(f"{options.seal} does not agree with itself: {wrong[0]}")
     record = seal["record"]
-    processes = require_machine(record)
+    processes = record["startup_info"]["hardware"]["num_gpus"]
+    here = os.cpu_count() or 1 if record["config"]["device"] == "cpu" else torch.cuda.device_count()
+    if not 1 <= processes <= here:
+        raise UserError(f"the sealed run used {processes} GPUs (or processes), and this machine has {here}")
     out_dir = (options.out_dir or Path("out-replay") / options.seal.stem).resolve()
     if run_records(out_dir):
         raise UserError(f"{out_dir} has a run already; name an empty folder with --out_dir")
@@ -100,15 +102,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def require_machine(record: dict[str, Any]) -> int:
-    """The number of processes. Raises UserError if this machine has not as many GPUs, or cores for a CPU."""
-    processes = record["startup_info"]["hardware"]["num_gpus"]
-    here = os.cpu_count() or 1 if record["config"]["device"] == "cpu" else torch.cuda.device_count()
-    if not 1 <= processes <= here:
-        raise UserError(f"the sealed run used {processes} GPUs (or processes), and this machine has {here}")
-    return processes
-
-
 def settings(record: dict[str, Any], out_dir: Path, dataset: str | None) -> list[str]:
     """Flags of train.py with the sealed configuration. Raises UserError for keys that are no settings here;
     train.py checks types and rules."""
@@ -125,12 +118,8 @@ def settings(record: dict[str, Any], out_dir: Path, dataset: str | None) -> list
 
 def require_data(config: TrainConfig, sealed: str) -> None:
     """Raises UserError if the dataset is absent, or has another fingerprint."""
-    try:
-        # the index of packed windows, which a scan opens, is part of the fingerprint
-        here = run_fingerprint(open_sources(config, scan=config.packing == "truncate"))["sha256"]
-    except UserError as error:
-        hint = "--dataset=FOLDER names another place; python -m bench.random_tokens N makes random-N"
-        raise UserError(f"{error}\nThe seal needs this dataset; {hint}") from None
+    # the index of packed windows, which a scan opens, is part of the fingerprint
+    here = run_fingerprint(open_sources(config, scan=config.packing == "truncate"))["sha256"]
     if here != sealed:
         raise UserError(
             f"the dataset {config.dataset!r} holds other tokens than the sealed run read (fingerprint "
@@ -144,17 +133,14 @@ def findings(old: dict[str, Any], new: dict[str, Any]) -> list[Finding]:
     counts = " and now ".join(f"{one['flops_per_token']:,}" for one in flops)
     return [
         ("FLOPs/token", flops[0]["totals"] == flops[1]["totals"], f"{counts}, and by all formulas"),
-        _losses("losses", *(_values(one["training_iterations"], "loss") for one in (old, new))),
-        _losses("evaluations", *(_values(one["eval_steps"], "val_loss") for one in (old, new))),
+        _losses("losses", old["training_iterations"], new["training_iterations"], "loss"),
+        _losses("evaluations", old["eval_steps"], new["eval_steps"], "val_loss"),
         _speed(old, new),
     ]
 
 
-def _values(rows: list[dict], name: str) -> dict[int, float]:
-    return {row["iter"]: row[name] for row in rows}
-
-
-def _losses(what: str, old: dict[int, float], new: dict[int, float]) -> Finding:
+def _losses(what: str, old_rows: list[dict], new_rows: list[dict], name: str) -> Finding:
+    old, new = ({row["iter"]: row[name] for row in rows} for rows in (old_rows, new_rows))
     if missing := sorted(old.keys() - new.keys()):
         return what, False, f"iteration {missing[0]} has none now"
     # repr: nan, the loss of a run that diverged, is equal to nan
@@ -167,15 +153,13 @@ def _losses(what: str, old: dict[int, float], new: dict[int, float]) -> Finding:
 
 
 def _speed(old: dict[str, Any], new: dict[str, Any]) -> Finding:
-    """tokens/s, and so MFU, both of the sealed peak: a peak that is measured anew is another one."""
-    names = [one["startup_info"]["hardware"]["gpu_name"] for one in (old, new)]
+    """tokens/s, and so MFU of the sealed peak: a peak that is measured anew is another one."""
     if (rows := min(one["summary"]["rows_after_warmup"] for one in (old, new))) < MIN_ROWS:
         return "tokens/s", None, f"too few rows after the warm-up: {rows}, not {MIN_ROWS}"
+    names = [one["startup_info"]["hardware"]["gpu_name"] for one in (old, new)]
     rates = [one["summary"]["tokens_per_sec"]["median"] for one in (old, new)]
     change = rates[1] / rates[0] - 1
-    text = f"{rates[0]:,.0f} and now {rates[1]:,.0f}, {100 * change:+.1f} %"
-    if mfu := old["summary"]["mfu_percent"]:
-        text += f"; MFU {mfu['median']:.2f} and {(1 + change) * mfu['median']:.2f} % of the sealed peak"
+    text = f"{rates[0]:,.0f} and now {rates[1]:,.0f}, {100 * change:+.1f} %, and so is MFU"
     if names[0] != names[1]:
         return "tokens/s", None, f"{text}; sealed on {names[0]}, this is {names[1]}"
     if old["config"]["device"] == "cpu":

@@ -1,11 +1,8 @@
 """tools.evaluate on GPUs finds what it finds on the CPU."""
 
-import json
-
 import pytest
 import torch
 from support.evaluation import TEXTS, figures, make_weights, write_texts
-from support.helpers import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -29,14 +26,3 @@ def test_a_gpu_finds_the_nats_of_the_cpu(argv, on_cpu, tmp_path, dtype, toleranc
     assert found["texts"][0]["nats"] == pytest.approx(on_cpu["nats"], rel=tolerance)
     assert found["texts"][0]["tokens"] == on_cpu["tokens"]
     assert found["hardware"]["device"] == torch.cuda.get_device_name()
-
-
-def test_two_gpus_find_the_nats_of_the_cpu(argv, on_cpu, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    launch([[*torchrun, "-m", "tools.evaluate", *argv, "--dtype=float32", f"--output={tmp_path}"]])
-    (path,) = tmp_path.glob("evaluate_*.json")
-    found = json.loads(path.read_text())
-    assert found["hardware"]["processes"] == 2
-    assert found["texts"][0]["nats"] == pytest.approx(on_cpu["nats"], rel=1e-5)

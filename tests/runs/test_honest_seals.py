@@ -67,10 +67,10 @@ def seal_and_replay(run, monkeypatch, tmp_path, capsys, data):
             assert run(config, *flags, f"--out_dir={tmp_path / 'out'}") == 0, capsys.readouterr().err
         record = max((tmp_path / "out").glob("run_*.json"))
         monkeypatch.setattr(replay, "run_process", run_here)
-        seal = tmp_path / "seal.json"
+        seal = record.with_name(record.name.replace("run_", "seal_"))
         capsys.readouterr()
         for main, arguments in (
-            (seal_command.main, [str(record), f"--output={seal}"]),
+            (seal_command.main, [str(record)]),
             (seal_command.main, ["--verify", str(seal)]),
             (replay.main, [str(seal), f"--out_dir={tmp_path / 'again'}"]),
         ):

@@ -294,10 +294,3 @@ def test_a_seal_of_the_earlier_name_is_no_record_and_is_still_verified(folder, c
     assert plot_single_run.main([f"{OUT}/run_*.json"]) == 0
     assert plot_single_run.main([str(old)]) == 2
     assert "is a seal; the figures are in the run record" in capsys.readouterr().err
-
-
-def test_no_seal_gets_the_name_of_a_record(folder, capsys):
-    (record,) = (folder / OUT).glob("run_*.json")
-    with pytest.raises(SystemExit):
-        seal.main([str(record), f"--output={OUT}/run_1.json"])
-    assert "only run records are named run_*.json" in capsys.readouterr().err

@@ -148,25 +148,14 @@ def test_a_file_without_prompts_is_one_message(content, message, tmp_path):
 # --- where a text ends ---
 
 
-def test_a_text_ends_at_the_context_and_a_line_says_so(ready, capsys):
+def test_a_text_ends_at_the_context_and_lines_say_so_and_how_fast_it_was(ready, capsys):
     context = TINY["block_size"]
     sample.main([f"--out_dir={ready}", "--prompt=ABC", "--max_new_tokens=999", "--device=cpu"])
     shown = capsys.readouterr()
     assert len(shown.out.partition("--- sample 1 ---\n")[2].rstrip("\n")) == context
     assert f"the model's context has {context} tokens, which leave room for {context - 3} new" in shown.err
-
-
-def test_the_speed_is_said_at_the_end(ready, capsys):
-    sample.main([f"--out_dir={ready}", "--prompt=ABC", "--max_new_tokens=9", "--device=cpu"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"9 new tokens in [\d.]+ s, [\d,]+ tokens/s", last)
-
-
-def test_a_prompt_longer_than_the_context_is_one_message(ready):
-    with pytest.raises(
-        UserError, match=f"the prompt has 200 tokens, but .* has {TINY['block_size']} for prompt"
-    ):
-        sample.main([f"--out_dir={ready}", f"--prompt={'A' * 200}", "--device=cpu"])
+    last = shown.err.splitlines()[-1]
+    assert re.fullmatch(rf"{context - 3} new tokens in [\d.]+ s, [\d,]+ tokens/s", last)
 
 
 def other_tokens(ready, folder, **keys):

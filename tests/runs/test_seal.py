@@ -44,10 +44,10 @@ def record(folder):
 
 @pytest.fixture
 def sealed(record, tmp_path):
-    """The path of a seal of it."""
-    path = tmp_path / "a.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--output={path}"]) == 0
-    return path
+    """The path of a seal of a copy of it."""
+    (tmp_path / "run_a.json").write_text(json.dumps(record[1]))
+    assert run_command(seal_command.main, [str(tmp_path / "run_a.json")]) == 0
+    return tmp_path / "seal_a.json"
 
 
 def signed(seal):
@@ -94,14 +94,9 @@ def test_published_seals_verify_and_their_settings_are_those_of_this_code(path, 
 
 
 CHANGES = {
-    "configuration": lambda seal: seal["record"]["config"].update(learning_rate=1.0),
-    "environment": lambda seal: seal["record"]["startup_info"]["software"].update(torch="9.9"),
-    "data": lambda seal: seal["record"]["startup_info"]["data"].update(fingerprint="0" * 64),
-    "clocks": lambda seal: seal["record"]["training_iterations"][3].update(sm_clock_mhz=1980),
-    "rows": lambda seal: seal["record"]["training_iterations"][3].update(loss=1.0),
+    "record": lambda seal: seal["record"]["training_iterations"][3].update(loss=1.0),
     "code": lambda seal: seal["code"].update(commit="0" * 40),
     "bench": lambda seal: seal.update(bench={"entries": []}),
-    "record": lambda seal: seal["record"]["summary"].update(best_val_loss=0.5),
     "digests": lambda seal: seal.update(digest="0" * 64),
 }
 
@@ -110,9 +105,8 @@ CHANGES = {
 def test_part_that_was_changed_by_hand_is_named(sealed, part, capsys):
     seal = json.loads(sealed.read_text())
     CHANGES[part](seal)
-    assert part in contents.changed_sections(seal)
     assert verify(sealed, seal) == 1
-    assert part in capsys.readouterr().out.partition("CHANGED after sealing: ")[2].splitlines()[0]
+    assert f"CHANGED after sealing: {part}\n" in capsys.readouterr().out
     assert run_command(replay.main, [str(sealed)]) == 2  # a changed seal is not run
     assert "was changed after sealing" in capsys.readouterr().err
 
@@ -269,9 +263,6 @@ def test_replay_refuses_other_data_and_settings_that_do_not_exist(sealed, tmp_pa
     other = make_dataset(tmp_path / "other", seed=1)
     assert run_command(replay.main, [str(sealed), f"--dataset={other}", f"--out_dir={tmp_path / 'o'}"]) == 2
     assert "holds other tokens than the sealed run read" in capsys.readouterr().err
-    command = [str(sealed), "--dataset=random-7", f"--out_dir={tmp_path / 'q'}"]
-    assert run_command(replay.main, command) == 2
-    assert "python -m bench.random_tokens N makes random-N" in capsys.readouterr().err
     seal = json.loads(sealed.read_text())
     seal["record"]["config"]["__import__"] = "os"
     sealed.write_text(json.dumps(signed(seal)))
@@ -309,8 +300,8 @@ def test_run_record_and_cut_seal_are_no_seals(sealed, record, capsys):
     assert verify(record[0]) == 2
     assert "is a run record, no seal" in capsys.readouterr().err
     seal = json.loads(sealed.read_text())
-    assert verify(sealed, seal | {"seal": 2}) == 2
-    assert "is no seal of version 1: its 'seal' is 2" in capsys.readouterr().err
+    assert verify(sealed, seal | {"seal": 3}) == 2
+    assert "is no seal of version 1 or 2: its 'seal' is 3" in capsys.readouterr().err
     del seal["digests"]
     assert verify(sealed, seal) == 2
     assert "damaged, or of another version: KeyError: 'digests'" in capsys.readouterr().err
@@ -326,12 +317,9 @@ def test_forged_figure_that_is_no_figure_ends_without_a_traceback(record, value,
         place[name] = known
 
 
-def test_seal_is_never_written_over_and_a_failed_one_names_the_file(sealed, record, tmp_path, capsys):
-    assert run_command(seal_command.main, [str(record[0]), f"--output={sealed}"]) == 2
+def test_seal_is_never_written_over(sealed, capsys):
+    assert run_command(seal_command.main, [str(sealed.with_name("run_a.json"))]) == 2
     assert "never written over" in capsys.readouterr().err
-    asked = tmp_path / "absent" / "a.seal.json"
-    assert run_command(seal_command.main, [str(record[0]), f"--output={asked}"]) == 2
-    assert f"{asked}: No such file" in capsys.readouterr().err
 
 
 def test_secrets_of_a_record_are_not_sealed(record):
@@ -360,12 +348,8 @@ def test_commit_that_git_would_take_for_an_option_is_refused(sealed, tmp_path, m
     sealed.write_text(json.dumps(signed(seal)))
     (run := tmp_path / "run.json").write_text(json.dumps(seal["record"]))
     monkeypatch.setattr(contents, "working_difference", lambda commit: pytest.fail(f"git got {commit}"))
-    for main, arguments in (
-        (replay.main, [str(sealed)]),
-        (seal_command.main, ["--verify", str(sealed)]),
-        (seal_command.main, [str(run)]),
-    ):
-        assert run_command(main, arguments) == 2
+    for main, path in ((replay.main, sealed), (seal_command.main, run)):
+        assert run_command(main, [str(path)]) == 2
         error = capsys.readouterr().err
         assert "commit is '--output" in error and len(error.splitlines()) == 1
 

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common.errors import UserError
+from common.json_file import read_json
 from data.pipeline.documents import BadRecord, read_records
 from data.pipeline.input_files import KNOWN, is_read
 from data.pipeline.verified import damaged_files
@@ -28,10 +29,9 @@ from training.batches.dataset import open_dataset
 from training.batches.document_starts import find_documents
 from training.configuration.keys import TrainConfig
 from training.pretrained.same_tokenizer import check_dataset
-from training.process.world import World, gather_objects
 
 LARGEST_NATS = 700.0  # of a token; e to this power is still a number
-BATCHES_SORTED = 64  # of each rank: as many windows are held in memory to be sorted by length
+BATCHES_SORTED = 64  # as many batches of windows are held in memory to be sorted by length
 LENGTH_MULTIPLE = 64  # lengths are rounded up to one, so that GPU kernels meet few shapes
 
 Document = tuple[np.ndarray, int]  # its ids, and its bytes
@@ -39,11 +39,10 @@ Window = tuple[np.ndarray, int]  # ids, of which the last so many are predicted
 
 
 def evaluate_documents(
-    documents: Iterator[Document], source: Source, batch_size: int, stride: int, where: str, world: World
+    documents: Iterator[Document], source: Source, batch_size: int, stride: int, where: str
 ) -> dict[str, Any]:
-    """The figures of all documents together. All ranks, with the same documents; each computes its share.
-    Raises UserError if there is nothing to predict."""
-    config, prefix_id = source.model.config, source.prefix_id
+    """The figures of all documents together. Raises UserError if there is nothing to predict."""
+    config, prefix_id = source.model.config, prefix_of(source)
     number = tokens = size = 0
 
     def all_windows() -> Iterator[Window]:
@@ -61,27 +60,19 @@ def evaluate_documents(
                 tokens += window[1]
                 yield window
 
-    remaining, mine = all_windows(), []
-    with tqdm(desc=where, unit=" tokens", unit_scale=True, disable=not world.is_main) as bar:
-        while some := list(itertools.islice(remaining, BATCHES_SORTED * batch_size * world.size)):
-            # every rank has long ones and short ones, and each batch those of about one length
-            share = iter(sorted(some, key=lambda window: -len(window[0]))[world.rank :: world.size])
-            while batch := list(itertools.islice(share, batch_size)):
-                mine += window_nats(source.model, batch)
-            bar.update(tokens - bar.n)
-    nats = math.fsum(gather_objects(math.fsum(mine), world))
+    remaining, sums = iter(tqdm(all_windows(), desc=where, unit=" windows")), []
+    while some := list(itertools.islice(remaining, BATCHES_SORTED * batch_size)):
+        some.sort(key=lambda window: -len(window[0]))  # each batch has windows of about one length
+        for first in range(0, len(some), batch_size):
+            sums += window_nats(source.model, some[first : first + batch_size])
+    nats = math.fsum(sums)
     if not tokens or not size:
         raise UserError(f"{where} has no text that could be predicted: it is empty, or of one token alone")
     if not nats < LARGEST_NATS * tokens:  # also NaN
         raise UserError(f"{where}: the loss is not finite; compute in another dtype: --dtype=float32")
-    figures = {
-        "documents": number,
-        "tokens": tokens,
-        "bytes": size,
-        "nats": nats,
-        "nats_per_token": nats / tokens,
-    }
-    return {**figures, "perplexity": math.exp(nats / tokens), "bits_per_byte": nats / math.log(2) / size}
+    figures = {"documents": number, "tokens": tokens, "bytes": size, "nats": nats}
+    figures |= {"nats_per_token": nats / tokens, "perplexity": math.exp(nats / tokens)}
+    return {**figures, "bits_per_byte": nats / math.log(2) / size}
 
 
 def windows(ids: np.ndarray, prefix_id: int | None, block_size: int, stride: int) -> Iterator[Window]:
@@ -121,6 +112,18 @@ def window_nats(model: Transformer, batch: list[Window]) -> list[float]:
     return torch.stack(sums).tolist()  # sync point, one for each batch
 
 
+def prefix_of(source: Source) -> int | None:
+    """What comes before the first token of a document; None if there is no such token. Of a run, that is the
+    end-of-text token, as in training; of weights, what lm-eval puts there: beginning-of-text, else
+    end-of-text, as the tokenizer names them."""
+    path = source.folder / "tokenizer_config.json"
+    config = read_json(path) if "weights" in source.facts and path.exists() else {}
+    named = (config.get("bos_token"), config.get("eos_token"))
+    names = [token.get("content") if isinstance(token, dict) else token for token in named]
+    ids = [source.tokenizer.token_id(name) for name in names if isinstance(name, str)]
+    return next((one for one in ids if one is not None), source.eot_id)
+
+
 def _bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     return len(tokenizer.decode(ids.tolist()).encode("utf-8"))
 
@@ -150,7 +153,7 @@ def text_documents(path: Path, tokenizer: Tokenizer, limit: int | None) -> Itera
         yield ids, len(text.encode("utf-8"))
 
 
-def dataset_documents(name: str, source: Source, world: World, limit: int | None) -> Iterator[Document]:
+def dataset_documents(name: str, source: Source, limit: int | None) -> Iterator[Document]:
     """The documents of a dataset's validation split, without their end-of-text tokens. Checks names, sizes
     and hashes. Raises UserError."""
     vocab_size = source.model.config.vocab_size
@@ -161,7 +164,7 @@ def dataset_documents(name: str, source: Source, world: World, limit: int | None
     folder = tokens.paths[0].parent
     check_dataset(source.tokenizer, "the model", folder, "evaluate the text that it was made of: --text=FILE")
     files = {path.name: meta["files"].get(path.name, {}) for path in tokens.paths}
-    if world.local_rank == 0 and (damaged := damaged_files(folder, meta["dtype"], files)):
+    if damaged := damaged_files(folder, meta["dtype"], files):
         raise UserError(f"{folder / min(damaged)} is not the file that meta.json describes; copy it again")
     start, ends = 0, iter([np.array([tokens.total])])  # one document, if nothing says where documents end
     if meta["eot_id"] is not None or all("lengths" in file for file in files.values()):

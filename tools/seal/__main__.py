@@ -17,17 +17,15 @@ from common.arguments import user_folder
 from common.command import FAILED, run_command
 from common.durable_file import write_json
 from common.errors import UserError
-from common.text import aligned, one_line
-from tools.seal.contents import changed_sections, code_text, make_seal, read_record, read_seal, readable
+from common.text import one_line
+from tools.seal.contents import changed_parts, code_text, make_seal, read_record, read_seal, readable
 from tools.seal.recount import disagreements, recount
-
-COLUMNS = ("formula", "FLOPs/token", "MFU %", "causal FLOPs/token", "causal MFU %")
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
     with readable(options.file):
-        return verify(options.file) if options.verify else seal(options.file, options.output)
+        return verify(options.file) if options.verify else seal(options.file)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -37,22 +35,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("file", metavar="FILE", type=user_folder, help="a run record; with --verify, a seal")
     add("--verify", action="store_true", help="check a seal instead of making one")
-    add("--output", type=user_folder, help="the seal's file (default: seal_*.json beside the record)")
-    options = parser.parse_args(argv)
-    if options.verify and options.output:
-        parser.error("--verify writes nothing, so it takes no --output")
-    if options.output and options.output.match("run_*.json"):
-        parser.error(f"--output={options.output}: only run records are named run_*.json; write seal_*.json")
-    return options
+    return parser.parse_args(argv)
 
 
-def seal(path: Path, out: Path | None) -> int:
+def seal(path: Path) -> int:
     content = make_seal(read_record(path))
     if wrong := disagreements(content):
         raise UserError(f"{path} does not agree with itself, so it is not sealed: {one_line(wrong[0], 300)}")
-    out = out or path.with_name(f"seal_{path.stem.removeprefix('run_')}.json")
+    out = path.with_name(f"seal_{path.stem.removeprefix('run_')}.json")
     if out.exists():
-        raise UserError(f"{out} exists; a seal is never written over: remove it, or choose another --output")
+        raise UserError(f"{out} exists; a seal is never written over: remove it, or give it another name")
     write_json(out, content)
     print(f"Sealed in {out}\nCode:   {code_text(content['code'])}\nDigest: {content['digest']}")
     return 0
@@ -60,16 +52,14 @@ def seal(path: Path, out: Path | None) -> int:
 
 def verify(path: Path) -> int:
     content = read_seal(path)
-    if changed := changed_sections(content):
+    if changed := changed_parts(content):
         print(f"CHANGED after sealing: {', '.join(changed)}")
         return FAILED  # its figures are those of whoever changed it
+    for formula, flops, causal_flops, *percents in recount(content["record"]):
+        mfu, causal_mfu = ("no peak" if each is None else f"{each:.2f} % MFU" for each in percents)
+        print(f"{formula}: {flops:,} FLOPs/token, {mfu}; causal: {causal_flops:,}, {causal_mfu}")
+    print(f"Digest: {content['digest']}")
     wrong = disagreements(content)
-    rows = []
-    for name, flops, causal_flops, *percents in recount(content["record"]):
-        mfu, causal_mfu = ("no peak" if each is None else f"{each:.2f}" for each in percents)
-        rows.append([name, f"{flops:,}", mfu, f"{causal_flops:,}", causal_mfu])
-    print("\n".join(aligned(COLUMNS, rows, ("formula",), "github")))
-    print(f"\nDigest: {content['digest']}")
     for line in wrong:
         print(f"DOES NOT AGREE: {one_line(line, 1000)}")
     if not wrong:

@@ -22,9 +22,8 @@ from common.text import one_line, shown
 from training.process.redaction import redact, redact_all
 from training.records.startup_info import difference_sha256, working_difference
 
-VERSION = 1
-ENVIRONMENT = ("software", "hardware", "machine", "launch", "attention")  # of startup_info
-CLOCKS = ("sm_clock_mhz", "power_w", "temperature_c", "throttle", "gpu_reason")
+VERSION = 2  # 1 has digests of parts of the record, too
+PARTS = ("record", "code", "bench")  # which have digests; seals of earlier versions may have results of peers
 COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # git gets it as an argument, and people copy it
 MAX_BYTES = 256 << 20  # of a seal; a record of a million rows has more
 
@@ -61,20 +60,7 @@ def code_text(code: dict[str, Any]) -> str:
 
 
 def digests_of(seal: dict[str, Any]) -> dict[str, str]:
-    """Of parts that have a name, and of the whole record, so that any change is found."""
-    record = seal["record"]
-    startup, rows = record["startup_info"], record["training_iterations"]
-    sections = {
-        "configuration": record["config"],
-        "environment": {name: startup.get(name) for name in ENVIRONMENT},
-        "data": startup.get("data"),
-        "clocks": [{name: row.get(name) for name in CLOCKS} for row in rows],
-        "rows": rows,
-        "code": seal["code"],
-        "bench": seal.get("bench"),  # seals of earlier versions may have results of peers
-        "record": record,
-    }
-    return {name: sha256(section) for name, section in sections.items()}
+    return {name: sha256(seal.get(name)) for name in PARTS}
 
 
 def sha256(content: Any) -> str:
@@ -82,14 +68,10 @@ def sha256(content: Any) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def changed_sections(seal: dict[str, Any]) -> list[str]:
-    """What was changed after sealing: names of sections, or 'digests'."""
-    now, then = digests_of(seal), seal["digests"]
-    changed = [name for name in now if now[name] != then.get(name)]
-    return changed or ["digests"] * (now != then or sha256(then) != seal["digest"])
-
-
-# --- reading ---
+def changed_parts(seal: dict[str, Any]) -> list[str]:
+    """What was changed after sealing: names of parts, or 'digests'."""
+    changed = [name for name, digest in digests_of(seal).items() if digest != seal["digests"].get(name)]
+    return changed or ["digests"] * (sha256(seal["digests"]) != seal["digest"])
 
 
 @contextlib.contextmanager
@@ -116,8 +98,8 @@ def read_seal(path: Path) -> dict[str, Any]:
     seal = read_json(path, MAX_BYTES)
     if "seal" not in seal and "training_iterations" in seal:
         raise UserError(f"{path} is a run record, no seal; make one: python -m tools.seal {path}")
-    if seal["seal"] != VERSION:
-        raise UserError(f"{path} is no seal of version {VERSION}: its 'seal' is {shown(seal['seal'])}")
+    if seal["seal"] not in (1, VERSION):
+        raise UserError(f"{path} is no seal of version 1 or {VERSION}: its 'seal' is {shown(seal['seal'])}")
     _checked(seal["record"], path)
     return seal
 

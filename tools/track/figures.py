@@ -8,18 +8,22 @@ from typing import Any
 ROW = {"loss": "train/loss", "lr": "train/learning_rate", "skipped_updates": "train/skipped_updates"}
 ROW |= {"tokens_seen": "tokens", "padding_percent": "speed/padding_percent", "warmup": "speed/warmup"}
 ROW |= {name: f"speed/{name}" for name in ("time_ms", "tokens_per_sec", "tokens_per_sec_per_gpu")}
-ROW |= {name: f"gpu/{name}" for name in ("sm_clock_mhz", "power_w", "temperature_c")}
+ROW |= {"attempt": "run/attempt"} | {f: f"gpu/{f}" for f in ("sm_clock_mhz", "power_w", "temperature_c")}
 GROUPS = {"mfu": "mfu/", "memory": "memory/", "gradients": "gradients/", "throttle": "gpu/throttle/"}
-# Of a row's mfu, what may change; the others are constant, or said by another figure.
-MFU: tuple[str, ...] = ("mfu_percent", "mfu_causal_percent", "hfu_percent", "mfu_bf16_percent")
-MFU += ("mfu_fp8_percent", "achieved_tflops", "achieved_tflops_per_gpu", "document_length_per_token")
+MFU = ("mfu_", "hfu_", "achieved_", "document_")  # so begins what may change of a row's mfu
 PLACE = ("iter", "attempt", "noted_at_iter", "lr")  # of other entries: no figures of theirs
 
 
 def figures_of(section: str, entry: dict[str, Any]) -> dict[str, float]:
     """The figures of an entry in a section of the record."""
     if section == "training_iterations":
-        return _row(entry)
+        found = _numbers({name: entry.get(field) for field, name in ROW.items()})
+        for field, prefix in GROUPS.items():
+            values = entry.get(field) or {}
+            found |= _numbers(
+                {k: v for k, v in values.items() if field != "mfu" or k.startswith(MFU)}, prefix
+            )
+        return found
     if section == "eval_steps":
         found = _numbers(entry, "eval/")
         for source, losses in (entry.get("sources") or {}).items():  # of a mixture
@@ -29,16 +33,6 @@ def figures_of(section: str, entry: dict[str, Any]) -> dict[str, float]:
         return {"checkpoint/iter": entry["iter"], **_numbers(entry, "checkpoint/")}
     name = f"events/{entry.get('kind')}"
     return {name: 1, f"{name}/iter": entry["iter"], **_numbers(entry, f"{name}/")}
-
-
-def _row(row: dict[str, Any]) -> dict[str, float]:
-    found = _numbers({name: row.get(field) for field, name in ROW.items()})
-    if row.get("attempt", 1) != 1:  # a run that was never interrupted has no such chart
-        found["run/attempt"] = row["attempt"]
-    for field, prefix in GROUPS.items():
-        values = row.get(field) or {}
-        found |= _numbers({k: v for k, v in values.items() if field != "mfu" or k in MFU}, prefix)
-    return found
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -1,10 +1,10 @@
 """Weights & Biases, TensorBoard and trackio. open() says what the tracker has, whatever ended an earlier
-process: the last step of which it has all figures, or NOTHING."""
+process: the last step of which it has all figures, or NOTHING. Files that only this process reads and writes
+are written anew by each process, so they are the whole run."""
 
 from __future__ import annotations
 
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,88 +18,61 @@ class Run:
 
     id: str  # the same in all attempts
     name: str
+    unique_name: str  # for trackers that know a run by its name alone
     project: str
     folder: Path  # of the record
     config: dict[str, Any]  # the settings, and what is constant in a run
 
-    @property
-    def unique_name(self) -> str:
-        """For trackers that know a run by its name alone."""
-        return f"{self.name}-{self.id}"
 
-
-class WandbTracker:
-    """Its steps can only rise, so each is sent once, whole. Its server says what it has. Files that were
-    written offline are written anew, so that the newest alone is the whole run."""
+class Wandb:
+    """Its steps can only rise, so each is sent once, whole. Its server says what it has."""
 
     def open(self, run: Run) -> int:
         import wandb
 
-        settings = wandb.Settings(
-            silent=True,
-            console="off",  # the log is beside the record
-            x_disable_stats=True,  # the record has clocks, power and memory
-            x_disable_meta=True,  # the command line and the environment, which may have secrets
-            x_disable_machine_info=True,
-            x_save_requirements=False,
-            save_code=False,
-            disable_git=True,
-        )
+        # the record has the log, clocks and memory; the command line and the environment may have secrets
+        off: dict[str, Any] = {"console": "off", "x_disable_stats": True, "x_disable_meta": True}
+        off |= {"x_disable_machine_info": True, "x_save_requirements": False, "save_code": False}
         self.files, self.offline = run.folder / "wandb", wandb.setup().settings.mode in ("offline", "dryrun")
         self.pattern = f"offline-run-*-{run.id}"
         for earlier in self.files.glob(self.pattern) if self.offline else ():
             shutil.rmtree(earlier)
-        names: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
-        self.run = wandb.init(
-            **names, dir=str(run.folder), resume="allow", config=run.config, settings=settings
-        )
-        where = f"wandb sync {self.files}/{self.pattern}" if self.offline else self.run.url
-        print(f"Weights & Biases: {where}", flush=True)
+        keys: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.id}
+        keys |= {"dir": str(run.folder), "resume": "allow", "config": run.config}
+        self.run = wandb.init(**keys, settings=wandb.Settings(disable_git=True, **off))
         return NOTHING if self.offline else (self.run.starting_step or 0) + NOTHING
 
     def send(self, step: int, figures: dict[str, float]) -> None:
         self.run.log(figures, step=step, commit=True)
 
-    def close(self, completed: bool, summary: dict[str, Any]) -> None:
-        self.run.summary.update({"summary": summary})
-        self.run.finish(exit_code=0 if completed else 1)
+    def close(self, record: dict[str, Any]) -> None:
+        self.run.summary.update({"summary": record.get("summary") or {}})
+        self.run.finish(exit_code=int(record.get("status") != "completed"))
         if self.offline and not any(self.files.glob(f"{self.pattern}/*.wandb")):  # it writes elsewhere then
             raise RuntimeError(f"it could not write into {self.files}")
 
 
-class TensorBoardTracker:
-    """Event files in out_dir/tensorboard/. All figures of a step are one record, which a kill leaves whole or
-    cuts off; torch's SummaryWriter would write a record for each figure."""
+class TensorBoard:
+    """Event files in out_dir/tensorboard/."""
 
     def open(self, run: Run) -> int:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self.folder = run.folder / "tensorboard" / run.unique_name.replace("/", "_")
-        last = self._last()
-        self.writer = EventFileWriter(str(self.folder))
-        return last
+        folder = run.folder / "tensorboard" / run.unique_name.replace("/", "_")
+        shutil.rmtree(folder, ignore_errors=True)
+        self.writer = SummaryWriter(str(folder))
+        return NOTHING
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # which raises what kept it from writing
 
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=figures[name]) for name in figures])
-        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self.writer.flush()
-
-    def close(self, completed: bool, summary: dict[str, Any]) -> int:
+    def close(self, record: dict[str, Any]) -> None:
         self.writer.close()
-        return self._last()
-
-    def _last(self) -> int:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        files = map(str, self.folder.glob("events.out.tfevents.*"))
-        events = (event for file in files for event in EventFileLoader(file).Load())
-        return max((event.step for event in events if event.HasField("summary")), default=NOTHING)
 
 
-class TrackioTracker:
+class Trackio:
     """A database in ~/.cache/huggingface/trackio, or in the folder that TRACKIO_DIR names."""
 
     def open(self, run: Run) -> int:
@@ -109,20 +82,19 @@ class TrackioTracker:
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self.begin = lambda: trackio.init(**names, **quiet, config=run.config, resume="allow")
         self.run = self.begin()
-        return self.run._next_step - 1  # it has no other name for the last step in the database
+        self.last = self.run._next_step - 1  # it has no other name for the last step in the database
+        return self.last
 
     def send(self, step: int, figures: dict[str, float]) -> None:
         self.run.log(figures, step=step)
+        self.last = step
 
-    def close(self, completed: bool, summary: dict[str, Any]) -> int:
+    def close(self, record: dict[str, Any]) -> None:
         self.run.finish()
         again = self.begin()  # it keeps errors of its database to itself, so ask what is there
         again.finish()
-        return again._next_step - 1
+        if again._next_step <= self.last:
+            raise RuntimeError(f"it took figures up to iteration {self.last}, but has {again._next_step - 1}")
 
 
-TRACKERS: dict[str, Any] = {
-    "wandb": WandbTracker,
-    "tensorboard": TensorBoardTracker,
-    "trackio": TrackioTracker,
-}
+TRACKERS: dict[str, Any] = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}
