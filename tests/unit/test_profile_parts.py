@@ -181,9 +181,9 @@ def test_a_part_is_what_the_code_names_it(name, path, phase, part):
 def test_each_moment_belongs_to_one_piece_of_work():
     """On a GPU to what computes (0) before copies (1) and communication (2), on a CPU to the innermost."""
     works = [Work("kernel", *times, True) for times in ((0, 10), (5, 20), (8, 30), (18, 24))]
-    assert add_up(works, 0, 40, [0, 0, 2, 1]) == {0: 10, 1: 10, 3: 4, 2: 6, None: 10}
+    assert add_up(works, 0, 40, [0, 0, 2, 1]) == ({0: 10, 1: 10, 3: 4, 2: 6}, 10)
     nested = [Work("aten::op", *times, False) for times in ((0, 30), (5, 25), (10, 15), (40, 50))]
-    assert add_up(nested, 0, 50, [0] * 4) == {0: 10, 1: 15, 2: 5, 3: 10, None: 10}
+    assert add_up(nested, 0, 50, [0] * 4) == ({0: 10, 1: 15, 2: 5, 3: 10}, 10)
 
 
 # --- recordings of a GPU ---

@@ -44,7 +44,7 @@ FIXED = {
 }
 RESERVED = {*FIXED, "out_dir"}
 # Of the run without the profiler, which tells what an iteration takes.
-PLAIN = {"profile": None, "max_iters": MEASURED_ROW + 1}
+PLAIN: dict[str, object] = {"profile": None, "max_iters": MEASURED_ROW + 1}
 TIMEOUT_S = 3600  # of each process
 
 
@@ -76,7 +76,7 @@ def measure(flags: list[str], processes: int, with_roofline: bool, folder: Path)
     _, plain_dir = run("variant", "plain", [*flags, *as_flags(PLAIN)], processes, folder)
     roofline, reason = None, "not asked for: --no-roofline"
     if with_roofline:
-        alone = {name: KEYS[name].default for name in ("use_zero1", "use_fsdp", *OF_FSDP)}
+        alone: dict[str, object] = {name: KEYS[name].default for name in ("use_zero1", "use_fsdp", *OF_FSDP)}
         alone |= {"profile": None, "batch_size": config_of(profiled.facts).micro_batch}
         entry, _ = run("roofline", "roofline", [*flags, *as_flags(alone)], 1, folder)
         roofline, reason = entry.result, entry.runs[0]["reason"]

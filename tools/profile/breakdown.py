@@ -67,10 +67,10 @@ def breakdown(rank: Rank, linears: Linears, unprofiled_ms: float | None = None) 
     longer, but the kernels take as long as without it."""
     work, marks, (begin, end, iterations) = rank.work, rank.recording.marks, rank.measured
     parts = [part_of(each, linears) for each in work]
-    times = add_up(work, begin, end, [level(*pair) for pair in zip(work, parts, strict=True)])
+    times, idle = add_up(work, begin, end, [level(*pair) for pair in zip(work, parts, strict=True)])
     own: defaultdict[tuple[str, str], float] = defaultdict(float)  # by part and its group
     flops: defaultdict[str, float] = defaultdict(float)
-    if idle := times.pop(None, 0.0):
+    if idle:
         expected = end - begin if unprofiled_ms is None else 1000 * iterations * unprofiled_ms
         added = min(max(0.0, end - begin - expected), idle)
         own[IDLE, OF_IDLE] = idle - added

@@ -47,7 +47,7 @@ def analyze(
     ratio, reason = None, "the peak is no datasheet's, so it belongs to no clock"
     if flops and config.peak_tflops is None:
         ratio, reason = clock_ratio(flops / 2 if peak["sparse"] else flops, rank.facts, row)
-    alone = roofline and 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"]
+    alone = 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"] if roofline else None
     return {
         "device": info["hardware"]["gpu_name"],
         "processes": info["hardware"]["num_gpus"],

@@ -16,10 +16,13 @@ from tools.profile.trace import Work
 COMPUTE, COPY, HIDDEN = 0, 1, 2  # in the order in which a moment is given
 
 
-def add_up(work: Sequence[Work], begin: float, end: float, levels: Sequence[int]) -> dict[int | None, float]:
-    """{index of a piece of work: its microseconds} from `begin` to `end`; of None: when nothing runs. Work is
-    sorted by start. levels: whether each computes, copies or communicates."""
-    own: defaultdict[int | None, float] = defaultdict(float)
+def add_up(
+    work: Sequence[Work], begin: float, end: float, levels: Sequence[int]
+) -> tuple[dict[int, float], float]:
+    """({index of a piece of work: its microseconds}, those in which nothing runs) from `begin` to `end`. Work
+    is sorted by start. levels: whether each computes, copies or communicates."""
+    own: defaultdict[int, float] = defaultdict(float)
+    idle = 0.0
     running: list[tuple[int, float, int]] = []  # a heap of (level, order, index)
     now, position = begin, 0
     while now < end:
@@ -29,9 +32,12 @@ def add_up(work: Sequence[Work], begin: float, end: float, levels: Sequence[int]
             position += 1
         while running and work[running[0][2]].end <= now:
             heapq.heappop(running)
-        index = running[0][2] if running else None
         stop = min(work[position].start if position < len(work) else end, end)
-        stop = stop if index is None else min(stop, work[index].end)
-        own[index] += stop - now
+        if running:
+            index = running[0][2]
+            stop = min(stop, work[index].end)
+            own[index] += stop - now
+        else:
+            idle += stop - now
         now = stop
-    return own
+    return dict(own), idle

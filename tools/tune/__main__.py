@@ -75,12 +75,12 @@ def main(argv: list[str]) -> int:
 
 def line(step: Step, settings: Settings) -> str:
     """'micro-batch   16 x 2048, recomputation none ...   59,363 tokens/s   95.7 GiB   +1.2 %   kept'."""
-    ran = step.run is not None and not step.run["reason"]
-    memory = step.run["measurement"]["max_allocated_gb"] if ran else None
+    run = step.run if step.run and not step.run["reason"] else None
+    memory = run["measurement"]["max_allocated_gb"] if run else None
     cells = [
         f"{step.rung:<11}",
         f"{settings.name(step.setting):<60}",
-        f"{speed(step.run):>11,.0f} tokens/s" if ran else f"{'':20}",
+        f"{speed(run):>11,.0f} tokens/s" if run else f"{'':20}",
         f"{settings.needed(step.setting):6.1f} est." if memory is None else f"{memory:6.1f} GiB ",
         f"{'':8}" if step.gain is None else f"{100 * step.gain:+6.1f} %",
         "kept" if step.kept else "    ",
