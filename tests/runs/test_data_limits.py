@@ -46,30 +46,21 @@ def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
     make(files, tmp_path / "parts", bpe, max_tokens=6001, part=0, num_parts=2)
     wanted = tokens_and_meta(tmp_path / "out")
     assert tokens_and_meta(tmp_path / "two") == tokens_and_meta(tmp_path / "parts") == wanted
-
-
-def test_more_max_tokens_than_text_is_all_of_the_text(tmp_path, bpe):
-    files = write_corpus(tmp_path / "in", files=2)
     all_of_it = make(files, tmp_path / "all", bpe)
     assert make(files, tmp_path / "more", bpe, max_tokens=10**6)["files"] == all_of_it["files"]
 
 
-def test_a_share_of_one_token_is_an_end_of_text(tmp_path, bpe):
+@pytest.mark.parametrize(
+    ("share", "text"),
+    {1: "|", 2: "a|", 4: "abc|", 5: "abc||", 7: "abc|de|", 8: "abc|def|", 9: "abc|def|"}.items(),
+)
+def test_a_share_of_one_token_is_an_end_of_text(tmp_path, bpe, share, text):
     (tmp_path / "out" / "units").mkdir(parents=True)
     path = write_jsonl(tmp_path / "a.jsonl", ["abc", "def"])
-    for share, text in {
-        1: "|",
-        2: "a|",
-        4: "abc|",
-        5: "abc||",
-        7: "abc|de|",
-        8: "abc|def|",
-        9: "abc|def|",
-    }.items():
-        unit = Unit(0, "train", ((str(path), "a.jsonl"),), share)
-        units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 3000), 0)
-        ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2")
-        assert FileTokenizer(bpe).decode(ids).replace("<|endoftext|>", "|") == text
+    unit = Unit(0, "train", ((str(path), "a.jsonl"),), share)
+    units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 3000), 0)
+    ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2")
+    assert FileTokenizer(bpe).decode(ids).replace("<|endoftext|>", "|") == text
 
 
 # --- memory ---
