@@ -57,9 +57,11 @@ def test_max_tokens_is_exact_and_taken_from_every_file(tmp_path, bpe):
 def test_a_share_of_one_token_is_an_end_of_text(tmp_path, bpe, share, text):
     (tmp_path / "out" / "units").mkdir(parents=True)
     path = write_jsonl(tmp_path / "a.jsonl", ["abc", "def"])
-    unit = Unit(0, "train", ((str(path), "a.jsonl"),), share)
-    units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), Settings(256, None, 0.1, 3000), 0)
+    unit, told = Unit(0, "train", ((str(path), "a.jsonl"),), share), []
+    settings = Settings(256, None, 0.1, 3000)
+    units.tokenize(unit, tmp_path / "out", FileTokenizer(bpe), settings, 0, told.append)
     ids = np.fromfile(tmp_path / "out" / "train_000000_000.bin", dtype="<u2")
+    assert sum(told) == len(ids)
     assert FileTokenizer(bpe).decode(ids).replace("<|endoftext|>", "|") == text
 
 

@@ -36,12 +36,12 @@ class OutOfTime(Exception):
 Run = dict[str, Any]  # of bench/runner.py: "reason" why it failed, or None and the "measurement"
 
 
-def speed(run: Run) -> float:
-    return statistics.median(run["measurement"]["tokens_per_sec"])
-
-
 def rows(run: Run) -> np.ndarray:
     return np.array(run["measurement"]["tokens_per_sec"])
+
+
+def speed(run: Run) -> float:
+    return float(np.median(rows(run)))
 
 
 @dataclass(frozen=True)

@@ -56,21 +56,19 @@ def look_at(config: TrainConfig, processes: int) -> DeviceMemory:
             "or --device=cpu. train.py --dry_run=True --gpu=H100 says what fits a GPU that is not here"
         )
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        memory, taken = pool.submit(_look_at_gpus, processes).result()
-    for number, used in enumerate(taken):
-        if used > OWN_GIB:
+        return pool.submit(_look_at_gpus, processes).result()
+
+
+def _look_at_gpus(count: int) -> DeviceMemory:
+    for number in range(count):
+        free, total = torch.cuda.mem_get_info(number)
+        if total - free > OWN_GIB * GIB:
             raise UserError(
-                f"GPU {number} is in use: {used:.1f} GiB of its memory are taken, and trials would compete "
-                "with whoever has them; wait, stop them (nvidia-smi), or choose others (CUDA_VISIBLE_DEVICES)"
+                f"GPU {number} is in use: {(total - free) / GIB:.1f} GiB of its memory are taken, and trials "
+                "would compete with whoever has them; wait, stop them (nvidia-smi), or choose others "
+                "(CUDA_VISIBLE_DEVICES)"
             )
-    return memory
-
-
-def _look_at_gpus(count: int) -> tuple[DeviceMemory, list[float]]:
-    """(the memory of one process, GiB of each GPU that whoever is there has taken)."""
-    memory = map(torch.cuda.mem_get_info, range(count))
-    taken = [(total - free) / GIB for free, total in memory]
-    return device_memory(torch.device("cuda", 0), count), taken
+    return device_memory(torch.device("cuda", 0), count)
 
 
 class Settings:
