@@ -179,7 +179,7 @@ def test_text_is_tokenized_and_ends_with_end_of_text(prepare):
     assert sum(file["tokens"] for file in meta["files"].values()) == sum(len(t.encode()) + 1 for t in texts())
 
 
-@pytest.mark.parametrize("tokens", [0, 3, 5, 9, 10, 12])
+@pytest.mark.parametrize("tokens", [0, 3, 4, 5, 8, 10, 12])
 def test_lengths_are_split_where_the_tokens_are(tokens):
     lengths = np.array([3, 2, 4, 1])
     here, rest = split_lengths(lengths, tokens)

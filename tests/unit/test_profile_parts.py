@@ -12,7 +12,7 @@ from tools.profile import report
 from tools.profile.breakdown import adds_up, breakdown, read_rank
 from tools.profile.parts import IDLE, PROFILER, Linears, part_of
 from tools.profile.timeline import add_up
-from tools.profile.trace import Work, place_of, read_recording
+from tools.profile.trace import Work, give_places, place_of, read_recording
 from tools.profile.waterfall import model_flops, waterfall
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
@@ -236,6 +236,12 @@ def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(rank):
     places = [work.place for work in rank.work if work.name == "same_name_everywhere"]
     assert [place and place.operator for place in places] == ["nanomfu::rms_norm", None, "nanomfu::rms_norm"]
     assert ms["rms_norm"] == ms["same_name_everywhere"] == pytest.approx(0.005)
+
+
+def test_kernels_of_which_there_are_more_have_a_place_only_if_the_known_ones_are_alike():
+    one, other, more = work("k", "aten::abs"), work("k", "aten::neg"), [work("k")] * 3
+    assert {each.place for each in give_places(more, [one, other])} == {None}
+    assert {each.place for each in give_places(more, [one, one])} == {one.place}
 
 
 @pytest.mark.parametrize(
