@@ -160,13 +160,16 @@ def peaks(entries: list[Entry]) -> list[str]:
 # --- the folder, of every benchmark that makes a table ---
 
 
-def new_folder(asked: str | None, name: str) -> Path:
+def new_folder(
+    asked: str | Path | None, name: str, parent: str = "out-bench", option: str = "--output"
+) -> Path:
+    """The folder that the user asked for, or parent/NAME_TIME. UserError if it has results."""
     started = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
-    folder = open_folder(Path(asked or Path("out-bench") / f"{name}_{started}").resolve())
+    folder = open_folder(Path(asked or Path(parent) / f"{name}_{started}").resolve())
     if (folder / "table.json").exists() or any((folder / "runs").iterdir()):
         raise UserError(
             f"{folder} has the table or the runs of a benchmark, which may still be running; choose another "
-            "--output"
+            f"{option}"
         )
     return folder
 

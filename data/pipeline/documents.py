@@ -58,7 +58,7 @@ def parse_line(line: bytes, place: str, text_key: str) -> str:
 
 
 def read_lines(
-    path: Path, progress: Callable[[int], None], text_key: str, span: tuple[int, int] | None
+    path: Path, text_key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     with open(path, "rb") as raw:
@@ -66,9 +66,8 @@ def read_lines(
         if span and span[0]:  # a line belongs to the part of the file in which it begins
             raw.seek(span[0] - 1)
             _skip_line(raw)
-        position = raw.tell()
-        while span is None or position < span[1]:
-            place = f"{path}, byte {position:,}" if span else f"{path}, line {number + 1}"
+        while span is None or raw.tell() < span[1]:
+            place = f"{path}, byte {raw.tell():,}" if span else f"{path}, line {number + 1}"
             try:
                 line = lines.readline(LINE_BYTES)
                 long = len(line) == LINE_BYTES and not line.endswith(b"\n")
@@ -82,8 +81,6 @@ def read_lines(
                 reason = f"{path} is damaged after line {number}: {type(error).__name__}: {error}"
                 yield number + 1, BadRecord(reason)
                 return
-            progress(raw.tell() - position)
-            position = raw.tell()
             if not line:
                 return
             number += 1
@@ -102,11 +99,11 @@ def _skip_line(lines: BinaryIO) -> None:
 
 
 def read_rows(
-    path: Path, progress: Callable[[int], None], text_key: str, span: tuple[int, int] | None
+    path: Path, text_key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     number = 0
     try:
-        for number, text in read_values(path, LINE_BYTES, progress, text_key, span):
+        for number, text in read_values(path, LINE_BYTES, text_key, span):
             yield number, text
     except MissingColumn as missing:  # in all rows: more than a bad record
         raise UserError(str(missing)) from None
@@ -119,50 +116,41 @@ def read_rows(
 
 
 def read_mds(
-    path: Path, progress: Callable[[int], None], text_key: str, span: tuple[int, int] | None
+    path: Path, text_key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """The column is always "text". A damaged shard is a UserError and no BadRecord: not one of its samples is
     used."""
     for number, text in read_texts(path):
         yield number, BadRecord(f"{path}, sample {number} is not UTF-8 text") if text is None else text
-    progress(path.stat().st_size)
 
 
-def read_text(path: Path, progress: Callable[[int], None] = lambda count: None) -> Iterator[str]:
+def read_text(path: Path) -> Iterator[str]:
     """The chunks of a file of text, with \\n for \\r\\n."""
-    position = 0
     try:
         with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             while chunk := file.read(CHUNK_CHARS):
                 if chunk.endswith("\r"):
                     chunk += file.read(1)
                 yield chunk.replace("\r\n", "\n")
-                progress(raw.tell() - position)
-                position = raw.tell()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_records(
-    path: Path,
-    progress: Callable[[int], None] = lambda count: None,
-    text_key: str = TEXT_KEY,
-    span: tuple[int, int] | None = None,
+    path: Path, text_key: str = TEXT_KEY, span: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, Iterable[str] | BadRecord]]:
     """(number, document) of every record that is not blank. A document is its text: a list of one string, or
     an iterator of chunks for a file of text. span: of one part of a large file, (its first byte, the byte
-    after its last); spans that together cover the file give each record once.
-
-    progress is told how many more bytes of the file were read. A damaged archive gives the documents before
-    the damage, and then one BadRecord.
+    after its last); spans that together cover the file give each record once. A damaged archive gives the
+    documents before the damage, and then one BadRecord.
     """
     if is_one_document(path):
-        yield 1, read_text(path, progress)
+        yield 1, read_text(path)
         return
     if not path.stat().st_size:
         yield 1, BadRecord(f"{path} is empty: 0 bytes, as a copy that failed leaves behind")
         return
-    for number, text in _reader(path)(path, progress, text_key, span):
+    for number, text in _reader(path)(path, text_key, span):
         yield number, text if isinstance(text, BadRecord) else [text]
 
 

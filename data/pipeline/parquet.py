@@ -5,7 +5,7 @@ and with a buffer it reads one page after another. The trap: damage in one row g
 others, so each is read by itself, and only the rows that cannot be read are lost.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,7 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 
 
 def read_values(
-    path: Path,
-    max_bytes: int,
-    progress: Callable[[int], None],
-    column_name: str,
-    span: tuple[int, int] | None = None,
+    path: Path, max_bytes: int, column_name: str, span: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """(number, text) of every row, of a column of strings or of UTF-8 bytes. span: bytes of the file, whose
     even share of the row groups is read; None: all."""
@@ -36,7 +32,6 @@ def read_values(
     size = path.stat().st_size
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
         column = _find_column(path, file, column_name)
-        total = max(1, file.metadata.num_rows)
         count, (first, last) = file.metadata.num_row_groups, span or (0, size)
         groups = [group for group in range(count) if first <= size * group // count < last]
         done = sum(file.metadata.row_group(group).num_rows for group in range(groups[0] if groups else 0))
@@ -44,7 +39,6 @@ def read_values(
             for values in _read_group(file, group, column, column_name):
                 for number, value in enumerate(values, start=done + 1):
                     yield number, _text(value, max_bytes, f"{path}, row {number}")
-                progress(size * (done + len(values)) // total - size * done // total)
                 done += len(values)
 
 

@@ -115,13 +115,10 @@ def with_threshold(settings: Settings, units: list[Unit], store: Disk | Hub = ON
 
 
 def begun_otherwise(folder: Path, differ: list[str]) -> UserError:
-    others = f"with another {', '.join(differ)}; pass what it was begun with,"
-    if "split_by" in differ:
-        others = (
-            "by an older version, which chose the documents for validation otherwise. If it has a meta.json, "
-            "it is complete and trains as it is; else finish it with that version, or pass"
-        )
-    return UserError(f"{folder} was begun {others} another --output, or --no-resume to delete what is there")
+    return UserError(
+        f"{folder} was begun with another {', '.join(differ)}; pass what it was begun with, another "
+        "--output, or --no-resume to delete what is there. With a meta.json, it is complete and trains as is"
+    )
 
 
 def _refuse_link(folder: Path) -> None:
@@ -183,18 +180,6 @@ def assemble(
     return meta
 
 
-def _check_no_overlap(folder: Path, manifests: list[dict]) -> None:
-    """Training refuses a validation file that is also a training file."""
-    files = {name: file for manifest in manifests for name, file in manifest["files"].items()}
-    training = {file["sha256"]: name for name, file in files.items() if name.startswith("train_")}
-    for name, file in files.items():
-        if name.startswith("val_") and (twin := training.get(file["sha256"])):
-            raise UserError(
-                f"{name} and {twin} of {folder} would be the same: the input holds one text twice. Leave the "
-                "copy out of --input and run the command again with --no-resume"
-            )
-
-
 def finish(
     units: list[Unit],
     folder: Path,
@@ -223,7 +208,6 @@ def finish(
     if not joined:
         if not settings.tokens:
             manifests = fill_empty_split(units, manifests, folder, settings, tokenizer.vocab_size)
-        _check_no_overlap(folder, manifests)
         say_splits(units, manifests, folder)
         joined = join(manifests, folder, settings.shard_tokens, tokenizer.vocab_size)
         manifests = [joined] if joined else manifests
@@ -283,8 +267,7 @@ def prepare(
                 (folder / "meta.json").unlink(missing_ok=True)  # a dataset that lost a file is incomplete
         if missing and job.workers:
             if not settings.tokens:  # how many ids a shard of them holds is not known before it is read
-                itemsize = stored_dtype(dtype).itemsize
-                check_disk_space(missing, folder, tokenizer, itemsize, store.size, settings.text_key)
+                check_disk_space(missing, folder, stored_dtype(dtype).itemsize, store.size)
             size = sum(unit.size(store.size) for unit in missing)
             needed = size if max_tokens is None else min(size, 4 * max_tokens)
             fast = not settings.tokens and needed > FAST_BYTES and use_fast_encoder(tokenizer)

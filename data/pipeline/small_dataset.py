@@ -14,10 +14,9 @@ import numpy as np
 from common.durable_file import create, sync, sync_folder
 from common.errors import UserError
 from data.pipeline.folder_lock import only_preparation
-from data.pipeline.meta_file import describe, load_tokenizer, nanogpt_meta, read_meta
+from data.pipeline.meta_file import describe, nanogpt_meta
 from data.pipeline.token_files import SPLITS, smallest_dtype
 from data.pipeline.token_writer import TokenWriter
-from data.pipeline.verified import damaged_files, wrong_size
 from data.tokenizers.file_tokenizer import tokenizer_json
 
 
@@ -85,15 +84,3 @@ def write_dataset(
 def _write_new(path: Path, content: bytes) -> None:
     with create(path) as file:
         file.write(content)
-
-
-def has_dataset(folder: str | Path, source: str) -> bool:
-    """Whether the folder already holds a complete dataset that was made from this source."""
-    try:
-        meta = read_meta(folder)
-        load_tokenizer(folder)
-    except UserError:
-        return False
-    folder, dtype, files = Path(folder), meta["dtype"], meta["files"]
-    whole = meta["source"] == source and not wrong_size(folder, dtype, files)
-    return whole and not damaged_files(folder, dtype, files)

@@ -96,7 +96,7 @@ def threshold(units: list[Unit], settings: Settings) -> int:
 
 def _hashes(unit: Unit, settings: Settings) -> Iterator[int]:
     if settings.tokens:
-        samples = token_unit(unit, settings, lambda reason: None, lambda size: None)
+        samples = token_unit(unit, settings, lambda reason: None)
         yield from (origin.hashed for origin, *_ in samples)
         return
     for path, _, _, document in read_unit(unit, settings.text_key):

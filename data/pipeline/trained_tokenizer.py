@@ -25,8 +25,6 @@ from data.tokenizers.tokenizer import file_hash
 
 RECORD = "tokenizer_training.json"
 MOST_BYTES = 10**9  # of text, to learn from: more changes few merges, and the words are held in memory
-# Bytes of text in a byte on disk, about: to choose every k-th document before any is read
-EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}
 PIECE_CHARS = 1 << 18  # the library collects 256 pieces before it looks at them
 # With fewer bytes of text for each id, most ids are so rare that a model learns little about them: an id
 # stands for about 4 bytes, so it occurs 100 times on average.
@@ -110,8 +108,7 @@ def training_documents(
     """The documents for training, in their order; of very much text an even part of about most_bytes. A file
     of text that is left out is not even opened. Of an only document, it is the beginning, as
     empty_split.fill_empty_split() cuts it."""
-    size = sum(unit.size() * EXPANSION.get(Path(unit.files[0][0]).suffix, 1) for unit in units)
-    every = max(1, math.ceil(size / most_bytes))
+    every = max(1, math.ceil(sum(unit.text_size() for unit in units) / most_bytes))
     documents = _documents(units, settings, max_bad)
     beginnings = list(islice(documents, 2))
     if len(beginnings) == 1:

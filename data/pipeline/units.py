@@ -36,6 +36,8 @@ from data.tokenizers.tiktoken_tokenizer import EncodeError
 from data.tokenizers.tokenizer import Tokenizer
 
 WRITE_TOKENS = 1 << 18  # tokens collected before they are written
+# Bytes of text in a byte on disk, about: a zstd archive has three of prose, eight of code
+EXPANSION = {".gz": 4, ".zst": 4, ".parquet": 3}
 BAD_LISTED = 20  # bad records that a unit's manifest describes; all are counted
 
 
@@ -76,13 +78,16 @@ class Unit:
     split: str | None  # None: is_validation() chooses train or val for each document
     files: tuple[tuple[str, str], ...]  # (path, name that is the same on every machine)
     max_tokens: int | None
-    span: tuple[int, int] | None = (
-        None  # (first byte, byte after the last) of the only file, if it is divided
-    )
+    # (first byte, byte after the last) of the only file, if it is divided
+    span: tuple[int, int] | None = None
 
     def size(self, size_of: Callable[[str], int] = os.path.getsize) -> int:
         """Bytes of input."""
         return self.span[1] - self.span[0] if self.span else sum(size_of(path) for path, _ in self.files)
+
+    def text_size(self, size_of: Callable[[str], int] = os.path.getsize) -> int:
+        """About how many bytes of text; of a compressed file, without reading it."""
+        return self.size(size_of) * EXPANSION.get(Path(self.files[0][0]).suffix, 1)
 
     def manifest_path(self, folder: Path) -> Path:
         return folder / "units" / f"{self.number:06d}.json"
@@ -128,12 +133,10 @@ def origin_of(unit: Unit, settings: Settings, path: str, name: str, number: int,
 # --- one unit ---
 
 
-def read_unit(
-    unit: Unit, text_key: str, progress: Callable[[int], None] = lambda count: None
-) -> Iterator[tuple[str, str, int, Iterable[str] | BadRecord]]:
+def read_unit(unit: Unit, text_key: str) -> Iterator[tuple[str, str, int, Iterable[str] | BadRecord]]:
     """(path, name, number, document) of every record, as read_records() gives them."""
     for path, name in unit.files:
-        for number, document in read_records(Path(path), progress, text_key, unit.span):
+        for number, document in read_records(Path(path), text_key, unit.span):
             yield path, name, number, document
 
 
@@ -158,16 +161,12 @@ def encode_batch(
 
 
 def encode_unit(
-    unit: Unit,
-    tokenizer: Tokenizer,
-    settings: Settings,
-    reject: Callable[[str], None],
-    progress: Callable[[int], None],
+    unit: Unit, tokenizer: Tokenizer, settings: Settings, reject: Callable[[str], None]
 ) -> Iterator[tuple[Origin, Iterable[np.ndarray]]]:
-    """(origin, pieces of ids) of every document, in order; progress is told how many bytes were read."""
+    """(origin, pieces of ids) of every document, in order."""
     batch: list[tuple[Origin, str]] = []
     chars = 0
-    for path, name, number, document in read_unit(unit, settings.text_key, progress):
+    for path, name, number, document in read_unit(unit, settings.text_key):
         if isinstance(document, BadRecord):
             reject(str(document))
             continue
@@ -189,7 +188,7 @@ def encode_unit(
 
 
 def token_unit(
-    unit: Unit, settings: Settings, reject: Callable[[str], None], progress: Callable[[int], None]
+    unit: Unit, settings: Settings, reject: Callable[[str], None]
 ) -> Iterator[tuple[Origin, list[np.ndarray], np.ndarray]]:
     """(origin, [ids], lengths of the documents in them) of every sample of token ids, in order."""
     assert settings.tokens and settings.bytes_dtype, settings
@@ -198,20 +197,22 @@ def token_unit(
         for number, ids, lengths in read_tokens(Path(path), *columns, reject):
             hashed = hash_content([ids.tobytes()])
             yield origin_of(unit, settings, path, name, number, hashed), [ids], lengths
-        progress(os.path.getsize(path))
 
 
 class Output:
-    """The token files of one unit. It is full when it holds the unit's max_tokens."""
+    """The token files of one unit. It is full when it holds the unit's max_tokens. written is told of every
+    tokens that are written."""
 
-    def __init__(self, unit: Unit, folder: Path, settings: Settings, vocab_size: int):
+    def __init__(
+        self, unit: Unit, folder: Path, settings: Settings, vocab_size: int, written: Callable[[int], None]
+    ):
         self.writers = {
             split: ShardWriter(folder, split, unit.number, settings.shard_tokens, vocab_size)
             for split in SPLITS
         }
         self.start = [] if settings.bos_id is None else [np.array([settings.bos_id], dtype=np.uint32)]
         self.end = np.array([] if settings.eot_id is None else [settings.eot_id], dtype=np.uint32)
-        self.max_tokens, self.tokens = unit.max_tokens, 0
+        self.max_tokens, self.tokens, self.written = unit.max_tokens, 0, written
         self.waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         self.lengths: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}  # of what is waiting
         self.waiting_tokens = 0
@@ -246,6 +247,7 @@ class Output:
                 )
                 waiting.clear()
                 lengths.clear()
+        self.written(self.waiting_tokens)
         self.waiting_tokens = 0
 
     def finish(self) -> dict:
@@ -272,11 +274,11 @@ def tokenize(
     tokenizer: Tokenizer,
     settings: Settings,
     max_bad: int,
-    progress: Callable[[int, int, int], None] = lambda size, documents, tokens: None,
+    written: Callable[[int], None] = lambda tokens: None,
 ) -> dict:
-    """Make the unit's token files; returns its manifest. progress is told of bytes, documents and tokens."""
+    """Make the unit's token files; returns its manifest. written is told of tokens as they are written."""
     unit.remove_leftovers(folder)
-    output = Output(unit, folder, settings, tokenizer.vocab_size)
+    output = Output(unit, folder, settings, tokenizer.vocab_size, written)
     counts = {"documents": 0, "empty": 0, "bad": 0}
     bad_records: list[str] = []
 
@@ -290,18 +292,11 @@ def tokenize(
             )
         del bad_records[BAD_LISTED:]
 
-    unread = unit.size()
     hashes, val_files = array("Q"), []
-
-    def advance(size: int) -> None:
-        nonlocal unread
-        unread -= size
-        progress(size, 0, 0)
-
     try:
-        documents: Iterator = encode_unit(unit, tokenizer, settings, reject, advance)
+        documents: Iterator = encode_unit(unit, tokenizer, settings, reject)
         if settings.tokens:
-            documents = token_unit(unit, settings, reject, advance)
+            documents = token_unit(unit, settings, reject)
         while not output.full and (document := next(documents, None)) is not None:
             origin, pieces, *lengths = document
             pieces = iter(pieces)
@@ -309,14 +304,11 @@ def tokenize(
             if len(first) == 0:
                 counts["empty"] += 1
                 continue
-            before = output.tokens
             output.add(origin.split, chain([first], pieces), *lengths)
             counts["documents"] += 1
             hashes.append(origin.hashed)
             if origin.file and origin.split == "val":
                 val_files.append(origin.file)
-            progress(0, 1, output.tokens - before)
-        progress(unread, 0, 0)  # bytes that were not needed, as max_tokens was reached
         files = output.finish()
         if settings.tokens:  # what was counted is samples
             counts["documents"] = sum(file["lengths"]["documents"] for file in files.values())

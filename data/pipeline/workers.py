@@ -12,7 +12,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import SynchronizedArray
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from data.pipeline.units import Settings, Unit, tokenize
 from data.tokenizers.fast_encoder import use_fast_encoder
 from data.tokenizers.tokenizer import open_tokenizer
 
-REPORT_SECONDS = 0.2  # between a worker's reports of its progress
-
-# of a worker process: its tokenizer, its store, and the counters that it shares with the parent
+# of a worker process: its tokenizer, its store, and the count of tokens that all share
 _worker: dict[str, Any] = {}
 
 
@@ -40,14 +38,14 @@ class FinishedUnit:
     manifest: dict
 
 
-def _start_worker(tokenizer_name: str, counters: SynchronizedArray, store: Disk | Hub, fast: bool) -> None:
+def _start_worker(tokenizer_name: str, tokens: Synchronized, store: Disk | Hub, fast: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to all; the parent ends them
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = open_tokenizer(tokenizer_name)
     if fast:
         use_fast_encoder(tokenizer, verify=False)  # the parent has verified it
-    _worker.update(tokenizer=tokenizer, counters=counters, store=store)
+    _worker.update(tokenizer=tokenizer, tokens=tokens, store=store)
 
 
 def _end_with_parent() -> None:
@@ -57,28 +55,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _count(tokens: int) -> None:
+    with _worker["tokens"].get_lock():
+        _worker["tokens"].value += tokens
+
+
 def _work(unit: Unit, folder: Path, settings: Settings, max_bad: int) -> FinishedUnit:
-    counters, unreported, reported_at = _worker["counters"], [0, 0, 0], 0.0
-
-    def progress(*counts: int) -> None:
-        for i, count in enumerate(counts):
-            unreported[i] += count
-        if time.monotonic() > reported_at + REPORT_SECONDS:
-            report()
-
-    def report() -> None:
-        nonlocal reported_at
-        with counters.get_lock():
-            for i, count in enumerate(unreported):
-                counters[i] += count
-        unreported[:], reported_at = [0, 0, 0], time.monotonic()
-
     paths = [path for path, _ in unit.files]
     _worker["store"].fetch(paths)
     began = time.monotonic()
-    manifest = tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, progress)
+    manifest = tokenize(unit, folder, _worker["tokenizer"], settings, max_bad, _count)
     finished = FinishedUnit(os.getpid(), began, time.monotonic(), manifest)
-    report()
     _worker["store"].release(paths)
     return finished
 
@@ -95,18 +82,20 @@ def run_units(
 ) -> list[FinishedUnit]:
     """Tokenize the units. One UserError reports all units that failed, after the others are done."""
     context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 3)  # bytes read, documents, tokens
+    tokens = context.Value("q", 0)  # that all workers have written
     size = sum(unit.size(store.size) for unit in units)
     failed: list[str] = []
     finished: list[FinishedUnit] = []
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, counters, store, fast))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_name, tokens, store, fast))
     with pool, tqdm(total=size, unit="B", unit_scale=True, desc=f"{len(units)} units") as bar:
         try:
-            waiting = {pool.submit(_work, unit, folder, settings, max_bad) for unit in units}
+            sizes = {pool.submit(_work, u, folder, settings, max_bad): u.size(store.size) for u in units}
+            waiting = set(sizes)
             while waiting:
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-                _show(bar, counters)
+                bar.set_postfix_str(f"{tokens.value / 1e6:,.1f} M tokens")
                 for future in done:
+                    bar.update(sizes[future])
                     error = _error(future)
                     if error is None:
                         finished.append(future.result())
@@ -143,9 +132,3 @@ def _error(future: Future) -> UserError | None:
             f"{error}; what was complete is kept: run the same command again when that is in order"
         ) from None
     return None
-
-
-def _show(bar: tqdm, counters: SynchronizedArray) -> None:
-    read, documents, tokens = counters[:]
-    bar.set_postfix_str(f"{documents:,} documents, {tokens / 1e6:,.1f} M tokens", refresh=False)
-    bar.update(read - bar.n)

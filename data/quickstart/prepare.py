@@ -20,9 +20,8 @@ from common.arguments import check_output, user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from data.pipeline.input_files import say_files  # noqa: E402
-from data.pipeline.meta_file import read_meta  # noqa: E402
 from data.pipeline.next_commands import report  # noqa: E402
-from data.pipeline.small_dataset import has_dataset, write_dataset  # noqa: E402
+from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.bpe_training import EOT_ID, train_bpe  # noqa: E402
 from data.tokenizers.file_tokenizer import FileTokenizer  # noqa: E402
 
@@ -61,13 +60,10 @@ def read_stdlib(limit_bytes: int) -> list[str]:
     return texts
 
 
-def prepare(folder: str | Path, corpus_bytes: int = CORPUS_BYTES) -> dict | None:
-    """Make the dataset; returns its meta, or None when the folder already holds exactly this one."""
+def prepare(folder: str | Path, corpus_bytes: int = CORPUS_BYTES) -> dict:
+    """Make the dataset; returns its meta."""
     library = f"{platform.python_implementation()} {platform.python_version()} standard library"
     source = f"{library}, {corpus_bytes} bytes, BPE {VOCAB_SIZE} on {BPE_BYTES} bytes, val 1 in {VAL_EVERY}"
-    if has_dataset(folder, source):
-        return None
-
     texts = read_stdlib(corpus_bytes)
     val = texts[VAL_EVERY - 1 :: VAL_EVERY]
     train = [text for i, text in enumerate(texts, start=1) if i % VAL_EVERY != 0]
@@ -93,10 +89,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     check_output(args.output)
-    meta = prepare(args.output)
-    if meta is None:
-        print("already prepared from this Python")
-    report(meta or read_meta(args.output), args.output)
+    report(prepare(args.output), args.output)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,13 @@ import json
 import os
 import random
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support import warm_python
 from support.corpora import HARD, tokens_and_meta
 from support.helpers import ROOT, last_run
-from support.preparation import ENVIRONMENT, run_units_here, write_jsonl
+from support.preparation import run_units_here, write_jsonl
 
 import sample
 from common.command import USER_ERROR, run_command
@@ -101,30 +97,21 @@ def test_from_a_folder_of_text_the_printed_commands_train_plot_and_sample(
 # --- the tokenizer ---
 
 
-def test_the_same_text_gives_the_same_tokenizer_and_the_same_tokens(prepare, corpus, tmp_path):
+def test_the_trained_tokenizer_is_the_same_again_encodes_any_text_and_transformers_opens_it(
+    prepare, corpus, tmp_path
+):
     folders = [tmp_path / name / "out" for name in ("first", "second")]
     for folder in folders:
         prepare(*train(corpus, folder))
     first, second = map(contents, folders)
     assert first == second and {"tokenizer.json", "tokenizer_config.json", "train.bin"} <= first.keys()
-    meta = read_meta(folders[0])
+    meta, ours = read_meta(folders[0]), load_tokenizer(folders[0])
     assert (meta["vocab_size"], meta["eot_id"], meta["documents"]) == (400, 0, 24)
-
-
-def test_every_text_makes_a_round_trip(prepare, corpus, tmp_path):
-    prepare(*train(corpus, tmp_path / "out"))
-    tokenizer = load_tokenizer(tmp_path / "out")
     for text in [*HARD, "".join(map(chr, range(0x300))), "\U0010ffff\x00\r"]:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text and 0 not in ids
-    assert len(tokenizer.encode("ban dar")) < 7
-
-
-def test_transformers_opens_the_trained_tokenizer(prepare, corpus, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    prepare(*train(corpus, tmp_path / "out"))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    ours = load_tokenizer(tmp_path / "out")
+        ids = ours.encode(text)
+        assert ours.decode(ids) == text and 0 not in ids
+    assert len(ours.encode("ban dar")) < 7
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folders[0])
     assert theirs.eos_token_id == 0 and theirs(prose(99)).input_ids == ours.encode(prose(99))
 
 
@@ -151,30 +138,6 @@ def test_the_same_command_goes_on_and_trains_no_other_tokenizer(prepare, corpus,
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.chaos
-@pytest.mark.kill
-def test_the_same_command_goes_on_after_sigkill_at_any_moment(corpus, tmp_path):
-    def start(out: Path) -> subprocess.Popen:
-        command = [sys.executable, "data/text/prepare.py", *map(str, train(corpus, out)), "--workers=2"]
-        return warm_python.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-
-    for number in range(40):  # more text, so that there are moments to be killed at
-        (corpus / f"more{number}.txt").write_text(prose(5000 + number, 3000))
-    began = time.monotonic()
-    assert start(tmp_path / "whole/out").wait() == 0
-    seconds = time.monotonic() - began
-    killed = 0
-    for number in range(8):
-        out = tmp_path / str(number) / "out"
-        process = start(out)
-        time.sleep(seconds * (number + 1) / 9)
-        process.kill()
-        killed += process.wait() == -signal.SIGKILL
-        assert start(out).wait() == 0
-        assert contents(out) == contents(tmp_path / "whole/out")
-    assert killed > 4
-
-
 @pytest.mark.parametrize(
     "change",
     [["--train_tokenizer", 300], ["--eot", "<end>"], ["--val_fraction", 0.2], ["--text_key", "body"]],
@@ -191,13 +154,17 @@ def test_another_tokenizer_in_the_same_folder_is_refused_and_changes_nothing(
     assert contents(tmp_path / "out") != before
 
 
-def test_a_dataset_of_another_tokenizer_keeps_it(prepare, corpus, tmp_path):
+def test_a_dataset_of_another_tokenizer_or_column_keeps_it(prepare, corpus, tmp_path):
+    path = write_records(
+        tmp_path / "a.jsonl", [{"text": prose(i), "body": prose(i + 100)} for i in range(30)]
+    )
     prepare(*train(corpus, tmp_path / "bpe"))
-    given = ["--input", corpus, "--tokenizer", tmp_path / "bpe", "--output", tmp_path / "out"]
-    prepare(*given)
+    given = ["--input", path, "--tokenizer", tmp_path / "bpe", "--output", tmp_path / "out"]
+    prepare(*given, "--text_key=body")
     before = contents(tmp_path / "out")
-    with pytest.raises(UserError, match="was begun with another tokenizer"):
-        prepare(*train(corpus, tmp_path / "out"))
+    for arguments, differs in ((given, "text_key"), (train(path, tmp_path / "out"), "tokenizer")):
+        with pytest.raises(UserError, match=f"was begun with another {differs}"):
+            prepare(*arguments)
     assert contents(tmp_path / "out") == before
 
 
@@ -367,16 +334,6 @@ def test_text_in_another_column_is_read_by_its_name(tmp_path, prepare, name):
         prepare(*arguments, "--text_key=content", "--no-resume")
 
 
-def test_a_dataset_of_another_column_is_not_continued(tmp_path, prepare, corpus):
-    rows = [{"text": prose(i), "body": prose(i + 100)} for i in range(30)]
-    path = write_records(tmp_path / "a.jsonl", rows)
-    prepare(*train(corpus, tmp_path / "bpe"))
-    given = ["--input", path, "--tokenizer", tmp_path / "bpe", "--output", tmp_path / "out"]
-    prepare(*given, "--text_key=body")
-    with pytest.raises(UserError, match="begun with another text_key"):
-        prepare(*given)
-
-
 # --- bad input ---
 
 
@@ -391,6 +348,11 @@ def empty_folder(folder: Path) -> Path:
     return folder
 
 
+def unknown_kind(folder: Path) -> Path:
+    (folder / "a.pdf").touch()
+    return folder / "a.pdf"
+
+
 def circle(folder: Path) -> Path:
     (folder / "l.txt").symlink_to("l.txt")
     return folder / "l.txt"
@@ -399,6 +361,7 @@ def circle(folder: Path) -> Path:
 BAD = {
     "no folder": (lambda f: f / "absent", [], "absent: there is no such file or folder"),
     "nothing to read": (empty_folder, [], "nothing in it can be read as text (files: 1 unknown suffix)"),
+    "unknown kind": (unknown_kind, [], "a.pdf: cannot read this kind of file; its name must end in .jsonl"),
     "broken lines": (broken_lines, [], "a.jsonl, line 2 is not a JSON object"),
     "link in a circle": (circle, [], "l.txt: a link to nothing, or not a regular file"),
     "few ids": (lambda f: f, ["--train_tokenizer=10"], "10 is not between 257 and 1,048,576"),

@@ -1,8 +1,8 @@
 """tools.tune as a user runs it, on the CPU: from a config to the tuned one, and what it refuses."""
 
-import concurrent.futures
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,16 +107,12 @@ def test_bad_input_is_one_clear_line(arguments, message, in_process, monkeypatch
 
 def test_a_gpu_that_others_use_is_refused(config, monkeypatch):
     memory = settings.look_at(load_config([str(config)]), 1)
-
-    class Pool(concurrent.futures.Executor):
-        def __init__(self, *_):
-            pass
-
-        def submit(self, function, kind, processes):
-            (done := concurrent.futures.Future()).set_result((memory, [0.9, 40.0][:processes]))
-            return done
-
-    monkeypatch.setattr(settings.concurrent.futures, "ProcessPoolExecutor", Pool)
+    gib = settings.GIB
+    free = {0: 79.1 * gib, 1: 40 * gib}
+    monkeypatch.setattr(settings.torch.cuda, "mem_get_info", lambda number: (free[number], 80 * gib))
+    monkeypatch.setattr(settings, "device_memory", lambda device, processes: memory)
+    futures = settings.concurrent.futures
+    monkeypatch.setattr(futures, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
     monkeypatch.setattr(settings.torch.cuda, "device_count", lambda: 2)
     on_gpu = load_config([str(config), "--device=cuda"])
     assert settings.look_at(on_gpu, 1) == memory

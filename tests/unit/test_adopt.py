@@ -1,6 +1,5 @@
 """data.adopt: an old folder of nanoGPT's becomes a dataset, or is refused with the reason."""
 
-import contextlib
 import hashlib
 import pickle
 import sys
@@ -59,7 +58,11 @@ def refusal(monkeypatch, folder, *flags: str, **options) -> str:
 def test_old_folder_trains_samples_and_is_inspected(run, monkeypatch, tmp_path, folder, capsys):
     run_adopt(monkeypatch, folder)
     assert f"--dataset={folder}" in capsys.readouterr().out
+    assert "is there: python -m data.inspect --hash compares" in refusal(monkeypatch, folder)
     meta = read_meta(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(verified, "scan", pytest.fail)  # what was read whole is not read again
+        assert verified.damaged_files(folder, meta["dtype"], meta["files"]) == set()
     assert (meta["dtype"], meta["vocab_size"], meta["eot_id"]) == ("uint16", 50257, EOT)
     for name, tokens in (("train.bin", 4000), ("val.bin", 1000)):
         sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -100,16 +103,8 @@ class Canary:
         return Path.write_text, (self.path, "unpickled")
 
 
-def test_meta_pkl_is_never_unpickled(monkeypatch, folder, tmp_path):
-    for content in ({"vocab_size": Canary(tmp_path / "canary")}, {"stoi": Canary(tmp_path / "canary")}):
-        (folder / "meta.pkl").write_bytes(pickle.dumps(content))
-        with contextlib.suppress(UserError):
-            run_adopt(monkeypatch, folder)
-    assert not (tmp_path / "canary").exists() and (folder / "meta.json").exists()
-
-
-def test_characters_are_refused_with_the_command_that_makes_them(monkeypatch, folder):
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "stoi": {"a": 0}, "itos": {0: "a"}}))
+def test_meta_pkl_is_never_unpickled_and_one_of_characters_is_refused(monkeypatch, folder, tmp_path):
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "stoi": Canary(tmp_path / "canary")}))
     message = refusal(monkeypatch, folder)
     assert "are characters" in message
     assert "python data/shakespeare_char/prepare.py --input TEXT --output NEW_FOLDER" in message
@@ -134,6 +129,14 @@ WRONG = {
     "lengths": (
         lambda path: path.with_name("val.bin.lengths").write_bytes(b""),
         "has document lengths beside it, which are not adopted",
+    ),
+    "past the vocabulary": (
+        lambda path: write_ids(path, [*range(1000), 50257]),
+        "train.bin holds token id 50,257, but the tokenizer has ids 0 to 50,256 only",
+    ),
+    "begun": (
+        lambda path: path.with_name("plan.json").write_text("{}"),
+        "was begun by a prepare.py; run that again",
     ),
     "8 bytes": (lambda path: write_ids(path, range(1000), "<i8"), "ids of 64 bits must be written again"),
     "a copy of val": (

@@ -127,25 +127,25 @@ def test_words_that_are_tokens_without_merges_are_taken_only_if_no_merge_would_m
         assert fast.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_merges_to_one_token_with_others_between_are_refused(tmp_path):
-    merges = [["a", "b"], ["ab", "c"], ["b", "c"], ["a", "bc"]]
-    vocab = json.loads(byte_file(tmp_path).to_str())["model"]["vocab"] | {"bc": 302}
-    with pytest.raises(Unsuitable, match="ranks the merges to one token apart"):
-        FastEncoder(byte_file(tmp_path, model={"merges": merges, "vocab": vocab}))
+APART = {"bc": 302}, [["a", "b"], ["ab", "c"], ["b", "c"], ["a", "bc"]]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": None},
-        {"normalizer": {"type": "Lowercase"}},
-        {"model": {"dropout": 0.1}},
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "cuts words in a way of its own"),
+        ({"pre_tokenizer": None}, "cuts words in a way of its own"),
+        ({"normalizer": {"type": "Lowercase"}}, "changes the text in a way of its own"),
+        ({"model": {"dropout": 0.1}}, "not a plain byte-pair encoder"),
+        (APART, "ranks the merges to one token apart"),  # with others between
     ],
     ids=str,
 )
-def test_a_file_of_another_kind_is_refused(tmp_path, changes):
-    with pytest.raises(Unsuitable):
+def test_a_file_of_another_kind_is_refused(tmp_path, changes, reason):
+    if changes is APART:
+        vocab = json.loads(byte_file(tmp_path).to_str())["model"]["vocab"] | APART[0]
+        changes = {"model": {"vocab": vocab, "merges": APART[1]}}
+    with pytest.raises(Unsuitable, match=reason):
         FastEncoder(byte_file(tmp_path, **changes))
 
 

@@ -10,10 +10,10 @@ from common.errors import RunError
 from ops.ranges import BACKWARD, BLOCK, FORWARD, PREFIX
 from tools.profile import report
 from tools.profile.breakdown import adds_up, breakdown, read_rank
-from tools.profile.parts import IDLE, Linears, group_of, part_of
+from tools.profile.parts import IDLE, PROFILER, Linears, part_of
 from tools.profile.timeline import add_up
-from tools.profile.trace import Work, place_of, read_recording
-from tools.profile.waterfall import model_work, waterfall
+from tools.profile.trace import Work, give_places, place_of, read_recording
+from tools.profile.waterfall import model_flops, waterfall
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 
@@ -74,7 +74,7 @@ def test_the_kernels_of_a_real_run_have_their_parts(trace, kernels, linears):
 def test_every_product_of_the_model_is_found_with_its_flops(trace, kernels, linears):
     """One call of each of the 15 products, so the FLOPs are those of one layer and the head."""
     parts = [part_of(each, linears[trace]) for each, _ in kernels[trace]]
-    found = {name: flops for name, flops in parts if group_of(name) == "matmuls"}
+    found = {part.name: part.flops for part in parts if part.group == "matmuls"}
     directions = ("forward", "dgrad", "wgrad")
     assert set(found) == {f"{n} {d}" for n in ("qkv", "out", "up", "down", "head") for d in directions}
     config = load_config([*TRACES[trace], "--gradient_accumulation_steps=2"])
@@ -82,7 +82,7 @@ def test_every_product_of_the_model_is_found_with_its_flops(trace, kernels, line
     of_layers = sum(flops for part, flops in found.items() if not part.startswith("head"))
     of_head = sum(flops for part, flops in found.items() if part.startswith("head"))
     assert of_head == 3 * 2 * config.micro_batch * config.block_size * model.n_embd * model.vocab_size
-    assert config.micro_steps * (layers * of_layers + of_head) == model_work(config).matmul
+    assert config.micro_steps * (layers * of_layers + of_head) == model_flops(config).matmul
 
 
 def test_a_forward_within_the_backward_is_recomputation(linears):
@@ -96,9 +96,8 @@ def test_a_forward_within_the_backward_is_recomputation(linears):
         (f"{IN_BACKWARD} > aten::_cudnn_attention_backward", (), "attention backward"),
         (f"{NODE}BmmBackward0 > BmmBackward0 > aten::bmm", (), "attention backward"),
     ):
-        found = part_of(work("kernel", path, dims, BACKWARD), linears["qwen3_bf16"]).name
-        assert found == part
-        assert group_of(found) == ("recomputation" if part.endswith("recompute") else "attention")
+        found = part_of(work("kernel", path, dims, BACKWARD), linears["qwen3_bf16"])
+        assert found[:2] == (part, "recomputation" if part.endswith("recompute") else "attention")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_an_operator_of_ours_is_a_matmul_and_on_a_cpu_only_what_is_within(
         work(f"nanomfu::{operator}", path, shapes, phase, device=False),
         work("Memset (Device)", path, shapes, phase),
     ):
-        assert group_of(part_of(other, linears["qwen3_fp8"]).name) == "memory-bound"
+        assert part_of(other, linears["qwen3_fp8"]).group == "memory-bound"
 
 
 @pytest.mark.parametrize("chunks, rows", [(1, 128), (3, 43), (3, 42)])
@@ -144,8 +143,7 @@ def test_the_head_is_found_in_each_part_of_the_loss(chunks, rows):
 )
 def test_linears_of_equal_shape_are_named_together_and_others_by_their_shape(shapes, part):
     model = Linears(tiny(d_ff=32))  # down is (32, 32), as out is
-    found = part_of(work("gemm", "aten::mm", shapes), model).name
-    assert found == part and group_of(found) == "matmuls"
+    assert part_of(work("gemm", "aten::mm", shapes), model)[:2] == (part, "matmuls")
 
 
 @pytest.mark.parametrize(
@@ -181,16 +179,11 @@ def test_a_part_is_what_the_code_names_it(name, path, phase, part):
 
 
 def test_each_moment_belongs_to_one_piece_of_work():
-    """0 computes, 1 copies, 2 communicates."""
+    """On a GPU to what computes (0) before copies (1) and communication (2), on a CPU to the innermost."""
     works = [Work("kernel", *times, True) for times in ((0, 10), (5, 20), (8, 30), (18, 24))]
-    own, idle = add_up(works, 0, 40, [0, 0, 2, 1])
-    assert own == {0: 10, 1: 10, 3: 4, 2: 6} and idle == 10
-
-
-def test_an_operator_on_a_cpu_has_what_those_inside_it_leave():
+    assert add_up(works, 0, 40, [0, 0, 2, 1]) == ({0: 10, 1: 10, 3: 4, 2: 6}, 10)
     nested = [Work("aten::op", *times, False) for times in ((0, 30), (5, 25), (10, 15), (40, 50))]
-    own, idle = add_up(nested, 0, 50, [0] * 4)
-    assert own == {0: 10, 1: 15, 2: 5, 3: 10} and idle == 10
+    assert add_up(nested, 0, 50, [0] * 4) == ({0: 10, 1: 15, 2: 5, 3: 10}, 10)
 
 
 # --- recordings of a GPU ---
@@ -213,36 +206,57 @@ def window(iterations, operators=False):
     return trace
 
 
-def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(tmp_path):
+@pytest.fixture
+def rank(tmp_path):
+    """What three recorded iterations leave, of which the first does not count."""
     write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
-    rank, model = read_rank(tmp_path, 0), Linears(tiny())
+    return read_rank(tmp_path, 0)
+
+
+def milliseconds(found):
+    return {row["part"]: row["ms"] for row in found["parts"]}
+
+
+def test_a_kernel_gets_the_place_that_it_has_in_the_other_window(rank):
     assert all(work.place is None for work in rank.recording.work), "the window of times has no operators"
-    found = breakdown(rank, model)
-    rows = {row["part"]: row for row in found["parts"]}
+    found = breakdown(rank, Linears(tiny()))
+    ms = milliseconds(found)
     assert found["iterations"] == 2 and found["wall_ms"] == pytest.approx(0.1)
-    assert rows["qkv forward"]["ms"] == pytest.approx(0.020)
-    assert rows["qkv forward"]["tflops"] == pytest.approx(2 * 128 * 32 * 64 / 20e-6 / 1e12)
-    assert rows["communication: all-reduce"]["ms"] == pytest.approx(0.020), "what nothing hides"
+    assert ms["qkv forward"] == ms["communication: all-reduce"] == pytest.approx(0.020), "what nothing hides"
     assert found["communication_hidden_ms"] == pytest.approx(0.020)
-    assert rows["Memset (Device)"]["ms"] == pytest.approx(0.010)
-    assert rows[IDLE]["ms"] == pytest.approx(0.040)
-    assert sum(row["ms"] for row in found["parts"]) == pytest.approx(found["wall_ms"])
-    assert adds_up(found)
-
-
-def test_counts_that_differ_leave_the_place_unknown(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
-    places = [work.place for work in read_rank(tmp_path, 0).work if work.name == "same_name_everywhere"]
+    assert ms["Memset (Device)"] == pytest.approx(0.010) and ms[IDLE] == pytest.approx(0.040)
+    assert sum(ms.values()) == pytest.approx(found["wall_ms"]) and adds_up(found)
+    (tflops,) = (row["tflops"] for row in found["parts"] if row["part"] == "qkv forward")
+    assert tflops == pytest.approx(2 * 128 * 32 * 64 / 20e-6 / 1e12)
+    # counts of a kernel's kind that differ leave its place unknown
+    places = [work.place for work in rank.work if work.name == "same_name_everywhere"]
     assert [place and place.operator for place in places] == ["nanomfu::rms_norm", None, "nanomfu::rms_norm"]
-    found = breakdown(read_rank(tmp_path, 0), Linears(tiny()))
-    rows = {row["part"]: row["ms"] for row in found["parts"]}
-    assert rows["rms_norm"] == rows["same_name_everywhere"] == pytest.approx(0.005)
+    assert ms["rms_norm"] == ms["same_name_everywhere"] == pytest.approx(0.005)
+
+
+def test_kernels_of_which_there_are_more_have_a_place_only_if_the_known_ones_are_alike():
+    one, other, more = work("k", "aten::abs"), work("k", "aten::neg"), [work("k")] * 3
+    assert {each.place for each in give_places(more, [one, other])} == {None}
+    assert {each.place for each in give_places(more, [one, one])} == {one.place}
+
+
+@pytest.mark.parametrize(
+    ("unprofiled", "idle", "own"), [(0.09, 0.03, 0.01), (0.05, 0, 0.04), (0.11, 0.04, 0)]
+)
+def test_what_only_the_profiler_takes_is_no_idle_time_of_the_training(rank, unprofiled, idle, own):
+    """It comes out of the idle time, and never out of the kernels; the waterfall ends without it."""
+    found = breakdown(rank, Linears(tiny()), unprofiled)
+    ms = milliseconds(found)
+    assert ms[IDLE] == pytest.approx(idle) and ms.get(PROFILER, 0) == pytest.approx(own)
+    assert sum(ms.values()) == pytest.approx(0.1) and ms["qkv forward"] == pytest.approx(0.020)
+    falls = waterfall(model_flops(tiny()), found, 1e12, None, "", None)
+    assert falls["mfu_percent"] == pytest.approx(sum(model_flops(tiny())) / 1e12 / (0.1 - own) * 1e5)
+    assert falls["steps"][-1]["left_percent"] == pytest.approx(falls["mfu_percent"], abs=1e-9)
 
 
 def test_a_trace_that_disagrees_with_the_hosts_clock_does_not_add_up(tmp_path):
     write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=1.02 * 3e-4)
-    rank = read_rank(tmp_path, 0)
-    assert not adds_up(breakdown(rank, Linears(tiny())))
+    assert not adds_up(breakdown(read_rank(tmp_path, 0), Linears(tiny())))
 
 
 def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
@@ -256,17 +270,15 @@ def test_a_damaged_trace_is_an_error_that_names_it(tmp_path):
 # --- the text ---
 
 
-def test_the_text_shows_the_sum_and_puts_small_parts_together(tmp_path):
-    write_rank(tmp_path, window(1, operators=True), window(3), 3, seconds=3e-4)
-    rank, model = read_rank(tmp_path, 0), Linears(tiny())
-    found = breakdown(rank, model)
+def test_the_text_shows_the_sum_and_puts_small_parts_together(rank):
+    found = breakdown(rank, Linears(tiny()))
     content = {
         "device": "NVIDIA H200",
         "processes": 1,
         "unprofiled": {"time_ms": 0.098, "mfu": {"mfu_percent": 41.5}},
         "profiled": found,
         "adds_up": adds_up(found),
-        "waterfall": waterfall(model_work(tiny()), found, 1e12, (1500.0, None), (1830.0, None), 0.02),
+        "waterfall": waterfall(model_flops(tiny()), found, 1e12, 1.2, "", 0.02),
     }
     text = "\n".join(report.lines(content))
     assert "The table adds up" in text and "MFU 41.50 %; the profiled iterations take +2.0 %" in text

@@ -191,7 +191,7 @@ def test_what_an_older_version_began_by_another_rule_is_refused_and_not_changed(
     assert record.pop("split_by") == "text"  # the older rule, by file and number, said nothing
     plan.write_text(json.dumps(record))
     before = {path.name: path.read_bytes() for path in plan.parent.glob("*.*")}
-    with pytest.raises(UserError, match="begun by an older version.* complete and trains as it is"):
+    with pytest.raises(UserError, match="begun with another split_by.* complete and trains as is"):
         make(path, "--val_fraction=0.2")
     assert before == {path.name: path.read_bytes() for path in plan.parent.glob("*.*")}
 

@@ -13,10 +13,12 @@ from tools.profile.parts import (
     COMMUNICATION,
     GROUPS,
     IDLE,
+    MATMUL,
+    OF_IDLE,
+    OF_PROFILER,
     PROFILER,
     Linears,
-    group_of,
-    is_matmul,
+    Part,
     part_of,
 )
 from tools.profile.timeline import COMPUTE, COPY, HIDDEN, add_up
@@ -41,11 +43,6 @@ class Rank:
         first = 1 if len(marks) > 2 else 0
         return marks[first], marks[-1], len(marks) - 1 - first
 
-    def clock_ratio(self) -> float:
-        """The window's length by the trace, divided by that of the host's own clock."""
-        of_host = self.facts["windows"][TIMES]["seconds"]
-        return (self.recording.marks[-1] - self.recording.marks[0]) / (1e6 * of_host)
-
 
 def read_rank(out_dir: Path, rank: int) -> Rank:
     """Raises RunError if it recorded nothing that can be read."""
@@ -64,38 +61,46 @@ def read_rank(out_dir: Path, rank: int) -> Rank:
     return Rank(work, times, facts)
 
 
-def breakdown(rank: Rank, linears: Linears) -> dict[str, Any]:
-    """Milliseconds of an iteration of one rank."""
-    work, (begin, end, iterations) = rank.work, rank.measured
+def breakdown(rank: Rank, linears: Linears, unprofiled_ms: float | None = None) -> dict[str, Any]:
+    """Milliseconds of an iteration of one rank. unprofiled_ms: of an iteration on a GPU without the profiler.
+    The profiler gets a part of its own: recording makes the host launch kernels later, so the GPU is idle for
+    longer, but the kernels take as long as without it."""
+    work, marks, (begin, end, iterations) = rank.work, rank.recording.marks, rank.measured
     parts = [part_of(each, linears) for each in work]
-    levels = [level(each, part.name) for each, part in zip(work, parts, strict=True)]
-    times, idle = add_up(work, begin, end, levels)
-    own: defaultdict[str, float] = defaultdict(float, {IDLE: idle} if idle else {})
+    times, idle = add_up(work, begin, end, [level(*pair) for pair in zip(work, parts, strict=True)])
+    own: defaultdict[tuple[str, str], float] = defaultdict(float)  # by part and its group
     flops: defaultdict[str, float] = defaultdict(float)
+    if idle:
+        expected = end - begin if unprofiled_ms is None else 1000 * iterations * unprofiled_ms
+        added = min(max(0.0, end - begin - expected), idle)
+        own[IDLE, OF_IDLE] = idle - added
+        if added:
+            own[PROFILER, OF_PROFILER] = added
     calls = set()
     for index, time in times.items():
         part, place = parts[index], work[index].place
-        own[part.name] += time
-        call = (place and place.call, sum(mark <= work[index].start for mark in rank.recording.marks))
+        own[part.name, part.group] += time
+        call = (place and place.call, sum(mark <= work[index].start for mark in marks))
         if part.flops and call not in calls:  # once for all of its kernels
             calls.add(call)
             flops[part.name] += part.flops
-    shown = sum(time for part, time in own.items() if part.startswith(COMMUNICATION))
     communicated = sum(
         max(0.0, min(each.end, end) - max(each.start, begin))
         for each, part in zip(work, parts, strict=True)
-        if part.name.startswith(COMMUNICATION)
+        if part.group == COMMUNICATION
     )
+    shown = sum(time for (_, group), time in own.items() if group == COMMUNICATION)
+    of_host = rank.facts["windows"][TIMES]["seconds"]
     to_ms = 1 / (1000 * iterations)
     rows = [
         {
-            "part": part,
-            "group": group_of(part),
-            "ms": to_ms * own[part],
-            "percent": 100 * own[part] / (end - begin),
-            "tflops": flops[part] / own[part] / 1e6 if flops[part] else None,
+            "part": name,
+            "group": group,
+            "ms": to_ms * time,
+            "percent": 100 * time / (end - begin),
+            "tflops": flops[name] / time / 1e6 if flops[name] else None,
         }
-        for part in sorted(own, key=lambda part: (GROUPS.index(group_of(part)), -own[part]))
+        for (name, group), time in sorted(own.items(), key=lambda row: (GROUPS.index(row[0][1]), -row[1]))
     ]
     return {
         "iterations": iterations,
@@ -103,28 +108,15 @@ def breakdown(rank: Rank, linears: Linears) -> dict[str, Any]:
         "sum_ms": to_ms * sum(own.values()),
         "parts": rows,
         "communication_hidden_ms": to_ms * (communicated - shown),
-        "trace_over_host_clock": rank.clock_ratio(),
+        "trace_over_host_clock": (marks[-1] - marks[0]) / (1e6 * of_host),
     }
 
 
-def split_profiler(found: dict[str, Any], unprofiled_ms: float) -> None:
-    """Gives the profiler its own part: recording makes the host launch kernels later, so the GPU is idle for
-    longer. The kernels themselves take as long as without it. So what an iteration takes longer than without
-    the profiler is no idle time of the training, as far as there is idle time."""
-    idle = next((row for row in found["parts"] if row["part"] == IDLE), None)
-    taken = min(max(0.0, found["wall_ms"] - unprofiled_ms), idle["ms"] if idle else 0.0)
-    if idle and taken:
-        idle["ms"] -= taken
-        found["parts"].append(idle | {"part": PROFILER, "group": group_of(PROFILER), "ms": taken})
-        for row in found["parts"]:
-            row["percent"] = 100 * row["ms"] / found["wall_ms"]
-
-
-def level(work: Work, part: str) -> int:
+def level(work: Work, part: Part) -> int:
     """Which work a moment belongs to, if several run."""
-    if work.device and part.startswith(COMMUNICATION):
+    if work.device and part.group == COMMUNICATION:
         return HIDDEN
-    return COPY if work.name.startswith("Memcpy") and not is_matmul(part) else COMPUTE
+    return COPY if work.name.startswith("Memcpy") and part.group != MATMUL else COMPUTE
 
 
 def adds_up(found: dict[str, Any]) -> bool:

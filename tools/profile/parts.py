@@ -9,7 +9,7 @@ kernel of torch.compile has the names of the operators that it was made of.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.roofline import matmul_shapes
 from ops.ranges import BACKWARD, FORWARD
@@ -39,7 +39,10 @@ NAME_WIDTH = 60  # characters of a kernel's name, or of those of its operators
 # of a CPU's events: those that compute; others are ranges, Python functions and autograd
 CALL = re.compile(r"(?!autograd|torch)\w+::")
 
-COMMUNICATION, ATTENTION_PART = "communication: ", "attention "
+# Groups of parts: the steps of the waterfall, but for the profiler, which is in none.
+MATMUL, OF_ATTENTION, RECOMPUTATION, MEMORY = "matmuls", "attention", "recomputation", "memory-bound"
+COMMUNICATION, OF_IDLE, OF_PROFILER = "communication", "idle", "profiler"
+GROUPS = (MATMUL, OF_ATTENTION, RECOMPUTATION, MEMORY, COMMUNICATION, OF_IDLE, OF_PROFILER)
 PROFILER = "the profiler itself"  # idle time that the same iterations do not have without it
 IDLE = "nothing running"  # on a CPU: Python and autograd between the operators
 COMPILED_CODE = "compiled code"  # on a CPU, whose traces do not have its kernels
@@ -47,6 +50,7 @@ COMPILED_CODE = "compiled code"  # on a CPU, whose traces do not have its kernel
 
 class Part(NamedTuple):
     name: str
+    group: str  # of GROUPS
     flops: float = 0.0  # of the call, of a matmul
 
 
@@ -70,7 +74,7 @@ class Linears:
         own; elsewhere the phase tells products of equal shape apart, as GPT-2's up forward and down dgrad."""
         found = factors(place)
         if found is None:
-            return Part("other matmul")
+            return Part("other matmul", MATMUL)
         in_head = "LinearCrossEntropy" in place.path
         fits = [
             (name, direction)
@@ -80,11 +84,13 @@ class Linears:
         ]
         flops = 2.0 * found[0] * found[1] * found[2]
         if not fits:
-            return Part("other matmul {}x{}x{}".format(*found), flops)
+            return Part("other matmul {}x{}x{}".format(*found), MATMUL, flops)
         adds = any("weight_gradient" in name for name in place.path) and any(d == "wgrad" for _, d in fits)
         direction = "wgrad" if adds else fits[0][1]
         names = "/".join(dict.fromkeys(name for name, its in fits if its == direction))
-        return Part(f"{names} {RECOMPUTE if place.phase == RECOMPUTE else direction}", flops)
+        if place.phase == RECOMPUTE:
+            return Part(f"{names} {RECOMPUTE}", RECOMPUTATION, flops)
+        return Part(f"{names} {direction}", MATMUL, flops)
 
 
 def factors(place: Place) -> tuple[int, int, int] | None:
@@ -104,11 +110,11 @@ def part_of(work: Work, linears: Linears) -> Part:
     names = (*reversed(place.path), place.name) if place else ()  # from the inside
     if COLLECTIVE.search(name):
         kind = next((found[1].lower() for each in (name, *names) if (found := KIND.search(each))), "other")
-        return Part(COMMUNICATION + re.sub("^(all|reduce)_?(?=.)", r"\1-", kind))
+        return Part("communication: " + re.sub("^(all|reduce)_?(?=.)", r"\1-", kind), COMMUNICATION)
     if not work.device and name.startswith(COMPILED):
-        return Part(COMPILED_CODE)
+        return Part(COMPILED_CODE, MEMORY)
     if not work.device and not CALL.match(name):
-        return Part(IDLE)
+        return Part(IDLE, OF_IDLE)
     # on a CPU, operators within ours compute
     products = (*PRODUCTS, *OWN_PRODUCTS) if work.device else tuple(PRODUCTS)
     if place and place.operator in products and not name.startswith("Memset"):
@@ -117,39 +123,9 @@ def part_of(work: Work, linears: Linears) -> Part:
         phase = (place.phase if place else "") or FORWARD
         # compiled code has no ranges: there its name tells what the backward computes again
         is_call = place and attention in place.path
-        again = is_call and phase == BACKWARD and ATTENTION_FORWARD.search(attention)
-        return Part(f"{ATTENTION_PART}{RECOMPUTE if again else phase}")
+        if is_call and phase == BACKWARD and ATTENTION_FORWARD.search(attention):
+            phase = RECOMPUTE
+        return Part(f"attention {phase}", RECOMPUTATION if phase == RECOMPUTE else OF_ATTENTION)
     if fused := FUSED.match(name):
-        return Part(f"compiled: {fused[1][:NAME_WIDTH]}")
-    return Part(place.name if place else name[:NAME_WIDTH])
-
-
-def is_matmul(part: str) -> bool:
-    return part.startswith("other matmul") or part.endswith(tuple(f" {d}" for d in MATMULS))
-
-
-# --- groups of parts: the steps of the waterfall ---
-
-GROUPS = ("matmuls", "attention", "recomputation", "memory-bound", "communication", "idle", "profiler")
-OF_ONE_PART = {PROFILER: "profiler", IDLE: "idle"}
-
-
-def group_of(part: str) -> str:
-    """The step of the waterfall to which a part of the table belongs."""
-    if part in OF_ONE_PART:
-        return OF_ONE_PART[part]
-    if part.startswith(COMMUNICATION):
-        return "communication"
-    if part.endswith(f" {RECOMPUTE}"):
-        return "recomputation"
-    if part.startswith(ATTENTION_PART):
-        return "attention"
-    return "matmuls" if is_matmul(part) else "memory-bound"
-
-
-def groups(parts: list[dict[str, Any]]) -> dict[str, float]:
-    """{group: milliseconds} of the table."""
-    found = dict.fromkeys(GROUPS, 0.0)
-    for row in parts:
-        found[group_of(row["part"])] += row["ms"]
-    return found
+        return Part(f"compiled: {fused[1][:NAME_WIDTH]}", MEMORY)
+    return Part(place.name if place else name[:NAME_WIDTH], MEMORY)

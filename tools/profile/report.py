@@ -8,15 +8,13 @@ from typing import Any
 from common.json_file import read_json
 from common.run_records import run_records
 from common.text import aligned
-from tools.profile.breakdown import Rank, adds_up, breakdown, read_rank, split_profiler
+from tools.profile.breakdown import adds_up, breakdown, read_rank
 from tools.profile.parts import COMMUNICATION, Linears
-from tools.profile.waterfall import model_work, peak_clock_mhz, waterfall
+from tools.profile.waterfall import clock_ratio, model_flops, waterfall
 from training.configuration.keys import KEYS, TrainConfig
 
 MEASURED_ROW = 20  # of the run without the profiler: the iterations 11 to 20
 SMALLEST = 0.1  # percent of an iteration; smaller parts of a step are one line, and the JSON has all
-
-NO_CLOCK = "no log row has the clock of the GPU"
 
 
 def find_record(out_dir: Path) -> dict[str, Any]:
@@ -39,12 +37,17 @@ def analyze(
     has left nothing that can be read."""
     record = find_record(out_dir)
     config, info = config_of(record), record["startup_info"]
-    rank = read_rank(out_dir, 0)
-    found = breakdown(rank, Linears(config))
     rows = find_record(plain_dir)["training_iterations"]
     row = next(row for row in rows if row["iter"] == MEASURED_ROW)
-    if rank.facts["device"] == "cuda":  # on a CPU it slows down the operators themselves
-        split_profiler(found, row["time_ms"])
+    rank = read_rank(out_dir, 0)
+    on_gpu = rank.facts["device"] == "cuda"  # on a CPU the profiler slows down the operators themselves
+    found = breakdown(rank, Linears(config), row["time_ms"] if on_gpu else None)
+    peak = info["hardware"]["peak"]
+    flops = None if peak["tflops_per_gpu"] is None else 1e12 * peak["tflops_per_gpu"]
+    ratio, reason = None, "the peak is no datasheet's, so it belongs to no clock"
+    if flops and config.peak_tflops is None:
+        ratio, reason = clock_ratio(flops / 2 if peak["sparse"] else flops, rank.facts, row)
+    alone = 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"] if roofline else None
     return {
         "device": info["hardware"]["gpu_name"],
         "processes": info["hardware"]["num_gpus"],
@@ -52,32 +55,11 @@ def analyze(
         "unprofiled": row,
         "profiled": found,
         "adds_up": adds_up(found),
-        "waterfall": _waterfall(config, info, rank, found, row, roofline),
+        "waterfall": waterfall(model_flops(config), found, flops, ratio, reason, alone),
         "roofline": roofline,
         "roofline_reason": roofline_reason,
         "config": record["config"],
     }
-
-
-def _waterfall(
-    config: TrainConfig,
-    info: dict[str, Any],
-    rank: Rank,
-    found: dict[str, Any],
-    row: dict[str, Any],
-    roofline: dict[str, Any] | None,
-) -> dict[str, Any]:
-    peak = info["hardware"]["peak"]
-    flops = None if peak["tflops_per_gpu"] is None else 1e12 * peak["tflops_per_gpu"]
-    at_peak: tuple[float | None, str | None] = (None, "the peak is no datasheet's, so it belongs to no clock")
-    if flops and config.peak_tflops is None:
-        at_peak = peak_clock_mhz(flops / 2 if peak["sparse"] else flops, rank.facts)
-    clock = row.get("sm_clock_mhz")
-    reason = None if clock else row.get("gpu_reason") or NO_CLOCK
-    alone = None
-    if roofline:
-        alone = 1000 * config.micro_steps * roofline["ceiling"]["matmul_seconds"]
-    return waterfall(model_work(config), found, flops, (clock, reason), at_peak, alone)
 
 
 # --- text ---
@@ -94,20 +76,14 @@ def lines(content: dict[str, Any]) -> list[str]:
     rows += [_row("all smaller ones", group, ms, found["wall_ms"]) for group, ms in small.items() if ms]
     rows.append(_row("sum", "", found["sum_ms"], found["wall_ms"]))
     table = aligned(["part", "step", "ms", "%", "TFLOPS"], rows, ["part", "step"])
-    return [_title(content), "", *table, "", *_checks(content), "", *_waterfall_lines(content)]
+    of_ranks = f", {content['processes']} processes, rank 0" if content["processes"] > 1 else ""
+    title = f"{content['device']}{of_ranks}: an iteration, mean of {found['iterations']}, takes "
+    title += f"{found['wall_ms']:.3f} ms"
+    return [title, "", *table, "", *_checks(content), "", *_waterfall_lines(content)]
 
 
 def _row(part: str, group: str, ms: float, wall_ms: float, tflops: float | None = None) -> list[str]:
     return [part, group, f"{ms:.3f}", f"{100 * ms / wall_ms:.2f}", _number(tflops, "{:.4g}")]
-
-
-def _title(content: dict[str, Any]) -> str:
-    found, processes = content["profiled"], content["processes"]
-    of_ranks = f", {processes} processes, rank 0" if processes > 1 else ""
-    return (
-        f"{content['device']}{of_ranks}: an iteration, mean of {found['iterations']}, "
-        f"takes {found['wall_ms']:.3f} ms"
-    )
 
 
 def _checks(content: dict[str, Any]) -> list[str]:
@@ -119,7 +95,7 @@ def _checks(content: dict[str, Any]) -> list[str]:
         f"by {difference:+.2f} %."
     ]
     hidden = found["communication_hidden_ms"]
-    if hidden or any(row["part"].startswith(COMMUNICATION) for row in found["parts"]):
+    if hidden or any(row["group"] == COMMUNICATION for row in found["parts"]):
         text.append(f"Communication that other kernels hide, and that is not in the table: {hidden:.3f} ms.")
     row = content["unprofiled"]
     mfu = f"MFU {row['mfu']['mfu_percent']:.2f} %" if row["mfu"] else "no MFU"

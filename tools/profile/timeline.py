@@ -8,7 +8,8 @@ began first, among the operators of a CPU to the innermost.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 from tools.profile.trace import Work
 
@@ -18,22 +19,10 @@ COMPUTE, COPY, HIDDEN = 0, 1, 2  # in the order in which a moment is given
 def add_up(
     work: Sequence[Work], begin: float, end: float, levels: Sequence[int]
 ) -> tuple[dict[int, float], float]:
-    """(microseconds of each piece of work by its index, those in which nothing runs) from `begin` to `end`.
-    Work is sorted by start. levels: whether each computes, copies or communicates."""
-    own: dict[int, float] = {}
+    """({index of a piece of work: its microseconds}, those in which nothing runs) from `begin` to `end`. Work
+    is sorted by start. levels: whether each computes, copies or communicates."""
+    own: defaultdict[int, float] = defaultdict(float)
     idle = 0.0
-    for start, stop, index in _moments(work, begin, end, levels):
-        if index is None:
-            idle += stop - start
-        else:
-            own[index] = own.get(index, 0.0) + stop - start
-    return own, idle
-
-
-def _moments(
-    work: Sequence[Work], begin: float, end: float, levels: Sequence[int]
-) -> Iterator[tuple[float, float, int | None]]:
-    """(start, stop, index of the work that this time belongs to, or None), without a hole."""
     running: list[tuple[int, float, int]] = []  # a heap of (level, order, index)
     now, position = begin, 0
     while now < end:
@@ -44,8 +33,11 @@ def _moments(
         while running and work[running[0][2]].end <= now:
             heapq.heappop(running)
         stop = min(work[position].start if position < len(work) else end, end)
-        index = running[0][2] if running else None
-        if index is not None:
+        if running:
+            index = running[0][2]
             stop = min(stop, work[index].end)
-        yield now, stop, index
+            own[index] += stop - now
+        else:
+            idle += stop - now
         now = stop
+    return dict(own), idle

@@ -64,11 +64,6 @@ class Work:
     grid: str = ""
     place: Place | None = None
 
-    @property
-    def kind(self) -> tuple[str, str]:
-        """What tells it apart from other kernels in both windows."""
-        return self.name, self.grid
-
 
 @dataclass
 class Recording:
@@ -218,21 +213,22 @@ def _shapes(event: Event) -> tuple[Shape, ...]:
 
 
 def give_places(recorded: Sequence[Work], known: Sequence[Work]) -> list[Work]:
-    """The work of an iteration with the places of another: the k-th kernel of a kind gets that of the k-th
-    kernel of this kind. None where an iteration has more of a kind than the other, and they are not alike."""
+    """The work of an iteration with the places of another: the k-th kernel of a kind (name and grid) gets
+    that of the k-th of this kind. None where there are more of a kind than there, and those are not alike."""
     places: dict[tuple[str, str], list[Place | None]] = defaultdict(list)
     for work in known:
-        places[work.kind].append(work.place)
-    counts = Counter(work.kind for work in recorded)
+        places[work.name, work.grid].append(work.place)
+    counts = Counter((work.name, work.grid) for work in recorded)
     position: Counter = Counter()
     placed = []
     for work in recorded:
-        here = places[work.kind]
-        if len(here) == counts[work.kind]:
-            place = here[position[work.kind]]
+        kind = work.name, work.grid
+        here = places[kind]
+        if len(here) == counts[kind]:
+            place = here[position[kind]]
         else:
             distinct = {each and (each.name, each.operator, each.shapes, each.phase) for each in here}
             place = here[0] if len(distinct) == 1 else None
-        position[work.kind] += 1
+        position[kind] += 1
         placed.append(replace(work, place=place))
     return placed

@@ -16,11 +16,10 @@ the formula counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mfu_versions import model_builder_v3 as v3
-from tools.profile.parts import groups
+from tools.profile.parts import OF_PROFILER
 from training.configuration.keys import TrainConfig
 
 # FLOPs of a multiprocessor in a clock cycle, dense bf16 with fp32 sums: they give the clock at which the
@@ -41,65 +40,61 @@ STEPS = {  # {step: its label}; docs/profile.md says what could be done about ea
 ALL_LOST = tuple(STEPS)[4:]  # steps of which the whole time is lost
 
 
-@dataclass(frozen=True)
-class Work:
-    """What the model's FLOPs are, per iteration and GPU."""
+class ModelFlops(NamedTuple):
+    """Per iteration and GPU."""
 
     matmul: float
     attention: float
 
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention
 
-
-def model_work(config: TrainConfig) -> Work:
+def model_flops(config: TrainConfig) -> ModelFlops:
     """By formula v3: the scores in full, no recomputation."""
     counted = v3.count_flops(config.model_config(), config.block_size)["components"]
-    sequences = config.micro_batch * config.micro_steps
     attention = counted["attention_scores"] + counted["attention_context"]
-    factor = v3.BACKWARD_FACTOR * sequences
-    return Work(factor * (sum(counted.values()) - attention), factor * attention)
+    factor = v3.BACKWARD_FACTOR * config.micro_batch * config.micro_steps
+    return ModelFlops(factor * (sum(counted.values()) - attention), factor * attention)
 
 
-def peak_clock_mhz(peak_flops: float, facts: dict[str, Any]) -> tuple[float | None, str | None]:
-    """(the clock at which the datasheet's peak is reached, None), or (None, why it is not known)."""
-    capability = tuple(facts.get("capability", ()))
-    if capability not in FLOPS_PER_CYCLE:
+def clock_ratio(peak_flops: float, facts: dict[str, Any], row: dict[str, Any]) -> tuple[float | None, str]:
+    """(the clock at which the datasheet's peak is reached as a multiple of that which ran, ''), or (None, why
+    it is not known). facts: of the device, by the profiler; row: of the run's log."""
+    cycle = FLOPS_PER_CYCLE.get(tuple(facts.get("capability", ())))
+    if cycle is None:
         return None, "it is not known at which clock this device reaches its peak"
-    cycle = facts["multiprocessors"] * FLOPS_PER_CYCLE[capability]
-    return peak_flops / cycle / 1e6, None
+    if not row.get("sm_clock_mhz"):
+        return None, row.get("gpu_reason") or "no log row has the clock of the GPU"
+    return peak_flops / (cycle * facts["multiprocessors"] * 1e6 * row["sm_clock_mhz"]), ""
 
 
 def waterfall(
-    work: Work,
+    flops: ModelFlops,
     found: dict[str, Any],
     peak_flops: float | None,
-    clock: tuple[float | None, str | None],
-    peak_clock: tuple[float | None, str | None],
+    ratio: float | None,
+    reason: str,
     alone_ms: float | None,
 ) -> dict[str, Any]:
-    """`found` is breakdown()'s. clock and peak_clock are (MHz, None) or (None, why not). `alone_ms`: the
-    iteration's matmuls on this machine with nothing else, by bench.roofline; None: not measured."""
-    ms = groups(found["parts"])
+    """`found` is breakdown()'s. ratio and reason are clock_ratio()'s. `alone_ms`: the iteration's matmuls on
+    this machine with nothing else, by bench.roofline; None: not measured."""
+    ms = dict.fromkeys((*STEPS, OF_PROFILER), 0.0)
+    for row in found["parts"]:
+        ms[row["group"]] += row["ms"]
     notes = []
     if peak_flops is None:
         notes.append("without a peak there is no MFU: milliseconds instead of points; state --peak_tflops")
-        rows = [_row(name, ms[name]) for name in STEPS if ms.get(name)]
+        rows = [_row(name, ms[name]) for name in STEPS if ms[name]]
         return {"unit": "ms", "steps": rows, "notes": notes, "mfu_percent": None}
-    ideal = 1000 * work.total / peak_flops
-    ratio = peak_clock[0] / clock[0] if peak_clock[0] and clock[0] else None
+    ideal = 1000 * sum(flops) / peak_flops
     if ratio is None:
-        reason = clock[1] or peak_clock[1]
         notes.append(f"there is no step for the clock: {reason}; its points are in the next step")
-    matmul_ideal = (ratio or 1) * 1000 * work.matmul / peak_flops
+    matmul_ideal, attention_ideal = (1000 * (ratio or 1) * each / peak_flops for each in flops)
     steps: dict[str, float | None] = {"clock": None if ratio is None else (ratio - 1) * ideal}
     if alone_ms is None:
         steps["matmuls"] = ms["matmuls"] - matmul_ideal
         notes.append("without bench.roofline the matmuls are one step, which begins at the peak")
     else:
         steps |= {"ceiling": alone_ms - matmul_ideal, "matmuls": ms["matmuls"] - alone_ms}
-    steps["attention"] = ms["attention"] - (ratio or 1) * 1000 * work.attention / peak_flops
+    steps["attention"] = ms["attention"] - attention_ideal
     steps |= {name: ms[name] for name in ALL_LOST if ms[name]}
     rows, before = [], ideal
     for name, added in steps.items():
@@ -118,9 +113,7 @@ def waterfall(
         "unit": "points",
         "steps": rows,
         "notes": notes,
-        "mfu_percent": 100 * ideal / (found["wall_ms"] - ms["profiler"]),
-        "clock_mhz": clock[0],
-        "peak_clock_mhz": peak_clock[0],
+        "mfu_percent": 100 * ideal / (found["wall_ms"] - ms[OF_PROFILER]),
     }
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import re
 import shlex
 import signal
@@ -26,12 +25,12 @@ import model_builder
 from bench.plan import check_overrides
 from bench.process import TIMEOUT_MAX_S, from_root
 from bench.random_tokens import make_random_dataset
-from bench.table import open_folder
+from bench.table import new_folder
 from common.arguments import real_number, user_folder, user_path, whole_number
 from common.command import run_command
 from common.durable_file import write_bytes
 from common.errors import UserError
-from tools.tune.ladder import Ladder, Step
+from tools.tune.ladder import Ladder, Step, speed
 from tools.tune.settings import Setting, Settings, look_at
 from tools.tune.trials import Trials
 from training.configuration.files_and_flags import read_settings
@@ -52,91 +51,73 @@ def main(argv: list[str]) -> int:
     base = load_run_config(arguments, options.nproc)
     fixed = {flag.removeprefix("--").partition("=")[0] for flag in overrides}
     settings = Settings(base, options.nproc, look_at(base, options.nproc), fixed)
-    several = f"_{options.nproc}gpu" if options.nproc > 1 else ""
     name = Path(options.config).stem
+    several = f"_{options.nproc}gpu" if options.nproc > 1 else ""
     result = options.write or ROOT / "config" / f"tuned_{name.removeprefix('tuned_')}{several}.py"
     if result.exists() and not result.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        raise UserError(
-            f"{result} was not written by tools.tune; rename it, or name another file with --write"
-        )
+        raise UserError(f"{result} was not written by tools.tune; rename it, or name another with --write")
     check_writable(result.parent)
-    started = f"{datetime.datetime.now():%Y%m%d_%H%M%S}"
-    folder = open_folder((options.out_dir or ROOT / "out-tune" / f"{name}_{started}").resolve())
-    if any((folder / "runs").iterdir()):
-        raise UserError(f"{folder} has the trials of a search, which may still run; choose another --out_dir")
-    options.tokens = None
+    folder = new_folder(options.out_dir, name, str(ROOT / "out-tune"), "--out_dir")
+    trial = [str(Path(options.config).resolve()), *arguments[1:]]  # the trials start in the root
     if options.dataset == "random":
-        options.tokens = make_random_dataset(folder, base.model_config().vocab_size)
-    absolute = [str(Path(options.config).resolve()), *arguments[1:]]  # the trials start in the root
-    trials = Trials(settings, absolute, folder, options)
+        trial.append(f"--dataset={make_random_dataset(folder, base.model_config().vocab_size)}")
     print(f"{settings.tokens:,} tokens per iteration; GiB are those that torch gave out", flush=True)
-    ladder = Ladder(settings, trials.measure, lambda step: print(line(step, settings), flush=True))
-    try:
-        ladder.climb()
-    except UserError:
-        if trials.interrupted:
-            raise KeyboardInterrupt from None
-        raise
+    measure = Trials(settings, trial, folder, options).measure
+    ladder = Ladder(settings, measure, lambda step: print(line(step, settings), flush=True))
+    ladder.climb()
     command = shlex.join(["python", "-m", "tools.tune", *argv])
-    stated = read_settings(arguments).values
-    write_bytes(result, "\n".join([*header(ladder, command), *assignments(ladder, stated), ""]).encode())
-    print("\n".join([*summary(ladder), f"Written to {from_root(result)}"]), flush=True)
-    if trials.interrupted:
+    write_bytes(result, config_text(ladder, command, read_settings(arguments).values).encode())
+    print(f"{summary(ladder)}\nWritten to {from_root(result)}", flush=True)
+    if ladder.interrupted:
         raise KeyboardInterrupt("the result is the best so far")
     return 0
 
 
 def line(step: Step, settings: Settings) -> str:
     """'micro-batch   16 x 2048, recomputation none ...   59,363 tokens/s   95.7 GiB   +1.2 %   kept'."""
-    result = step.result if step.result and not step.result.reason else None
-    cells = [f"{step.rung:<11}", f"{settings.name(step.setting):<60}"]
-    cells.append(f"{result.speed:>11,.0f} tokens/s" if result else f"{'':20}")
-    memory = result.memory_gib if result and result.memory_gib is not None else None
-    cells.append(f"{settings.needed(step.setting):6.1f} est." if memory is None else f"{memory:6.1f} GiB ")
-    cells.append(f"{100 * step.gain:+6.1f} %" if step.gain is not None else f"{'':8}")
-    return "  ".join([*cells, "kept" if step.kept else "    ", step.note]).rstrip()
+    run = step.run if step.run and not step.run["reason"] else None
+    memory = run["measurement"]["max_allocated_gb"] if run else None
+    cells = [
+        f"{step.rung:<11}",
+        f"{settings.name(step.setting):<60}",
+        f"{speed(run):>11,.0f} tokens/s" if run else f"{'':20}",
+        f"{settings.needed(step.setting):6.1f} est." if memory is None else f"{memory:6.1f} GiB ",
+        f"{'':8}" if step.gain is None else f"{100 * step.gain:+6.1f} %",
+        "kept" if step.kept else "    ",
+        step.note,
+    ]
+    return "  ".join(cells).rstrip()
 
 
-def summary(ladder: Ladder) -> list[str]:
-    results = ladder.results(ladder.best)
-    speed = statistics.median(result.speed for result in results)
-    mfus = [result.mfu_percent for result in results if result.mfu_percent is not None]
+def summary(ladder: Ladder) -> str:
+    runs = ladder.results(ladder.best)
+    mfus = [value for run in runs for value in run["measurement"]["mfu_percent"]]
     mfu = f", MFU {statistics.median(mfus):.2f} % ({model_builder.CALCULATION_METHOD})" if mfus else ""
-    runs = f"{len(results)} run{'s' * (len(results) > 1)}"
-    lines = [f"Best: {ladder.settings.name(ladder.best)}: {speed:,.0f} tokens/s{mfu}, {runs}"]
+    text = f"Best: {ladder.settings.name(ladder.best)}: {statistics.median(map(speed, runs)):,.0f} tokens/s"
+    text += f"{mfu}, {len(runs)} run{'s' * (len(runs) > 1)}."
     if ladder.best == ladder.settings.as_it_is:
-        lines.append("That is the config as it is.")
+        text += " That is the config as it is."
     if not ladder.finished:
-        lines.append("The time was over before the last rung; a larger --budget tries the others.")
-    return lines
+        text += " The time was over before the last rung; a larger --budget tries the others."
+    return text
 
 
-# --- the config that is written ---
-
-
-def header(ladder: Ladder, command: str) -> list[str]:
-    memory = ladder.settings.memory
-    text = f"{ladder.settings.processes} x {memory.device}, {memory.gib:.1f} GiB for each process. "
-    text += f"Measured {datetime.date.today()}. {' '.join(summary(ladder))}"
-    return [f"{MARK}:", f"#     {command}", *(f"# {part}" for part in textwrap.wrap(text, 108))]
-
-
-def assignments(ladder: Ladder, stated: Setting) -> list[str]:
-    """The tuned keys, then what else the config and the flags state. A tuned key that was not stated and has
-    its default value is left out."""
-    best = ladder.best
-    tuned: Setting = {"batch_size": best["batch_size"], "gradient_accumulation_steps": AUTO}
-    tuned["tokens_per_iter"] = ladder.settings.tokens
+def config_text(ladder: Ladder, command: str, stated: Setting) -> str:
+    """The config that is written: what the config and the flags state, with the tuned keys. One of these that
+    was not stated and has its default value is left out."""
+    settings, best = ladder.settings, ladder.best
+    about = (
+        f"{settings.processes} x {settings.memory.device}, {settings.memory.gib:.1f} GiB for each process. "
+    )
+    about += f"Measured {datetime.date.today()}. {summary(ladder)}"
+    tuned = {key: value for key, value in best.items() if key in stated or value != KEYS[key].default}
+    tuned |= {"batch_size": best["batch_size"], "gradient_accumulation_steps": AUTO}
+    tuned |= {"tokens_per_iter": settings.tokens}
     if stated.get("eval_batch_size") is None:
-        tuned["eval_batch_size"] = ladder.settings.eval_batch
-    tuned |= {key: value for key, value in best.items() if key in stated or value != KEYS[key].default}
-    rest = {key: value for key, value in stated.items() if key not in tuned and key not in best}
-    lines = [f"{key} = {literal(value)}" for key, value in tuned.items()]
-    return [*lines, "", "# as in the config", *(f"{key} = {literal(value)}" for key, value in rest.items())]
-
-
-def literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+        tuned["eval_batch_size"] = settings.eval_batch
+    values = [f"{key} = {value!r}" for key, value in (stated | tuned).items()]
+    header = [f"{MARK}:", f"#     {command}", *(f"# {part}" for part in textwrap.wrap(about, 108))]
+    return "\n".join([*header, *values, ""])
 
 
 # --- options ---

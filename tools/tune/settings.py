@@ -20,7 +20,7 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import check, cuda_graphs_obstacle
 from training.memory.estimate import needed_memory
 from training.memory.gpus import DeviceMemory, device_memory
-from training.memory.micro_batch import SMALLEST_PART, choose, settings_that_fit
+from training.memory.micro_batch import SMALLEST_PART, choose
 from training.process.memory import GIB
 
 Setting = dict[str, Any]  # {key of TUNED: value}
@@ -49,29 +49,26 @@ def look_at(config: TrainConfig, processes: int) -> DeviceMemory:
     """What a process has. A GPU is looked at in a process of its own, whose context would otherwise stay in
     its memory beside the trials. Raises UserError if there are too few GPUs, or others use them."""
     if config.device == "cpu":
-        return _describe("cpu", processes)[0]
+        return device_memory(torch.device("cpu"), processes)
     if processes > torch.cuda.device_count():
         raise UserError(
             f"--nproc={processes} needs as many GPUs, but torch sees {torch.cuda.device_count()}; use fewer, "
             "or --device=cpu. train.py --dry_run=True --gpu=H100 says what fits a GPU that is not here"
         )
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        memory, taken = pool.submit(_describe, "cuda", processes).result()
-    for number, used in enumerate(taken):
-        if used > OWN_GIB:
+        return pool.submit(_look_at_gpus, processes).result()
+
+
+def _look_at_gpus(count: int) -> DeviceMemory:
+    for number in range(count):
+        free, total = torch.cuda.mem_get_info(number)
+        if total - free > OWN_GIB * GIB:
             raise UserError(
-                f"GPU {number} is in use: {used:.1f} GiB of its memory are taken, and trials would compete "
-                "with whoever has them; wait, stop them (nvidia-smi), or choose others (CUDA_VISIBLE_DEVICES)"
+                f"GPU {number} is in use: {(total - free) / GIB:.1f} GiB of its memory are taken, and trials "
+                "would compete with whoever has them; wait, stop them (nvidia-smi), or choose others "
+                "(CUDA_VISIBLE_DEVICES)"
             )
-    return memory
-
-
-def _describe(kind: str, processes: int) -> tuple[DeviceMemory, list[float]]:
-    """(the memory of one process, GiB of each GPU that whoever is there has taken)."""
-    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    gpus = [torch.cuda.mem_get_info(number) for number in range(processes)] if kind == "cuda" else []
-    used = [(total - free) / GIB for free, total in gpus]
-    return device_memory(device, processes), used
+    return device_memory(torch.device("cuda", 0), count)
 
 
 class Settings:
@@ -82,10 +79,9 @@ class Settings:
         own, found = choose(base, processes, memory)  # 'auto' as numbers
         self.runs_as_it_is = found.fits or not is_auto(base)  # else train.py would refuse it
         self.eval_batch = own.eval_batch_size or own.micro_batch  # losses of evaluations stay comparable
-        tokens = base.tokens_per_iter if is_auto(base) else None
-        self.tokens = (
-            tokens or base.samples_per_iter(processes) * base.block_size
-        )  # of an iteration; they stay
+        # of an iteration; they stay
+        stated = base.tokens_per_iter if is_auto(base) else None
+        self.tokens = stated or base.samples_per_iter(processes) * base.block_size
         self.as_it_is: Setting = {key: getattr(own, key) for key in TUNED} | {"loss_chunks": own.logit_parts}
         self.sequences = self.tokens // (base.block_size * processes)  # of a GPU, in an iteration
         most = max(MOST_TOKENS // base.block_size, own.micro_batch)
@@ -104,7 +100,7 @@ class Settings:
         for level in self._choices("activation_checkpointing", RECOMPUTATION):
             for parts in self._choices("loss_chunks", equal):
                 made = {"batch_size": batch, "activation_checkpointing": level, "loss_chunks": parts}
-                if self.obstacle(setting | made) is None and self.fits(setting | made):
+                if self.is_possible(setting | made):
                     yield setting | made
 
     def _choices(self, key: str, values: tuple) -> tuple:
@@ -120,26 +116,23 @@ class Settings:
                 if found := list(self.fit(self.as_it_is | strategy, batch)):
                     return found[-1]
         raise UserError(
-            f"no setting of this config fits {self.memory.device} with "
-            f"{self.memory.gib:.1f} GiB; these do, by the estimate:\n"
-            + "\n".join(settings_that_fit(self.base, self.processes, self.memory))
+            f"no setting of this config fits {self.memory.device} with {self.memory.gib:.1f} GiB; "
+            "train.py --dry_run=True names settings that do"
         )
 
-    def obstacle(self, setting: Setting) -> str | None:
-        """Why these values do not go together here; None if nothing speaks against them."""
+    def is_possible(self, setting: Setting) -> bool:
+        """Whether these values go together here, and fit by the estimate of memory."""
         config = self.config(setting)
         try:
             check(config, self.processes)
-        except UserError as error:
-            return str(error).splitlines()[0]
-        return cuda_graphs_obstacle(config) if config.use_cuda_graphs else None
+        except UserError:
+            return False
+        captures = not config.use_cuda_graphs or cuda_graphs_obstacle(config) is None
+        return captures and self.needed(setting) <= self.memory.gib
 
     def needed(self, setting: Setting) -> float:
         """GiB that a process must have free, by the estimate with its reserve."""
         return needed_memory(self.config(setting), self.processes)
-
-    def fits(self, setting: Setting) -> bool:
-        return self.needed(setting) <= self.memory.gib
 
     def config(self, setting: Setting) -> TrainConfig:
         steps = self.sequences // setting["batch_size"]
@@ -153,9 +146,9 @@ class Settings:
 
     def name(self, setting: Setting) -> str:
         """'16 x 2048, recomputation none, loss in 4 parts, ZeRO-1, CUDA Graphs'."""
-        words = [f"{setting['batch_size']} x {self.base.block_size}"]
-        words.append(f"recomputation {setting['activation_checkpointing']}")
-        words.append(f"loss in {setting['loss_chunks']} part{'s' * (setting['loss_chunks'] != 1)}")
-        strategies = STRATEGIES if self.processes > 1 else {}
-        words += [name for name, keys in strategies.items() if keys.items() <= setting.items()]
+        level, parts = setting["activation_checkpointing"], setting["loss_chunks"]
+        words = [f"{setting['batch_size']} x {self.base.block_size}", f"recomputation {level}"]
+        words.append(f"loss in {parts} part{'s' * (parts != 1)}")
+        strategies = STRATEGIES.items() if self.processes > 1 else ()
+        words += [name for name, keys in strategies if keys.items() <= setting.items()]
         return ", ".join(words + ["CUDA Graphs"] * setting["use_cuda_graphs"])
