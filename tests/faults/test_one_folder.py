@@ -15,7 +15,6 @@ from common.errors import UserError
 from data.adopt import adopt
 from data.pipeline.folder_lock import one_part, only_preparation
 from data.pipeline.meta_file import read_meta
-from data.pipeline.small_dataset import has_dataset
 from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.dataset import open_dataset
 
@@ -147,7 +146,7 @@ def stop_at(monkeypatch, step: str, failing: int, call) -> bool:
     return True
 
 
-def test_damaged_train_bin_is_made_again_and_a_damaged_small_dataset_is_none(tmp_path, bpe, here):
+def test_damaged_train_bin_is_made_again(tmp_path, bpe, here):
     def flip(path: Path) -> None:
         content = path.read_bytes()
         path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
@@ -157,7 +156,3 @@ def test_damaged_train_bin_is_made_again_and_a_damaged_small_dataset_is_none(tmp
     flip(tmp_path / "out" / "train.bin")
     make(tmp_path / "out", bpe)
     assert contents(tmp_path / "out") == wanted
-    write_small(tmp_path / "small")
-    assert has_dataset(tmp_path / "small", "test") and not has_dataset(tmp_path / "small", "another source")
-    flip(tmp_path / "small" / "train.bin")
-    assert not has_dataset(tmp_path / "small", "test")

@@ -20,7 +20,7 @@ from support.imports import product_files
 
 import sample
 import train
-from bench import throughput, tokenize
+from bench import throughput
 from bench.process import LINE_LENGTH, REASON_LENGTH, end_with_status, failure_reason
 from bench.runner import last_json
 from common.command import outcome, run_command
@@ -120,7 +120,6 @@ def parse_preparation(argv):
 OPTIONS = {
     sample.parse: (["--out_dir=x"], "num_samples batch_size max_new_tokens temperature top_k top_p seed"),
     throughput.parse: (["--suite=quick"], "iters warmup repeats timeout"),
-    tokenize.parse: (["--input=x", "--tokenizer=x"], "workers mb repeats"),
     parse_preparation: ([], "workers max_tokens shard_tokens max_bad part num_parts"),
 }
 
