@@ -34,8 +34,6 @@ COMMUNICATION: dict[str, dict[str, object]] = {
     "defaults": {},
     "bf16": {"reduce_dtype": "bfloat16"},
 }
-IN_8BIT = {"adam_dtype": "8bit"}
-IN_BF16 = {**IN_8BIT, "param_dtype": "bfloat16", "weight_rounding": "stochastic"}  # the weights
 FP8_HEAD = {**FP8, "low_precision_scope": "layers_and_head"}
 
 
@@ -81,39 +79,6 @@ SUITES: dict[str, tuple[Variant, ...]] = {
     "recomputation": tuple(
         Variant(level, QWEN3, {**BATCH, "activation_checkpointing": level})
         for level in ("none", "memory_bound", "attention", "selective", "full")
-    ),
-    # 98,304 tokens an iteration in less and less memory: the first of each model needs 95 or 67 GiB, the
-    # next two of Qwen3 a GPU of 48 GB, the others one of 24 GB
-    "small_gpus": tuple(
-        Variant(
-            f"{model}, {rows} x 2048, {level}{label}",
-            config,
-            {
-                "batch_size": rows,
-                "gradient_accumulation_steps": 48 // rows,
-                "activation_checkpointing": level,
-                "loss_chunks": chunks,
-                **keys,
-            },
-        )
-        for model, config, rows, level, chunks, label, keys in (
-            ("Qwen3", QWEN3, 16, "none", 1, "", {}),
-            ("Qwen3", QWEN3, 4, "memory_bound", 1, "", {}),
-            ("Qwen3", QWEN3, 8, "memory_bound", 2, ", 8-bit moments", IN_8BIT),
-            ("Qwen3", QWEN3, 2, "none", 1, ", 8-bit moments, bf16 weights", IN_BF16),
-            ("Qwen3", QWEN3, 3, "memory_bound", 1, ", 8-bit moments, bf16 weights", IN_BF16),
-            (
-                "Qwen3",
-                QWEN3,
-                4,
-                "memory_bound",
-                2,
-                ", 8-bit moments, bf16 weights and gradient sums",
-                {**IN_BF16, "gradient_dtype": "bfloat16"},
-            ),
-            ("GPT-2", GPT2, 16, "none", 1, "", {}),
-            ("GPT-2", GPT2, 4, "memory_bound", 1, ", 8-bit moments, bf16 weights", IN_BF16),
-        )
     ),
     "strategies": (
         Variant("one GPU", QWEN3, BATCH),

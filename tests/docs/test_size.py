@@ -1,5 +1,5 @@
 """The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
-commit why a budget grows. The first two are to come to 35,500 and 21,500."""
+commit why a budget grows. The first two are to come to 35,500 and 21,500, ops/ to 4,400."""
 
 import subprocess
 
@@ -32,6 +32,7 @@ def reached(path: str) -> set[str]:
 MEASURES = {
     "lines of the product": lambda: lines(path for path in files("*.py") if not path.startswith("tests/")),
     "lines that train.py reaches": lambda: lines(reached("train.py")),
+    "lines of ops/": lambda: lines(files("ops/*.py")),
     "lines of bench/": lambda: lines(files("bench/*.py")),
     "lines of configs": lambda: lines(files("config/*.py")),
     "lines of training/": lambda: lines(files("training/*.py")),
@@ -41,8 +42,9 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 36_400,
-    "lines that train.py reaches": 22_750,
+    "lines of the product": 35_550,
+    "lines that train.py reaches": 22_050,
+    "lines of ops/": 5_550,
     "lines of bench/": 3_000,
     "lines of configs": 480,
     "lines of training/": 14_000,
