@@ -313,7 +313,8 @@ def test_a_command_is_found_in_a_block_and_in_a_sentence(text):
 def test_no_command_stands_in_a_block_of_another_kind(name):
     """By indentation, by tildes, in a quotation, of another shell or behind a prompt it would be missed."""
     assert re.findall(rf"^(?: {{4,}}{COMMAND}.*|~~~.*|> *```.*)$", prose(TEXTS[name]), re.M) == []
-    assert {language for language, _ in fences(TEXTS[name])} <= {"", "sh", "text", "python", "py", "mermaid", "diff"}
+    languages = {language for language, _ in fences(TEXTS[name])}
+    assert languages <= {"", "sh", "text", "python", "py", "mermaid", "diff"}
     assert re.findall(r"^ *\$ .*$", TEXTS[name], re.M) == []
 
 
