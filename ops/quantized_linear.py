@@ -16,6 +16,7 @@ M tokens · K, N widths
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ class Kept(NamedTuple):
 
 
 class QuantizedLinear(Linear):
-    """What a recipe defines. In its static methods, amax is that of the matrix, if somebody knows it
+    """What a recipe defines: the abstract methods. amax is that of the matrix, if somebody knows it
     (ops/activation.py)."""
 
     multiple = 1  # rows of an operand are a multiple of it, also in an evaluation
@@ -86,51 +87,51 @@ class QuantizedLinear(Linear):
     # --- a recipe ---
 
     @staticmethod
+    @abstractmethod
     def quantize_input(x: torch.Tensor, amax: torch.Tensor | None, low: Quantized) -> Operand:
         """x (M, K)."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def quantize_gradient(dy: torch.Tensor, amax: torch.Tensor | None, low: Quantized) -> Operand:
         """dy (M, N)."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def loss_and_gradient(
         logits: torch.Tensor, targets: torch.Tensor, low: Quantized
     ) -> tuple[torch.Tensor, Operand]:
         """logits (M, V), targets (M,) -> the losses (M,), and the quantized gradient of the logits, the
         probabilities less 1 at the targets: most are far below 1e-6, and none is above 1. Overwrites the
         logits."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def empty_weight(weight: torch.Tensor) -> Operand:
         """Room for a weight (N, K); requantize() fills it."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def requantize(weights: Sequence[torch.Tensor], into: Sequence[Quantized]) -> None:
         """Writes weights, rounded to bf16, into the tensors of `into`, whose addresses stay: captured code
         has them."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
         """x w^T (M, N) in dtype."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def input_gradient(dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """dy w (M, K) in dtype."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def weight_gradient(
         dy: Operand, kept: Kept, dtype: torch.dtype, total: torch.Tensor | None
     ) -> torch.Tensor | None:
         """dy^T x (N, K) in dtype; None, if it was added to total, in fp32."""
-        raise NotImplementedError
 
 
 class QuantizedMatmul(torch.autograd.Function):

@@ -371,6 +371,12 @@ def test_an_overflow_that_fp8_would_hide_skips_the_update():
             assert torch.equal(state.scale[[0, 2]], before[[0, 2]]) and state.history.isfinite().all()
 
 
+@pytest.mark.parametrize("recipe", LINEARS)
+def test_a_recipe_defines_all_that_is_abstract(recipe):
+    kind = LINEARS[recipe]
+    assert [n for n in dir(kind) if getattr(getattr(kind, n), "__isabstractmethod__", False)] == []
+
+
 # --- bad input ---
 
 
