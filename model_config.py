@@ -140,6 +140,12 @@ class ModelConfig:
         return self.n_head * self.head_dim
 
     @property
+    def block_matrices(self) -> int:
+        """Elements of a block's matrices together."""
+        attention = 2 * (self.attention_width + self.n_kv_head * self.head_dim)
+        return self.n_embd * (attention + self.d_ff * (3 if self.ffn_type == "swiglu" else 2))
+
+    @property
     def gqa_group_size(self) -> int:
         """Query heads per key/value head: G in the FLOP formulas."""
         return self.n_head // self.n_kv_head

@@ -313,7 +313,7 @@ def build_step(
     """The step, whose optimizer has the weights that the strategy gives this rank, and the tensors that it
     changes: those of a checkpoint."""
     device = strategy.world.device
-    optimizer = build_optimizer(strategy.shards, config)
+    optimizer = build_optimizer(strategy.shards, config, strategy.row_group)
     loss_scale = LossScale(config.dtype == "float16", device)
     guard = UpdateGuard(config, device)
     step = EagerStep(strategy, optimizer, loss_scale, config, guard, documents, timer, low_precision)

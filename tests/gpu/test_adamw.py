@@ -8,7 +8,7 @@ from support.graphed_runs import ON_GPU, build, train
 from support.helpers import make_dataset
 from torch.nn.utils import get_total_norm
 
-from training.optimization.optimizer import OnePassAdamW
+from training.optimization.adamw import OnePassAdamW
 from training.strategies.strategy import norms
 
 pytestmark = pytest.mark.gpu

@@ -60,7 +60,16 @@ STORED = {  # in fewer bits; a run whose replicas differ fails
     ],
 }
 DROPOUT = "--dropout=0.1"
-RESUMED = {"kept": [DROPOUT, "--activation_checkpointing=none"], **STORED}
+MUON = {
+    "muon": ["--optimizer=muon"],  # in float32
+    # a rate at which rounding to nearest loses most of an update
+    "muon, bf16": ["--optimizer=muon", *BF16, "--drift_check_interval=1"],
+    "muon, stored in bf16": [
+        *("--optimizer=muon", *BF16, "--param_dtype=bfloat16", "--adam_dtype=8bit"),
+        *("--weight_rounding=stochastic", "--drift_check_interval=1"),
+    ],
+}
+RESUMED = {"kept": [DROPOUT, "--activation_checkpointing=none"], **STORED, **MUON}
 VARIANTS = {  # name -> flags, for one process and for every strategy
     "plain": [],
     "float16": ["--dtype=float16"],
@@ -84,6 +93,8 @@ DELAYED_FP8 = [
 TIED = ["--weight_tying=True", "--activation_checkpointing=full"]
 ONE_STRATEGY = {
     **{(s, "delayed fp8"): DELAYED_FP8 for s in ("zero1", "fsdp")},
+    **{(s, "muon, by four"): ["--optimizer=muon", "--eval_batch_size=2"] for s in STRATEGIES},
+    ("fsdp", "muon, hybrid"): ["--optimizer=muon", "--fsdp_sharding=hybrid"],
     **{(s, "by four"): ["--batch_size=auto", "--eval_batch_size=2"] for s in STRATEGIES},
     ("fsdp", "fused"): BF16,
     ("fsdp", "fused, hybrid"): [*BF16, "--fsdp_sharding=hybrid"],
@@ -141,7 +152,7 @@ def records_of(folder, variants: dict[tuple[str, str], tuple[str, list[str]]]) -
     iteration, by one process, two or four."""
     commands = {1: [], 2: [], 4: []}
     for (strategy, name), (where, flags) in variants.items():
-        processes = 1 if strategy == "single" else 4 if name == "by four" else 2
+        processes = 1 if strategy == "single" else 4 if name.endswith("by four") else 2
         out = f"--out_dir={out_dir(folder, strategy, where)}"
         commands[processes].append([folder / "run.py", out, *EIGHT, *STRATEGIES.get(strategy, []), *flags])
     for processes, of_processes in commands.items():
@@ -241,6 +252,67 @@ def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):
         written = checkpoint(folder, name, "plain")
         sizes = [sum(path.stat().st_size for path in written.glob(f"tensors-0000{r}-*")) for r in (0, 1)]
         assert 0.5 < sizes[0] / sizes[1] < 2.0, sizes
+
+
+# --- Muon ---
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(s, v) for v in ("muon", "muon, by four") for s in STRATEGIES] + [("fsdp", "muon, hybrid")],
+)
+def test_muon_learns_alike_with_every_strategy_and_number_of_processes(runs, folder, name, variant):
+    reference = runs["single", "muon"]
+    agree(runs[name, variant], reference, 1e-5, 1e-4)
+    assert losses(reference) != losses(runs["single", "plain"])
+    ours, theirs = (
+        checkpoint_tensors(checkpoint(folder, *key)) for key in ((name, variant), ("single", "muon"))
+    )
+    for key in ours:
+        if key.startswith(("model.", "optimizer.")):
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("variant", MUON)
+def test_equal_gradients_give_muon_s_updates_equal_bits_however_rows_are_shared(runs, folder, variant):
+    """DDP has whole matrices, ZeRO-1 and FSDP send rows to owners and back; the gradients are the same."""
+    whole, *others = (checkpoint(folder, name, variant) for name in STRATEGIES)
+    assert [differing(other, whole) for other in others] == [[], []]
+
+
+@pytest.mark.reshard
+@pytest.mark.slow
+def test_every_strategy_loads_what_any_other_saved_of_muon(runs, folder):
+    several = [checkpoint(folder, s, v, HALF) for v in ("muon", "muon, by four") for s in STRATEGIES]
+    saved = [checkpoint(folder, "single", "muon", HALF), *several]
+    assert json.loads((saved[0] / "state.json").read_text())["format"] == 4
+    for processes, pairs in ((1, 7 * 3), (2, 7 * 4), (4, 7 * 4)):
+        assert load_all(folder, processes, "--optimizer=muon", *saved) == pairs
+
+
+def test_another_optimizer_is_refused_unless_allowed_and_then_begins_afresh(runs, folder, run, capsys):
+    flags = [folder / "run.py", *EIGHT, "--init_from=resume", f"--max_iters={ITERATIONS}"]
+    for was, now in (("plain", "muon"), ("muon", "adamw")):
+        saved = checkpoint(folder, "single", was, HALF)
+        out = folder / f"to_{now}"
+        shutil.copytree(saved, out / "checkpoints" / saved.name)
+        command = [*flags, f"--out_dir={out}", f"--optimizer={now}"]
+        assert run(*command) == 1
+        assert "--allow_changes=optimizer" in capsys.readouterr().err
+        assert run(*command, "--allow_changes=optimizer") == 0
+        assert "begins with moments of zero" in (out / last_run(out)["run_name"]).with_suffix(".log").read_text()
+        tensors = checkpoint_tensors(out / "checkpoints" / f"step-{ITERATIONS:08d}")
+        assert {float(tensors[key]) for key in tensors if key.endswith(".step")} == {ITERATIONS - HALF}
+        assert ("optimizer.blocks.0.attn.qkv.weight.momentum" in tensors) == (now == "muon")
+
+
+def test_an_evaluation_takes_the_optimizer_of_the_checkpoint(runs, folder, run):
+    out = out_dir(folder, "single", "muon")
+    command = [folder / "run.py", *EIGHT, f"--out_dir={out}", "--init_from=resume", "--eval_only=True"]
+    assert run(*command) == 0
+    (written,) = out.glob("eval_*.json")
+    found = json.loads(written.read_text())["eval_steps"][-1]["val_loss"]
+    assert found == runs["single", "muon"]["eval_steps"][-1]["val_loss"]
 
 
 # --- any checkpoint by any strategy ---

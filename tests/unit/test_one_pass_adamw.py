@@ -21,7 +21,8 @@ from ops.quantization.adamw_8bit import Scalars
 from ops.quantization.random_bits import WEIGHTS
 from training.configuration.dtypes import DTYPES
 from training.configuration.keys import TrainConfig
-from training.optimization.optimizer import OnePassAdamW, build_optimizer
+from training.optimization.adamw import OnePassAdamW
+from training.optimization.optimizer import build_optimizer
 from training.process.world import World
 from training.strategies.parallelize import parallelize
 from training.strategies.replicated import Bucket

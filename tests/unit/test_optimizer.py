@@ -8,7 +8,8 @@ from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
 from training.optimization import optimizer as optimizer_module
-from training.optimization.optimizer import MixedAdamW, build_optimizer
+from training.optimization.adamw import MixedAdamW
+from training.optimization.optimizer import build_optimizer
 from training.strategies.strategy import Shard
 
 SHAPES = {"matrix": (12, 7), "norm": (5,), "nothing": (0, 7)}  # of a sharded matrix a rank may have no row

@@ -13,25 +13,30 @@ from training.checkpoints.folder import find_checkpoint
 from training.checkpoints.saved_state import SavedState, read_state
 from training.checkpoints.tensor_files import Part
 from training.checkpoints.tensor_reader import TensorFiles
-from training.checkpoints.train_state import Progress, TrainState, whole_parts
+from training.checkpoints.train_state import WEIGHT, Progress, TrainState, whole_parts
 from training.checkpoints.verification import damage, damaged, open_tensors
 from training.process.agreement import agree
 
 
-def load_checkpoint(folder: Path, state: TrainState) -> Progress:
-    """Loads a verified checkpoint into the tensors of `state`, bit for bit. All ranks. Raises UserError, on
-    every rank if on any."""
-    saved, optional = agree(state.world, _load_state, folder, state)
+def load_checkpoint(folder: Path, state: TrainState, weights_only: bool = False) -> Progress:
+    """Loads a verified checkpoint into the tensors of `state`, bit for bit. weights_only: not what the optimizer
+    keeps. All ranks. Raises UserError, on every rank if on any."""
+    saved, optional = agree(state.world, _load_state, folder, state, weights_only)
     state.after_load(optional)
     return saved
 
 
-def _load_state(folder: Path, state: TrainState) -> tuple[SavedState, dict[str, torch.Tensor]]:
+def _load_state(
+    folder: Path, state: TrainState, weights_only: bool
+) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """What the checkpoint says, and those of the optional tensors that it has."""
     saved, reader = _open(folder)
     there = {name: whole.shape for name, whole in reader.wholes.items()}
     optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
-    _load(folder, reader, state.parts() | whole_parts(optional))
+    parts = state.parts()
+    if weights_only:
+        parts = {part: tensor for part, tensor in parts.items() if part.name.startswith(WEIGHT)}
+    _load(folder, reader, parts | whole_parts(optional))
     return saved, optional
 
 
@@ -50,7 +55,7 @@ def load_weights(
     """Loads only the weights of a verified checkpoint, into one process's model. Raises UserError."""
     saved, reader = _open(folder)
     model = model_builder.build_model(saved.model_config, attend).init_weights(device, seed=0)
-    _load(folder, reader, whole_parts({f"model.{name}": p.detach() for name, p in model.named_parameters()}))
+    _load(folder, reader, whole_parts({f"{WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}))
     return saved, model
 
 

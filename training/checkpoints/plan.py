@@ -44,10 +44,12 @@ def plan_saves(config: TrainConfig, start: int) -> SavePlan:
 
 
 def checkpoint_bytes(parameters: int, config: TrainConfig) -> int:
-    """The size of one, except for a few kilobytes: each parameter with its two moments."""
+    """The size of one, except for a few kilobytes: each parameter with its two moments, or Muon's one."""
     eight_bit = config.adam_dtype == "8bit"
     moment = adamw_8bit.BYTES if eight_bit else DTYPES[config.adam_dtype].itemsize
-    return round(parameters * (DTYPES[config.param_dtype].itemsize + 2 * moment))
+    model = config.model_config()
+    muons = model.n_layer * model.block_matrices if config.optimizer == "muon" else 0
+    return round(parameters * (DTYPES[config.param_dtype].itemsize + 2 * moment) + muons * (4 - 2 * moment))
 
 
 def _when(config: TrainConfig, iterations: int, seconds: float, ends: bool) -> str:

@@ -43,6 +43,7 @@ log = logging.getLogger("nanomfu")
 # where and how a run is started does not change what it computes
 NOT_COMPARED = ("init_from", "resume_from", "allow_changes", "out_dir")
 FREE_TO_CHANGE = ("arch", "dropout")  # ModelConfig fields that do not change what the weights mean
+BEFORE = {"optimizer": "adamw"}  # what checkpoints have that are older than a guarded key
 EARLIER = "earlier.json"  # in checkpoints/, and moved away with it: lists what was there before this run
 
 
@@ -120,7 +121,7 @@ def find_resume(config: TrainConfig, world: World, data: dict, epoch: int = 0) -
     if config.init_from == "resume":
         checkpoint, saved, renamed = _choose_checkpoint(config, world)
         check_architecture(checkpoint, saved.model_config, config.model_config())
-        config = _with_moments(checkpoint, saved.config.get("adam_dtype", "float32"), config)
+        config = _with_optimizer(checkpoint, BEFORE | saved.config, config)
         config = end_after_epochs(config, epoch, per_iteration, saved.iteration, saved.samples_seen)
         config = fix_schedule(config, saved.config)
         is_other_run = not config.eval_only and refuse_changes(checkpoint, saved, config, world.size, data)
@@ -146,7 +147,10 @@ def load_resume(resume: Resume, state: TrainState) -> Progress:
     Raises UserError."""
     if resume.checkpoint is None:
         return Progress(0, 0)
-    progress = load_checkpoint(resume.checkpoint, state)
+    other_optimizer = "optimizer" in resume.changed
+    progress = load_checkpoint(resume.checkpoint, state, weights_only=other_optimizer)
+    if other_optimizer:
+        log.warning("The other optimizer begins with moments of zero, and so does AdamW's part")
     if resume.is_other_run and state.update_guard:
         state.update_guard.forget()  # losses and norms may be others now, and no spikes
     return progress
@@ -208,23 +212,27 @@ def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) ->
         )
 
 
-def _with_moments(folder: Path, saved: str, config: TrainConfig) -> TrainConfig:
-    """For an evaluation, with the checkpoint's adam_dtype. Raises UserError where only one of both has
-    moments of 8 bits: they have scales beside them."""
-    if saved == config.adam_dtype or "8bit" not in (saved, config.adam_dtype):
+def _with_optimizer(folder: Path, saved: dict[str, Any], config: TrainConfig) -> TrainConfig:
+    """For an evaluation, with the checkpoint's optimizer and adam_dtype. Raises UserError where only one of both
+    has moments of 8 bits: they have scales beside them."""
+    if config.eval_only:
+        known = {name: saved[name] for name in ("optimizer", "adam_dtype") if name in saved}
+        known = {name: value for name, value in known.items() if value in KEYS[name].choices}
+        return replace(config, **known)
+    moments = saved.get("adam_dtype", "float32")
+    same = moments == config.adam_dtype or "8bit" not in (moments, config.adam_dtype)
+    if same or saved["optimizer"] != config.optimizer:  # another optimizer begins with its own
         return config
-    if config.eval_only and saved in KEYS["adam_dtype"].choices:
-        return replace(config, adam_dtype=saved)  # type: ignore[arg-type]  # one of its choices
     raise UserError(
-        f"{folder} has Adam moments with adam_dtype={saved!r}, but this run has "
+        f"{folder} has Adam moments with adam_dtype={moments!r}, but this run has "
         f"adam_dtype={config.adam_dtype!r}, and moments of 8 bits are not converted; go on with "
-        f"--adam_dtype={saved}"
+        f"--adam_dtype={moments}"
     )
 
 
 def changed_settings(saved: SavedState, config: TrainConfig) -> dict[str, list]:
     """{key: [value in the checkpoint, value now]} for every setting that both know and that differs."""
-    old, now = saved.config, redact_all(config.to_dict(), without_logins)
+    old, now = BEFORE | saved.config, redact_all(config.to_dict(), without_logins)
     return {
         name: [old[name], value]
         for name, value in now.items()

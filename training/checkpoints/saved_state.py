@@ -20,7 +20,8 @@ from training.configuration.other_names import todays_settings
 
 FORMAT = 3
 HALVES_FORMAT = 2  # the same, but ffn.up of a gated model has all rows of gate, then all rows of up
-FORMATS = (HALVES_FORMAT, FORMAT)
+MUON_FORMAT = 4  # as 3, but matrices of blocks have a momentum: earlier versions must not take that for damage
+FORMATS = (HALVES_FORMAT, FORMAT, MUON_FORMAT)
 STATE = "state.json"
 MAX_BYTES = 64 << 20  # it lists the files of every dataset
 MAX_COUNT = 1 << 53  # of iterations or samples; JSON keeps whole numbers exactly up to here
@@ -117,7 +118,7 @@ FIELDS = {
 def _parse(content: dict[str, Any], folder: Path) -> SavedState:
     _check("format", content.get("format"), 1)
     if content["format"] not in FORMATS:
-        known = " and ".join(map(str, FORMATS))
+        known = ", ".join(map(str, FORMATS))
         raise UnknownFormat(
             f"{folder} has checkpoint format {content['format']}; this version of nanoMFU reads {known}"
         )

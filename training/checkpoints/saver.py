@@ -31,7 +31,7 @@ from common.errors import RunError, UserError
 from common.json_file import read_json
 from training.checkpoints.folder import MANIFEST, delete, delete_remains, move_aside
 from training.checkpoints.retention import Retention
-from training.checkpoints.saved_state import FORMAT, STATE
+from training.checkpoints.saved_state import FORMAT, MUON_FORMAT, STATE
 from training.checkpoints.staging import Staging, plan_parts
 from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
@@ -94,7 +94,7 @@ class Saver:
         self.config, self.state, self.world, self.start = config, state, state.world, start
         self.root = Path(config.out_dir) / "checkpoints"
         self.facts = {
-            "format": FORMAT,
+            "format": MUON_FORMAT if config.optimizer == "muon" else FORMAT,
             "world_size": self.world.size,
             "config": redact_all(config.to_dict(), without_logins),  # else the truth: a resume compares it
             "model_config": config.model_config().to_dict(),
@@ -280,7 +280,7 @@ def _commit(save: Save, files: dict[str, dict], state: dict) -> None:
     """Writes the manifest last: a folder without it is no checkpoint."""
     write_bytes(save.temporary / STATE, json.dumps(state, indent=1).encode())
     files[STATE] = digest(save.temporary / STATE)
-    manifest = {"format": FORMAT, "iteration": state["iteration"], "files": dict(sorted(files.items()))}
+    manifest = {"format": state["format"], "iteration": state["iteration"], "files": dict(sorted(files.items()))}
     write_bytes(save.temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(save.temporary)
 

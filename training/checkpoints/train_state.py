@@ -1,6 +1,6 @@
 """Defines what a checkpoint holds. A checkpoint is one folder, complete or absent:
 
-    out_dir/checkpoints/step-00001000/  tensors-RANK-N.safetensors  weights, Adam moments, RNG states
+    out_dir/checkpoints/step-00001000/  tensors-RANK-N.safetensors  weights, what the optimizer keeps, RNG
                                         state.json     iteration, samples seen, losses, configurations, data
                                         manifest.json  sha256 and size of every file above
     out_dir/checkpoints/latest, best    the names of the newest complete one and of the best
@@ -20,6 +20,7 @@ import torch
 from common.errors import UserError
 from training.checkpoints.tensor_files import Part
 from training.optimization.low_precision_state import LowPrecisionState
+from training.optimization.muon import MuonAndAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.world import World
@@ -27,11 +28,13 @@ from training.strategies.strategy import Shard, Strategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight, beside the number of its steps
 SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}  # beside moments of 8 bits
+MOMENTUM = "momentum"  # what Muon keeps of each weight
+WEIGHT = "model."  # begins the names of weights in a checkpoint
 
 
-def moments_of(adam: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adam's moments of a weight, with their scales, if they have 8 bits."""
-    return {name: adam[name] for name in (*MOMENTS, *SCALES.values()) if name in adam}
+def moments_of(kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adam's moments of a weight, with their scales, if they have 8 bits, or Muon's momentum."""
+    return {name: kept[name] for name in (*MOMENTS, *SCALES.values(), MOMENTUM) if name in kept}
 
 
 def part_of(shard: Shard, name: str, tensor: torch.Tensor) -> Part:
@@ -63,7 +66,7 @@ class TrainState:
     def __init__(
         self,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | MuonAndAdamW,
         loss_scale: LossScale,
         world: World,
         update_guard: UpdateGuard | None = None,
@@ -76,11 +79,11 @@ class TrainState:
         """Weights and what the optimizer keeps of them, each with its place in the whole tensor."""
         parts: dict[Part, torch.Tensor] = {}
         for shard in self.strategy.shards:
-            adam, name = self.optimizer.state[shard.local], f"optimizer.{shard.name}"
-            held = {f"model.{shard.name}": shard.local.detach()}
-            held |= {f"{name}.{moment}": tensor for moment, tensor in moments_of(adam).items()}
+            kept, name = self.optimizer.state[shard.local], f"optimizer.{shard.name}"
+            held = {f"{WEIGHT}{shard.name}": shard.local.detach()}
+            held |= {f"{name}.{moment}": tensor for moment, tensor in moments_of(kept).items()}
             parts |= {part_of(shard, name, tensor): tensor for name, tensor in held.items()}
-            parts[Part.of(f"{name}.step", adam["step"])] = adam["step"]
+            parts[Part.of(f"{name}.step", kept["step"])] = kept["step"]
         return parts
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from training.checkpoints.saved_state import (
 )
 from training.checkpoints.tensor_files import SUFFIX, Part, read_header
 from training.checkpoints.tensor_reader import TensorFiles
-from training.checkpoints.train_state import SCALES
+from training.checkpoints.train_state import MOMENTUM, SCALES
 from training.process.agreement import from_main
 from training.process.world import ALONE, World, gather_objects
 
@@ -154,13 +154,16 @@ def _check_tensors(saved: dict[str, Part], config: ModelConfig) -> None:
         raise ValueError(f"its model cannot be built ({error})") from None
     for name, weight in model.named_parameters():
         _check_tensor(f"model.{name}", saved, weight.shape)
+        _check_tensor(f"optimizer.{name}.step", saved, torch.Size())
+        if f"optimizer.{name}.{MOMENTUM}" in saved:
+            _check_tensor(f"optimizer.{name}.{MOMENTUM}", saved, weight.shape)
+            continue
         for moment, scale in SCALES.items():
             moment, scale = f"optimizer.{name}.{moment}", f"optimizer.{name}.{scale}"
             has_8_bits = is_quantized(weight.shape) and scale in saved
             _check_tensor(moment, saved, weight.shape, torch.uint8 if has_8_bits else None)
             if has_8_bits:
                 _check_tensor(scale, saved, scales_shape(weight.shape))
-        _check_tensor(f"optimizer.{name}.step", saved, torch.Size())
 
 
 def _check_tensor(

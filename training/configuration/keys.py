@@ -142,6 +142,10 @@ class TrainConfig:
     )
 
     # --- optimizer ---
+    optimizer: Literal["adamw", "muon"] = key(
+        "adamw", "muon: of the matrices in blocks; AdamW for the rest (docs/optimizers.md)", guarded=True
+    )
+    muon_momentum: float = key(0.95, "Muon's Nesterov momentum, in [0, 1)", guarded=True)
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(
@@ -161,7 +165,7 @@ class TrainConfig:
     )
     wsd_decay_fraction: float = key(0.2, "share of lr_decay_iters that wsd spends decaying", guarded=True)
     wsd_decay_shape: Literal["linear", "cosine", "1-sqrt"] = key("linear", "how wsd decays", guarded=True)
-    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", minimum=0, guarded=True)
+    weight_decay: float = key(0.1, "weight decay, on matrices only", minimum=0, guarded=True)
     beta1: float = key(0.9, "Adam's decay of the mean gradient, in [0, 1)", guarded=True)
     beta2: float = key(0.95, "Adam's decay of the mean squared gradient, in [0, 1)", guarded=True)
     grad_clip: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, guarded=True)

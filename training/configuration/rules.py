@@ -114,6 +114,7 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
         OF_FSDP: (config.use_fsdp, "use_fsdp=False", "use_fsdp=True"),
         ("fp8_gradients",): (recipe in ONE_SCALE, asked, f"low_precision={fp8}"),
         ("amax_history", "amax_algorithm"): (recipe in DELAYED, asked, "low_precision='fp8_delayed'"),
+        ("muon_momentum",): (config.optimizer == "muon", "optimizer='adamw'", "--optimizer=muon"),
         ("low_precision_skip_first", "low_precision_skip_last"): (recipe != "none", asked, "a recipe"),
         ("weight_rounding",): (
             "bfloat16" in stored,
@@ -149,6 +150,7 @@ def _conflicts(config: TrainConfig, model: ModelConfig, world_size: int) -> dict
     return {
         f"beta1={c.beta1} is not in [0, 1)": not 0 <= c.beta1 < 1,
         f"beta2={c.beta2} is not in [0, 1)": not 0 <= c.beta2 < 1,
+        f"muon_momentum={c.muon_momentum} is not in [0, 1)": not 0 <= c.muon_momentum < 1,
         f"wsd_decay_fraction={c.wsd_decay_fraction} is not in (0, 1]": not 0 < c.wsd_decay_fraction <= 1,
         "use_zero1=True and use_fsdp=True both shard the optimizer state; set one of them to False": (
             c.use_zero1 and c.use_fsdp

@@ -21,6 +21,7 @@ from training.configuration.keys import TrainConfig
 from training.configuration.rules import captures_cuda_graphs, shards_optimizer
 from training.memory.activations import block_backward, head_backward, loss_moment
 from training.memory.sizes import BYTES, Moment, Sizes
+from training.optimization.muon import BATCH
 from training.process.memory import GIB
 
 MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
@@ -38,6 +39,7 @@ def estimate_memory(config: TrainConfig, world_size: int) -> dict[str, float]:
     it keeps neither activations nor gradients."""
     sizes = Sizes(config, world_size)
     moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
+    moments.append(_muons_moment(sizes, moments[-1]))
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     workspaces = WORKSPACES if config.device == "cuda" else 0
     items = _at_rest(sizes) | fullest | {"workspaces (cuBLAS)": workspaces}
@@ -58,9 +60,18 @@ def _at_rest(s: Sizes) -> Moment:
     elements = len(s.low_blocks) * s.block + s.low_head * s.head
     return {
         f"weights ({s.config.param_dtype})": s.stored * own,
-        f"Adam moments ({moments})": 2 * MOMENT_BYTES[moments] * own,
+        f"Adam moments ({moments})": 2 * MOMENT_BYTES[moments] * (own - s.muons / s.adam_shards),
+        "Muon's momentum (float32)": 4 * s.muons / s.adam_shards,
         f"quantized weights ({recipe})": QUANTIZED_WEIGHT.get(recipe, 0) * elements,
     }
+
+
+def _muons_moment(s: Sizes, end_of_backward: Moment) -> Moment:
+    """Updates of its matrices on their way to an owner and back, and a batch that is orthogonalized, with its
+    copies (training/optimization/muon.py)."""
+    sent = 3 if s.adam_shards > 1 else 1  # this rank's rows; received, and joined
+    batch = 4 * min(BATCH, s.muons)
+    return end_of_backward | {"Muon's updates": s.compute * (sent * s.muons / s.adam_shards + batch)}
 
 
 # --- one process, DDP and ZeRO-1 (training/strategies/replicated.py) ---

@@ -30,10 +30,10 @@ class Sizes:
         self.tokens = config.micro_batch * config.block_size  # of a micro-step, on this GPU
         self.gated = model.ffn_type == "swiglu"
         self.up = model.d_ff * (2 if self.gated else 1)  # columns of the feed-forward layer's first matmul
-        # elements: of the model, of a block's matrices, of the head's; of embeddings and head, once if tied
+        # elements: of the model, of a block's matrices, of those that Muon updates, of the head's; of embeddings and head, once if tied
         self.parameters = count_parameters(model)
-        attention = 2 * (model.attention_width + model.n_kv_head * model.head_dim)
-        self.block = model.n_embd * (attention + self.up + model.d_ff)
+        self.block = model.block_matrices
+        self.muons = model.n_layer * self.block if config.optimizer == "muon" else 0
         self.head = model.vocab_size * model.n_embd
         self.rest = self.parameters - model.n_layer * self.block
         # parts: into which FSDP cuts everything, and into which the optimizer's weights and moments are cut

@@ -3,6 +3,7 @@ device tensors; nothing here waits for the device."""
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from ops.documents import Documents
 from ops.ranges import BACKWARD, FORWARD, named_range
 from training.configuration.keys import TrainConfig
 from training.optimization.low_precision_state import LowPrecisionState
-from training.optimization.optimizer import OnePassAdamW
+from training.optimization.muon import MuonAndAdamW
 from training.optimization.precision import LossScale
 from training.optimization.update_guard import UpdateGuard
 from training.process.work_timer import WorkTimer
@@ -27,6 +28,7 @@ class StepResult(NamedTuple):
     overflow: torch.Tensor  # 1.0 if the gradient was not finite
     verdict: torch.Tensor  # 0, or why the update was skipped: bits of update_guard.py; equal on all ranks
     attended: torch.Tensor  # length of the document that a token is in, mean over this rank's tokens
+    optimizer_ms: torch.Tensor  # that the update took, of weights and working copies, on this rank
     targets: torch.Tensor  # share of all ranks' positions that have a target: not all, if there is padding
 
 
@@ -53,7 +55,7 @@ class EagerStep:
     def __init__(
         self,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | MuonAndAdamW,
         loss_scale: LossScale,
         config: TrainConfig,
         update_guard: UpdateGuard,
@@ -101,12 +103,14 @@ class EagerStep:
         self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[attr-defined]
         self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
         self.learning_rate.fill_(learning_rate)
+        began = now(scale.device)
         self.optimizer.step()
-        self.strategy.publish(copied=isinstance(self.optimizer, OnePassAdamW))
+        optimizer_ms = (now(scale.device) - began).float() / 1e6
+        self.strategy.publish(copied=getattr(self.optimizer, "writes_copies", False))
         self.strategy.clear_gradients()
         self.loss_scale.update(overflow)
         attended = self.documents.length_per_token(x) if self.documents else self.whole_window
-        return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended, targets)
+        return StepResult(loss, grad_norm, grad_sum, overflow, verdict, attended, optimizer_ms, targets)
 
     def _forward_and_backward(
         self, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor | None
@@ -136,6 +140,15 @@ class EagerStep:
 
     def close(self) -> None:
         pass
+
+
+def now(device: torch.device) -> torch.Tensor:
+    """Nanoseconds, int64 (), of a clock that counts on the device."""
+    if device.type == "cuda":
+        from ops.triton_kernels.timestamp import timestamp
+
+        return timestamp(device)
+    return torch.tensor(time.perf_counter_ns())
 
 
 def _clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -109,7 +109,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("Tokens per iteration", _tokens_per_iter(info)),
         ("Iterations", _iterations(config, info)),
         ("Learning rate", schedule + decay),
-        ("Optimizer", f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"),
+        ("Optimizer", _optimizer(config, info)),
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
         ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
         ("Precision", _precision(config, info)),
@@ -122,6 +122,11 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("DataLoader", _dataloader(config)),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def _optimizer(config: TrainConfig, info: dict) -> str:
+    text = f"{info['optimizer']['type']}, betas {config.beta1:g} {config.beta2:g}"
+    return f"{text}, Muon's momentum {config.muon_momentum:g}" if config.optimizer == "muon" else text
 
 
 def _micro_batch(config: TrainConfig, info: dict) -> str:

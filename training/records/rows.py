@@ -42,6 +42,7 @@ class Reading(NamedTuple):
     grad_sum: float | None
     attended: float  # length of the document that a token is in, mean over tokens and iterations
     targets: float  # share of the positions that have a target, mean over iterations
+    optimizer_ms: float  # of the last iteration, on rank 0
     seconds: float  # per iteration
     verdicts: list[float]  # of the update guard, for the anomaly policy
     intervals: Sequence[tuple[float, float]] = ()  # when these iterations ran, without pauses
@@ -104,11 +105,11 @@ class Logger:
     def read(self, iteration: int, result: StepResult, verdicts: list[torch.Tensor]) -> Reading:
         """Reads the log row's numbers and the verdicts together. All ranks. The loop's only sync point."""
         means = mean_over_ranks(torch.stack([result.loss.float(), self.attended]), self.world)
-        of_row = [*means, self.targets, result.grad_norm]
+        of_row = [*means, self.targets, result.grad_norm, result.optimizer_ms]
         if result.grad_sum is not None:
             of_row.append(sum_over_ranks(result.grad_sum, self.world))
         values = torch.stack([value.float() for value in [*of_row, *verdicts]]).tolist()  # sync point
-        loss, attended, targets, grad_norm, *grad_sum = values[: len(of_row)]
+        loss, attended, targets, grad_norm, optimizer_ms, *grad_sum = values[: len(of_row)]
         lap = self.clock.lap()
         iterations, first = iteration + 1 - self.logged, self.logged
         self.logged = iteration + 1
@@ -122,6 +123,7 @@ class Logger:
             grad_sum[0] if grad_sum else None,
             attended / iterations,
             targets / iterations,
+            optimizer_ms,
             lap.seconds / iterations,
             values[len(of_row) :],
             lap.intervals,
@@ -164,6 +166,7 @@ class Logger:
             "iter": reading.iteration,
             "loss": reading.loss,
             "time_ms": 1000 * reading.seconds,
+            "optimizer_ms": reading.optimizer_ms,
             "lr": learning_rate,
             "tokens_seen": self.tokens_before + (reading.iteration + 1 - self.start) * self.tokens_per_iter,
             "tokens_per_sec": tokens_per_sec,

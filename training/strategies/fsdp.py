@@ -57,6 +57,7 @@ class Fsdp:
         self.module = self.forward = model
         self.world, self.replicas = world, world.size // mesh.shape[-1]
         self.parts = world.size // self.replicas
+        self.row_group = mesh.get_group(mesh.ndim - 1)
         self.shards = [
             Shard(name, p, nn.Parameter(_sharded(p.detach()).to_local()), self.replicas, start=self._start(p))
             for name, p in model.named_parameters()

@@ -117,6 +117,7 @@ class Replicated:
     """
 
     parts = 1  # tensors that several ranks hold are whole
+    row_group: dist.ProcessGroup | None = None
 
     def __init__(self, model: Transformer, config: TrainConfig, world: World, timer: WorkTimer | None = None):
         """`timer` is not used: no forward waits for another rank here."""

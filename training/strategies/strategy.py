@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from model import Transformer
@@ -46,6 +47,7 @@ class Strategy(Protocol):
     module: Transformer
     world: World
     shards: list[Shard]  # for each parameter, in the model's order, what this rank's optimizer updates
+    row_group: dist.ProcessGroup | None  # ranks that share the rows of matrices; None: each has all
     parts: int  # of a sharded tensor: ranks r and r + parts hold the same one. 1: every rank holds all
 
     @property

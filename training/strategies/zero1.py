@@ -29,6 +29,7 @@ class Zero1(Replicated):
         # name -> the working matrix with its padding, which is what is gathered
         self.padded: dict[str, torch.Tensor] = {}
         super().__init__(model, config, world, timer)
+        self.row_group = dist.group.WORLD
         self.of_name = {shard.name: shard for shard in self.shards}
 
     def _make_shard(self, name: str, parameter: nn.Parameter) -> Shard:
