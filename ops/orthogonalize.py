@@ -1,4 +1,4 @@
-"""The orthogonal factor of matrices, by a few matmuls: Polar Express (Amsel et al. 2025, arXiv 2505.16932, alg. 1).
+"""The orthogonal factor of matrices, by a few matmuls: Polar Express (Amsel et al. 2025, arXiv 2505.16932).
 
 X = U S V^T becomes nearly U V^T: each step applies an odd polynomial to all singular values, and its
 coefficients are the best ones for the interval in which the step before has left them. After five, singular

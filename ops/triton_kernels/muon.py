@@ -58,8 +58,9 @@ def triton_blend(
     grad_scale: torch.Tensor,
     found_inf: torch.Tensor,
 ) -> None:
-    """momentum <- mu momentum + (1 - mu) g, unless found_inf is 1; blend <- mu momentum + (1 - mu) g with the new
-    momentum (Nesterov's). g is gradient / grad_scale. All of one shape and contiguous, momentum in fp32."""
+    """momentum <- mu momentum + (1 - mu) g, unless found_inf is 1; blend <- mu momentum + (1 - mu) g with
+    the new momentum (Nesterov's). g is gradient / grad_scale. All of one shape and contiguous, momentum in
+    fp32."""
     n = gradient.numel()
     assert all(t.is_contiguous() and t.numel() == n for t in (gradient, momentum, blend))
     if n:
@@ -79,8 +80,8 @@ def triton_apply(
     step: torch.Tensor,
     rounding: tuple[torch.Tensor, int] | None = None,
 ) -> None:
-    """weight <- (1 - rate decay) weight - rate scale direction, unless found_inf is 1; writes it to `copy`, if
-    there is one. All of one shape and contiguous. rounding: as for triton_adamw()."""
+    """weight <- (1 - rate decay) weight - rate scale direction, unless found_inf is 1; writes it to `copy`,
+    if there is one. All of one shape and contiguous. rounding: as for triton_adamw()."""
     n = weight.numel()
     tensors = [weight, direction, weight if copy is None else copy]
     assert all(t.is_contiguous() and t.numel() == n for t in tensors), [t.stride() for t in tensors]

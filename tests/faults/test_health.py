@@ -220,7 +220,7 @@ class Events(list):
 
 def result(verdict: int = 0, loss: float = 3.0, norm: float = 1.0) -> StepResult:
     verdict, loss, norm = (torch.tensor(float(value)) for value in (verdict, loss, norm))
-    return StepResult(loss, norm, None, torch.zeros(()), verdict, *torch.ones(2))
+    return StepResult(loss, norm, None, torch.zeros(()), verdict, *torch.ones(3))
 
 
 def verdicts(start: int = 0, **keys) -> AnomalyPolicy:

@@ -297,10 +297,12 @@ def test_another_optimizer_is_refused_unless_allowed_and_then_begins_afresh(runs
         out = folder / f"to_{now}"
         shutil.copytree(saved, out / "checkpoints" / saved.name)
         command = [*flags, f"--out_dir={out}", f"--optimizer={now}"]
-        assert run(*command) == 1
+        assert run(*command) == 2
         assert "--allow_changes=optimizer" in capsys.readouterr().err
         assert run(*command, "--allow_changes=optimizer") == 0
-        assert "begins with moments of zero" in (out / last_run(out)["run_name"]).with_suffix(".log").read_text()
+        assert (
+            "begins with moments of zero" in (out / last_run(out)["run_name"]).with_suffix(".log").read_text()
+        )
         tensors = checkpoint_tensors(out / "checkpoints" / f"step-{ITERATIONS:08d}")
         assert {float(tensors[key]) for key in tensors if key.endswith(".step")} == {ITERATIONS - HALF}
         assert ("optimizer.blocks.0.attn.qkv.weight.momentum" in tensors) == (now == "muon")

@@ -73,9 +73,14 @@ def rate(iteration: int) -> float:
 
 
 def train(parts: Parts, step=None, iterations=range(ITERATIONS), sums=SUMS) -> list[tuple]:
-    """The StepResult of every iteration, as numbers; its gradient sum may be None."""
+    """The StepResult of every iteration, as numbers, without the time; its gradient sum may be None."""
     results = [(step or parts.step)(*parts.loader.next(), rate(i), i in sums) for i in iterations]
-    return [tuple(None if value is None else value.item() for value in result) for result in results]
+    assert all(result.optimizer_ms > 0 for result in results)
+    numbers = [result._asdict().items() for result in results]
+    return [
+        tuple(None if value is None else value.item() for name, value in items if name != "optimizer_ms")
+        for items in numbers
+    ]
 
 
 def weights(parts: Parts) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 with every strategy at this world size and compares each tensor with what the safetensors library reads from
 the same files. Exits with 0 if all agree.
 
-    load_worker.py CONFIG [--save=FOLDER] CHECKPOINT_DIR[=OTHER_DIR] ...
+    load_worker.py CONFIG [--save=FOLDER] [--KEY=VALUE ...] CHECKPOINT_DIR[=OTHER_DIR] ...
 
 With --save, each strategy first saves what it has loaded from the first checkpoint to FOLDER/STRATEGY-SIZE,
 and these are loaded, too. With OTHER_DIR, every tensor must be that of this other checkpoint. In one process,
@@ -41,10 +41,10 @@ STRATEGIES = {
 }
 
 
-def load(name: str, config_path: str, world, folder: str):
+def load(name: str, settings: list[str], world, folder: str):
     """(settings, state, where it stands) of a model that was drawn anew and then loaded the checkpoint."""
     flags, strategy_class = STRATEGIES[name]
-    config = load_config([config_path, *flags], max(world.size, 2))  # one is refused for sharding
+    config = load_config([*settings, *flags], max(world.size, 2))  # one is refused for sharding
     model = model_builder.build_model(config.model_config()).init_weights("cpu", seed=99)
     strategy = strategy_class(model, config, world)
     optimizer = build_optimizer(strategy.shards, config)
@@ -72,16 +72,16 @@ def save(config, state: TrainState, progress, out_dir: Path) -> Path:
     return saver.finished(wait=None).final
 
 
-def main(config_path: str, folders: list[str], save_to: str | None) -> None:
+def main(settings: list[str], folders: list[str], save_to: str | None) -> None:
     others = dict(text.split("=", 1) for text in folders if "=" in text)
     folders = [text.split("=", 1)[0] for text in folders]
     world_size = launch_info()[2]
     names = ["ddp", "zero1", "fsdp"] + ["hybrid"] * (world_size > 1)
-    world = init_world(load_config([config_path], world_size))
+    world = init_world(load_config(settings, world_size))
     if world.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if save_to:
-        loads = {name: load(name, config_path, world, folders[0]) for name in names}
+        loads = {name: load(name, settings, world, folders[0]) for name in names}
         folders = [
             *folders,
             *(save(*found, Path(save_to) / f"{n}-{world.size}") for n, found in loads.items()),
@@ -90,7 +90,7 @@ def main(config_path: str, folders: list[str], save_to: str | None) -> None:
     for folder in folders:
         expected = checkpoint_tensors(others.get(folder, folder))
         for name in names:
-            _, state, progress = load(name, config_path, world, folder)
+            _, state, progress = load(name, settings, world, folder)
             assert progress.iteration == iteration, progress
             wrong = differences(state, expected)
             assert not wrong, (folder, name, world, wrong)
@@ -100,6 +100,8 @@ def main(config_path: str, folders: list[str], save_to: str | None) -> None:
 
 
 if __name__ == "__main__":
-    options = dict(text.split("=", 1) for text in sys.argv[2:] if text.startswith("--"))
+    options = [text for text in sys.argv[2:] if text.startswith("--")]
     rest = [text for text in sys.argv[2:] if not text.startswith("--")]
-    main(sys.argv[1], rest, options.get("--save"))
+    save_to = [text.split("=", 1)[1] for text in options if text.startswith("--save=")]
+    keys = [text for text in options if not text.startswith("--save=")]
+    main([sys.argv[1], *keys], rest, save_to[0] if save_to else None)

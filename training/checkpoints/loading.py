@@ -19,8 +19,8 @@ from training.process.agreement import agree
 
 
 def load_checkpoint(folder: Path, state: TrainState, weights_only: bool = False) -> Progress:
-    """Loads a verified checkpoint into the tensors of `state`, bit for bit. weights_only: not what the optimizer
-    keeps. All ranks. Raises UserError, on every rank if on any."""
+    """Loads a verified checkpoint into the tensors of `state`, bit for bit. weights_only: not what the
+    optimizer keeps. All ranks. Raises UserError, on every rank if on any."""
     saved, optional = agree(state.world, _load_state, folder, state, weights_only)
     state.after_load(optional)
     return saved
@@ -55,7 +55,9 @@ def load_weights(
     """Loads only the weights of a verified checkpoint, into one process's model. Raises UserError."""
     saved, reader = _open(folder)
     model = model_builder.build_model(saved.model_config, attend).init_weights(device, seed=0)
-    _load(folder, reader, whole_parts({f"{WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}))
+    _load(
+        folder, reader, whole_parts({f"{WEIGHT}{name}": p.detach() for name, p in model.named_parameters()})
+    )
     return saved, model
 
 

@@ -213,8 +213,8 @@ def check_architecture(folder: Path, saved: ModelConfig, wanted: ModelConfig) ->
 
 
 def _with_optimizer(folder: Path, saved: dict[str, Any], config: TrainConfig) -> TrainConfig:
-    """For an evaluation, with the checkpoint's optimizer and adam_dtype. Raises UserError where only one of both
-    has moments of 8 bits: they have scales beside them."""
+    """For an evaluation, with the checkpoint's optimizer and adam_dtype. Raises UserError where only one of
+    both has moments of 8 bits: they have scales beside them."""
     if config.eval_only:
         known = {name: saved[name] for name in ("optimizer", "adam_dtype") if name in saved}
         known = {name: value for name, value in known.items() if value in KEYS[name].choices}

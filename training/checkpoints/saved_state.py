@@ -20,7 +20,9 @@ from training.configuration.other_names import todays_settings
 
 FORMAT = 3
 HALVES_FORMAT = 2  # the same, but ffn.up of a gated model has all rows of gate, then all rows of up
-MUON_FORMAT = 4  # as 3, but matrices of blocks have a momentum: earlier versions must not take that for damage
+MUON_FORMAT = (
+    4  # as 3, but matrices of blocks have a momentum: earlier versions must not take that for damage
+)
 FORMATS = (HALVES_FORMAT, FORMAT, MUON_FORMAT)
 STATE = "state.json"
 MAX_BYTES = 64 << 20  # it lists the files of every dataset

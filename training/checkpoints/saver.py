@@ -280,7 +280,11 @@ def _commit(save: Save, files: dict[str, dict], state: dict) -> None:
     """Writes the manifest last: a folder without it is no checkpoint."""
     write_bytes(save.temporary / STATE, json.dumps(state, indent=1).encode())
     files[STATE] = digest(save.temporary / STATE)
-    manifest = {"format": state["format"], "iteration": state["iteration"], "files": dict(sorted(files.items()))}
+    manifest = {
+        "format": state["format"],
+        "iteration": state["iteration"],
+        "files": dict(sorted(files.items())),
+    }
     write_bytes(save.temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(save.temporary)
 

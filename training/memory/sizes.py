@@ -30,7 +30,8 @@ class Sizes:
         self.tokens = config.micro_batch * config.block_size  # of a micro-step, on this GPU
         self.gated = model.ffn_type == "swiglu"
         self.up = model.d_ff * (2 if self.gated else 1)  # columns of the feed-forward layer's first matmul
-        # elements: of the model, of a block's matrices, of those that Muon updates, of the head's; of embeddings and head, once if tied
+        # elements: of the model, of a block's matrices, of those that Muon updates, of the head's; of
+        # embeddings and head, once if tied
         self.parameters = count_parameters(model)
         self.block = model.block_matrices
         self.muons = model.n_layer * self.block if config.optimizer == "muon" else 0

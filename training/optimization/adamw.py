@@ -278,7 +278,8 @@ def _choose(
 
 
 def make_roundings(shards: list[Shard], config: TrainConfig) -> Roundings:
-    """Of all weights of the model. A weight's number is its place in the model, since every strategy has its shards in that order."""
+    """Of all weights of the model; none if they are rounded to nearest. A weight's number is its place in the
+    model, since every strategy has its shards in that order."""
     if config.weight_rounding != "stochastic":
         return {}
     seed = stream_seed(config.seed, WEIGHT_ROUNDING) >> 1  # 63 bits

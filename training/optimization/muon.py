@@ -1,13 +1,14 @@
 """Muon on the matrices of the blocks, AdamW on the rest (Jordan et al. 2024, "Muon: an optimizer for hidden
-layers"). The update of a matrix is its gradient's Nesterov momentum, made orthogonal (ops/orthogonalize.py),
-times 0.2 sqrt(its longer side): the RMS of AdamW's updates, so that learning_rate and weight_decay mean the
-same for both (Liu et al. 2025, arXiv 2502.16982, sec. 2.2).
+layers in neural networks").
 
-What is orthogonalized by itself: q, k and v, which are one weight here, and gate and up, whose rows alternate.
+The update of a matrix is Nesterov's blend of its gradient and momentum, made orthogonal
+(ops/orthogonalize.py), times 0.2 sqrt(its longer side). That is the RMS of AdamW's updates, so learning_rate
+and weight_decay mean the same for both (Liu et al. 2025, arXiv 2502.16982, sec. 2.2). Matrices of their own
+are q, k and v, which are one weight here, and gate and up, whose rows alternate.
 
-Shards stay as AdamW has them: momentum has the rows of its weight. Only updates travel, in the compute dtype,
-to the owner of a matrix and back (training/strategies/owners.py). Under DDP every rank orthogonalizes all.
-Equal gradients give equal bits for any strategy and number of ranks.
+Shards stay as AdamW has them: the momentum has the rows of its weight. Only blends travel, in the compute
+dtype, to the owner of a matrix, and directions back (training/strategies/owners.py). Under DDP every rank
+orthogonalizes all. Equal gradients give equal bits for any strategy and number of ranks.
 """
 
 from __future__ import annotations
@@ -98,11 +99,11 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalize(self, wholes: dict[int, torch.Tensor]) -> None:
         """In place. Matrices of one shape are computed together."""
-        by_shape: dict[tuple, list[tuple[torch.Tensor, float]]] = {}
+        by_shape: dict[torch.Size, list[tuple[torch.Tensor, float]]] = {}
         for i, whole in wholes.items():
-            first, *_ = parts = matrices_of(self.shards[i].name, whole, self.model)
-            for part in parts:  # _apply() scales the whole weight as its first matrix wants it
-                by_shape.setdefault(part.shape, []).append((part, rms_scale(part) / rms_scale(first)))
+            matrices = matrices_of(self.shards[i].name, whole, self.model)
+            for part in matrices:  # _apply() scales the whole weight as its first matrix wants it
+                by_shape.setdefault(part.shape, []).append((part, rms_scale(part) / rms_scale(matrices[0])))
         for shape, parts in by_shape.items():
             count = max(1, BATCH // shape.numel())
             for some in (parts[i : i + count] for i in range(0, len(parts), count)):
@@ -136,15 +137,17 @@ def rms_scale(matrix: torch.Tensor) -> float:
 
 
 class MuonAndAdamW:
-    """Both optimizers, as the step, checkpoints and checks see one."""
+    """Both optimizers, as the step, checkpoints and checks see one. The step sets grad_scale and found_inf
+    before each update, as torch's fused optimizers want them."""
+
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
         self.both = muon, adamw
         self.param_groups = [*muon.param_groups, *adamw.param_groups]
         self.state = {**muon.state, **adamw.state}
         self.writes_copies = getattr(adamw, "writes_copies", False)
-        self.grad_scale: float | torch.Tensor = 1.0
-        self.found_inf: float | torch.Tensor = 0.0
 
     def step(self) -> None:
         for optimizer in self.both:

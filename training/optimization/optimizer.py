@@ -1,8 +1,9 @@
-"""The optimizer over this rank's shards, as the configuration asks: AdamW (adamw.py), or Muon on the matrices of
-the blocks and AdamW on the rest (muon.py)."""
+"""The optimizer over this rank's shards, as the configuration asks: AdamW (adamw.py), or Muon on the matrices
+of the blocks and AdamW on the rest (muon.py)."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -32,7 +33,7 @@ def describe_optimizer(model: nn.Module, config: TrainConfig) -> dict:
     weights = dict(model.named_parameters())
     muons = {name: p for name, p in weights.items() if muon and is_muons(name, p)}
     rest = [p for name, p in weights.items() if name not in muons]
-    groups = [
+    groups: list[dict] = [
         {"weight_decay": decay, "tensors": len(members), "params": sum(p.numel() for p in members)}
         for members, decay in (
             ([p for p in rest if p.ndim >= 2], config.weight_decay),

@@ -100,8 +100,8 @@ class EagerStep:
         # The update divides gradients by grad_scale, and changes nothing if found_inf is 1. So clipping
         # and unscaling cost no pass of their own, and a bad update never reaches the weights.
         # torch does not declare these two attributes, although its fused optimizers read them.
-        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[attr-defined]
-        self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = scale * _clip_divisor(grad_norm, self.grad_clip)  # type: ignore[union-attr]
+        self.optimizer.found_inf = verdict.clamp(max=1)  # type: ignore[union-attr]
         self.learning_rate.fill_(learning_rate)
         began = now(scale.device)
         self.optimizer.step()

@@ -14,8 +14,8 @@ from training.strategies.strategy import Shard
 
 
 class Owners:
-    """Which rank of `group` owns which matrix. Each rank before the last ones has ceil(rows / ranks) rows of a
-    matrix, as ZeRO-1 and FSDP2 divide them."""
+    """Which rank of `group` owns which matrix. Ranks have ceil(rows / ranks) rows of each, the last ones
+    fewer, as ZeRO-1 and FSDP2 divide them."""
 
     def __init__(self, shards: list[Shard], costs: list[int], group: dist.ProcessGroup | None):
         """costs: of the owner's work, for each matrix. group: None where every rank has whole matrices."""
@@ -28,8 +28,8 @@ class Owners:
         self.mine = self.of_rank[self.rank]
 
     def gather(self, rows: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """This rank's rows of every matrix, in one dtype -> {number: matrix} of each one that it owns. All ranks
-        of the group."""
+        """This rank's rows of every matrix, in one dtype -> {number: matrix} of those that it owns. All
+        ranks of the group."""
         if self.parts == 1:
             return dict(enumerate(rows))
         received = self._exchange(
@@ -49,7 +49,11 @@ class Owners:
             [[parts[rank] for parts in divided] for rank in range(self.parts)],
             [[self._shape(i, self.rank) for i in owned] for owned in self.of_rank],
         )
-        rows = {i: part for owned, parts in zip(self.of_rank, received, strict=True) for i, part in zip(owned, parts, strict=True)}
+        rows = {
+            i: part
+            for owned, parts in zip(self.of_rank, received, strict=True)
+            for i, part in zip(owned, parts, strict=True)
+        }
         return [rows[i] for i in range(len(self.shapes))]
 
     def _shape(self, matrix: int, rank: int) -> tuple[int, int]:

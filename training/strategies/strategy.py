@@ -47,8 +47,11 @@ class Strategy(Protocol):
     module: Transformer
     world: World
     shards: list[Shard]  # for each parameter, in the model's order, what this rank's optimizer updates
-    row_group: dist.ProcessGroup | None  # ranks that share the rows of matrices; None: each has all
     parts: int  # of a sharded tensor: ranks r and r + parts hold the same one. 1: every rank holds all
+
+    @property
+    def row_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the rows of matrices; None: every rank has whole ones."""
 
     @property
     def forward(self) -> Callable[[torch.Tensor, torch.Tensor, GradientScale], torch.Tensor]:

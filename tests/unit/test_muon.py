@@ -1,0 +1,241 @@
+"""Muon on a CPU: what is orthogonalized, against singular values and torch's own Muon, and what an update
+changes. tests/gpu/test_muon.py has its kernels, tests/runs/test_strategies.py whole runs."""
+
+import functools
+
+import pytest
+import torch
+from support.graphed_runs import build
+from support.helpers import TINY, make_dataset
+
+import model_builder
+from common.errors import UserError
+from model_config import model_config
+from ops.orthogonalize import orthogonalize
+from training.checkpoints.plan import checkpoint_bytes
+from training.configuration.keys import TrainConfig
+from training.configuration.rules import check
+from training.optimization import muon
+from training.optimization.optimizer import describe_optimizer
+from training.strategies.owners import assign
+
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # torch.optim.Muon's
+SHAPES = [(64, 64), (96, 64), (64, 96), (300, 64), (64, 300), (512, 128)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def matrices(shape, count=3, seed=0):
+    """Gaussian ones, with singular values from 1 to 0.03, and of rank 1."""
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = [torch.randn(shape, generator=generator) for _ in range(count)]
+    u, s, v = torch.linalg.svd(gaussian[1], full_matrices=False)
+    gaussian[1] = 1e-4 * (u * torch.logspace(0, -1.5, len(s))) @ v
+    return gaussian
+
+
+# --- the orthogonal factor ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_singular_values_become_nearly_one_and_singular_vectors_stay(shape, dtype):
+    for matrix in matrices(shape):
+        (found,) = orthogonalize([matrix.to(dtype)]).float()
+        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+        values = torch.linalg.svdvals(found)
+        large = s / torch.linalg.vector_norm(s) > 0.002
+        assert values.max() < 1.16 and (values[large.nonzero().max()]) > 0.84
+        in_its_base = u.mT @ found @ v.mT  # diagonal, if the vectors are the same
+        rest = in_its_base - torch.diag(in_its_base.diagonal())
+        assert rest.square().sum() < (1e-4 if dtype == torch.float32 else 0.02) * len(s)
+        assert (in_its_base.diagonal()[large] > 0.8).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_a_matrix_becomes_does_not_depend_on_its_batch(shape):
+    many = [matrix.bfloat16() for matrix in matrices(shape, 5)]
+    together = orthogonalize(many)
+    assert all(torch.equal(orthogonalize([one])[0], both) for one, both in zip(many, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_matrix_of_zeros_stays_one(dtype):
+    assert not orthogonalize([torch.zeros(8, 24, dtype=dtype)]).any()
+
+
+# --- the update ---
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("muon") / "tokens"
+    make_dataset(folder)
+    return folder
+
+
+def optimizer_of(dataset, **keys):
+    """(Muon with AdamW, its shards by name), with random gradients."""
+    made = build(dataset, optimizer="muon", **keys)
+    shards = {shard.name: shard for shard in made.state.strategy.shards}
+    generator = torch.Generator().manual_seed(3)
+    for shard in shards.values():
+        shard.local.grad = torch.randn(shard.local.shape, generator=generator).to(shard.local.dtype)
+    optimizer = made.state.optimizer
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    made.step.learning_rate.fill_(made.config.learning_rate)
+    return optimizer, shards
+
+
+def test_with_torch_s_coefficients_it_is_torch_s_muon(dataset, monkeypatch):
+    """Torch computes in bf16, where 0.4 % between both norms, the only difference, becomes 1 to 2 %."""
+    theirs_form = functools.partial(orthogonalize, coefficients=NEWTON_SCHULZ, margin=1.0)
+    monkeypatch.setattr(muon, "orthogonalize", theirs_form)
+    ours, shards = optimizer_of(dataset, dtype="bfloat16", learning_rate=0.02, weight_decay=0.1)
+    mine = {name: s for name, s in shards.items() if muon.is_muons(name, s.parameter)}
+    config = TrainConfig(**TINY).model_config()
+    copies, before = {}, {}
+    for name, shard in mine.items():
+        copies[name] = [
+            torch.nn.Parameter(part.clone()) for part in muon.matrices_of(name, shard.local.data, config)
+        ]
+        before[name] = shard.local.detach().clone()
+    theirs = torch.optim.Muon(
+        [p for parts in copies.values() for p in parts],
+        lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        for name, shard in mine.items():
+            shard.local.grad = torch.randn(shard.local.shape, generator=generator)
+            parts = muon.matrices_of(name, shard.local.grad, config)
+            for copy, part in zip(copies[name], parts, strict=True):
+                copy.grad = part.clone()
+        ours.step()
+        theirs.step()
+    for name, shard in mine.items():
+        parts = [muon.matrices_of(name, whole, config) for whole in (before[name], shard.local.detach())]
+        for was, now, expected in zip(*parts, copies[name], strict=True):
+            assert (now - expected.detach()).norm() < 0.02 * (expected.detach() - was).norm(), name
+
+
+def test_an_update_has_adamw_s_rms_and_adamw_updates_the_rest(dataset):
+    optimizer, shards = optimizer_of(dataset, learning_rate=0.01, weight_decay=0.0)
+    before = {name: shard.local.detach().clone() for name, shard in shards.items()}
+    optimizer.step()
+    for name, shard in shards.items():
+        moved = (shard.local.detach() - before[name]).square().mean().sqrt() / 0.01
+        if muon.is_muons(name, shard.parameter):
+            assert 0.17 < moved < 0.22, name
+            assert set(optimizer.state[shard.local]) == {"step", "momentum"}
+        else:
+            assert float(moved) == pytest.approx(1, rel=1e-3), name  # Adam's first update
+            assert set(optimizer.state[shard.local]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[shards["embed.weight"].local]["exp_avg"].any()
+
+
+def test_q_k_v_gate_and_up_are_matrices_of_their_own():
+    config = model_config(
+        "qwen3", n_layer=1, n_head=4, n_kv_head=2, n_embd=32, head_dim=16, d_ff=48, vocab_size=65
+    )
+    weights = dict(model_builder.build_model(config).named_parameters())
+    shapes = {
+        name: [tuple(part.shape) for part in muon.matrices_of(name, weight, config)]
+        for name, weight in weights.items()
+        if muon.is_muons(name, weight)
+    }
+    prefix = "blocks.0"
+    assert shapes == {
+        f"{prefix}.attn.qkv.weight": [(64, 32), (32, 32), (32, 32)],
+        f"{prefix}.attn.out.weight": [(32, 64)],
+        f"{prefix}.ffn.up.weight": [(48, 32), (48, 32)],
+        f"{prefix}.ffn.down.weight": [(32, 48)],
+    }
+
+
+def test_gate_and_up_are_orthogonal_each_and_scaled_each(dataset):
+    """Rows of gate and up alternate; q is longer than k and v."""
+    keys = {
+        "arch_preset": "qwen3",
+        "n_head": 4,
+        "num_key_value_heads": 2,
+        "n_embd": 16,
+        "head_dim": 16,
+        "d_ff": 24,
+    }
+    optimizer, shards = optimizer_of(dataset, learning_rate=1.0, weight_decay=0.0, min_lr=0.0, **keys)
+    names = "blocks.0.attn.qkv.weight", "blocks.0.ffn.up.weight"
+    before = {name: shards[name].local.detach().clone() for name in names}
+    optimizer.step()
+    config = TrainConfig(**{**TINY, **keys}).model_config()
+    for name in names:
+        for part in muon.matrices_of(name, before[name] - shards[name].local.detach(), config):
+            values = torch.linalg.svdvals(part) / (0.2 * max(part.shape) ** 0.5)
+            assert 0.84 < values.min() and values.max() < 1.16, (name, part.shape)
+
+
+def test_a_skipped_update_leaves_every_bit_and_gradients_are_unscaled(dataset):
+    optimizer, shards = optimizer_of(dataset)
+    optimizer.step()
+
+    def state():
+        return [
+            t.clone() for s in shards.values() for t in (s.local.detach(), *optimizer.state[s.local].values())
+        ]
+
+    before = state()
+    for shard in shards.values():
+        shard.local.grad[0] = torch.nan
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+    plain, scaled = optimizer_of(dataset), optimizer_of(dataset)
+    for shard in scaled[1].values():
+        shard.local.grad *= 1024
+    scaled[0].grad_scale = torch.tensor(1024.0)
+    for found, _ in (plain, scaled):
+        found.step()
+    name = "blocks.0.ffn.down.weight"
+    assert torch.equal(plain[1][name].local, scaled[1][name].local)
+
+
+# --- what is said and refused ---
+
+
+def test_the_momentum_needs_muon_and_its_range():
+    check(TrainConfig(optimizer="muon", muon_momentum=0.9, device="cpu"), 1)
+    with pytest.raises(
+        UserError, match=r"muon_momentum=0.9 does nothing with optimizer='adamw'; set --optimizer=muon"
+    ):
+        check(TrainConfig(muon_momentum=0.9, device="cpu"), 1)
+    with pytest.raises(UserError, match=r"muon_momentum=1.0 is not in \[0, 1\)"):
+        check(TrainConfig(optimizer="muon", muon_momentum=1.0, device="cpu"), 1)
+
+
+def test_the_record_says_who_updates_what_and_muon_s_operations():
+    keys = {
+        "arch_preset": "qwen3",
+        "n_layer": 24,
+        "n_head": 16,
+        "num_key_value_heads": 8,
+        "n_embd": 2048,
+        "d_ff": 6144,
+    }
+    config = TrainConfig(optimizer="muon", **keys)
+    model = model_builder.build_model(config.model_config())
+    found = describe_optimizer(model, config)
+    ours, matrices, vectors = found["param_groups"]
+    assert found["type"].startswith("Muon on the matrices of blocks, AdamW")
+    assert (ours["tensors"], ours["params"]) == (4 * 24, 24 * 2048 * (2 * (2048 + 1024) + 3 * 6144))
+    assert ours["params"] + matrices["params"] + vectors["params"] == 1_830_395_904
+    assert ours["orthogonalization_flops"] == pytest.approx(58.2e12, rel=1e-3)
+    saved = 8 * 1_830_395_904 + 4 * 1_830_395_904 - 4 * ours["params"]
+    assert checkpoint_bytes(1_830_395_904, config) == saved
+
+
+def test_owners_have_equal_loads():
+    costs = [7, 7, 5, 5, 5, 3, 3, 1] * 4
+    for parts in (1, 2, 3, 8):
+        owner = assign(costs, parts)
+        loads = [sum(c for c, o in zip(costs, owner, strict=True) if o == rank) for rank in range(parts)]
+        assert max(loads) <= 1.05 * sum(costs) / parts
