@@ -260,7 +260,7 @@ def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
     logger = make_logger(Clock(CPU), start)
     found = []
     for first in range(start, start + 8):
-        reading = Reading(first + 3, first, 1.0, 1.0, None, 1.0, 1.0, seconds=1.0, verdicts=[])
+        reading = Reading(first + 3, first, 1.0, 1.0, None, 1.0, 1.0, optimizer_ms=1.0, seconds=1.0, verdicts=[])
         found.append(logger._row(reading, 0.0)["warmup"])
     assert found == [True] * 5 + [False] * 3
 
@@ -336,7 +336,7 @@ def test_only_time_in_which_the_gpu_had_nothing_to_do_is_left_out_of_a_row(monke
         queue.wait()  # as the row's read does
         lap = logger.clock.lap()
         assert lap.seconds == 30.0
-        reading = Reading(9, 5, 1.0, 1.0, None, 1.0, 1.0, lap.seconds, [], lap.intervals)
+        reading = Reading(9, 5, 1.0, 1.0, None, 1.0, 1.0, 1.0, lap.seconds, [], lap.intervals)
         logger.write(reading, 0.0, 0)
         assert queue.rewrites == rewrites, "the checkpoint is in the record at the next row"
     queue.add(30.0)

@@ -169,7 +169,7 @@ def test_allow_changes_takes_the_guarded_keys_and_no_other(load, name):
     if name in FACTORS or KEYS[name].guarded:
         assert load(f"--allow_changes={name}").allow_changes == name
         return
-    listed = "dataset, seed, tokens_per_iter, doc_masking, packing, learning_rate, min_lr, "
+    listed = "dataset, seed, tokens_per_iter, doc_masking, packing, optimizer, muon_momentum, "
     message = refusal(load, f"--allow_changes={name}")
     assert message.startswith(f"allow_changes: {name!r} is not one of {listed}")
 

@@ -23,6 +23,8 @@ CHANGED = {  # guarded key -> another value than the default
     "seed": 7,
     "doc_masking": True,
     "packing": "truncate",
+    "optimizer": "muon",
+    "muon_momentum": 0.9,
     "learning_rate": 1e-3,
     "min_lr": 1e-5,
     "lr_schedule": "wsd",

@@ -244,7 +244,7 @@ def logged_row(num_gpus, seconds, config, flops, peak=B200):
         "model": {"architecture": architecture, "total_params": 1},
     }
     logger = Logger(config, world, None, Clock(world.device), peak, info, Progress(0, 0))
-    reading = Reading(10, 10, 2.0, 1.0, None, attended=S, targets=1.0, seconds=seconds, verdicts=[])
+    reading = Reading(10, 10, 2.0, 1.0, None, S, 1.0, 1.0, seconds, verdicts=[])
     return logger._row(reading, 1e-4)
 
 

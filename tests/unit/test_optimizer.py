@@ -7,7 +7,7 @@ from support.helpers import TINY, write_config
 from common.errors import UserError
 from training.configuration.files_and_flags import load_config
 from training.configuration.keys import TrainConfig
-from training.optimization import optimizer as optimizer_module
+from training.optimization import adamw
 from training.optimization.adamw import MixedAdamW
 from training.optimization.optimizer import build_optimizer
 from training.strategies.strategy import Shard
@@ -82,7 +82,7 @@ def test_fp32_is_torch_s_fused_adamw_bit_for_bit():
 @pytest.mark.parametrize("part", [1, 5, 2**22])
 def test_mixed_adamw_with_nothing_in_bf16_does_what_torch_s_does(monkeypatch, part):
     """Also in parts, of which the last may be shorter."""
-    monkeypatch.setattr(optimizer_module, "CHUNK", part)
+    monkeypatch.setattr(adamw, "CHUNK", part)
     ours, theirs = shards(), shards()
     plain, reference = build_optimizer(ours, config()), torch_adamw(theirs)
     mixed = MixedAdamW(plain.param_groups, 1e-2, (0.9, 0.95))

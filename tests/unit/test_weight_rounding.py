@@ -13,7 +13,7 @@ import model_builder
 from ops.quantization import adamw_8bit, random_bits
 from training.checkpoints.train_state import moments_of
 from training.configuration.keys import TrainConfig
-from training.optimization import optimizer as optimizer_module
+from training.optimization import adamw
 from training.optimization.optimizer import build_optimizer, describe_optimizer
 from training.process.world import World
 from training.strategies.parallelize import parallelize
@@ -99,7 +99,7 @@ def test_every_division_among_ranks_makes_the_weights_of_one_process(moments, by
 
 
 def test_the_chunks_of_a_tensor_do_not_matter(moments, by_one_process, monkeypatch):
-    for module in (optimizer_module, adamw_8bit):
+    for module in (adamw, adamw_8bit):
         monkeypatch.setattr(module, "CHUNK", 700)
     with rank_of(1, 0, 1) as world:
         for (shard, ours), (_, theirs) in zip(updated(world, **moments), by_one_process, strict=True):
