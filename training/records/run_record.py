@@ -130,7 +130,8 @@ class RunRecord:
         self._add("training_progress", flat)
 
     def add_evaluation(self, iteration: int, losses: dict, lr: float) -> None:
-        step = {"iter": iteration, "train_loss": losses["train"], "val_loss": losses["val"], "lr": lr}
+        losses_of = {"train_loss": losses["train"], "val_loss": losses["val"]}
+        step = {"iter": iteration, **losses_of, "lr": lr, "time": _now()}
         if "sources" in losses:  # of a mixture
             step["sources"] = losses["sources"]
         self._add("eval_steps", step)
