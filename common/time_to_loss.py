@@ -34,7 +34,6 @@ class Progress:
         if not rows:
             raise ValueError("the record has no row with a time")
         startup = record.get("startup_info") or {}
-        self.tokens_per_iter = startup.get("tokens_per_iter")
         self.flops_per_token = (startup.get("flops") or {}).get("flops_per_token")
         attempts = [row.get("attempt", 1) for row in rows]
         milliseconds = [row["time_ms"] for row in rows]
@@ -44,23 +43,21 @@ class Progress:
         self.ends = np.array([0, *(row["iter"] + 1 for row in rows)], float)  # iterations done after each row
         lengths = np.diff(self.ends)
         seconds = lengths * np.array(milliseconds) / 1000
-        tokens = [self._tokens(row, length) for row, length in zip(rows, lengths, strict=True)]
         gpus = [_gpus(row) for row in rows]
-        self.seconds, self.tokens, self.gpu_seconds = (
-            np.cumsum([0.0, *each]) for each in (seconds, tokens, seconds * np.array(gpus))
+        self.seconds, self.gpu_seconds = (
+            np.cumsum([0, *each]) for each in (seconds, seconds * np.array(gpus))
         )
+        per_iter = startup.get("tokens_per_iter") or math.nan  # older rows do not say what they have seen
+        ends = zip(rows, self.ends[1:], strict=True)
+        self.tokens = np.array([0, *(row.get("tokens_seen", per_iter * end) for row, end in ends)], float)
         steps = [(step.get("iter"), step.get("val_loss"), step.get("time")) for step in record["eval_steps"]]
         self.evaluations = [step for step in steps if _is_number(step[0]) and _is_number(step[1])]
         began = [attempt.get("start_time") for attempt in record.get("attempts") or [record]]
         self.began = _time(began[0])
 
-    def _tokens(self, row: dict, iterations: float) -> float:
-        mfu = row.get("mfu") or {}
-        return iterations * (mfu.get("tokens_per_iter") or self.tokens_per_iter or math.nan)
-
     def reached(self, loss: float) -> Reached | None:
-        """Where the held-out loss first was this one or less; None if it never was. If it was so from the first
-        evaluation on: where that was."""
+        """Where the held-out loss first was this one or less; None if it never was. If it was so from the
+        first evaluation on: where that was."""
         before: tuple | None = None
         for step in self.evaluations:
             iteration, value, time = step
