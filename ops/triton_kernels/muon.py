@@ -24,7 +24,8 @@ def _blend(gradient, momentum, blend, grad_scale, found_inf, n, rest, BLOCK: tl.
     m = tl.load(momentum + at, mask=inside, other=0.0)
     m += rest * (g - m)
     tl.store(blend + at, (m - rest * (m - g)).to(blend.dtype.element_ty), mask=inside)
-    tl.store(momentum + at, m, mask=inside & (tl.load(found_inf) == 0))
+    if tl.load(found_inf) == 0:
+        tl.store(momentum + at, m, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS, do_not_specialize=["first"])
