@@ -64,11 +64,10 @@ class Progress:
             if value <= loss:
                 share = 1.0 if before is None else (before[1] - loss) / (before[1] - value)
                 last = step if before is None else before
-                times = _time(last[2]), _time(time)
+                began, first, second = self.began, _time(last[2]), _time(time)
                 wall = None
-                if self.began and all(times):
-                    first, second = ((moment - self.began).total_seconds() for moment in times)
-                    wall = first + share * (second - first)
+                if began and first and second:
+                    wall = (first - began + share * (second - first)).total_seconds()
                 return self._at(last[0] + share * (iteration - last[0]), wall)
             before = step
         return None

@@ -4,12 +4,13 @@ X = U S V^T becomes nearly U V^T: each step applies an odd polynomial to all sin
 coefficients are the best ones for the interval in which the step before has left them. After five, singular
 values above 0.001 of the largest possible one are 0.86 to 1.14.
 
-    step        G = X X^T; X <- a X + (b G + c G G) X
-    Gram form   for X of N >= 2 M columns: two steps on the small G alone, with P = a I + b G + c G G,
-                G <- P G P, and then X <- P' P X. Three quarters of the operations for N = 3 M
+    plain       G = X X^T; X <- a X + (b G + c G G) X
+    Gram form   for X of N >= 2 M columns: three steps on the small G alone, with P = a I + b G + c G G and
+                G <- P G P, then X <- P'' P' P X. Two thirds of the operations for N = 3 M
 
-The Gram form trap: its errors grow with the number of steps on G, and in bf16 five of them diverge. So X is
-multiplied and G computed anew after every second step, and the digits are float16's where bf16 comes in.
+If X is tall, G = X^T X, and X is multiplied from the right. The trap of the Gram form: its errors grow with
+each step on one G, and after five of them X may be a hundred times too large. So G is computed anew after the
+third, and has the digits of float16 where X is bf16.
 
 On a GPU, G and the other symmetric products are computed below the diagonal and mirrored
 (ops/triton_kernels/symmetric.py). What a matrix becomes does not depend on those that are beside it.
@@ -33,37 +34,36 @@ POLAR_EXPRESS: Coefficients = (
 )
 MARGIN = 1.02  # the norm is divided out with it, so that rounding leaves no singular value above 1
 LEAST_NORM = 1e-7  # a matrix of zeros stays one
-GRAM_STEPS = 2  # on one G
+GRAM_STEPS = 3  # on one G
 
 
 def orthogonalize(
     matrices: list[torch.Tensor], coefficients: Coefficients = POLAR_EXPRESS, margin: float = MARGIN
 ) -> torch.Tensor:
-    """B matrices (M, N) of one shape and dtype -> (B, M, N), their orthogonal factors: of the shorter side's
-    vectors, nearly orthonormal. In the dtype of the matrices, but for the Gram form (above)."""
-    tall = matrices[0].shape[0] > matrices[0].shape[1]
+    """B matrices (M, N) of one shape and dtype -> (B, M, N) in that dtype: their orthogonal factors, whose
+    rows, or columns if M > N, are nearly orthonormal."""
     # one reduction a matrix, so that the order of its additions does not depend on the others
     norms = torch.stack(torch._foreach_norm(matrices, 2, dtype=torch.float32))
-    x = torch.stack([matrix.mT if tall else matrix for matrix in matrices])
-    _, M, N = x.shape
-    by_gram = N >= 2 * M
-    dtype = torch.float16 if by_gram and x.dtype == torch.bfloat16 else x.dtype
     divisors = (norms * margin).clamp(min=LEAST_NORM)[:, None, None]
-    y = torch.div(x, divisors, out=torch.empty_like(x, dtype=dtype))
-    y = (_steps_on_gram if by_gram else _steps)(y, coefficients).to(x.dtype)
-    return y.mT if tall else y
+    x = matrices[0].new_empty(len(matrices), *matrices[0].shape)
+    for matrix, divisor, to in zip(matrices, divisors, x, strict=True):
+        torch.div(matrix, divisor, out=to)
+    shorter, longer = sorted(matrices[0].shape)
+    return (_steps_on_gram if longer >= 2 * shorter else _steps)(x, coefficients)
 
 
 def _steps(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for a, b, c in coefficients:
-        gram = symmetric_product(x, x)
-        x = torch.baddbmm(x, symmetric_product(gram, gram, c, gram, b), x, beta=a)
+        gram = _gram(x, x.dtype)
+        polynomial = symmetric_product(gram, gram, c, gram, b)
+        x = torch.baddbmm(x, *_sides(polynomial, x), beta=a)
     return x
 
 
 def _steps_on_gram(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
+    dtype = torch.float16 if x.dtype == torch.bfloat16 else x.dtype
     for first in range(0, len(coefficients), GRAM_STEPS):
-        gram, product = symmetric_product(x, x), None
+        gram, product = _gram(x, dtype), None
         some = coefficients[first : first + GRAM_STEPS]
         for i, (a, b, c) in enumerate(some):
             polynomial = symmetric_product(gram, gram, c, gram, b, diagonal=a)
@@ -71,8 +71,23 @@ def _steps_on_gram(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
             if i < len(some) - 1:  # all of these are polynomials of one G, so their products are symmetric
                 gram = symmetric_product(symmetric_product(polynomial, gram), polynomial)
         assert product is not None
-        x = torch.bmm(product, x)
+        x = torch.bmm(*_sides(product.to(x.dtype), x))
     return x
+
+
+def _is_tall(x: torch.Tensor) -> bool:
+    return x.shape[-2] > x.shape[-1]
+
+
+def _gram(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The products of the shorter side's vectors."""
+    vectors = x.mT if _is_tall(x) else x
+    return symmetric_product(vectors, vectors, dtype=dtype)
+
+
+def _sides(polynomial: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of x times a polynomial of its G."""
+    return (x, polynomial) if _is_tall(x) else (polynomial, x)
 
 
 def symmetric_product(
@@ -82,22 +97,24 @@ def symmetric_product(
     add: torch.Tensor | None = None,
     beta: float = 0.0,
     diagonal: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """alpha x y^T + beta add + diagonal I, (B, M, M), for x and y (B, M, K) whose product is symmetric."""
+    """alpha x y^T + beta add + diagonal I, (B, M, M) in dtype (None: that of x). x and y are (B, M, K), and
+    their product is symmetric."""
+    dtype = dtype or x.dtype
     if x.is_cuda:
         from ops.triton_kernels.symmetric import triton_symmetric_product
 
-        return triton_symmetric_product(x, y, alpha, add, beta, diagonal)
-    if add is None:
-        out = torch.bmm(x, y.mT) if alpha == 1 else torch.bmm(x, y.mT) * alpha
-    else:
-        out = torch.baddbmm(add, x, y.mT, beta=beta, alpha=alpha)
+        return triton_symmetric_product(x, y, alpha, add, beta, diagonal, dtype)
+    if dtype != x.dtype:  # rounded once
+        x, y = x.float(), y.float()
+    out = torch.bmm(x, y.mT) if add is None else torch.baddbmm(add, x, y.mT, beta=beta, alpha=alpha)
     if diagonal:
         out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    return out
+    return out.to(dtype)
 
 
 def nominal_flops(M: int, N: int, steps: int = len(POLAR_EXPRESS)) -> int:
-    """Operations of `steps` plain steps on a matrix (M, N), without what symmetry and the Gram form save."""
+    """Operations of plain steps on a matrix (M, N), without what symmetry and the Gram form save."""
     M, N = sorted((M, N))
     return steps * (4 * M * M * N + 2 * M**3)

@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, BLOCK_K, WARPS, STAGES = 128, 64, 8, 4
+# on an H100, of 9 choices: bmm takes 1.27 times as long for K = M = 2048 and for K = 6144
+BLOCK, BLOCK_K, WARPS, STAGES = 128, 64, 4, 4
 
 
 @triton.jit
 def _symmetric_product(
-    x, y, add, out, M, K, alpha, beta, diagonal,
+    x, y, add, out, M, K, x_batch, x_row, x_k, y_batch, y_row, y_k, alpha, beta, diagonal,
     ADD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # block (i, j), j <= i, by its place in 00 10 11 20 21 22 ..
@@ -26,15 +27,15 @@ def _symmetric_product(
     row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, BLOCK_K)
     # rows beyond the end repeat others: they are not stored
-    of_x = x + matrix * M * K + (row % M)[:, None] * K + k[None, :]
-    of_y = y + matrix * M * K + (column % M)[None, :] * K + k[:, None]
+    of_x = x + matrix * x_batch + (row % M)[:, None] * x_row + k[None, :] * x_k
+    of_y = y + matrix * y_batch + (column % M)[None, :] * y_row + k[:, None] * y_k
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, K, BLOCK_K):
         left = tl.load(of_x, mask=(start + k)[None, :] < K, other=0.0)
         right = tl.load(of_y, mask=(start + k)[:, None] < K, other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-        of_x += BLOCK_K
-        of_y += BLOCK_K
+        of_x += BLOCK_K * x_k
+        of_y += BLOCK_K * y_k
     at = matrix * M * M + row[:, None] * M + column[None, :]
     inside = (row[:, None] < M) & (column[None, :] < M)
     total *= alpha
@@ -49,16 +50,22 @@ def _symmetric_product(
 
 
 def triton_symmetric_product(
-    x: torch.Tensor, y: torch.Tensor, alpha: float, add: torch.Tensor | None, beta: float, diagonal: float
+    x: torch.Tensor,
+    y: torch.Tensor,
+    alpha: float,
+    add: torch.Tensor | None,
+    beta: float,
+    diagonal: float,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """alpha x y^T + beta add + diagonal I, (B, M, M). x and y (B, M, K), add (B, M, M): contiguous."""
+    """alpha x y^T + beta add + diagonal I, (B, M, M) in dtype. x and y (B, M, K) in any order of dimensions,
+    add (B, M, M) contiguous."""
     B, M, K = x.shape
-    assert x.is_contiguous() and y.is_contiguous() and y.shape == x.shape, (x.stride(), y.stride())
-    assert add is None or (add.is_contiguous() and add.shape == (B, M, M))
-    out = x.new_empty(B, M, M)
+    assert y.shape == x.shape and (add is None or (add.is_contiguous() and add.shape == (B, M, M)))
+    out = x.new_empty(B, M, M, dtype=dtype)
     blocks = -(-M // BLOCK)
     _symmetric_product[(blocks * (blocks + 1) // 2, B)](
-        x, y, x if add is None else add, out, M, K, alpha, beta, diagonal,
+        x, y, x if add is None else add, out, M, K, *x.stride(), *y.stride(), alpha, beta, diagonal,
         ADD=add is not None, BLOCK=BLOCK, BLOCK_K=BLOCK_K, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out

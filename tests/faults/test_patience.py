@@ -260,7 +260,9 @@ def test_rows_with_any_of_the_first_5_iterations_are_warm_up(start):
     logger = make_logger(Clock(CPU), start)
     found = []
     for first in range(start, start + 8):
-        reading = Reading(first + 3, first, 1.0, 1.0, None, 1.0, 1.0, optimizer_ms=1.0, seconds=1.0, verdicts=[])
+        reading = Reading(
+            first + 3, first, 1.0, 1.0, None, 1.0, 1.0, optimizer_ms=1.0, seconds=1.0, verdicts=[]
+        )
         found.append(logger._row(reading, 0.0)["warmup"])
     assert found == [True] * 5 + [False] * 3
 
