@@ -27,6 +27,9 @@ STRATEGIES = {
     "ddp": (2, []),
     "zero1": (2, ["--use_zero1=True"]),
     "fsdp": (2, ["--use_fsdp=True"]),
+    "muon": (1, ["--optimizer=muon"]),
+    "muon, zero1": (2, ["--optimizer=muon", "--use_zero1=True"]),
+    "muon, fsdp": (2, ["--optimizer=muon", "--use_fsdp=True"]),
 }
 
 
@@ -159,7 +162,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(config, tmp_path):
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_two_hundred_kills(config, tmp_path, name, seed):
+def test_hundreds_of_kills(config, tmp_path, name, seed):
     survive(config, tmp_path, name, kills=10, seed=seed)
 
 

@@ -37,6 +37,9 @@ MEASURED = [
     (1, QWEN, "batch_size=4 use_cuda_graphs=True", 46.36, 46.88),
     (1, QWEN, f"batch_size=8 {FP8_HEAD} {SELECTIVE}", 55.55, 55.82),
     (1, QWEN, f"batch_size=8 {FP8_HEAD} {FULL}", 46.17, 46.75),
+    # Two H100s, 2026-11-25
+    (1, QWEN, "batch_size=8 gradient_accumulation_steps=8 optimizer=muon", 57.48, None),
+    (2, QWEN, "batch_size=8 gradient_accumulation_steps=8 optimizer=muon use_zero1=True", 49.50, None),
     # One H200 that may use 24e9 bytes, 2026-11-23, expandable segments
     (1, QWEN, f"batch_size=2 {SMALL}", 21.56, 21.59),
     (1, QWEN, f"batch_size=3 {MEMORY_BOUND} {SMALL}", 21.81, 21.87),
@@ -83,7 +86,8 @@ def test_the_estimate_is_the_measured_peak(processes, config, flags, peak, reser
     given = arguments(config, flags, processes)
     assert sum(estimate_memory(*given).values()) == pytest.approx(peak, rel=ACCURACY)
     # what must be free is a bit more than what the allocator took: a run that is said to fit does fit
-    assert reserved < reserved_memory(*given) < 1.035 * reserved + (3 if "graphs" in flags else 0)
+    if reserved:  # else it was not noted
+        assert reserved < reserved_memory(*given) < 1.035 * reserved + (3 if "graphs" in flags else 0)
 
 
 @pytest.mark.parametrize(("processes", "config", "flags", "peak"), EARLIER)

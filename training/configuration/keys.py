@@ -143,7 +143,7 @@ class TrainConfig:
 
     # --- optimizer ---
     optimizer: Literal["adamw", "muon"] = key(
-        "adamw", "muon: of the matrices in blocks; AdamW for the rest (docs/optimizers.md)", guarded=True
+        "adamw", "muon: of the matrices in blocks; AdamW for the rest (docs/time_to_loss.md)", guarded=True
     )
     muon_momentum: float = key(0.95, "Muon's Nesterov momentum, in [0, 1)", guarded=True)
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
