@@ -89,7 +89,8 @@ def check_record(record: dict) -> None:
     made_by, attempts = [row["attempt"] for row in rows], record["attempts"]
     assert made_by == sorted(made_by) and {each["status"] for each in attempts[:-1]} <= {"killed"}
     assert all(row["iter"] >= attempts[row["attempt"] - 1]["start_iter"] for row in rows)
-    twice = {(row["iter"], row["attempt"]) for row in record["superseded"]["training_iterations"]}
+    superseded = record["superseded"].get("training_iterations", [])  # a kill may have cost none
+    twice = {(row["iter"], row["attempt"]) for row in superseded}
     assert not twice & {(row["iter"], row["attempt"]) for row in rows}
 
 
