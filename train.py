@@ -168,8 +168,9 @@ def assemble(config: TrainConfig, watchdog: Watchdog, lock: RunLock) -> Run:
     loader = Loader(data.windows["train"], config, world, progress.samples_seen, timer)
 
     # 7) open the record; after the loader: a thread that is loading a library must not be in a forked worker
-    memory = micro_batch.describe(config, world.size)
-    setup = Setup(flops, peak, attention.to_dict(), memory, describe_low_precision(model, config))
+    memory = micro_batch.describe(config, world.size, low_precision.block_scaled)
+    executed = describe_low_precision(model, config, low_precision)
+    setup = Setup(flops, peak, attention.to_dict(), memory, executed)
     logger = begin_record(config, world, lock, path, setup, data, resume, pretrained, progress)
     watchdog.logger = logger
 
@@ -298,7 +299,7 @@ def build(
     model.documents = attention.documents()
     model.init_weights(device, config.seed)
     model.head.loss_chunks = config.logit_parts
-    low_precision = use_low_precision(model, config, world.rank)
+    low_precision = use_low_precision(model, config, world)
     use_ffn_backend(model, config)
     return model, attention, low_precision
 

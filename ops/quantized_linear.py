@@ -30,7 +30,8 @@ from ops.linear import Linear
 
 class Operand(NamedTuple):
     """A matrix (M, N) for two matmuls. In fp8, columns is transposed, (N, M), contiguous, and either form
-    times inverse_scale, () fp32, is about the matrix. Emulated: both forms are (M, N) in bf16."""
+    times inverse_scale, () fp32, is about the matrix. Emulated: both forms are (M, N) in bf16. For matmuls of
+    scaled blocks, ops/recipes/block_scaled.py has another one."""
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -122,6 +123,10 @@ class QuantizedLinear(Linear):
         """x w^T (M, N) in dtype."""
 
     @staticmethod
+    def kept(x: Operand, weight: Operand) -> Kept:
+        return Kept(x.columns, x.inverse_scale, weight.columns, weight.inverse_scale)
+
+    @staticmethod
     @abstractmethod
     def input_gradient(dy: Operand, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """dy w (M, K) in dtype."""
@@ -161,7 +166,7 @@ def matmul(x: torch.Tensor, amax: torch.Tensor | None, low: Quantized) -> tuple[
         x = F.pad(x, (0, 0, 0, short))
     operand = low.kind.quantize_input(x, amax, low)
     y = low.kind.product(operand, weight, x.dtype)
-    kept = Kept(operand.columns, operand.inverse_scale, weight.columns, weight.inverse_scale)
+    kept = low.kind.kept(operand, weight)
     return (y[:M] if short else y), kept
 
 
@@ -196,6 +201,9 @@ def convert_layer(
 def refresh_weights(model: nn.Module) -> None:
     """Quantizes every weight in low precision from its working copy in bf16: once per iteration, after the
     update."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    if layers:
-        layers[0].requantize([layer.weight for layer in layers], [layer.low_precision for layer in layers])
+    layers: dict[type[QuantizedLinear], list[QuantizedLinear]] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            layers.setdefault(type(module), []).append(module)
+    for kind, of_kind in layers.items():
+        kind.requantize([layer.weight for layer in of_kind], [layer.low_precision for layer in of_kind])

@@ -10,4 +10,5 @@ from __future__ import annotations
 ALIGNMENTS = {"fp8_tensorwise": 16, "fp8_delayed": 16, "mxfp8": 32, "nvfp4": 16}
 ONE_SCALE = ("fp8_tensorwise", "fp8_delayed")  # for a whole tensor: fp8_gradients chooses gradients' numbers
 DELAYED = ("fp8_delayed",)  # scales come from the amaxes of earlier micro-steps
-EMULATED = ("mxfp8", "nvfp4")  # operands are bf16 (ops/recipes/emulated.py)
+EMULATED = ("mxfp8", "nvfp4")  # operands are bf16 (emulated.py) but where tensor cores take blocks
+BLOCK_SCALED_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}  # of a number there, with its scale

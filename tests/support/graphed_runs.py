@@ -53,7 +53,7 @@ def build(dataset, world: World | None = None, **keys) -> Parts:
     dtype = DTYPES[config.dtype]
     model = model_builder.build_model(config.model_config(), manual_attention, dtype)
     model.init_weights(world.device, seed=1)
-    low_precision = use_low_precision(model, config, world.rank)
+    low_precision = use_low_precision(model, config, world)
     model.head.loss_chunks = config.logit_parts
     compile_and_checkpoint(model, config)
     strategy = parallelize(model, config, world)

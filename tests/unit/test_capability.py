@@ -10,6 +10,7 @@ from support.helpers import ROOT, TINY, last_run, make_dataset, write_config
 
 from common.errors import UserError
 from training.hardware.capability import (
+    CHECKED,
     CPU,
     CUDNN,
     TABLE,
@@ -43,9 +44,9 @@ def test_a_gpu_has_what_its_capability_has(monkeypatch, compute):
     facts = (CUDNN in here.sdpa, here.flash_attn, here.bf16, here.fp8)
     assert facts == EXPECTED[compute]
     assert (here.compute, here.name) == (compute, "NVIDIA Something")
-    emulated = "emulated" if here.bf16 else None  # no GPU runs mxfp8 and nvfp4 natively yet
+    blocks = CHECKED if compute[0] == 10 else "emulated" if here.bf16 else None
     assert low_precision_support("fp8_tensorwise", here) == ("native" if here.fp8 else None)
-    assert low_precision_support("mxfp8", here) == low_precision_support("nvfp4", here) == emulated
+    assert low_precision_support("mxfp8", here) == low_precision_support("nvfp4", here) == blocks
 
 
 def test_every_row_ends_with_the_kernel_that_always_runs_and_is_expected_above():
@@ -93,7 +94,8 @@ def test_nothing_else_asks_for_the_capability():
 
 @pytest.mark.parametrize("recipe", ["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"])
 def test_a_recipe_that_is_only_emulated_warns_and_names_a_faster_one(recipe):
-    for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((10, 0), "B200")):
+    assert emulation_warnings(recipe, lookup((10, 0), "B200")) == []
+    for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((12, 0), "RTX 5090")):
         warnings = emulation_warnings(recipe, lookup(compute, name))
         emulated = recipe in ("mxfp8", "nvfp4")
         assert len(warnings) == emulated
@@ -111,8 +113,11 @@ def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
         return capfd.readouterr().out
 
     said = planned("--gpu=B200")
+    assert "mxfp8 matmuls in layers (native after the check at the start)" in said
+    assert "emulated" not in said
+    said = planned("--gpu=H200")
     assert "mxfp8 matmuls in layers (emulated: slower than bf16)" in said
-    assert "emulated on NVIDIA B200: slower than bf16" in said
+    assert "emulated on NVIDIA H200: slower than bf16" in said
     said = planned("--gpu=B200", "--low_precision=fp8_tensorwise")
     assert "fp8_tensorwise matmuls in layers (native)" in said and "emulated" not in said
     said = planned("--gpu=A100", "--low_precision=fp8_tensorwise")

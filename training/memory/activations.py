@@ -25,9 +25,11 @@ def loss_moment(s: Sizes) -> Moment:
     if s.low_head:
         # the part's input and the gradient of its logits, quantized, while they are there. The matmul adds to
         # the head's sum; where it cannot (ops/cublaslt.py), a product as large as the head comes after them,
-        # which is not counted here
-        logits += part * s.both_forms * V
-        inputs += part * s.both_forms * C + (parts - 1) * dx
+        # which is counted where that is the rule (ops/recipes/block_scaled.py)
+        if s.block_scaled and s.head_form < s.compute:
+            logits = max(logits, 4 * s.head)
+        logits += 2 * part * s.head_form * V
+        inputs += 2 * part * s.head_form * C + (parts - 1) * dx
     else:  # the logits are their own gradient by then, and dx is being computed from them
         scaled = not (s.config.use_fsdp or s.config.dtype == "float16")  # the input for the head's sum
         inputs += (parts + scaled) * dx
@@ -50,7 +52,9 @@ def block_backward(s: Sizes) -> Moment:
             # a compiled block's backward takes all that was recomputed at once, which frees the inputs
             here += kept_by_a_block(s, i) - (kept[i] if s.config.compile else 0)
         moments.append(here)
-    return {"activations": s.tokens * max(moments)}
+    # of up's weight, before it is added to the sum
+    product = 4 * s.model.n_embd * s.up if s.block_scaled else 0
+    return {"activations": s.tokens * max(moments) + product}
 
 
 def _kept_by_blocks(s: Sizes) -> list[float]:
@@ -73,10 +77,10 @@ def kept_by_a_block(s: Sizes, i: int) -> float:
     model, config, compute, low = s.model, s.config, s.compute, i in s.low_blocks
     C, A, F = model.n_embd, model.attention_width, model.d_ff
     # inputs of matmuls: as they are; or in the form for the backward alone (ops/quantized_linear.py)
-    operand = 1 if low and not s.emulated else compute
+    operand = s.form if low else compute
     inputs = low or not s.recomputes  # whether inputs of Linears after a norm or an activation are kept
     attention = config.activation_checkpointing != "attention"
-    size = 2 * compute * C  # the two residual sums, which the norms' backward needs
+    size: float = 2 * compute * C  # the two residual sums, which the norms' backward needs
     size += 2 * operand * C * inputs  # the inputs of qkv and up
     size += compute * (A + 2 * model.n_kv_head * model.head_dim)  # qkv
     if not s.recomputes or (attention and config.doc_masking):
@@ -117,7 +121,7 @@ def _gradients_in_a_block(s: Sizes, i: int) -> float:
         # if the input of down has to be made again: its gradient; swiglu's kernel writes the input beside it
         return gradients + s.recomputes * compute * F * (1 + _has_swiglu_kernel(s))
     if s.emulated:  # what the gradient of up's output is quantized to
-        return gradients + s.both_forms * s.up
+        return gradients + 2 * s.form * s.up
     if s.gated and not s.config.compile:
         # one function (LowPrecisionSwiGLU): at its end, the gradients of its output, of h, of up's output (in
         # fp8, both layouts) and of its input are there

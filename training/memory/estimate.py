@@ -25,7 +25,7 @@ from training.optimization.muon import BATCH
 from training.process.memory import GIB
 
 MOMENT_BYTES = {**BYTES, "8bit": adamw_8bit.BYTES}  # the few that keep fp32 beside 8 bits do not count
-# Bytes of an element of a quantized weight: two forms, in fp8 or bf16; nvfp4's two are one
+# Bytes of an element of a quantized weight: two forms, in fp8 or bf16; emulated, nvfp4's two are one
 QUANTIZED_WEIGHT = {"fp8_tensorwise": 2, "fp8_delayed": 2, "mxfp8": 4, "nvfp4": 2}
 MIB = 2**20
 
@@ -34,10 +34,11 @@ MIB = 2**20
 WORKSPACES = 2 * 32 * MIB
 
 
-def estimate_memory(config: TrainConfig, world_size: int) -> dict[str, float]:
+def estimate_memory(config: TrainConfig, world_size: int, block_scaled: bool = False) -> dict[str, float]:
     """Estimated GiB per GPU by item, at the fullest moment of a training iteration. An evaluation needs less:
-    it keeps neither activations nor gradients."""
-    sizes = Sizes(config, world_size)
+    it keeps neither activations nor gradients. block_scaled: tensor cores multiply mxfp8 or nvfp4. Before the
+    check at the start nobody knows it, and emulated operands need more."""
+    sizes = Sizes(config, world_size, block_scaled)
     moments = _sharded_moments(sizes) if config.use_fsdp else _replicated_moments(sizes)
     moments.append(_muons_moment(sizes, moments[-1]))
     fullest = max(moments, key=lambda moment: sum(moment.values()))
@@ -57,12 +58,14 @@ def host_memory(config: TrainConfig, world_size: int) -> float:
 def _at_rest(s: Sizes) -> Moment:
     """What is there between two iterations, but for gradients and working weights, which are moments' own."""
     own, moments, recipe = s.parameters / s.adam_shards, s.config.adam_dtype, s.config.low_precision
-    elements = len(s.low_blocks) * s.block + s.low_head * s.head
+    forms = s.form, s.head_form
+    in_blocks, in_head = (QUANTIZED_WEIGHT.get(recipe, 0) if f == s.compute else 2 * f for f in forms)
     return {
         f"weights ({s.config.param_dtype})": s.stored * own,
         f"Adam moments ({moments})": 2 * MOMENT_BYTES[moments] * (own - s.muons / s.adam_shards),
         "Muon's momentum (float32)": 4 * s.muons / s.adam_shards,
-        f"quantized weights ({recipe})": QUANTIZED_WEIGHT.get(recipe, 0) * elements,
+        f"quantized weights ({recipe})": in_blocks * len(s.low_blocks) * s.block
+        + in_head * s.low_head * s.head,
     }
 
 

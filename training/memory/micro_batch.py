@@ -81,11 +81,12 @@ class MicroBatch:
             f"{units.memory(self.available_gib)}; batch_size='auto' finds what fits"
         ]
 
-    def describe(self, config: TrainConfig, world_size: int) -> dict[str, Any]:
-        """What fits, as values that the start-up report and the record show."""
+    def describe(self, config: TrainConfig, world_size: int, block_scaled: bool = False) -> dict[str, Any]:
+        """What fits, as values that the start-up report and the record show. block_scaled: as in
+        estimate_memory()."""
         return {
             "micro_batch": asdict(self),
-            "estimated_memory_gb": estimate_memory(config, world_size),
+            "estimated_memory_gb": estimate_memory(config, world_size, block_scaled),
             "warnings": self.warnings(),
         }
 

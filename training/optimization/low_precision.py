@@ -5,6 +5,7 @@ ops/recipes/ has the recipes, capability.py says how a device computes them.
 
 from __future__ import annotations
 
+import logging
 import re
 
 import torch
@@ -15,20 +16,26 @@ from ops import float8
 from ops.compare_casts import compare_casts
 from ops.float8_linear import Float8Linear
 from ops.linear import Linear
+from ops.quantization.random_bits import random_key
 from ops.quantized_linear import QuantizedLinear, convert, convert_layer
+from ops.recipes.block_scaled import NativeMxfp8Linear, NativeNvfp4Linear
+from ops.recipes.block_scaled_check import find_difference
 from ops.recipes.fp8_delayed import DelayedLinear
 from ops.recipes.mxfp8 import Mxfp8Linear
 from ops.recipes.nvfp4 import Nvfp4Linear
 from ops.recipes.properties import ALIGNMENTS, ONE_SCALE
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
-from training.hardware.capability import NATIVE, capability, low_precision_support
+from training.hardware.capability import CHECKED, NATIVE, capability, low_precision_support
 from training.optimization.low_precision_state import (
     GRADIENT_DTYPES,
     DelayedScaling,
     LowPrecisionState,
     RandomBits,
 )
+from training.process.world import ALONE, World, gather_objects
+
+log = logging.getLogger("nanomfu")
 
 LINEARS: dict[str, type[QuantizedLinear]] = {
     "fp8_tensorwise": Float8Linear,
@@ -36,12 +43,15 @@ LINEARS: dict[str, type[QuantizedLinear]] = {
     "mxfp8": Mxfp8Linear,
     "nvfp4": Nvfp4Linear,
 }
+BLOCK_SCALED: dict[str, type[QuantizedLinear]] = {"mxfp8": NativeMxfp8Linear, "nvfp4": NativeNvfp4Linear}
+IN_BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
-def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> LowPrecisionState:
+def use_low_precision(model: nn.Module, config: TrainConfig, world: World = ALONE) -> LowPrecisionState:
     """Gives the Linear layers that low_precision is for their recipe and their quantized weights, which
     refresh_weights fills. Embeddings and norms never have any. Raises UserError for a width or a number of
-    tokens that the recipe cannot have, and RunError for a GPU on which a kernel stores wrong numbers."""
+    tokens that the recipe cannot have, and RunError for a GPU on which a kernel stores wrong numbers. All
+    ranks."""
     layers, kind = low_precision_layers(model, config), LINEARS.get(config.low_precision)
     if not layers or kind is None:
         return LowPrecisionState()
@@ -49,21 +59,55 @@ def use_low_precision(model: nn.Module, config: TrainConfig, rank: int = 0) -> L
     device = next(model.parameters()).device
     state = LowPrecisionState()
     if kind is Nvfp4Linear:  # ranks have other gradients, so they draw other bits
-        state = RandomBits(len(layers), stream_seed(config.seed, LOW_PRECISION, rank) >> 1, device)
+        state = RandomBits(len(layers), stream_seed(config.seed, LOW_PRECISION, world.rank) >> 1, device)
     elif kind is DelayedLinear:
         state = DelayedScaling(len(layers), config, device)
+    for path, layer in layers.items():
+        assert not layer.weight.is_meta, f"{path}: init_weights comes first"
+        _check_widths(config, path, layer.weight)
+    if device.type == "cuda":  # where kernels write the numbers
+        check_kernels(config.low_precision, device)
+    native = {}
+    if low_precision_support(config.low_precision, capability(device)) == CHECKED:
+        # nvfp4's head has a gradient in bf16, so it is emulated
+        native = {p: one for p, one in layers.items() if config.low_precision == "mxfp8" or IN_BLOCK.match(p)}
+        state.check_failed = _check_block_scaled(native, config, world)
+        state.block_scaled = state.check_failed is None
     numbers = {path: i for i, path in enumerate(layers)}
 
     def recipe(layer: Linear, path: str) -> None:
         if path in numbers:
-            assert not layer.weight.is_meta, f"{path}: init_weights comes first"
-            _check_widths(config, path, layer.weight)
-            convert_layer(layer, kind, GRADIENT_DTYPES[config.fp8_gradients], state.of_layer(numbers[path]))
+            cls = BLOCK_SCALED[config.low_precision] if state.block_scaled and path in native else kind
+            convert_layer(layer, cls, GRADIENT_DTYPES[config.fp8_gradients], state.of_layer(numbers[path]))
 
     convert(model, recipe)
-    if device.type == "cuda":  # where kernels write the numbers
-        check_kernels(config.low_precision, device)
     return state
+
+
+def _check_block_scaled(layers: dict[str, Linear], config: TrainConfig, world: World) -> str | None:
+    """Why these layers must be emulated, on every rank if on one: a line says so. All ranks. Sync point."""
+    kinds, device = (BLOCK_SCALED[config.low_precision], LINEARS[config.low_precision]), world.device
+    tokens, key = config.micro_batch * config.block_size, random_key(config.seed, device=device)
+    cases = {  # the head has a part of the tokens at a time
+        (
+            (layer.out_features, layer.in_features),
+            tokens // (1 if IN_BLOCK.match(path) else config.logit_parts),
+        )
+        for path, layer in layers.items()
+    }
+    found = (find_difference(*kinds, *case, key) for case in sorted(cases))
+    reasons = gather_objects(next(filter(None, found), None), world)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    reason = next((f"rank {rank}: {one}" for rank, one in enumerate(reasons) if one), None)
+    if reason:
+        log.warning(
+            f"\nwarning: low_precision={config.low_precision!r} is emulated on every GPU of this run, slower "
+            f"than bf16: the check at the start failed on {reason} ({capability(device).name}, torch "
+            f"{torch.__version__}, CUDA {torch.version.cuda})"
+        )
+    return reason
 
 
 def low_precision_layers(model: nn.Module, config: TrainConfig) -> dict[str, Linear]:
@@ -73,7 +117,7 @@ def low_precision_layers(model: nn.Module, config: TrainConfig) -> dict[str, Lin
     blocks = range(config.low_precision_skip_first, config.n_layer - config.low_precision_skip_last)
     found = {}
     for path, module in model.named_modules():
-        block = re.match(r"blocks\.(\d+)\.", path)
+        block = IN_BLOCK.match(path)
         chosen = int(block[1]) in blocks if block else has_low_precision_head(config)
         if chosen and isinstance(module, Linear):  # outside the blocks, the head alone has one
             found[path] = module
@@ -118,12 +162,16 @@ def check_kernels(recipe: str, device: torch.device) -> None:
         )
 
 
-def executed_as(config: TrainConfig, device: torch.device) -> str:
-    """What really computes the matmuls: 'native fp8', or 'bf16, emulates nvfp4'."""
+def executed_as(config: TrainConfig, device: torch.device, state: LowPrecisionState) -> str:
+    """What really computes the matmuls: 'native fp8', 'native mxfp8', or 'bf16, emulates nvfp4'."""
     if low_precision_support(config.low_precision, capability(device)) == NATIVE:
         return "native fp8"
+    if state.block_scaled:
+        emulated = config.low_precision == "nvfp4" and has_low_precision_head(config)
+        return f"native {config.low_precision}" + ", but the head: bf16" * emulated
     dtype = "fp32" if config.low_precision in ONE_SCALE else "bf16"
-    return f"{dtype}, emulates {config.low_precision}"
+    why = f" (check failed: {state.check_failed})" if state.check_failed else ""
+    return f"{dtype}, emulates {config.low_precision}{why}"
 
 
 def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
@@ -136,7 +184,9 @@ def low_precision_line(config: TrainConfig, executed: str | None = None) -> str:
     return text + (f" ({executed})" if executed else "")
 
 
-def describe_low_precision(model: nn.Module, config: TrainConfig) -> dict[str, object]:
+def describe_low_precision(
+    model: nn.Module, config: TrainConfig, state: LowPrecisionState
+) -> dict[str, object]:
     """For the start-up report and the record: the recipe, what computes it, in how many layers; and for fp8,
     what adds its weight gradients to their sums. The first call on a GPU compares a small product and waits
     for it (ops/cublaslt.py)."""
@@ -144,7 +194,7 @@ def describe_low_precision(model: nn.Module, config: TrainConfig) -> dict[str, o
     if not layers:
         return {}
     device = next(model.parameters()).device
-    executed = executed_as(config, device)
+    executed = executed_as(config, device, state)
     found: dict[str, object] = {
         "low_precision": {
             "recipe": config.low_precision,

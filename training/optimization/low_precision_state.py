@@ -21,6 +21,9 @@ class LowPrecisionState:
     """What low precision keeps from one micro-step to the next. It is on the device, where compiled code and
     captured graphs read it, and in every checkpoint. Most recipes keep nothing."""
 
+    block_scaled = False  # whether tensor cores multiply mxfp8 or nvfp4
+    check_failed: str | None = None  # why they do not, although this GPU has them
+
     def of_layer(self, i: int) -> Any:
         """The state of ops/quantized_linear.py's QuantizedLinear, of the i-th layer."""
 

@@ -1,0 +1,291 @@
+"""mxfp8 and nvfp4 by matmuls of scaled blocks: the layout of scales, operands, products, and the check that
+switches them on. Stand-ins multiply, as no CPU does (support/scaled_matmuls.py)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import scaled_matmuls
+from support.helpers import TINY, last_run, make_dataset, run_in_one_launch, write_config
+from support.tensors import random_bf16
+
+from ops.linear import Linear
+from ops.quantization.random_bits import random_key
+from ops.quantization.scale_layout import from_tiles, tiles_size, to_tiles
+from ops.quantized_linear import convert_layer, refresh_weights
+from ops.recipes import block_scaled, block_scaled_check
+from ops.recipes.block_scaled import decode, entry_point, mxfp8_forms, nvfp4_forms, nvfp4_weight_forms
+from ops.recipes.block_scaled_check import find_difference
+from ops.recipes.mxfp8 import mxfp8_operand
+from ops.recipes.nvfp4 import nvfp4_amaxes, nvfp4_operand, nvfp4_weight
+from training.configuration.keys import TrainConfig
+from training.memory.estimate import estimate_memory
+from training.optimization import low_precision
+from training.optimization.low_precision import BLOCK_SCALED, LINEARS
+
+RECIPES = tuple(BLOCK_SCALED)
+KEY = random_key(seed=5, iteration=3, micro_step=1, tensor=7)
+M, K, N = 96, 160, 224  # no multiple of a tile of scales
+
+
+@pytest.fixture
+def multiplied_by(monkeypatch):
+    return lambda stand_in: scaled_matmuls.use(monkeypatch.setattr, stand_in)
+
+
+# --- layout ---
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (96, 3), (130, 9), (300, 17), (256, 8)])
+def test_scales_have_the_layout_of_torchaos_to_blocked(shape):
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    scales = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    ordered = to_tiles(scales)
+    assert torch.equal(ordered, utils.to_blocked(scales).flatten()) and len(ordered) == tiles_size(*shape)
+    assert torch.equal(from_tiles(ordered, *shape), scales)
+
+
+def test_an_operand_is_the_emulations_with_the_summed_dimension_contiguous():
+    x = (random_bf16(M, K) * torch.logspace(-9, 3, K)).bfloat16()
+    amaxes = nvfp4_amaxes(x)
+    weight = nvfp4_weight(x, amaxes[0])
+    for forms, expected in (
+        (mxfp8_forms(x), mxfp8_operand(x)),
+        (nvfp4_forms(x, amaxes), nvfp4_operand(x, amaxes)),
+        (nvfp4_forms(x, amaxes, KEY), nvfp4_operand(x, amaxes, KEY)),
+        (nvfp4_weight_forms(x, amaxes[0]), (weight, weight)),
+    ):
+        rows, columns, scales, column_scales = forms
+        assert torch.equal(decode(rows, scales), expected[0])
+        assert torch.equal(decode(columns, column_scales), expected[1].t())
+        assert rows.is_contiguous() and columns.is_contiguous()
+
+
+def test_of_two_fp4_codes_in_a_byte_the_first_one_is_in_the_low_half():
+    x = torch.zeros(16, 32)
+    x[:, 0], x[:, 1] = 6.0, -0.5  # codes 7 and 9
+    rows = nvfp4_forms(x.bfloat16(), nvfp4_amaxes(x.bfloat16()))[0]
+    assert rows.shape == (16, 16) and (rows[:, 0] == 0x97).all() and (rows[:, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["torch.nn.functional.scaled_mm", "torch._scaled_mm"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_gets_row_major_times_column_major_and_scales_in_their_dtypes(monkeypatch, recipe, name):
+    given = {}
+
+    def record(a, b, *scales, **options):
+        given.update(a=a, b=b, scales=scales, options=options)
+        return torch.ones(len(a), b.shape[1], dtype=torch.bfloat16)
+
+    function = name.rpartition(".")[2]
+    if function == "_scaled_mm":
+        monkeypatch.delattr(F, "scaled_mm")
+    monkeypatch.setattr(F if function == "scaled_mm" else torch, function, record)
+    low = layer_of(recipe, BLOCK_SCALED).low_precision
+    x = low.kind.quantize_input(random_bf16(M, K), None, low)
+    product = block_scaled.scaled_mm(x.rows, x.scales, low.weight.rows, low.weight.scales, torch.bfloat16)
+    fp4 = recipe == "nvfp4"
+    assert given["a"].dtype == (torch.float4_e2m1fn_x2 if fp4 else torch.float8_e4m3fn)
+    assert given["a"].stride(1) == given["b"].stride(0) == 1 and given["b"].shape == (K // (1 + fp4), N)
+    scales = [one for each in given["scales"] for one in (each if isinstance(each, list) else [each])]
+    blocks = [one for one in scales if isinstance(one, torch.Tensor) and one.ndim == 1]
+    assert {one.dtype for one in blocks} == {torch.float8_e4m3fn if fp4 else torch.float8_e8m0fnu}
+    assert [len(one) for one in blocks] == [tiles_size(rows, K // (16 if fp4 else 32)) for rows in (M, N)]
+    factors = [decode_factor(one) for one in (x, low.weight)] if fp4 else [1.0, 1.0]
+    if function == "_scaled_mm":  # which takes no global factors
+        assert (product == torch.tensor(factors[0] * factors[1]).bfloat16()).all()
+    elif fp4:
+        assert [one.item() for one in scales if isinstance(one, torch.Tensor) and one.ndim == 0] == factors
+
+
+def decode_factor(operand):
+    return operand.scales[-4:].view(torch.float32).item()
+
+
+def test_the_installed_torch_has_an_entry_point_which_no_cpu_runs():
+    """Where this fails, torch has moved its matmul of scaled blocks: change block_scaled.scaled_mm, or raise
+    the supported torch. Until then, runs on Blackwell emulate, and say so."""
+    assert entry_point() == "torch.nn.functional.scaled_mm"
+    for recipe in RECIPES:
+        found = find_difference(BLOCK_SCALED[recipe], LINEARS[recipe], (N, K), M, KEY)
+        assert found.startswith(f"96 tokens, weight 224 x 160: {'ValueError'}: CPU does not support"), found
+
+
+def test_a_torch_without_an_entry_point_emulates_and_says_which_has_one(monkeypatch):
+    monkeypatch.delattr(F, "scaled_mm")
+    monkeypatch.delattr(torch, "_scaled_mm")
+    found = find_difference(BLOCK_SCALED["mxfp8"], LINEARS["mxfp8"], (N, K), M, KEY)
+    assert "RuntimeError: torch 2." in found and "has no block-scaled matmul; 2.11 to 2.13 have one" in found
+
+
+# --- a Linear ---
+
+
+def layer_of(recipe, kinds, summed=False):
+    layer = Linear(K, N, bias=False)
+    layer.weight.data = random_bf16(N, K, std=0.05)
+    layer.weight_grad = torch.zeros(N, K) if summed else None
+    convert_layer(layer, kinds[recipe], torch.float8_e4m3fn, KEY)
+    refresh_weights(layer)
+    return layer
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_three_products_are_those_of_the_emulation(multiplied_by, recipe, summed):
+    multiplied_by(scaled_matmuls.emulating)
+    dy, made = random_bf16(M, N), []
+    for kinds in (BLOCK_SCALED, LINEARS):
+        layer, x = layer_of(recipe, kinds, summed), random_bf16(M, K).requires_grad_()
+        y = layer(x)
+        y.backward(dy)
+        made.append((y, x.grad, layer.weight_grad if summed else layer.weight.grad))
+    for ours, plain in zip(*made, strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_code_is_one_graph_with_the_same_results(multiplied_by, recipe):
+    multiplied_by(scaled_matmuls.exact)
+    layer, dy, made = layer_of(recipe, BLOCK_SCALED, summed=True), random_bf16(M, N), []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.weight_grad.zero_()
+        x = random_bf16(M, K).requires_grad_()
+        function(x).backward(dy)
+        made.append((x.grad, layer.weight_grad.clone()))
+    assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_quantized_where_they_are_and_an_evaluation_may_have_any_number_of_tokens(
+    multiplied_by, recipe
+):
+    multiplied_by(scaled_matmuls.exact)
+    layer = layer_of(recipe, BLOCK_SCALED)
+    addresses = [form.data_ptr() for form in layer.quantized]
+    layer.weight.data = random_bf16(N, K, std=3.0)
+    refresh_weights(layer)
+    assert [form.data_ptr() for form in layer.quantized] == addresses
+    with torch.no_grad():
+        assert layer(random_bf16(37, K)).shape == (37, N)
+
+
+# --- the check at the start ---
+
+
+@pytest.mark.parametrize("sides", [(64, 32), (224, 160), (512, 256)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_computes_like_tensor_cores_passes(multiplied_by, recipe, sides):
+    multiplied_by(scaled_matmuls.exact)
+    for tokens in (64, 5000):
+        assert find_difference(BLOCK_SCALED[recipe], LINEARS[recipe], sides, tokens, KEY) is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_wrong_scale_or_code_is_found(multiplied_by, monkeypatch, recipe):
+    kinds = BLOCK_SCALED[recipe], LINEARS[recipe]
+    multiplied_by(scaled_matmuls.wrong_scale)
+    assert "forward is off by " in find_difference(*kinds, (N, K), M, KEY)
+    multiplied_by(scaled_matmuls.exact)
+    quantize = kinds[0].quantize_gradient
+
+    def one_other_code(dy, amax, low):
+        operand = quantize(dy, amax, low)
+        operand.columns.view(torch.uint8)[-1, 4] ^= 1
+        return operand
+
+    monkeypatch.setattr(kinds[0], "quantize_gradient", staticmethod(one_other_code))
+    found = find_difference(*kinds, (N, K), M, KEY)
+    assert found == "96 tokens, weight 224 x 160: the columns of dy have other numbers (1 of 21,504)"
+
+
+# --- runs ---
+
+KEYS = TINY | {"dtype": "bfloat16", "n_embd": 64, "d_ff": 96, "batch_size": 2, "vocab_size": 96}
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    """trained(name, **keys): the record and the log of a run in one process."""
+    dataset = make_dataset(tmp_path / "data", vocab_size=96)
+
+    def trained(name, **keys):
+        config = write_config(tmp_path / f"{name}.py", **{**KEYS, "dataset": dataset, **keys})
+        assert run(config, f"--out_dir={tmp_path / name}") == 0
+        return last_run(tmp_path / name), next((tmp_path / name).glob("run_*.log")).read_text()
+
+    return trained
+
+
+def losses(record):
+    return [row["loss"] for row in record["training_iterations"]]
+
+
+@pytest.mark.parametrize("scope", ["layers", "layers_and_head"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_has_the_losses_of_the_emulation(trained, multiplied_by, monkeypatch, recipe, scope):
+    keys = {"low_precision": recipe, "low_precision_scope": scope, "gradient_accumulation_steps": 2}
+    plain, _ = trained("emulated", **keys)
+    multiplied_by(scaled_matmuls.emulating)
+    if recipe == "nvfp4":  # the emulation rounds global factors into its operands, which the check forbids
+        monkeypatch.setattr(low_precision, "find_difference", lambda *arguments: None)
+    ours, log = trained("native", **keys)
+    assert losses(ours) == losses(plain)
+    said = ours["startup_info"]["low_precision"]
+    emulated_head = ", but the head: bf16" if (recipe, scope) == ("nvfp4", "layers_and_head") else ""
+    assert said["executed"] == f"native {recipe}{emulated_head}" and said["native"] is True
+    assert f"(native {recipe}{emulated_head})" in log and "emulate" not in log
+
+
+def test_the_check_switches_nvfp4_on(trained, multiplied_by):
+    multiplied_by(scaled_matmuls.exact)
+    record, _ = trained("native", low_precision="nvfp4")
+    assert record["startup_info"]["low_precision"]["executed"] == "native nvfp4"
+    assert losses(record)[-1] < losses(record)[0]
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "reason"),
+    [
+        (scaled_matmuls.wrong_scale, "64 tokens, weight 64 x 64: forward is off by "),
+        (scaled_matmuls.failing, "64 tokens, weight 64 x 64: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"),
+    ],
+)
+def test_what_fails_the_check_is_emulated_and_one_line_says_why(trained, multiplied_by, stand_in, reason):
+    plain, _ = trained("emulated", low_precision="mxfp8")
+    multiplied_by(stand_in)
+    record, log = trained("failed", low_precision="mxfp8")
+    assert losses(record) == losses(plain)
+    executed = record["startup_info"]["low_precision"]["executed"]
+    assert executed.startswith(f"bf16, emulates mxfp8 (check failed: rank 0: {reason}")
+    (line,) = (line for line in log.splitlines() if "the check at the start failed" in line)
+    assert reason in line and f"(NVIDIA B200, torch {torch.__version__}, CUDA" in line
+
+
+def test_if_one_of_two_ranks_fails_both_emulate(tmp_path):
+    dataset = make_dataset(tmp_path / "data", vocab_size=96)
+    config = write_config(tmp_path / "run.py", **{**KEYS, "dataset": dataset, "low_precision": "mxfp8"})
+    worker = "tests/support/block_scaled_worker.py"
+    run_in_one_launch(tmp_path, [[config, f"--out_dir={tmp_path / 'out'}"]], 2, worker=worker)
+    executed = last_run(tmp_path / "out")["startup_info"]["low_precision"]["executed"]
+    assert executed.startswith(
+        "bf16, emulates mxfp8 (check failed: rank 1: 64 tokens, weight 64 x 64: forward"
+    )
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("mxfp8", 1 + 1 / 32), ("nvfp4", 1 / 2 + 1 / 16)])
+def test_the_estimate_counts_the_bytes_of_codes_and_scales(recipe, form):
+    config = TrainConfig(low_precision=recipe, arch_preset="qwen3", n_layer=4, n_embd=512, n_head=4)
+    emulated, native = (estimate_memory(config, 1, block_scaled) for block_scaled in (False, True))
+    elements = 4 * config.model_config().block_matrices
+    assert native[f"quantized weights ({recipe})"] * 2**30 == pytest.approx(2 * form * elements)
+    x = random_bf16(256, 512)
+    forms = mxfp8_forms(x) if recipe == "mxfp8" else nvfp4_forms(x, nvfp4_amaxes(x))
+    assert sum(one.nbytes for one in forms) == pytest.approx(2 * form * x.numel(), abs=8)
+    assert sum(native.values()) < sum(emulated.values())
+
+
+def test_the_check_is_bounded():
+    assert block_scaled_check.MOST_ROWS == 4096
