@@ -14,30 +14,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-TILE_ROWS, TILE_COLUMNS = 128, 4
+ROWS, COLUMNS = 128, 4  # of a tile
 
 
 def tiles(rows: int, columns: int) -> tuple[int, int]:
-    """How many tiles a matrix of scales has from top to bottom, and from left to right."""
-    return -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-
-
-def tiles_size(rows: int, columns: int) -> int:
-    """Bytes."""
-    down, across = tiles(rows, columns)
-    return down * across * TILE_ROWS * TILE_COLUMNS
+    """How many tiles such a matrix of scales has from top to bottom, and from left to right."""
+    return -(-rows // ROWS), -(-columns // COLUMNS)
 
 
 def to_tiles(scales: torch.Tensor) -> torch.Tensor:
     """scales (R, C), one byte each -> uint8, flat."""
     (R, C), (down, across) = scales.shape, tiles(*scales.shape)
-    padding = (0, TILE_COLUMNS * across - C, 0, TILE_ROWS * down - R)
-    padded = F.pad(scales.view(torch.uint8), padding)
-    return padded.view(down, 4, 32, across, TILE_COLUMNS).permute(0, 3, 2, 1, 4).flatten()
+    padded = F.pad(scales.view(torch.uint8), (0, COLUMNS * across - C, 0, ROWS * down - R))
+    return padded.view(down, 4, 32, across, COLUMNS).permute(0, 3, 2, 1, 4).flatten()
 
 
 def from_tiles(ordered: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """What to_tiles() made of scales (R, C) -> (R, C), uint8."""
     down, across = tiles(rows, columns)
-    padded = ordered.view(down, across, 32, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
-    return padded.reshape(TILE_ROWS * down, TILE_COLUMNS * across)[:rows, :columns]
+    padded = ordered.view(down, across, 32, 4, COLUMNS).permute(0, 3, 2, 1, 4)
+    return padded.reshape(ROWS * down, COLUMNS * across)[:rows, :columns]

@@ -4,7 +4,7 @@ import torch
 from support import triton_interpreter
 from support.emulated_operands import KEY, matrices
 
-from ops.recipes.block_scaled import mxfp8_forms, nvfp4_forms, nvfp4_weight_forms
+from ops.recipes.block_scaled import block_forms
 from ops.recipes.nvfp4 import nvfp4_amaxes
 from ops.triton_kernels import block_scaled, nvfp4, philox
 
@@ -30,22 +30,16 @@ def assert_kernels_equal_plain_forms(shape, device, names=None):
     anything."""
     made = matrices(*shape)
     for name in names or made:
-        x, key = made[name], KEY.to(device)
+        x = made[name]
         amaxes = nvfp4_amaxes(x)
-        there, known = x.to(device), amaxes.to(device)
-        if shape[0] % 32 == shape[1] % 32 == 0:
-            plain = mxfp8_forms(x)
-            ours = block_scaled.triton_mxfp8_forms(there, empty_like(plain, device))
-            assert_same_bytes(ours, plain, f"mxfp8, {name}")
-        if amaxes.isnan().any():
-            continue
-        for kind, plain_key, its_key in (("nvfp4", None, None), ("stochastic", KEY, key)):
-            plain = nvfp4_forms(x, amaxes, plain_key)
-            ours = block_scaled.triton_nvfp4_forms(there, known, its_key, empty_like(plain, device))
+        cases = {"mxfp8": (None, None)} if shape[0] % 32 == shape[1] % 32 == 0 else {}
+        if not amaxes.isnan().any():
+            cases |= {"nvfp4": (amaxes, None), "stochastic": (amaxes, KEY), "weight": (amaxes[:1], None)}
+        for kind, arguments in cases.items():
+            plain = block_forms(x, *arguments)
+            there = [one if one is None else one.to(device) for one in (x, *arguments)]
+            ours = block_scaled.triton_block_forms(*there, empty_like(plain, device))
             assert_same_bytes(ours, plain, f"{kind}, {name}")
-        plain = nvfp4_weight_forms(x, amaxes[0])
-        ours = block_scaled.triton_nvfp4_weight_forms(there, known[0], empty_like(plain, device))
-        assert_same_bytes(ours, plain, f"weight, {name}")
 
 
 if __name__ == "__main__":  # with TRITON_INTERPRET=1, which counts when triton is imported

@@ -2,10 +2,16 @@
 layout of the real one."""
 
 from ops.recipes import block_scaled
-from ops.recipes.block_scaled import decode, numbers_and_factor
+from ops.recipes.block_scaled import numbers_and_factor
 from training.hardware.capability import lookup
 from training.optimization import low_precision
 from training.records import beginning
+
+
+def decode(codes, scales):
+    """The numbers of a form as the emulation has them."""
+    numbers, factor = numbers_and_factor(codes, scales)
+    return (numbers.float() * factor).bfloat16()
 
 
 def emulating(a, a_scales, b, b_scales, dtype):

@@ -123,14 +123,10 @@ def test_the_code_of_nvfp4s_kernels_fits_an_instruction_cache(compiled, key):
 def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memory(compiled, compute):
     kernels = compiled(compute)
     from ops.quantization.adamw_8bit import Scalars, empty_moment
-    from ops.recipes.block_scaled import mxfp8_forms, nvfp4_forms
+    from ops.recipes.block_scaled import block_forms
     from ops.triton_kernels.adamw import triton_adamw
     from ops.triton_kernels.adamw_8bit import triton_adamw_8bit
-    from ops.triton_kernels.block_scaled import (
-        triton_mxfp8_forms,
-        triton_nvfp4_forms,
-        triton_nvfp4_weight_forms,
-    )
+    from ops.triton_kernels.block_scaled import triton_block_forms
     from ops.triton_kernels.cross_entropy import triton_cross_entropy, triton_cross_entropy_float8
     from ops.triton_kernels.delayed_float8 import triton_delayed_quantize
     from ops.triton_kernels.embedding import triton_add_embedding_gradient
@@ -167,11 +163,10 @@ def test_every_kernel_compiles_for_every_gpu_of_the_table_within_its_shared_memo
     triton_nvfp4(x, torch.ones(2), torch.zeros(4, dtype=torch.int64))
     triton_nvfp4_square(x, torch.ones(()))
     triton_nvfp4_amaxes(x)
-    triton_mxfp8_forms(x.repeat(2, 1), mxfp8_forms(x.repeat(2, 1)))
-    forms = nvfp4_forms(x, torch.ones(2))
-    triton_nvfp4_weight_forms(x, torch.ones(()), forms)
-    triton_nvfp4_forms(x, torch.ones(2), key, forms)
-    expected = 17
+    for amaxes, bits in ((None, None), (torch.ones(1), None), (torch.ones(2), key)):
+        square = x.repeat(2, 1)
+        triton_block_forms(square, amaxes, bits, block_forms(square, amaxes))
+    expected = 16
     if TABLE[compute].fp8:  # others have no instruction for it
         triton_quantize(x, weight[0], torch.float8_e4m3fn)
         triton_amax(x, torch.zeros(2), 16384)
