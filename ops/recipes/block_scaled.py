@@ -50,6 +50,8 @@ class BlockOperand(NamedTuple):
 class BlockScaledLinear(QuantizedLinear):
     """A recipe defines forms(x, key) of an activation or, with a key, of a gradient, and weight_forms(w)."""
 
+    fp4: bool
+
     @staticmethod
     def quantize_input(x, amax, low):
         return BlockOperand(*low.kind.forms(x, None))
@@ -214,6 +216,7 @@ def _packed(
     """Codes and scales of a form whose blocks have so many rows: each row gets scales of its own."""
     spread = to_tiles(scales.contiguous().view(torch.uint8).repeat_interleave(rows, 0))
     factor = nvfp4.global_factor(form).view(1).view(torch.uint8)
+    codes = codes.contiguous()
     return codes[:, ::2] | (codes[:, 1::2] << 4), torch.cat((spread, factor))
 
 

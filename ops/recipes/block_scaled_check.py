@@ -34,9 +34,7 @@ def find_difference(
     stochastic rounding, on the device. Sync point."""
     M, (N, K) = min(tokens, MOST_ROWS), sides
     try:
-        generator = torch.Generator(key.device).manual_seed(
-            0
-        )  # the run's own random numbers stay as they are
+        generator = torch.Generator(key.device).manual_seed(0)  # the run's own numbers stay as they are
         x, dy, weight = (
             torch.randn(shape, generator=generator, device=key.device).to(torch.bfloat16)
             for shape in ((M, K), (M, N), (N, K))
