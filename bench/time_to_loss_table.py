@@ -77,7 +77,8 @@ def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
     was not measured is None."""
     finished = {name: [run for run in runs if run.variant == name and run.entry.result] for name in variants}
     target = statistics.mean([run.loss or 0 for run in finished[BASELINE]] or [math.nan])
-    whole = [Progress(run.record()).at_end() for run in finished[BASELINE]]
+    ends = [Progress(run.record()).at_last_evaluation() for run in finished[BASELINE]]
+    whole = [at for at in ends if at]
     rows = []
     for name, done in finished.items():
         own = [run for run in runs if run.variant == name]
@@ -118,8 +119,11 @@ def of_whole_runs(name: str, done: list[Run]) -> dict[str, Any]:
 
 def needed(found: list[Reached], whole: list[Reached]) -> dict[str, Any]:
     """What the target took, also as ratios to AdamW's whole run."""
-    tokens, seconds = [at.tokens for at in found], [at.training_seconds for at in found]
-    most = statistics.mean(at.tokens for at in whole), statistics.mean(at.training_seconds for at in whole)
+    tokens, seconds = [at.tokens or 0.0 for at in found], [at.training_seconds for at in found]
+    most = (
+        statistics.mean(at.tokens or 0.0 for at in whole),
+        statistics.mean(at.training_seconds for at in whole),
+    )
     ratios = {"token ratios": [n / most[0] for n in tokens], "time ratios": [s / most[1] for s in seconds]}
     return {
         "iterations": mean_and_deviation([at.iteration for at in found]),
@@ -169,9 +173,10 @@ def save_results(
     lines += ["", *aligned(list(COLUMNS), texts, ("variant", "note"), "github"), ""]
     lines += [f"- {verdict(row)}" for row in rows if row["variant"] != BASELINE]
     if done and done[0].seed is not None and rows[0]["target"]:
-        facts, at = done[0].entry.facts, Progress(done[0].record()).at_end()
-        about = {"data": facts["config"]["dataset"], "ratio": at.tokens / facts["parameters"]}
-        lines.append(ABOUT.format(rows[0]["target"], at.tokens / 1e6, at.iteration, **about))
+        facts, at = done[0].entry.facts, Progress(done[0].record()).at_last_evaluation()
+        tokens, iterations = (at.tokens or 0.0, at.iteration) if at else (0.0, 0.0)
+        about = {"data": facts["config"]["dataset"], "ratio": tokens / facts["parameters"]}
+        lines.append(ABOUT.format(rows[0]["target"], tokens / 1e6, iterations, **about))
     lines += ["", LEGEND]
     runs = [dataclasses.asdict(run) | {"out_dir": str(run.out_dir)} for run in [*short, *full]]
     write_json(folder / "results.json", {**content, "rows": rows, "runs": runs})
