@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common import units
+from common.arguments import target_losses
 
 
 @dataclass(frozen=True)
@@ -133,23 +134,6 @@ class Progress:
 
     def _wall(self, step: Evaluation) -> float | None:
         return (step.time - self.began).total_seconds() if step.time and self.began else None
-
-
-def target_losses(text: str) -> list[float]:
-    """Of the key loss_targets: '3.5,3.28' or '3.28 3.5', the highest first. Raises ValueError, which names
-    the fault."""
-    losses = []
-    for word in text.replace(",", " ").split():
-        try:
-            loss = float(word)
-        except ValueError:
-            loss = math.nan
-        if not (math.isfinite(loss) and loss > 0):
-            raise ValueError(f"{word[:40]!r} is not a positive number")
-        if loss in losses:
-            raise ValueError(f"{loss:g} is there twice")
-        losses.append(loss)
-    return sorted(losses, reverse=True)
 
 
 def targets_reached(record: dict, losses: list[float]) -> list[tuple[float, Reached | None]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from common.arguments import target_losses
 from common.text import one_line, shorten
-from common.time_to_loss import target_losses
 from plots import run_record
 from plots.comparison_text import last_loss, median_text, memory, p10_to_p90, text_of, val_loss
 from plots.run_record import Run

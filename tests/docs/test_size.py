@@ -44,7 +44,7 @@ MEASURES = {
 }
 BUDGETS = {
     "lines of the product": 37_300,
-    "lines that train.py reaches": 22_970,
+    "lines that train.py reaches": 23_250,
     "lines of ops/": 5_860,
     "lines of bench/": 3_260,
     "lines of configs": 506,

@@ -27,6 +27,7 @@ TINY = {
     "batch_size": 2,
     "gradient_accumulation_steps": 1,
     "tokens_per_iter": None,
+    "warmup_iters": 2,
     "max_iters": 7,  # two rows after the warm-up
     "eval_interval": 4,
     "eval_iters": 1,

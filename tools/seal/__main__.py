@@ -13,12 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.arguments import user_folder
+from common.arguments import target_losses, user_folder
 from common.command import FAILED, run_command
 from common.durable_file import write_json
 from common.errors import UserError
 from common.text import one_line
-from common.time_to_loss import target_losses, targets_reached
+from common.time_to_loss import targets_reached
 from tools.seal.contents import changed_parts, code_text, make_seal, read_record, read_seal, readable
 from tools.seal.recount import disagreements, recount
 

@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Iterable
 
+from common.arguments import target_losses
 from common.errors import UserError
 from common.text import shorten, shown
-from common.time_to_loss import target_losses
 from model_config import ModelConfig
 from ops.recipes.properties import DELAYED, ONE_SCALE
 from training.configuration.batch import check_batch

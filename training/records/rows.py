@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from common.time_to_loss import describe_targets, evaluations, target_losses, targets_reached
+from common.arguments import target_losses
+from common.time_to_loss import describe_targets, evaluations, targets_reached
 from training.checkpoints.saver import Save
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
