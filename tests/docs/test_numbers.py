@@ -1,5 +1,6 @@
 """Every table of numbers in the documents is what the code computes."""
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -14,6 +15,8 @@ from tools.plan.law import HOFFMANN
 from tools.plan.search import plan, plan_flops
 from tools.plan.shapes import FAMILIES, shape_of
 from training.configuration.files_and_flags import load_config
+from training.hardware.capability import CPU, REFUSED, lookup, low_precision_support
+from training.hardware.peaks import GPUS
 from training.memory.estimate import estimate_memory
 
 S = 2048
@@ -76,6 +79,19 @@ def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
         estimate = sum(estimate_memory(config, 8).values())
         assert estimated == f"{estimate:.1f}"
         assert estimate == pytest.approx(float(measured), rel=0.01)
+
+
+def test_every_known_gpu_has_the_words_of_its_low_precision():
+    named = []
+    for names, *words, _ in table(TEXTS["docs/low_precision.md"], "GPU"):
+        found = [gpu for gpu in GPUS if any(re.match(rf"{name}\b", gpu.name) for name in names.split(", "))]
+        assert found or names == "CPU"
+        named += found
+        for here in [lookup(gpu.compute, gpu.name) for gpu in found] or [CPU]:
+            for recipes, word in zip(("fp8_tensorwise fp8_delayed", "mxfp8 nvfp4"), words, strict=True):
+                for recipe in recipes.split():
+                    assert (low_precision_support(recipe, here) or REFUSED) == word, (recipe, here)
+    assert sorted(gpu.name for gpu in named) == sorted(gpu.name for gpu in GPUS)
 
 
 GOLDEN = {  # row of mfu_versions/README.md -> config
