@@ -24,6 +24,7 @@ from tools.tune import __main__ as tune
 from training.configuration.files_and_flags import load_config
 from training.configuration.rules import TRACKERS
 from training.dry_run import dry_run
+from training.process.torch_build import OLDER_CUDA
 
 SCRIPTS = (
     *("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "tools/*.py", "tools/*/*.py"),
@@ -180,6 +181,7 @@ def check_pip(arguments: list[str]):
     given = parser.parse_args(arguments[1:])
     assert all((ROOT / file).is_file() for file in given.r)
     pins = "".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
+    pins += "\n".join(OLDER_CUDA.split())  # for an older driver
     extras = re.findall(r"^(\w+) = \{ file = ", (ROOT / "pyproject.toml").read_text(), re.M)
     for package in given.packages:
         if package.startswith("."):
