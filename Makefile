@@ -3,6 +3,7 @@
 # make test      set up, run the tests
 # make lint      set up, run the linter and the type checker
 # make test-all  set up, run both and the slow tests, with every process started anew
+# make speedrun  set up, measure on a GPU how soon AdamW and Muon reach the same loss (docs/time_to_loss.md)
 # make chaos     set up, run the tests that take minutes: hundreds of kills, faults of every kind
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # The tests start hundreds of processes that import the project: its compiled files spare a tenth of the time.
 test test-all chaos: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-all chaos lint clean
+.PHONY: setup train speedrun test test-all chaos lint clean
 
 setup: $(VENV)/.installed
 
@@ -22,6 +23,9 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*[0-9].json | head -n 1)"
 	$(BIN)/python plots/report.py "$$(ls -t $(OUT)/run_*[0-9].json | head -n 1)"
+
+speedrun: $(VENV)/.installed
+	$(BIN)/python -m bench.time_to_loss $(SPEEDRUN)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -56,11 +56,19 @@ def from_root(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: bool = False) -> Outcome:
+def run_process(
+    command: list[str],
+    log: Path,
+    timeout_s: float,
+    keep_cache: bool = False,
+    variables: Mapping[str, str] | None = None,
+    started: Callable[[subprocess.Popen], None] = lambda process: None,
+) -> Outcome:
     """Runs command in the repository's root, writes its output to `log`, and stops it after timeout_s. Its
-    compile cache is the machine's own with keep_cache, else a new folder."""
+    compile cache is the machine's own with keep_cache, else a new folder. `variables` are added to its
+    environment; `started` is told its process."""
     with contextlib.ExitStack() as stack:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
         # train.py sets this itself; a peer must have it, too
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if not keep_cache:
@@ -79,6 +87,7 @@ def run_process(command: list[str], log: Path, timeout_s: float, keep_cache: boo
             start_new_session=True,  # Ctrl-C reaches only this process, which then stops the other one
         )
         timed_out = False
+        started(process)
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:

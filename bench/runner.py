@@ -19,9 +19,14 @@ LOG = "console.log"
 
 
 def run_entry(
-    entry: Entry, repeat: int, folder: Path, arguments: argparse.Namespace, entries: list[Entry]
+    entry: Entry,
+    repeat: int,
+    folder: Path,
+    arguments: argparse.Namespace,
+    entries: list[Entry],
+    **process: Any,
 ) -> None:
-    """Adds a run to entry.runs and updates entry.facts and entry.result."""
+    """Adds a run to entry.runs and updates entry.facts and entry.result. `process`: see run_process."""
     run: dict[str, Any] = {"repeat": repeat, "reason": entry.problem, "measurement": None}
     run["seconds"] = 0.0
     entry.runs.append(run)
@@ -31,7 +36,7 @@ def run_entry(
     out_dir.mkdir(parents=True)
     argv = [*entry.argv, f"--out_dir={from_root(out_dir)}", *stated_peak(entry, entries)]
     command = python_command([*(entry.program or PROGRAMS[entry.kind]), *argv], entry.processes)
-    outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache)
+    outcome = run_process(command, out_dir / LOG, arguments.timeout, arguments.keep_cache, **process)
     run.update(command=shlex.join(["python", *command[1:]]), folder=from_root(out_dir))
     run.update(reason=outcome.reason, seconds=outcome.seconds)
     if outcome.reason is None:

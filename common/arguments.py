@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -75,3 +76,20 @@ def check_output(folder: str | Path, option: str = "--output") -> None:
         raise UserError(f"{option}={folder} cannot be a folder, because {nearest} is none; name another one")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{option}={folder}: you may not write into {nearest}; name another folder")
+
+
+def target_losses(text: str) -> list[float]:
+    """Of the key loss_targets: '3.5,3.28' or '3.28 3.5', the highest first. Raises ValueError, which names
+    the fault."""
+    losses = []
+    for word in text.replace(",", " ").split():
+        try:
+            loss = float(word)
+        except ValueError:
+            loss = math.nan
+        if not (math.isfinite(loss) and loss > 0):
+            raise ValueError(f"{word[:40]!r} is not a positive number")
+        if loss in losses:
+            raise ValueError(f"{loss:g} is there twice")
+        losses.append(loss)
+    return sorted(losses, reverse=True)

@@ -20,6 +20,14 @@ def memory(gib: float) -> str:
     return f"{gib:.2f} GB" if gib >= 0.1 else f"{1024 * gib:.2f} MB"
 
 
+def duration(seconds: float) -> str:
+    """'45.0 s', '12.3 min', '3.2 h'."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def _scaled(value: float, prefixes: str, decimals: int) -> str:
     """The number with the first prefix that makes it at least 1: '112.0 G'; '7 ' below a thousand."""
     for prefix in prefixes:

@@ -4,7 +4,8 @@
     python plots/compare_runs.py out-b/run_*.json --baseline out-a/run_*.json
 
 Without --baseline each run is compared with the first. With it, the records after it are repeats of the
-baseline, and the others are repeats of what is compared with it.
+baseline, and the others are repeats of what is compared with it. Runs with held-out losses are also compared
+by the time and the tokens to the baseline's final one.
 MFUs by different FLOPs formulas never share an axis: that is refused unless --method recounts them by one.
 Losses of different tokenizers are not drawn: a token of one is not a token of the other.
 """
@@ -21,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.text import one_line  # noqa: E402
-from plots import comparison_text, figure, run_record  # noqa: E402
-from plots.panels import TOKENIZERS_DIFFER, line_styles, panels_of  # noqa: E402
+from plots import comparison_text, figure, loss_ratio, run_record  # noqa: E402
+from plots.panels import AXES, TOKENIZERS_DIFFER, line_styles, panels_of  # noqa: E402
 from plots.run_record import METHODS, Run  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def warnings_about(runs: list[Run]) -> list[str]:
 # --- the figure ---
 
 
-def plot(runs: list[Run], labels: list[str]) -> Figure:
-    """What no run has logged has no panel, but a line under the others, which a legend there would cover."""
+def plot(runs: list[Run], labels: list[str], x: str | None = None) -> Figure:
+    """What no run has logged has no panel, but a line under the others, which a legend there would cover. x:
+    of the losses, one of AXES."""
     from matplotlib.lines import Line2D
 
-    fig = figure.panels_figure(panels_of(runs, labels, ["mfu_percent", "tokens_per_sec"]), runs)
+    fig = figure.panels_figure(panels_of(runs, labels, ["mfu_percent", "tokens_per_sec"], x), runs)
     lines = [Line2D([], [], linewidth=2.5, **style) for style in line_styles(len(runs))]
     about = [f"{label}: {comparison_text.describe(run)}" for run, label in zip(runs, labels, strict=True)]
     fig.legend(lines, map(figure.literal, about), loc="outside upper left", frameon=False, fontsize=9)
@@ -105,6 +107,7 @@ def parse_and_compare(argv: list[str] | None) -> None:
     add_sides(parser)
     where = "default: compare_runs.png beside the first record"
     parser.add_argument("--output", metavar="PATH.png", help=where)
+    parser.add_argument("--x", choices=AXES, help="axis of the losses; default: tokens, if all runs say them")
     options = parser.parse_args(argv)
     target = figure.output_path(options.output) if options.output else None
     sides = read_sides(options)
@@ -112,15 +115,16 @@ def parse_and_compare(argv: list[str] | None) -> None:
     names = comparison_text.run_names(sides)
     for warning in warnings_about(runs):
         print(warning, file=sys.stderr)
+    verdicts = [*comparison_text.verdict_lines(sides), *loss_ratio.lines(sides, names)]
     parts = [
         comparison_text.legend(runs, names),
         comparison_text.table(runs, names),
-        [part for line in comparison_text.verdict_lines(sides) for part in comparison_text.wrapped(line)],
+        [part for line in verdicts for part in comparison_text.wrapped(line)],
         comparison_text.differences(runs, names),
     ]
     print("\n\n".join("\n".join(lines) for lines in parts if lines))
     titles = [f"{name}  {run.label}" for name, run in zip(names, runs, strict=True)]
-    figure.save(plot(runs, titles), target or runs[0].path.with_name("compare_runs.png"))
+    figure.save(plot(runs, titles, options.x), target or runs[0].path.with_name("compare_runs.png"))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from common.arguments import target_losses
 from common.text import one_line, shorten
 from plots import run_record
 from plots.comparison_text import last_loss, median_text, memory, p10_to_p90, text_of, val_loss
@@ -20,6 +21,27 @@ def tables(runs: list[Run]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
         texts = [(name, [shorten(of(run), CELL) or "-" for run in runs]) for name, of in rows.items()]
         found.append((title, [(name, cells) for name, cells in texts if {*cells} != {"-"}]))
     return found
+
+
+def losses(runs: list[Run], names: list[str]) -> list[list[str]]:
+    """What runs took to their loss_targets, or to their best held-out loss: a row of texts for each, after a
+    first one with their names."""
+    rows: list[list[str]] = []
+    head = ["validation loss", "iteration", "training time", "wall clock", "tokens", "FLOPs", "GPU-hours"]
+    for run, name in zip(runs, names, strict=True):
+        progress = run.progress
+        if progress is None or not progress.evaluations:
+            continue
+        try:
+            targets = target_losses(str(run.config.get("loss_targets") or ""))
+        except ValueError:
+            targets = []
+        for loss in targets or [min(step.loss for step in progress.evaluations)]:
+            reached = progress.reached(loss)
+            texts = list(reached.texts.values()) if reached else ["not reached", *["-"] * (len(head) - 2)]
+            rows.append([name, f"{loss:g}" if targets else f"{loss:.4f}, the best", *texts])
+    rows = [["run", *head], *rows] if rows else []
+    return [[shorten(text, CELL) for text in row[len(runs) == 1 :]] for row in rows]
 
 
 # --- cells ---

@@ -3,12 +3,14 @@ a record has, over the iterations. Without labels a panel is of one run, with it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from common.errors import UserError
 from plots import figure, run_record
 from plots.figure import Panel
 from plots.run_record import Run, evaluations, finite
@@ -21,6 +23,14 @@ TOKENIZERS_DIFFER = (
     "losses are not drawn: they are in nats per token, and these runs have tokens of different tokenizers; "
     "compare bits per byte of one text, by tools.evaluate"
 )
+
+Scale = Callable[[np.ndarray], np.ndarray]  # places on an axis of iterations
+AXES: dict[str, tuple[str, Any]] = {  # of the losses: label, form of the numbers
+    "iter": ("iteration", None),
+    "tokens": ("tokens", figure.tokens_text),
+    "time": ("minutes of training", "{x:,g}"),
+    "flops": ("FLOPs", "{x:.2g}"),
+}
 
 
 class Column(NamedTuple):
@@ -49,18 +59,35 @@ def line_styles(number: int) -> list[dict[str, Any]]:
     return [{**style, "alpha": 0.85} for style in styles]
 
 
-def panels_of(runs: list[Run], labels: list[str], columns: Iterable[str]) -> list[Panel]:
-    return [loss_panel(runs, labels), *(column_panel(column, runs, labels) for column in columns)]
+def panels_of(
+    runs: list[Run], labels: list[str], columns: Iterable[str], x: str | None = None
+) -> list[Panel]:
+    """x: of the losses, one of AXES. None: iterations of one run; of several tokens, on which a loss depends,
+    if all logs say how many. Raises UserError if a log does not say what x asks for."""
+    x = x or ("tokens" if labels and all(run.tokens_per_iter for run in runs) else "iter")
+    return [loss_panel(runs, labels, x), *(column_panel(column, runs, labels) for column in columns)]
 
 
 # --- the loss ---
 
 
-def loss_panel(runs: list[Run], labels: list[str]) -> Panel:
+def loss_panel(runs: list[Run], labels: list[str], x: str) -> Panel:
+    scales = [scale_of(run, x) for run in runs]
     absent = "" if any(len(finite(y)) for run in runs for _, y in losses(run)) else "Loss was not logged."
     if run_record.tokenizers_differ(runs):
         absent = f"{TOKENIZERS_DIFFER.capitalize()}."
-    return Panel("Loss", partial(draw_loss, runs=runs, labels=labels), absent)
+    return Panel("Loss", partial(draw_loss, runs=runs, labels=labels, x=x, scales=scales), absent)
+
+
+def scale_of(run: Run, x: str) -> Scale:
+    """Raises UserError if the log does not say what it takes."""
+    if x == "time" and (progress := run.progress):
+        return lambda iterations: progress.seconds_at(iterations) / 60
+    tokens = run.tokens_per_iter or math.nan
+    amount = {"iter": 1, "tokens": tokens, "flops": tokens * run.flops_per_token}.get(x, math.nan)
+    if math.isnan(amount):
+        raise UserError(f"--x {x}: {run.path} does not say its {AXES[x][0]}; take --x iter")
+    return lambda iterations: amount * iterations
 
 
 def losses(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -69,15 +96,12 @@ def losses(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
     return [rows, evaluations(run, "train_loss"), evaluations(run, "val_loss")]
 
 
-def draw_loss(axis: Axes, runs: list[Run], labels: list[str]) -> None:
-    """Several runs over tokens, on which a loss depends, if all logs say how many."""
-    by_tokens = bool(labels) and all(run.tokens_per_iter for run in runs)
+def draw_loss(axis: Axes, runs: list[Run], labels: list[str], x: str, scales: list[Scale]) -> None:
     title = "Loss (crosses: validation)" if labels else "Loss"
     figure.label_axis(axis, title, "cross-entropy, nats per token", title_pad=6 if labels else 34)
     drawn = []
-    for run, label, style in zip(runs, labels or [""], line_styles(len(runs)), strict=True):
-        scale = run.tokens_per_iter or 1 if by_tokens else 1
-        rows, trained, validated = ((scale * x, y) for x, y in losses(run))
+    for run, place, label, style in zip(runs, scales, labels or [""], line_styles(len(runs)), strict=True):
+        rows, trained, validated = ((place(iterations), y) for iterations, y in losses(run))
         figure.draw_smoothed(axis, *rows, label or "training step", **style)
         # a ring and a cross: both are seen where the two losses are equal
         style |= {"linestyle": ":", "markersize": 7, "markerfacecolor": "none"}
@@ -90,27 +114,28 @@ def draw_loss(axis: Axes, runs: list[Run], labels: list[str]) -> None:
     if labels:
         figure.make_logarithmic(axis, [y for _, y in drawn])
     figure.limit_y(axis, [y for _, y in drawn], [figure.after_the_beginning(*line) for line in drawn])
-    if by_tokens:  # its own limits and label, instead of those of the iterations
-        axis.set_xlabel("tokens")
+    if x != "iter":  # its own limits and label, instead of those of the iterations
+        axis.set_xlabel(AXES[x][0])
         axis.autoscale(axis="x")
-        axis.xaxis.set_major_formatter(figure.tokens_text)
+        axis.locator_params(axis="x", integer=False)
+        axis.xaxis.set_major_formatter(AXES[x][1])
     if not labels:
-        mark_events(axis, runs[0])
+        mark_events(axis, runs[0], scales[0])
+        if x == "iter" and runs[0].tokens_per_iter:
+            figure.add_token_axis(axis, runs[0].tokens_per_iter)
+        figure.legend(axis)
 
 
-def mark_events(axis: Axes, run: Run) -> None:
-    """Where the run was resumed, saved a checkpoint or met an anomaly; and an axis of tokens."""
-    starts = [start - 0.5 for start in run.attempt_starts]
+def mark_events(axis: Axes, run: Run, place: Scale) -> None:
+    """Where the run was resumed, saved a checkpoint or met an anomaly."""
+    starts = np.array(run.attempt_starts) - 0.5
     anomalies, saved = (run_record.iterations_of(run, section) for section in ("events", "checkpoints"))
     for places, label, color in ((starts, "resumed", "gray"), (anomalies[:MOST_MARKS], "anomaly", "tab:red")):
-        for index, at in enumerate(places):
+        for index, at in enumerate(place(places)):
             axis.axvline(at, label=None if index else label, color=color, linewidth=1, linestyle="-.")
     if len(saved := saved[-MOST_MARKS:]):
         style: dict[str, Any] = {"color": "black", "marker": "^", "linestyle": "", "label": "checkpoint"}
-        axis.plot(saved, np.full(len(saved), 0.01), transform=axis.get_xaxis_transform(), **style)
-    if run.tokens_per_iter:
-        figure.add_token_axis(axis, run.tokens_per_iter)
-    figure.legend(axis)
+        axis.plot(place(saved), np.full(len(saved), 0.01), transform=axis.get_xaxis_transform(), **style)
 
 
 # --- the columns of the rows ---

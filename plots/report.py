@@ -25,7 +25,7 @@ from common.durable_file import write_bytes  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.json_file import read_regular  # noqa: E402
 from common.text import one_line, plain  # noqa: E402
-from plots import compare_runs, comparison_text, figure, page_facts  # noqa: E402
+from plots import compare_runs, comparison_text, figure, loss_ratio, page_facts  # noqa: E402
 from plots.panels import COLUMNS, line_styles, panels_of  # noqa: E402
 from plots.run_record import Run  # noqa: E402
 
@@ -42,12 +42,14 @@ def page(sides: list[list[Run]], profile: str) -> str:
         {"name": name, "label": run.label, "about": comparison_text.describe(run), "style": style}
         for run, name, style in zip(runs, names, line_styles(len(runs)), strict=True)
     ]
+    verdicts = [*comparison_text.verdict_lines(sides), *loss_ratio.lines(sides, names)]
     return render(
         title=runs[0].label if is_one else f"{len(runs)} runs",
         runs=shown,
-        verdicts=[line.strip() for line in comparison_text.verdict_lines(sides)],
+        verdicts=[line.strip() for line in verdicts],
         warnings=compare_runs.warnings_about(runs),
         tables=page_facts.tables(runs),
+        losses=page_facts.losses(runs, names),
         charts=[(base64.b64encode(image.encode()).decode(), facts) for image, facts in charts],
         missing=[panel.absent for panel in panels if panel.absent],
         settings=[(one_line(k), one_line(str(v), 200)) for k, v in sorted(runs[0].config.items()) if is_one],

@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.json_file import read_json
 from common.run_records import is_old_seal
 from common.text import one_line
+from common.time_to_loss import Progress
 from plots.record_values import as_dict, as_float, dicts
 
 METHODS = {
@@ -132,6 +133,22 @@ class Run:
         logged = finite(self.columns["tokens_per_iter"])
         stated = as_float(self.startup.get("tokens_per_iter"), float(logged[-1]) if len(logged) else 0.0)
         return stated if stated > 0 else None
+
+    @property
+    def progress(self) -> Progress | None:
+        """None if the record, which may be anybody's, does not tell."""
+        try:
+            with np.errstate(all="ignore"):
+                return Progress(self.record)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            return None
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of training, by the formula of its MFU, or else of its start-up report."""
+        flops = as_dict(self.startup.get("flops"))
+        method = next(iter(self.mfu_methods), flops.get("calculation_method"))
+        return as_float(as_dict(flops.get("totals")).get(str(method)))
 
     @property
     def best_val_loss(self) -> float | None:

@@ -13,10 +13,19 @@ from common import units
 from common.errors import UserError
 from training.configuration.batch import is_auto
 from training.configuration.keys import TrainConfig
-from training.hardware.capability import EMULATED, NATIVE, emulation_warnings, low_precision_support
+from training.hardware.capability import (
+    CHECKED,
+    CPU,
+    NATIVE,
+    REFUSED,
+    Capability,
+    emulation_warnings,
+    low_precision_support,
+)
 from training.hardware.description import describe_hardware
 from training.hardware.peaks import Peak, table_peak
 from training.memory.gpus import (
+    CARDS,
     Card,
     DeviceMemory,
     card_capability,
@@ -45,13 +54,14 @@ def dry_run(config: TrainConfig, world_size: int) -> list[str]:
     machine = {**describe_hardware("cpu"), "gpu_name": f"{config.device} (dry run)"}
     memory_found = micro_batch.describe(config, world_size)
     setup, warnings = Setup(count_flops(config), _peak(config, card), attention, memory_found), []
+    here = CPU if config.device == "cpu" else card_capability(card) if config.gpu else None
     if config.gpu:
         machine |= {"gpu_name": f"{card.device} (dry run)", "gpu_memory_gb": card.gib}
-        warnings = _problems(config, card)
+    if here:
+        warnings = _problems(config, here)
     info = startup_info(config, world_size, setup, machine)
-    if config.gpu and config.low_precision != "none":
-        support = low_precision_support(config.low_precision, card_capability(card)) or "refused"
-        info["low_precision"] = {"executed": support.replace(EMULATED, "emulated: slower than bf16")}
+    if config.low_precision != "none":
+        info["low_precision"] = {"support": _support(config.low_precision, here)}
     lines = report_lines(config, info)
     if memory != ANY:
         lines += _fit_lines(asked, micro_batch, world_size, memory)
@@ -83,6 +93,18 @@ def _is_native(config: TrainConfig, card: Card) -> bool:
     return low_precision_support(config.low_precision, card_capability(card)) == NATIVE
 
 
+def _support(recipe: str, here: Capability | None) -> str:
+    """How the recipe runs here; where it would be native, if no GPU is named."""
+    if here:
+        return low_precision_support(recipe, here) or REFUSED
+    words = {name: low_precision_support(recipe, card_capability(card)) for name, card in CARDS.items()}
+    return "; ".join(
+        f"{word} on {', '.join(name for name in words if words[name] == word)}"
+        for word in (NATIVE, CHECKED)
+        if word in words.values()
+    )
+
+
 def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: DeviceMemory) -> list[str]:
     """Whether the run fits, with what margin, and the settings that would."""
     spare = memory.gib - found.needed_gib
@@ -102,14 +124,13 @@ def _fit_lines(config: TrainConfig, found: MicroBatch, world_size: int, memory: 
     ]
 
 
-def _problems(config: TrainConfig, card: Card) -> list[str]:
-    """Why the run would be refused on this GPU, or slow, apart from its memory."""
-    here = card_capability(card)
+def _problems(config: TrainConfig, here: Capability) -> list[str]:
+    """Why the run would be refused here, or slow, apart from its memory."""
     problems = emulation_warnings(config.low_precision, here)
     if config.dtype == "bfloat16" and not here.bf16:
-        problems.append(f"{card.device} has no bfloat16; use --dtype=float16")
+        problems.append(f"{here.name} has no bfloat16; use --dtype=float16")
     if config.low_precision != "none" and low_precision_support(config.low_precision, here) is None:
-        problems.append(f"{card.device} cannot run {config.low_precision}; use --low_precision=none")
+        problems.append(f"{here.name} cannot run {config.low_precision}; use --low_precision=none")
     if config.ffn_backend == "quack" and not here.quack:
-        problems.append(f"{card.device} is no Hopper GPU; use --ffn_backend=torch")
+        problems.append(f"{here.name} is no Hopper GPU; use --ffn_backend=torch")
     return problems

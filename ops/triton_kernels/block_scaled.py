@@ -159,7 +159,8 @@ def triton_block_forms(
     factors = [scales[-4:].view(torch.float32) if fp4 else None for scales in into[2:]]
     across, down = (2 * triton.cdiv(side, 2 * SIDE) for side in reversed(x.shape))  # also a tile's padding
     _block_forms[across, down](  # neighboring programs have neighboring columns
-        x, amaxes, amaxes[-1:] if fp4 else None, key, *codes, *into[2:], *factors, *x.shape,
-        FP4=fp4, SQUARE=fp4 and len(amaxes) == 1, STOCHASTIC=key is not None, SIDE=SIDE, num_warps=WARPS,
+        x, amaxes, None if amaxes is None else amaxes[-1:], key, *codes, *into[2:], *factors, *x.shape,
+        FP4=fp4, SQUARE=amaxes is not None and len(amaxes) == 1, STOCHASTIC=key is not None,
+        SIDE=SIDE, num_warps=WARPS,
     )  # fmt: skip
     return into

@@ -15,7 +15,7 @@ from support.documents import TEXTS, fences, prose
 from support.helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-from bench import peer, precision, throughput
+from bench import peer, precision, throughput, time_to_loss
 from bench.plan import check_overrides
 from bench.random_tokens import VOCABULARY_MAX, VOCABULARY_MIN
 from tools.evaluate import __main__ as evaluate
@@ -24,6 +24,7 @@ from tools.tune import __main__ as tune
 from training.configuration.files_and_flags import load_config
 from training.configuration.rules import TRACKERS
 from training.dry_run import dry_run
+from training.process.torch_build import OLDER_CUDA
 
 SCRIPTS = (
     *("*.py", "mfu_versions/*.py", "plots/*.py", "bench/*.py", "tools/*.py", "tools/*/*.py"),
@@ -180,6 +181,7 @@ def check_pip(arguments: list[str]):
     given = parser.parse_args(arguments[1:])
     assert all((ROOT / file).is_file() for file in given.r)
     pins = "".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
+    pins += "\n".join(OLDER_CUDA.split())  # for an older driver
     extras = re.findall(r"^(\w+) = \{ file = ", (ROOT / "pyproject.toml").read_text(), re.M)
     for package in given.packages:
         if package.startswith("."):
@@ -236,6 +238,10 @@ def check_benchmark(module: str, arguments: list[str], script):
         parsed, overrides = precision.parse(arguments)
         check_overrides(overrides, precision.OTHERS)
         assert parsed.rows and parsed.seeds
+    elif module == "bench.time_to_loss":
+        parsed, overrides = time_to_loss.parse(arguments)
+        check_overrides(overrides, time_to_loss.OTHERS)
+        assert {*parsed.variants} <= {*time_to_loss.KEYS}
     elif module == "bench.random_tokens":
         assert VOCABULARY_MIN <= int(*arguments) <= VOCABULARY_MAX
     elif module == "bench.throughput":

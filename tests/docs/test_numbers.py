@@ -1,5 +1,7 @@
 """Every table of numbers in the documents is what the code computes."""
 
+import json
+import re
 from fractions import Fraction
 
 import pytest
@@ -14,6 +16,8 @@ from tools.plan.law import HOFFMANN
 from tools.plan.search import plan, plan_flops
 from tools.plan.shapes import FAMILIES, shape_of
 from training.configuration.files_and_flags import load_config
+from training.hardware.capability import CPU, REFUSED, lookup, low_precision_support
+from training.hardware.peaks import GPUS, table_peak
 from training.memory.estimate import estimate_memory
 
 S = 2048
@@ -76,6 +80,62 @@ def test_the_three_phases_on_b200_need_the_memory_that_was_measured():
         estimate = sum(estimate_memory(config, 8).values())
         assert estimated == f"{estimate:.1f}"
         assert estimate == pytest.approx(float(measured), rel=0.01)
+
+
+def test_what_to_expect_of_eight_b200s_is_what_the_formulas_and_peaks_give():
+    rows = {claim: cells for claim, *cells in table(TEXTS["docs/benchmarks.md"], "claim")}
+    rates, budget, flops, graphs = rows.values()
+    peak = 8 * table_peak("NVIDIA B200", "bfloat16").flops
+    qwen, llama = (
+        full(name).model_config() for name in ("full_qwen3_1.8b_b200_optimal.py", "full_llama_1.36b.py")
+    )
+    whole = peak / totals(v3, qwen)  # tokens/s at 100 %
+    seal = json.loads((ROOT / "benchmarks" / "qwen3_1.8b_2x_h200.seal.json").read_text())["record"]
+    mfu = round(seal["summary"]["mfu_percent"]["median"], 2)
+
+    claimed = re.fullmatch(r"(\d+) to (\d+) k tokens/s, 35 to 75 % MFU", list(rows)[0])
+    percents = [100 * 1e3 * float(rate) / whole for rate in claimed.groups()]
+    assert rates[0] == "Qwen3 1.8B: {:.1f} to {:.1f} %".format(*percents)
+    assert rates[1] == (
+        f"100 % is {whole:,.0f} tokens/s, LLaMA 1.36B {peak / totals(v3, llama):,.0f}; "
+        f"the {mfu} % of two H200s are {mfu / 100 * whole:,.0f}"
+    )
+    tokens, *hours = map(float, re.fullmatch(r"(\d+) B tokens in (\d) to (\d) hours", list(rows)[1]).groups())
+    needed = [100 * 1e9 * tokens / (3600 * hour * whole) for hour in hours]
+    assert budget[0] == "Qwen3 1.8B: {:.0f} to {:.0f} %".format(*needed)
+    assert budget[1] == f"{1e9 * tokens / (3600 * mfu / 100 * whole):.1f} hours at {mfu} %"
+    command = f"--tokens={tokens:.0f}e9 --config=config/full_qwen3_1.8b_b200_optimal.py --gpus=8xB200"
+    assert f"{command} --mfu={mfu / 100:.4f}\n" in TEXTS["docs/benchmarks.md"]
+    counts = [totals(formula, qwen) / 1e9 for formula in (v1, v2, v3)]
+    assert flops[0] == "no formula: Qwen3 1.8B has {:.1f} by v1, {:.1f} by v2 and v3".format(*counts[:2])
+    assert counts[1] == counts[2] and all(abs(count - 23.9) > 10 for count in counts)
+
+    log = (ROOT / "LOG.md").read_text(encoding="utf-8")
+    eager, captured = (
+        float(re.search(pattern, log)[1].replace(",", ""))
+        for pattern in (
+            r"\| eager \| 45\.8 ms \(40\.8 to 47\.7\) \| ([\d,]+) \|",
+            r"\| `--use_cuda_graphs=True` \| 8\.0 ms \| ([\d,]+) \|",
+        )
+    )
+    small = re.search(r"\| CUDA Graphs \| \| [\d,]+ \| (-[\d.]+) %", log)[1]
+    large = re.search(r"CUDA Graphs at this size: ([\d.]+) %", log)[1]
+    assert graphs[0] == f"on an H200, Qwen3 1.8B gained {small} and {large} %"
+    assert "GPT-2 124M, micro-batch 4 x 256" in log
+    assert graphs[1] == f"GPT-2 124M, 4 x 256 tokens: {captured / eager:.1f} times ([LOG](../LOG.md))"
+
+
+def test_every_known_gpu_has_the_words_of_its_low_precision():
+    named = []
+    for names, *words, _ in table(TEXTS["docs/low_precision.md"], "GPU"):
+        found = [gpu for gpu in GPUS if any(re.match(rf"{name}\b", gpu.name) for name in names.split(", "))]
+        assert found or names == "CPU"
+        named += found
+        for here in [lookup(gpu.compute, gpu.name) for gpu in found] or [CPU]:
+            for recipes, word in zip(("fp8_tensorwise fp8_delayed", "mxfp8 nvfp4"), words, strict=True):
+                for recipe in recipes.split():
+                    assert (low_precision_support(recipe, here) or REFUSED) == word, (recipe, here)
+    assert sorted(gpu.name for gpu in named) == sorted(gpu.name for gpu in GPUS)
 
 
 GOLDEN = {  # row of mfu_versions/README.md -> config

@@ -1,5 +1,6 @@
 """The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
-commit why a budget grows. The first two are to come to 35,500 and 21,500, ops/ to 4,400."""
+commit why a budget grows. Since 35,550 lines came Muon (900), the time to a loss in records, comparisons and
+seals (400), its reference experiment (500), and what each GPU runs natively (110)."""
 
 import subprocess
 
@@ -42,14 +43,14 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 35_550,
-    "lines that train.py reaches": 22_050,
-    "lines of ops/": 5_550,
-    "lines of bench/": 3_000,
-    "lines of configs": 480,
-    "lines of training/": 14_000,
-    "keys": 102,
-    "words of the documents": 38_000,
+    "lines of the product": 37_400,
+    "lines that train.py reaches": 23_250,
+    "lines of ops/": 5_860,
+    "lines of bench/": 3_260,
+    "lines of configs": 506,
+    "lines of training/": 14_510,
+    "keys": 105,
+    "words of the documents": 38_750,
 }
 
 

@@ -87,7 +87,10 @@ def check_record(record: dict) -> None:
     rows = record["training_iterations"]
     assert [row["iter"] for row in rows] == list(range(ITERATIONS))
     made_by, attempts = [row["attempt"] for row in rows], record["attempts"]
-    assert made_by == sorted(made_by) and {each["status"] for each in attempts[:-1]} <= {"killed"}
+    assert made_by == sorted(made_by) and {each["status"] for each in attempts[:-1]} <= {
+        "killed",
+        "completed",
+    }  # as it ended
     assert all(row["iter"] >= attempts[row["attempt"] - 1]["start_iter"] for row in rows)
     superseded = record["superseded"].get("training_iterations", [])  # a kill may have cost none
     twice = {(row["iter"], row["attempt"]) for row in superseded}

@@ -34,7 +34,7 @@ from training.records.run_record import RunRecord
 def deleted_before(monkeypatch, module, name: str) -> None:
     """The folder that is this function's first argument is gone once it is called."""
     original = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda folder, *rest: (delete(folder), original(folder, *rest))[1])
+    monkeypatch.setattr(module, name, lambda folder, *a, **k: (delete(folder), original(folder, *a, **k))[1])
 
 
 @pytest.mark.parametrize("moment", [(verification, "_problem"), (loading, "open_tensors")], ids=str)

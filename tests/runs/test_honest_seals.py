@@ -27,9 +27,11 @@ TINY = {
     "batch_size": 2,
     "gradient_accumulation_steps": 1,
     "tokens_per_iter": None,
+    "warmup_iters": 2,
     "max_iters": 7,  # two rows after the warm-up
     "eval_interval": 4,
     "eval_iters": 1,
+    "loss_targets": "4.14,0.5",  # some reach the first, none the second
     "eval_batch_size": 2,
     "log_interval": 1,
     "peak_tflops": 1.0,

@@ -26,8 +26,8 @@ RECORD = {
     str: """run_name start_time end_time status config.dataset startup_info.optimizer.type
         startup_info.hardware.gpu_name startup_info.hardware.precision startup_info.hardware.parallelism
         startup_info.hardware.peak.source startup_info.software.python startup_info.software.torch
-        startup_info.software.numpy startup_info.machine.host startup_info.attention.asked
-        startup_info.attention.used startup_info.flops.calculation_method""",
+        startup_info.software.numpy startup_info.machine.host startup_info.data.val_fingerprint
+        startup_info.attention.asked startup_info.attention.used startup_info.flops.calculation_method""",
     int: """config.gradient_accumulation_steps config.gradient_accumulation_steps_per_gpu
         config.gradient_accumulation_steps_global startup_info.model.total_params
         startup_info.model.trainable_params startup_info.model.non_embedding_params
@@ -52,7 +52,7 @@ RECORD = {
 }
 ROW = {
     int: "iter attempt gpu_samples",
-    float: "loss time_ms lr gradients.global_norm",
+    float: "loss time_ms optimizer_ms lr gradients.global_norm",
     (dict, NONE): "mfu memory throttle",
     (str, NONE): "mfu_reason gpu_reason",
     (float, NONE): "sm_clock_mhz power_w temperature_c",
@@ -71,7 +71,7 @@ FLAT_ROW = {
     float: "loss mfu tokens_per_sec memory_allocated_gb dt_ms",
     str: "memory_kind",
 }
-EVAL_STEP = {int: "iter", float: "train_loss val_loss lr"}
+EVAL_STEP = {int: "iter", float: "train_loss val_loss lr", str: "time"}
 CHECKPOINT = {int: "iter", (float, NONE): "val_loss", str: "path"}
 
 

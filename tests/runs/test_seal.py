@@ -26,7 +26,8 @@ STEPS = 24
 def folder(tmp_path_factory):
     """A folder with a dataset and a finished run in out/."""
     folder = tmp_path_factory.mktemp("sealed")
-    keys = {**TINY, "max_iters": STEPS, "log_interval": 1, "eval_interval": STEPS, "peak_tflops": 1.0}
+    keys = {**TINY, "max_iters": STEPS, "log_interval": 1, "eval_interval": STEPS // 2, "peak_tflops": 1.0}
+    keys["loss_targets"] = "3,0.1"
     config = write_config(
         folder / "run.py", **keys, dataset=make_dataset(folder / "tokens"), out_dir=folder / "out"
     )
@@ -133,6 +134,7 @@ FORGERIES = {  # what somebody changes who makes the digests anew, and what name
     "mfu.num_gpus": lambda r: rows_of(r)[9]["mfu"].update(num_gpus=4),
     "tokens_per_sec_per_gpu": lambda r: rows_of(r)[9].update(tokens_per_sec_per_gpu=1.0),
     "model.architecture.n_layer": lambda r: r["config"].update(n_layer=99),
+    "9: tokens_seen": lambda r: rows_of(r)[9].update(tokens_seen=1),
     "9: warmup": lambda r: rows_of(r)[9].update(warmup=True),
     "rows_after_warmup": lambda r: r["summary"].update(rows_after_warmup=3),
     "9: mfu is None": lambda r: rows_of(r)[9].update(mfu=None),
@@ -164,6 +166,31 @@ def test_figure_that_does_not_follow_from_the_record_is_named(record, name, tmp_
     assert "does not agree with itself" in capsys.readouterr().err
 
 
+def test_the_targets_that_were_reached_are_counted_again(record, sealed, tmp_path, capsys):
+    """From rows and evaluations: another time, a loss that was never reached and a missing one are named."""
+    content = record[1]
+    reached, never = content["summary"]["loss_targets"]
+    assert reached["training_seconds"] > 0 and never == {"loss": 0.1, "reached": None}
+    assert verify(sealed) == 0
+    shown = capsys.readouterr().out
+    assert f"Val loss 3: reached at iteration {reached['iteration']:,.1f}".removesuffix(".0") in shown
+    assert "Val loss 0.1: not reached" in shown
+    claims = {
+        "3.training_seconds is 1e-05": [reached | {"training_seconds": 1e-05}, never],
+        "0.1.training_seconds is 5.0, and the rest makes None": [
+            reached,
+            never | reached | {"loss": 0.1, "training_seconds": 5.0},
+        ],
+        "0.1 is None": [reached],
+        "9 is {'loss': 9": [reached, never, {"loss": 9, "reached": None}],
+    }
+    for what, claim in claims.items():
+        seal = contents.make_seal(content)
+        seal["record"]["summary"]["loss_targets"] = claim
+        assert verify(tmp_path / "forged.json", signed(seal)) == 1
+        assert f"DOES NOT AGREE: summary.loss_targets, {what}" in capsys.readouterr().out
+
+
 def test_record_without_a_peak_agrees_with_itself(record):
     content = record[1]
     content["startup_info"]["hardware"]["peak"].update(tflops_per_gpu=None)
@@ -178,6 +205,8 @@ def test_record_without_a_peak_agrees_with_itself(record):
 def test_row_above_the_peak_has_an_mfu_only_if_it_is_below_the_peak_of_fp8(record, fp8_peak):
     content = record[1]
     content["startup_info"]["hardware"]["peak_fp8"] = {"tflops_per_gpu": fp8_peak}
+    content["config"]["loss_targets"] = ""
+    del content["summary"]["loss_targets"]  # which follow from that row's time, too
     row = rows_of(content)[2]  # of the warm-up, so in no median
     factor = 1.01 * 100 / row["mfu"]["mfu_percent"]
     row["time_ms"] /= factor

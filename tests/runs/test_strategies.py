@@ -46,6 +46,7 @@ CONFIG = {
 }
 # 8 sequences in an iteration, for any number of processes
 EIGHT = ["--gradient_accumulation_steps=auto", f"--tokens_per_iter={8 * 32}"]
+NINE = ["--batch_size=1", f"--tokens_per_iter={9 * 32}"]  # for three processes, where rows do not divide
 BF16 = ["--dtype=bfloat16"]
 STORED = {  # in fewer bits; a run whose replicas differ fails
     "bf16 weights": [*BF16, "--param_dtype=bfloat16"],
@@ -94,6 +95,7 @@ TIED = ["--weight_tying=True", "--activation_checkpointing=full"]
 ONE_STRATEGY = {
     **{(s, "delayed fp8"): DELAYED_FP8 for s in ("zero1", "fsdp")},
     **{(s, "muon, by four"): ["--optimizer=muon", "--eval_batch_size=2"] for s in STRATEGIES},
+    **{(s, "muon, by three"): ["--optimizer=muon", *NINE] for s in ("single", *STRATEGIES)},
     ("fsdp", "muon, hybrid"): ["--optimizer=muon", "--fsdp_sharding=hybrid"],
     **{(s, "by four"): ["--batch_size=auto", "--eval_batch_size=2"] for s in STRATEGIES},
     ("fsdp", "fused"): BF16,
@@ -110,6 +112,7 @@ COMPILED = {
     for s in ALL
     for level in ("attention", "full")
 } | {(s, "compiled"): ["--compile=True"] for s in ("single", "zero1", "fsdp")}
+OTHER_NUMBERS = {"by three": 3, "by four": 4}  # of processes
 PARALLEL = [(s, name) for name in ("plain", "by four") for s in STRATEGIES]
 
 
@@ -150,9 +153,9 @@ def compiled(folder):
 def records_of(folder, variants: dict[tuple[str, str], tuple[str, list[str]]]) -> dict[tuple[str, str], dict]:
     """(strategy, variant) -> run record, of (strategy, variant) -> (name of out_dir, flags); 8 sequences an
     iteration, by one process, two or four."""
-    commands = {1: [], 2: [], 4: []}
+    commands = {1: [], 2: [], 3: [], 4: []}
     for (strategy, name), (where, flags) in variants.items():
-        processes = 1 if strategy == "single" else 4 if name.endswith("by four") else 2
+        processes = 1 if strategy == "single" else OTHER_NUMBERS.get(name.split(", ")[-1], 2)
         out = f"--out_dir={out_dir(folder, strategy, where)}"
         commands[processes].append([folder / "run.py", out, *EIGHT, *STRATEGIES.get(strategy, []), *flags])
     for processes, of_processes in commands.items():
@@ -259,23 +262,35 @@ def test_zero1_and_fsdp_shard_the_optimizer_state_on_disk(runs, folder):
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(s, v) for v in ("muon", "muon, by four") for s in STRATEGIES] + [("fsdp", "muon, hybrid")],
+    [(s, v) for v in ("muon", "muon, by three", "muon, by four") for s in STRATEGIES]
+    + [("fsdp", "muon, hybrid")],
 )
 def test_muon_learns_alike_with_every_strategy_and_number_of_processes(runs, folder, name, variant):
-    reference = runs["single", "muon"]
+    alone = variant if variant == "muon, by three" else "muon"  # with as many sequences
+    reference = runs["single", alone]
     agree(runs[name, variant], reference, 1e-5, 1e-4)
     assert losses(reference) != losses(runs["single", "plain"])
     ours, theirs = (
-        checkpoint_tensors(checkpoint(folder, *key)) for key in ((name, variant), ("single", "muon"))
+        checkpoint_tensors(checkpoint(folder, *key)) for key in ((name, variant), ("single", alone))
     )
     for key in ours:
         if key.startswith(("model.", "optimizer.")):
             torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_the_same_gradients_give_the_bits_of_one_process_s_updates(folder, processes, dtype):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    settings = [folder / "run.py", "--optimizer=muon", f"--dtype={dtype}", "--batch_size=1"]
+    (output,) = launch([[*launcher, "tests/support/muon_worker.py", *settings]])
+    assert f"equal on {processes} processes" in output
+
+
 @pytest.mark.parametrize("variant", MUON)
 def test_equal_gradients_give_muon_s_updates_equal_bits_however_rows_are_shared(runs, folder, variant):
-    """DDP has whole matrices, ZeRO-1 and FSDP send rows to owners and back; the gradients are the same."""
+    """DDP has whole matrices, ZeRO-1 and FSDP send rows to owners and back. Gradients of two ranks have one
+    sum, in whatever order they are added."""
     whole, *others = (checkpoint(folder, name, variant) for name in STRATEGIES)
     assert [differing(other, whole) for other in others] == [[], []]
 

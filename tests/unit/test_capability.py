@@ -13,6 +13,8 @@ from training.hardware.capability import (
     CHECKED,
     CPU,
     CUDNN,
+    EMULATED,
+    NATIVE,
     TABLE,
     TORCH,
     capability,
@@ -44,8 +46,8 @@ def test_a_gpu_has_what_its_capability_has(monkeypatch, compute):
     facts = (CUDNN in here.sdpa, here.flash_attn, here.bf16, here.fp8)
     assert facts == EXPECTED[compute]
     assert (here.compute, here.name) == (compute, "NVIDIA Something")
-    blocks = CHECKED if compute[0] == 10 else "emulated" if here.bf16 else None
-    assert low_precision_support("fp8_tensorwise", here) == ("native" if here.fp8 else None)
+    blocks = CHECKED if compute[0] == 10 else EMULATED if here.bf16 else None
+    assert low_precision_support("fp8_tensorwise", here) == (NATIVE if here.fp8 else None)
     assert low_precision_support("mxfp8", here) == low_precision_support("nvfp4", here) == blocks
 
 
@@ -71,7 +73,7 @@ def test_a_cpu_is_never_asked_for_cuda_and_emulates_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
     assert capability("cpu") == capability(torch.device("cpu")) == CPU
     assert (CPU.compute, CPU.sdpa, CPU.flash_attn, CPU.fp8) == (None, (TORCH,), (), False)
-    assert low_precision_support("fp8_tensorwise", CPU) == "emulated"
+    assert low_precision_support("fp8_tensorwise", CPU) == EMULATED
 
 
 def test_a_recipe_on_a_gpu_that_cannot_run_it_is_an_error_that_says_what_to_set():
@@ -94,13 +96,17 @@ def test_nothing_else_asks_for_the_capability():
 
 @pytest.mark.parametrize("recipe", ["none", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"])
 def test_a_recipe_that_is_only_emulated_warns_and_names_a_faster_one(recipe):
-    assert emulation_warnings(recipe, lookup((10, 0), "B200")) == []
-    for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((12, 0), "RTX 5090")):
-        warnings = emulation_warnings(recipe, lookup(compute, name))
-        emulated = recipe in ("mxfp8", "nvfp4")
-        assert len(warnings) == emulated
-        faster = "none" if name == "A100" else "fp8_tensorwise"
-        assert all(f"emulated on {name}" in w and f"take {faster!r}" in w for w in warnings)
+    for compute, name in (((8, 0), "A100"), ((9, 0), "H100"), ((12, 0), "RTX 5090"), ((10, 0), "B200")):
+        here, blocks = lookup(compute, name), recipe in ("mxfp8", "nvfp4")
+        warnings = emulation_warnings(recipe, here)
+        assert len(warnings) == (blocks and name != "B200")
+        if blocks:  # on a B200, a run whose check has failed
+            (warning,) = emulation_warnings(recipe, here, EMULATED)
+            assert warnings in ([], [warning])
+            faster = "none" if name == "A100" else "fp8_tensorwise"
+            assert f"emulated on {name}: slower than bf16 (it needs compute capability 10.x" in warning
+            assert f"take {faster!r}" in warning
+    assert emulation_warnings(recipe, lookup((10, 0), "B200"), CHECKED) == []
 
 
 def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
@@ -112,16 +118,26 @@ def test_a_dry_run_and_a_run_say_what_is_emulated(run, tmp_path, capfd):
         assert run(config, "--dry_run=True", "--device=cuda", *flags) == 0
         return capfd.readouterr().out
 
+    row = f"{'  low precision:':<28} "
     said = planned("--gpu=B200")
-    assert "mxfp8 matmuls in layers (native after the check at the start)" in said
-    assert "emulated" not in said
-    said = planned("--gpu=H200")
-    assert "mxfp8 matmuls in layers (emulated: slower than bf16)" in said
-    assert "emulated on NVIDIA H200: slower than bf16" in said
+    assert f"{row}native after the check at the start\n" in said and "emulated" not in said
+    said = planned("--gpu=RTX-5090")
+    assert f"{row}emulated: slower than bf16\n" in said
+    assert "emulated on NVIDIA GeForce RTX 5090: slower than bf16" in said
     said = planned("--gpu=B200", "--low_precision=fp8_tensorwise")
-    assert "fp8_tensorwise matmuls in layers (native)" in said and "emulated" not in said
+    assert f"{row}native\n" in said and "emulated" not in said
     said = planned("--gpu=A100", "--low_precision=fp8_tensorwise")
-    assert "fp8_tensorwise matmuls in layers (refused)" in said and "cannot run fp8_tensorwise" in said
+    assert f"{row}refused\n" in said and "cannot run fp8_tensorwise" in said
+    assert f"{row}native after the check at the start on B200, B300, GB200\n" in planned()
+    assert re.search(f"{row}native on B200, .*, H100, .*, L40S, ", planned("--low_precision=fp8_delayed"))
+    said = planned("--low_precision=none")
+    assert "low precision" not in said
+    assert run(config, "--dry_run=True", "--device=cpu") == 0
+    said = capfd.readouterr().out
+    assert f"{row}emulated: slower than bf16\n" in said and "emulated on the CPU" in said
     assert run(config, "--max_iters=1") == 0
-    assert "emulated on the CPU: slower than bf16" in capfd.readouterr().out
-    assert any("emulated" in text for text in last_run(tmp_path / "o")["startup_info"]["warnings"])
+    said = capfd.readouterr().out
+    assert f"{row}emulated: slower than bf16\n" in said and "emulated on the CPU: slower" in said
+    info = last_run(tmp_path / "o")["startup_info"]
+    assert info["low_precision"]["support"] == EMULATED
+    assert any("emulated" in text for text in info["warnings"])

@@ -297,6 +297,7 @@ def test_the_record_says_what_runs_and_counts_against_no_other_peak(folder):
     (record,) = records(folder, {"says": keys})
     said = record["startup_info"]["low_precision"]
     assert said["executed"] == "bf16, emulates nvfp4" and said["native"] is False
+    assert said["support"] == "emulated: slower than bf16"
     assert said["layers"] == 4 + 1  # the matrices of one block, and the head
     counted = [row["mfu"] for row in record["training_iterations"] if row["mfu"]]
     assert counted

@@ -174,7 +174,7 @@ def test_a_gpu_is_found_by_its_short_and_by_its_whole_name_and_has_its_own_peak(
     for names in (("H100", "h100", "NVIDIA H100 80GB HBM3"), ("4090", "rtx-4090", "GeForce RTX 4090")):
         assert len({find_card(name) for name in names}) == 1
     without = {name for name, card in CARDS.items() if table_peak(card.device, "bfloat16").tflops is None}
-    assert without == {"RTX-3090", "T4"}
+    assert without == {"T4"}
     with pytest.raises(UserError, match="gpu='H1000' is not one of B200, "):
         find_card("H1000")
 

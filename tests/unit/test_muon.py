@@ -1,5 +1,5 @@
 """Muon on a CPU: what is orthogonalized, against singular values and torch's own Muon, and what an update
-changes. tests/gpu/test_muon.py has its kernels, tests/runs/test_strategies.py whole runs."""
+changes. tests/gpu/test_muon_kernels.py has its kernels, tests/runs/test_strategies.py whole runs."""
 
 import functools
 

@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from test_plots import TOKENS_PER_ITER, cpu_record, loss_at, new_record, panels, resumed_record, write
+from test_plots import (
+    QWEN3,
+    TOKENS_PER_ITER,
+    V3,
+    cpu_record,
+    loss_at,
+    new_record,
+    panels,
+    resumed_record,
+    write,
+)
 
 from plots import compare_runs, plot_single_run
 from plots.run_record import load_run
@@ -76,6 +86,33 @@ def test_losses_of_several_runs_are_drawn_over_tokens_on_a_logarithmic_axis(tmp_
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("x", ["tokens", "time", "flops"])
+def test_losses_are_drawn_over_what_is_asked_for(tmp_path, x):
+    """In a plot of one run and of several; the marks of a single run are there, too."""
+    record = resumed_record() | {"checkpoints": [{"iter": 500}]}
+    run = run_of(tmp_path, record, tokens_per_iter=TOKENS_PER_ITER)
+    steady = record["training_iterations"][30]["time_ms"] / 60_000  # minutes
+    size = {"tokens": TOKENS_PER_ITER, "time": steady, "flops": TOKENS_PER_ITER * QWEN3[V3]}[x]
+    label = {"tokens": "tokens", "time": "minutes of training", "flops": "FLOPs"}[x]
+    single = panels(plot_single_run.plot(run, x))["Loss"]
+    for axis in (single, panels(compare_runs.plot([run, run], ["a", "b"], x))[COMPARED]):
+        assert axis.get_xlabel() == label and not axis.child_axes
+        assert axis.lines[0].get_xdata()[50] == pytest.approx(500 * size, rel=0.05)
+    resumed, saved = (
+        next(i for i in single.lines if i.get_label() == name) for name in ("resumed", "checkpoint")
+    )
+    assert resumed.get_xdata()[0] == pytest.approx(599.5 * size, rel=0.05)
+    assert saved.get_xdata() == pytest.approx([500 * size], rel=0.05)
+
+
+def test_an_axis_that_a_log_does_not_tell_is_refused(tmp_path, capsys):
+    path = str(write(tmp_path, new_record(100)))
+    assert plot_single_run.main([path, "--x=flops"]) == 2
+    error = capsys.readouterr().err
+    assert "does not say its FLOPs; take --x iter" in error and error.count("\n") == 1
+    assert plot_single_run.main([path, "--x=time"]) == 0
+
+
 def test_a_loss_that_is_not_positive_leaves_the_axis_linear(tmp_path):
     record = new_record()
     record["training_iterations"][50]["loss"] = 0.0

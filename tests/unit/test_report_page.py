@@ -57,6 +57,13 @@ class Page(HTMLParser):
             found += [text.strip()] if tag == "td" else []
         return found
 
+    def losses(self):
+        """(the head, the rows) of the table of times to a loss."""
+        texts = self.texts[self.texts.index(("h2", "Time to a loss")) + 1 :]
+        texts = texts[: next(i for i, (tag, _) in enumerate(texts) if tag == "h2")]
+        head, cells = ([text for tag, text in texts if tag == wanted] for wanted in ("th", "td"))
+        return head, [cells[i : i + len(head)] for i in range(0, len(cells), len(head))]
+
     def panel(self, title):
         return next(panel for panel in self.figures if panel["title"] == title)
 
@@ -115,6 +122,21 @@ def test_the_tables_hold_the_medians_of_the_record(tmp_path):
     assert page.cells("GPUs") == ["8 x NVIDIA B200"]
     assert page.cells("MFU formula") == ["component_summation_v2025"]
     assert page.cells("peak") == ["2,250 TFLOPS per GPU"]
+
+
+def test_when_a_loss_was_reached_is_a_table(tmp_path):
+    """Of loss_targets; without them, of the best held-out loss."""
+    record = new_record(2000)
+    best = record["eval_steps"][-1]
+    head, cells = page_of(tmp_path, record).losses()
+    assert head[:3] == ["validation loss", "iteration", "training time"]
+    assert cells[0][:2] == [f"{best['val_loss']:.4f}, the best", f"{best['iter']:,}"]
+    assert cells[0][3:6] == ["-", "-", "-"], "wall clock, tokens and FLOPs are not in this record"
+    record["config"]["loss_targets"] = "3.5,1"
+    _, rows = page_of(tmp_path, record, record).losses()
+    assert [row[:2] for row in rows] == [["A", "3.5"], ["A", "1"], ["B", "3.5"], ["B", "1"]]
+    assert rows[1][2] == "not reached" and 700 < float(rows[0][2]) < 800
+    assert "Time to a loss" not in page_of(tmp_path, new_record(100)).of("h2")
 
 
 def test_several_runs_are_side_by_side_with_the_verdict(tmp_path):

@@ -48,13 +48,16 @@ def test_an_evaluated_loss_is_reached_there_and_a_lower_one_never():
     progress = Progress(RECORD)
     assert progress.reached(3.0).iteration == 20 and progress.reached(4.5).iteration == 10
     assert progress.reached(1.9) is None
-    assert (progress.at_end().iteration, progress.at_end().wall_seconds) == (31, 30)
+    last = progress.at_last_evaluation()
+    assert (last.iteration, last.tokens, last.wall_seconds) == (30, 3000, 30)
 
 
 def test_the_first_time_counts_where_the_loss_rises_again():
     record = copy.deepcopy(RECORD)
     record["eval_steps"].append(evaluation(31, 2.8, 40))
     assert Progress(record).reached(2.5).iteration == 25
+    assert Progress(record).below_since(2.5).iteration == 31, "it is not below at the end"
+    assert Progress(record).below_since(2.9).iteration == pytest.approx(21)
 
 
 def test_each_attempt_compiles_and_time_between_attempts_is_wall_clock_alone():

@@ -165,7 +165,7 @@ def write_run(folder, name, speeds, config=None, software=None, startup=None, **
 @pytest.fixture
 def printed(capsys, monkeypatch):
     """printed(*arguments): the output of compare_runs, which draws nothing."""
-    monkeypatch.setattr(compare_runs, "plot", lambda runs, labels: None)
+    monkeypatch.setattr(compare_runs, "plot", lambda runs, labels, x: None)
     monkeypatch.setattr(compare_runs.figure, "save", lambda figure, path: None)
 
     def printed(*arguments):

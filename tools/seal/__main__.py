@@ -13,11 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.arguments import user_folder
+from common.arguments import target_losses, user_folder
 from common.command import FAILED, run_command
 from common.durable_file import write_json
 from common.errors import UserError
 from common.text import one_line
+from common.time_to_loss import targets_reached
 from tools.seal.contents import changed_parts, code_text, make_seal, read_record, read_seal, readable
 from tools.seal.recount import disagreements, recount
 
@@ -58,6 +59,9 @@ def verify(path: Path) -> int:
     for formula, flops, causal_flops, *percents in recount(content["record"]):
         mfu, causal_mfu = ("no peak" if each is None else f"{each:.2f} % MFU" for each in percents)
         print(f"{formula}: {flops:,} FLOPs/token, {mfu}; causal: {causal_flops:,}, {causal_mfu}")
+    record = content["record"]
+    for loss, reached in targets_reached(record, target_losses(record["config"].get("loss_targets") or "")):
+        print(f"Val loss {loss:g}: {f'reached at {reached}' if reached else 'not reached'}")
     print(f"Digest: {content['digest']}")
     wrong = disagreements(content)
     for line in wrong:

@@ -1,5 +1,5 @@
 """Counts a record again, from the record alone: the model that its settings make, that model's FLOPs by all
-three formulas, tokens/s and MFU of each row, and the medians.
+three formulas, tokens/s and MFU of each row, the medians, and when its loss_targets were reached.
 
 The record may be anybody's: whoever calls this does so within contents.readable().
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.text import shown
+from common.time_to_loss import describe_targets
 from model_config import ModelConfig
 from training.configuration.keys import KEYS, TrainConfig
 from training.hardware.peaks import table_peak
@@ -74,8 +75,14 @@ def _rows(record: dict[str, Any]) -> Iterator[Figure]:
     yield f"number of rows, one in {interval} iterations,", logged, len(due)
     rows = [row for row in record["training_iterations"] if row["attempt"] == record["attempt"]]
     start = first = record["attempts"][-1]["start_iter"]
+    seen = None if start else 0
     for row in rows:
         made = _row(record, row, start == first) | {"warmup": start < first + UNMEASURED_ITERS}
+        if "tokens_seen" in row:
+            if seen is not None:
+                length = row["iter"] + 1 - start
+                made["tokens_seen"] = seen + length * record["startup_info"]["tokens_per_iter"]
+            seen = row["tokens_seen"]
         for name, value in made.items():
             yield f"iteration {row['iter']}: {name}", row[name], value
         start = row["iter"] + 1
@@ -83,6 +90,13 @@ def _rows(record: dict[str, Any]) -> Iterator[Figure]:
     for name, value in made.items():
         if name in summary:
             yield f"summary.{name}", summary[name], value
+    stated = {each["loss"]: each for each in summary.get("loss_targets") or []}
+    targets = {each["loss"]: each for each in describe_targets(record)}
+    for loss in stated | targets:
+        told, found = stated.get(loss), targets.get(loss)
+        if found and told:
+            found = dict.fromkeys(told) | found  # a record may claim more
+        yield f"summary.loss_targets, {loss:g}", told, found
 
 
 def _row(record: dict[str, Any], row: dict[str, Any], is_first: bool) -> dict[str, Any]:

@@ -168,11 +168,13 @@ def describe_data(data: RunData, samples: int) -> dict:
     """The record's data entry. It lists no file names, because there can be thousands. samples: number of
     sequences in max_iters iterations."""
     sources, by_source = data.sources, data.windows["train"].by_source.values()
+    parts = data.fingerprint.get("sources", [data.fingerprint])
     return {
         "tokens": {
             split: sum(source.splits[split].total for source in sources) for split in sources[0].splits
         },
         "fingerprint": data.fingerprint["sha256"],
+        "val_fingerprint": hash_json([part.get("splits", {}).get("val") for part in parts]),
         "sources": [
             {
                 "name": source.name,

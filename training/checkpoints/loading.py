@@ -18,23 +18,23 @@ from training.checkpoints.verification import damage, damaged, open_tensors
 from training.process.agreement import agree
 
 
-def load_checkpoint(folder: Path, state: TrainState, weights_only: bool = False) -> Progress:
-    """Loads a verified checkpoint into the tensors of `state`, bit for bit. weights_only: not what the
-    optimizer keeps. All ranks. Raises UserError, on every rank if on any."""
-    saved, optional = agree(state.world, _load_state, folder, state, weights_only)
+def load_checkpoint(folder: Path, state: TrainState, without_optimizer: bool = False) -> Progress:
+    """Loads a verified checkpoint into the tensors of `state`, bit for bit. without_optimizer: the weights
+    alone, not what the optimizer keeps of them. All ranks. Raises UserError, on every rank if on any."""
+    saved, optional = agree(state.world, _load_state, folder, state, without_optimizer)
     state.after_load(optional)
     return saved
 
 
 def _load_state(
-    folder: Path, state: TrainState, weights_only: bool
+    folder: Path, state: TrainState, without_optimizer: bool
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """What the checkpoint says, and those of the optional tensors that it has."""
     saved, reader = _open(folder)
     there = {name: whole.shape for name, whole in reader.wholes.items()}
     optional = {name: t for name, t in state.optional_tensors().items() if there.get(name) == t.shape}
     parts = state.parts()
-    if weights_only:
+    if without_optimizer:
         parts = {part: tensor for part, tensor in parts.items() if part.name.startswith(WEIGHT)}
     _load(folder, reader, parts | whole_parts(optional))
     return saved, optional

@@ -148,7 +148,7 @@ def load_resume(resume: Resume, state: TrainState) -> Progress:
     if resume.checkpoint is None:
         return Progress(0, 0)
     other_optimizer = "optimizer" in resume.changed
-    progress = load_checkpoint(resume.checkpoint, state, weights_only=other_optimizer)
+    progress = load_checkpoint(resume.checkpoint, state, without_optimizer=other_optimizer)
     if other_optimizer:
         log.warning("The other optimizer begins with moments of zero, and so does AdamW's part")
     if resume.is_other_run and state.update_guard:

@@ -146,6 +146,7 @@ class TrainConfig:
         "adamw", "muon: of the matrices in blocks; AdamW for the rest (docs/time_to_loss.md)", guarded=True
     )
     muon_momentum: float = key(0.95, "Muon's Nesterov momentum, in [0, 1)", guarded=True)
+    loss_targets: str = key("", "held-out losses whose time is stated, such as '3.5,3.28'")
     learning_rate: float = key(3e-4, "peak learning rate, after warm-up", minimum=0, guarded=True)
     min_lr: float = key(3e-5, "learning rate at the end of the decay", minimum=0, guarded=True)
     lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = key(

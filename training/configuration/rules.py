@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 
+from common.arguments import target_losses
 from common.errors import UserError
 from common.text import shorten, shown
 from model_config import ModelConfig
@@ -43,6 +44,11 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_batch(config, world_size)
     checkpoint_interval(config)
     check_schedule(config)
+    try:
+        target_losses(config.loss_targets)
+    except ValueError as error:
+        told = f"loss_targets={shown(config.loss_targets)}: {error}"
+        raise UserError(f"{told}; write each held-out loss once, such as '3.5,3.28'") from None
     for name in filter(None, (config.allow_changes or "").split(",")):
         if name not in (*GUARDED, *FACTORS):
             hint = did_you_mean(name, (*GUARDED, *FACTORS))
@@ -115,6 +121,11 @@ def _needs(config: TrainConfig) -> dict[tuple[str, ...], tuple[bool, str, str]]:
         ("fp8_gradients",): (recipe in ONE_SCALE, asked, f"low_precision={fp8}"),
         ("amax_history", "amax_algorithm"): (recipe in DELAYED, asked, "low_precision='fp8_delayed'"),
         ("muon_momentum",): (config.optimizer == "muon", "optimizer='adamw'", "--optimizer=muon"),
+        ("loss_targets",): (
+            config.eval_interval > 0 or config.eval_only,
+            "eval_interval=0",
+            "--eval_interval=250",
+        ),
         ("low_precision_skip_first", "low_precision_skip_last"): (recipe != "none", asked, "a recipe"),
         ("weight_rounding",): (
             "bfloat16" in stored,

@@ -26,7 +26,7 @@ class Capability:
     flash_attn: tuple[str, ...]  # attention backends whose package has kernels for it
     bf16: bool
     fp8: bool  # matmuls with one scale per tensor
-    block_scaled: bool = False  # matmuls whose blocks have scales: mxfp8, nvfp4
+    block_scaled: bool = False  # matmuls with a scale per block, of mxfp8 and nvfp4
     quack: bool = False  # ffn_backend 'quack': matmuls with an activation, whose tiles were chosen for it
     compute: tuple[int, int] | None = None  # (major, minor); None without CUDA
     name: str = "the CPU"
@@ -38,7 +38,7 @@ class Capability:
 #   flash_attn         3: its README (H100, H800). 2: setup.py of 2.8.3 builds for 8.0, 9.0, 10.0 and 12.0; a
 #                      build runs on later minor numbers. The probe in attention_kernels.py decides
 #   fp8                torch._scaled_mm accepts 8.9, and 9.0 or above; before, bf16 holds the fp8 numbers
-#   block_scaled       cuBLAS has kernels for 10.x alone. Not seen here: a check at the start decides
+#   block_scaled       torch.nn.functional.scaled_mm, whose kernels for these formats are cuBLAS's, for 10.x
 #   quack              its sources: it has kernels for 8.x, 10.x and 12.x, too, which need other tiles
 # The layout of fp8 operands needs no column. cuBLASLt requires row-major times column-major ("TN") on 8.9,
 # 9.0 and 12.x and takes any on 10.x (manual, cublasLtMatmul), but torch 2.13 requires TN everywhere.
@@ -61,9 +61,10 @@ CPU = Capability((TORCH,), (), bf16=True, fp8=False)
 
 FP8_NEEDS = "fp8 tensor cores (compute capability 8.9 or above: Ada, Hopper, Blackwell)"
 BF16_NEEDS = "bfloat16 (compute capability 8.0 or above), in which it is emulated"
-BLOCKS_NEED = "block-scaled tensor cores (compute capability 10.x: B200, B300)"
-NATIVE, EMULATED = "native", "emulated"
-CHECKED = "native after the check at the start"
+BLOCK_SCALED_NEEDS = "compute capability 10.x (B200, B300, GB200, GB300) and to pass the check at the start"
+# What the dry run, the start-up report, the record and docs/low_precision.md say of a recipe on a GPU.
+NATIVE, CHECKED = "native", "native after the check at the start"
+EMULATED, REFUSED = "emulated: slower than bf16", "refused"
 
 
 def dotted(compute: tuple[int, int] | None) -> str:
@@ -87,19 +88,20 @@ def capability(device: torch.device | str) -> Capability:
 
 
 def low_precision_support(recipe: str, here: Capability) -> str | None:
-    """How a low_precision recipe runs here: 'native', by tensor cores of its kind; CHECKED, so if a check at
-    the start finds no difference, else emulated; 'emulated', with the same numbers and no gain in speed; None
-    if it cannot. A CPU multiplies fp8 numbers in fp32."""
+    """How a low_precision recipe runs here: NATIVE, by tensor cores of its kind; CHECKED, the same if their
+    result agrees with the emulation's; EMULATED, with the same numbers and no gain in speed; None if it
+    cannot. A CPU multiplies fp8 numbers in fp32."""
     if recipe in ONE_SCALE:
         return NATIVE if here.fp8 else EMULATED if here.compute is None else None
     return CHECKED if here.block_scaled else EMULATED if here.bf16 else None
 
 
-def emulation_warnings(recipe: str, here: Capability) -> list[str]:
-    """What somebody should know who chose a recipe for its speed."""
-    if recipe == "none" or low_precision_support(recipe, here) != EMULATED:
+def emulation_warnings(recipe: str, here: Capability, support: str | None = None) -> list[str]:
+    """What somebody should know who chose a recipe for its speed. support: what a run found, after its
+    check."""
+    if recipe == "none" or (support or low_precision_support(recipe, here)) != EMULATED:
         return []
-    needs = FP8_NEEDS if recipe in ONE_SCALE else BLOCKS_NEED
+    needs = FP8_NEEDS if recipe in ONE_SCALE else BLOCK_SCALED_NEEDS
     faster = "none" if recipe in ONE_SCALE or not here.fp8 else "fp8_tensorwise"
     return [
         f"low_precision={recipe!r} is emulated on {here.name}: slower than bf16 (it needs {needs}); for "

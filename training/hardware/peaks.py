@@ -47,16 +47,19 @@ class Gpu:
     pattern: str  # regex for the whole device name after 'NVIDIA '; upper and lower case are the same
     name: str
     compute: tuple[int, int]  # capability; a row of training/hardware/capability.py
-    bf16: float  # dense TFLOPS with fp32 accumulation; fp16 is the same figure
-    fp8: float | None  # dense TFLOPS with fp32 accumulation; None: no fp8 tensor cores
+    bf16: float | None  # dense TFLOPS with fp32 accumulation; fp16 is the same figure; None: none is stated
+    fp8: float | None  # dense TFLOPS with fp32 accumulation; None: no fp8 tensor cores, or none is stated
     source: str  # what the sheet prints for bf16 and fp8, in TFLOPS; dense is half of sparse
 
 
+PRO, PRO_SHEET = "RTX PRO 6000 Blackwell", "RTX Blackwell PRO whitepaper"
 # Checked in November 2026 against public pages that quote the NVIDIA documents, not against the PDFs.
 # NVIDIA rounds: half of 1,979 is the whitepaper's 989.4; half of 1,671 is the 835 printed for sparse TF32.
+# The RTX PRO 6000 Server Edition's 1 and 2 PFLOPS are rounded most. Table 4 has the two workstation cards.
 GPUS = (
     Gpu("B200", "B200", (10, 0), 2250, 4500, "HGX B200 datasheet: 4,500 and 9,000 sparse"),
     Gpu("B300( SXM6 AC)?", "B300", (10, 3), 2250, 4500, "HGX B300 page: 36,000 and 72,000 sparse for 8 GPUs"),
+    Gpu("GB300", "GB300", (10, 3), 2500, 5000, "GB300 NVL72 page: 360,000 and 720,000 sparse for 72 GPUs"),
     Gpu("GB200", "GB200", (10, 0), 2500, 5000, "GB200 NVL72 datasheet: 5,000 and 10,000 sparse for one GPU"),
     Gpu("H200", "H200 SXM", (9, 0), 989.4, 1978.9, "H200 datasheet: 1,979 and 3,958 sparse"),
     Gpu("H200 NVL", "H200 NVL", (9, 0), 835, 1670.5, "H200 datasheet: 1,671 and 3,341 sparse"),
@@ -65,14 +68,31 @@ GPUS = (
     Gpu("H100 80GB HBM3", "H100 SXM", (9, 0), 989.4, 1978.9, "H100 whitepaper: 989.4 and 1978.9 dense"),
     Gpu("H100 PCIe", "H100 PCIe", (9, 0), 756, 1513, "H100 datasheet: 1,513 and 3,026 sparse"),
     Gpu("H100 NVL", "H100 NVL", (9, 0), 835, 1670.5, "H100 datasheet: 1,671 and 3,341 sparse"),
+    # The same chip and tensor cores as in the H100, with fewer links and hardly any fp64.
+    Gpu("H800", "H800 SXM", (9, 0), 989.4, 1978.9, "H800 datasheet: 1,979 and 3,958 sparse"),
+    Gpu("H800 PCIe", "H800 PCIe", (9, 0), 756, 1513, "H800 PCIe, Lenovo LP1814: 1,513 and 3,026 sparse"),
+    Gpu("H20(-3e)?", "H20", (9, 0), 148, 296, "H20 sheet, as server makers quote it: 148 and 296 dense"),
     Gpu("A100(-SXM4-[48]0GB|-PCIE-40GB| 80GB PCIe)", "A100", (8, 0), 312, None, "A100 datasheet: 312 dense"),
     Gpu("RTX A6000", "RTX A6000", (8, 6), 154.8, None, "GA102 whitepaper v2, table 3: 154.8 dense"),
+    Gpu("A10G", "A10G", (8, 6), 70, None, "NVIDIA's A10G datasheet for AWS: 70 dense; an A10 has 125"),
+    Gpu("GeForce RTX 3090", "RTX 3090", (8, 6), 71, None, "GA102 whitepaper v2, appendix A: 71 dense"),
+    Gpu("L4", "L4", (8, 9), 121, 242.5, "L4 datasheet: 242 and 485 sparse"),
     # The sheet's bf16 disagrees with itself by 1 % (362.05 dense, 733 sparse) and names no accumulator.
     Gpu("L40S", "L40S", (8, 9), 362, 733, "L40S datasheet: 362.05 and 733 dense"),
     # A GeForce has half the rate when it accumulates in fp32; for fp8 the Ada whitepaper says so since v2.02.
     Gpu("GeForce RTX 4090", "RTX 4090", (8, 9), 165.2, 330.3, "Ada whitepaper v2.02: 165.2 and 330.3 dense"),
     Gpu("GeForce RTX 5090", "RTX 5090", (12, 0), 209.5, 419, "RTX Blackwell whitepaper: 209.5 and 419 dense"),
+    Gpu(f"{PRO} Workstation Edition", PRO, (12, 0), 503.8, 1007.6, f"{PRO_SHEET}: 503.8 dense"),
+    Gpu(f"{PRO} Max-Q Workstation Edition", f"{PRO} Max-Q", (12, 0), 438.9, 877.9, f"{PRO_SHEET}: 438.9"),
+    Gpu(f"{PRO} Server Edition", f"{PRO} Server", (12, 0), 500, 1000, "datasheet: 1,000 and 2,000 sparse"),
+    Gpu("GB10", "GB10", (12, 1), None, None, "NVIDIA states one figure, 1,000 for sparse fp4"),
+    Gpu("Tesla T4", "T4", (7, 5), None, None, "it has no bf16; its datasheet has 65 for fp16"),
 )
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The row of this torch.cuda.get_device_name()."""
+    return next((g for g in GPUS if re.fullmatch(f"(NVIDIA )?({g.pattern})", name, re.I)), None)
 
 
 def table_peak(
@@ -87,7 +107,7 @@ def table_peak(
     fix = "time a GEMM with --peak_tflops=measure"
     if precision != "fp8":  # see resolve_peak: a stated number is never the fp8 peak
         fix = f"state its dense {precision.replace('bfloat', 'bf')} TFLOPS with --peak_tflops=..., or {fix}"
-    gpu = next((g for g in GPUS if re.fullmatch(f"(NVIDIA )?({g.pattern})", gpu_name, re.I)), None)
+    gpu = find_gpu(gpu_name)
     if gpu is None:
         return Peak(None, "none", f"no peak is known for the GPU {gpu_name!r}; {fix}", sparse)
     if compute not in (None, gpu.compute):
@@ -95,6 +115,9 @@ def table_peak(
         return Peak(None, "none", f"{named}, but this one reports {dotted(compute)}; {fix}", sparse)
     if precision == "float32":
         return Peak(None, "none", f"the table has no float32 peak for the {gpu.name}; {fix}", sparse)
+    if gpu.bf16 is None:
+        missing = f"the table has no {precision} peak for the {gpu.name} ({gpu.source})"
+        return Peak(None, "none", f"{missing}; {fix}", sparse)
     tflops = gpu.fp8 if precision == "fp8" else gpu.bf16
     if tflops is None:
         return Peak(None, "none", f"the {gpu.name} has no fp8 tensor cores; train it in bfloat16", sparse)

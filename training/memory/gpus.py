@@ -14,6 +14,7 @@ import torch
 from common.errors import UserError
 from common.text import shown
 from training.hardware.capability import Capability, capability, lookup
+from training.hardware.peaks import find_gpu
 from training.process.memory import GIB, host_bytes
 
 # A CPU's memory is also the system's, the data's and other programs'. The total, not what is free now, so
@@ -34,8 +35,7 @@ class DeviceMemory:
 class Card:
     """A GPU that a dry run can name."""
 
-    device: str  # torch.cuda.get_device_name(), for training/hardware/peaks.py
-    compute: tuple[int, int]
+    device: str  # torch.cuda.get_device_name(), for training/hardware/peaks.py, which has its capability
     gib: float  # total_memory as torch reports it: less than nvidia-smi's, which counts the driver's part
 
 
@@ -45,23 +45,23 @@ class Card:
 # (GPT2-Chinese, issue 215). The others follow from the datasheet's size, less 1 to 2 % for the driver, and
 # were not read from a device. A run takes the figure of its own device.
 CARDS = {
-    "B200": Card("NVIDIA B200", (10, 0), 178.0),
-    "B300": Card("NVIDIA B300 SXM6 AC", (10, 3), 266.0),
-    "GB200": Card("NVIDIA GB200", (10, 0), 184.0),
-    "GH200": Card("NVIDIA GH200 480GB", (9, 0), 94.5),
-    "H200": Card("NVIDIA H200", (9, 0), 139.8),
-    "H200-NVL": Card("NVIDIA H200 NVL", (9, 0), 139.8),
-    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 79.1),
-    "H100-PCIe": Card("NVIDIA H100 PCIe", (9, 0), 79.1),
-    "H100-NVL": Card("NVIDIA H100 NVL", (9, 0), 93.0),
-    "A100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 79.1),
-    "A100-40GB": Card("NVIDIA A100-SXM4-40GB", (8, 0), 39.4),
-    "A6000": Card("NVIDIA RTX A6000", (8, 6), 47.5),
-    "L40S": Card("NVIDIA L40S", (8, 9), 44.4),
-    "RTX-4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 23.6),
-    "RTX-5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 31.3),
-    "RTX-3090": Card("NVIDIA GeForce RTX 3090", (8, 6), 23.6),
-    "T4": Card("Tesla T4", (7, 5), 14.7),
+    "B200": Card("NVIDIA B200", 178.0),
+    "B300": Card("NVIDIA B300 SXM6 AC", 266.0),
+    "GB200": Card("NVIDIA GB200", 184.0),
+    "GH200": Card("NVIDIA GH200 480GB", 94.5),
+    "H200": Card("NVIDIA H200", 139.8),
+    "H200-NVL": Card("NVIDIA H200 NVL", 139.8),
+    "H100": Card("NVIDIA H100 80GB HBM3", 79.1),
+    "H100-PCIe": Card("NVIDIA H100 PCIe", 79.1),
+    "H100-NVL": Card("NVIDIA H100 NVL", 93.0),
+    "A100": Card("NVIDIA A100-SXM4-80GB", 79.1),
+    "A100-40GB": Card("NVIDIA A100-SXM4-40GB", 39.4),
+    "A6000": Card("NVIDIA RTX A6000", 47.5),
+    "L40S": Card("NVIDIA L40S", 44.4),
+    "RTX-4090": Card("NVIDIA GeForce RTX 4090", 23.6),
+    "RTX-5090": Card("NVIDIA GeForce RTX 5090", 31.3),
+    "RTX-3090": Card("NVIDIA GeForce RTX 3090", 23.6),
+    "T4": Card("Tesla T4", 14.7),
 }
 
 
@@ -79,7 +79,9 @@ def card_memory(card: Card) -> DeviceMemory:
 
 
 def card_capability(card: Card) -> Capability:
-    return lookup(card.compute, card.device)
+    gpu = find_gpu(card.device)
+    assert gpu, card
+    return lookup(gpu.compute, card.device)
 
 
 def device_memory(device: torch.device, local_size: int) -> DeviceMemory:

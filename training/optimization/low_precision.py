@@ -26,7 +26,7 @@ from ops.recipes.nvfp4 import Nvfp4Linear
 from ops.recipes.properties import ALIGNMENTS, ONE_SCALE
 from training.configuration.keys import TrainConfig
 from training.configuration.seeds import LOW_PRECISION, stream_seed
-from training.hardware.capability import CHECKED, NATIVE, capability, low_precision_support
+from training.hardware.capability import CHECKED, EMULATED, NATIVE, capability, low_precision_support
 from training.optimization.low_precision_state import (
     GRADIENT_DTYPES,
     DelayedScaling,
@@ -195,12 +195,15 @@ def describe_low_precision(
         return {}
     device = next(model.parameters()).device
     executed = executed_as(config, device, state)
+    native = executed.startswith("native")
+    support = low_precision_support(config.low_precision, capability(device))
     found: dict[str, object] = {
         "low_precision": {
             "recipe": config.low_precision,
             "scope": config.low_precision_scope,
             "executed": executed,
-            "native": executed.startswith("native"),
+            "native": native,
+            "support": support if native else EMULATED,
             "layers": len(layers),
         }
     }

@@ -30,6 +30,7 @@ from common.text import MESSAGE_CHARACTERS, plain, shorten
 from training.process.console import write_to_log_file
 from training.process.launch import launch_info
 from training.process.redaction import redact
+from training.process.torch_build import version_warnings
 from training.process.world import World
 
 # Each asks a run to save and to end. Only the training process itself reacts, not its data workers.
@@ -101,7 +102,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
         hint = "install g++ and the headers of Python (apt install g++ python3-dev), or set --compile=False"
         return USER_ERROR, f"error: torch.compile has no compiler that works; {hint}\n{compiler}"
     lines = "".join(traceback.format_exception(error))
-    return FAILED, f"{lines}error: {type(error).__name__}: {error}"
+    hint = "".join(f"\nwarning: {text}" for text in version_warnings())
+    return FAILED, f"{lines}error: {type(error).__name__}: {error}{hint}"
 
 
 def _missing_compiler(error: BaseException) -> str | None:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from training.configuration.keys import TrainConfig
 from training.process.launch import launch_info, machine_size
+from training.process.torch_build import no_gpu_reason
 
 # torch 2.13 renamed these two and warns about the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,11 +54,11 @@ def check_device(config: TrainConfig) -> None:
     """Raises UserError if this process cannot have the device that the configuration names."""
     if config.device != "cuda":
         return
-    if not torch.cuda.is_available():
-        raise UserError(
-            f"device='cuda' but torch {torch.__version__} finds no CUDA GPU; "
-            "use --device=cpu, or install a CUDA build of torch and check nvidia-smi"
-        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an old driver: the error says more
+        available = torch.cuda.is_available()
+    if not available:
+        raise UserError(f"device='cuda' but {no_gpu_reason()}")
     _, local_rank, _ = launch_info()
     if local_rank >= torch.cuda.device_count():
         raise UserError(

@@ -35,7 +35,8 @@ def begin_record(
     process begins. All ranks."""
     monitor = watch_gpus(world)
     info = startup_info(config, world.size, setup, describe_hardware(world.device))
-    info["warnings"] += emulation_warnings(config.low_precision, capability(world.device))
+    support = setup.low_precision.get("low_precision", {}).get("support")
+    info["warnings"] += emulation_warnings(config.low_precision, capability(world.device), support)
     info |= run_info(config, world.size, data, resume, pretrained, monitor)
     record = open_record(config, world, lock, path, info, resume.run, progress.iteration)
     return Logger(config, world, record, Clock(world.device), setup.peak, info, progress, monitor)

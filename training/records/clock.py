@@ -32,6 +32,10 @@ class Clock:
         self.intervals, self.began = [], now
         return Lap(sum(end - begin for begin, end in intervals), intervals)
 
+    def since_lap(self) -> float:
+        """Seconds since the last lap. Within a pause."""
+        return sum(end - begin for begin, end in self.intervals)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Wraps work that is no iteration. The device is synchronized at both ends, so that neither training

@@ -113,6 +113,7 @@ def _training(config: TrainConfig, info: dict) -> Section:
         ("  weight decay", "; ".join(f"{g['weight_decay']:g} on {g['params']:,}" for g in groups)),
         ("Gradient clipping", f"norm {config.grad_clip:g}" if config.grad_clip else "off"),
         ("Precision", _precision(config, info)),
+        ("  low precision", info.get("low_precision", {}).get("support", "")),
         ("  fp8 weight gradients", f"added to their sums: {fp8}" if fp8 else ""),
         ("torch.compile", f"{config.compile}{recomputed}"),
         ("Attention backend", info["attention"]["line"]),

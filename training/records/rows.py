@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from common.arguments import target_losses
+from common.time_to_loss import describe_targets, evaluations, targets_reached
 from training.checkpoints.saver import Save
 from training.checkpoints.train_state import Progress
 from training.configuration.keys import TrainConfig
@@ -168,7 +170,7 @@ class Logger:
             "time_ms": 1000 * reading.seconds,
             "optimizer_ms": reading.optimizer_ms,
             "lr": learning_rate,
-            "tokens_seen": self.tokens_before + (reading.iteration + 1 - self.start) * self.tokens_per_iter,
+            "tokens_seen": self._tokens_seen(reading.iteration + 1),
             "tokens_per_sec": tokens_per_sec,
             "tokens_per_sec_per_gpu": tokens_per_sec / self.world.size,
             "warmup": reading.first < self.start + UNMEASURED_ITERS,
@@ -176,6 +178,10 @@ class Logger:
             "mfu_reason": reason,
             "memory": self._memory(),
         }
+
+    def _tokens_seen(self, iteration: int) -> int:
+        """By the run, over all GPUs, before the update of this iteration."""
+        return self.tokens_before + (iteration - self.start) * self.tokens_per_iter
 
     def _mfu(self, reading: Reading, tokens_per_sec: float) -> tuple[dict[str, Any] | None, str | None]:
         """(the row's mfu, None), or (None, why there is none)."""
@@ -231,8 +237,24 @@ class Logger:
         for name, source in losses.get("sources", {}).items():
             log.info(f"     {name} │ Train loss: {source['train']:.4f} │ Val loss: {source['val']:.4f}")
         if self.record is not None:
+            best = min((step.loss for step in evaluations(self.record.content)), default=math.inf)
             self.record.add_evaluation(iteration, losses, learning_rate)
+            targets = target_losses(self.config.loss_targets)
+            new = [loss for loss in targets if losses["val"] <= loss < best]
+            if new and not self.config.eval_only:
+                self._say_reached(new, iteration, self.record.content)
             self.record.save()
+
+    def _say_reached(self, targets: list[float], iteration: int, content: dict[str, Any]) -> None:
+        """A line for each of these loss_targets, which this evaluation is the first to reach. Within its
+        pause."""
+        rows = list(content["training_iterations"])
+        if iteration > self.logged or not rows:  # what the next row will say of these iterations
+            row = {"iter": iteration - 1, "attempt": content["attempt"], "tokens_per_sec": self.world.size}
+            row |= {"time_ms": 1000 * self.clock.since_lap() / max(iteration - self.logged, 1)}
+            rows.append({**row, "tokens_seen": self._tokens_seen(iteration), "tokens_per_sec_per_gpu": 1})
+        for loss, reached in targets_reached({**content, "training_iterations": rows}, targets):
+            log.info(f"🎯 Val loss {loss:g} reached at {reached}")
 
     def saved(self, save: Save) -> None:
         log.info(f"💽 Saved {save.final}{save.note}")
@@ -260,6 +282,8 @@ class Logger:
             "warmup_iters_left_out": UNMEASURED_ITERS,
             **summarize(self.record.own_rows),
         }
+        if self.config.loss_targets and not self.config.eval_only:
+            self.summary["loss_targets"] = describe_targets(self.record.content)
         try:
             self.record.finish(status, self.summary)  # before all other output, which may fail or block
         finally:

@@ -19,6 +19,7 @@ from training.optimization.ffn_backend import describe_ffn_backend, versions
 from training.optimization.optimizer import describe_optimizer, optimizer_warnings
 from training.optimization.schedule import schedule_warnings
 from training.process.launch import launch_record
+from training.process.torch_build import version_warnings
 from training.records.machine import machine_info
 from training.strategies.fused_sums import describe_fusion
 from training.strategies.parallelize import strategy_name
@@ -76,6 +77,7 @@ def startup_info(
         "micro_batch": setup.memory["micro_batch"],
         "estimated_memory_gb": setup.memory["estimated_memory_gb"],
         "warnings": [
+            *version_warnings(),
             *([OTHER_ATTENTION.format(**attention)] if attention.get("reason") else []),
             *schedule_warnings(config),
             *optimizer_warnings(config),

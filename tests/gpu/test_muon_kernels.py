@@ -7,7 +7,6 @@ from support.helpers import TINY, checkpoint_tensors, make_dataset, run_in_one_l
 
 from ops.orthogonalize import orthogonalize, symmetric_product
 from ops.quantization.random_bits import bf16_stochastically, weight_key
-from ops.triton_kernels.muon import triton_apply, triton_blend
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +54,8 @@ def test_the_blend_is_nesterov_s_and_a_skipped_update_keeps_the_momentum(gradien
     expected = momentum.lerp(gradient.float() / 4, 0.05)
     kept = momentum.clone()
     blend = torch.empty_like(momentum, dtype=torch.bfloat16)
+    from ops.triton_kernels.muon import triton_blend
+
     triton_blend(gradient, momentum, blend, 0.95, scale, one)
     assert torch.equal(momentum, kept)
     triton_blend(gradient, momentum, blend, 0.95, scale, zero)
@@ -66,6 +67,8 @@ def test_the_blend_is_nesterov_s_and_a_skipped_update_keeps_the_momentum(gradien
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("start", [None, 0, 13])
 def test_a_weight_is_updated_rounded_and_copied_in_one_pass(stored, start):
+    from ops.triton_kernels.muon import triton_apply
+
     weight, direction = gaussian(33, 100, dtype=stored), gaussian(33, 100, dtype=torch.bfloat16, seed=1)
     rate, zero, one, step = (torch.full((), v, device="cuda") for v in (0.02, 0.0, 1.0, 7.0))
     rounding = None if start is None else (weight_key(5, 3, "cuda"), start)

@@ -1,0 +1,212 @@
+"""The results of the reference experiment: the table, what it says in plain words, and the curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.plan import Entry
+from bench.precision_table import cell, mean_and_deviation
+from bench.table import heading
+from common.durable_file import write_bytes, write_json
+from common.json_file import read_json
+from common.run_records import run_records
+from common.text import aligned
+from common.time_to_loss import Progress, Reached
+from plots import figure
+from plots.panels import line_styles
+
+BASELINE = "adamw"  # its mean final loss is the target
+STEPS = {"muon": 3250, "adamw": 4875}  # to 3.28 on FineWeb, in modded-nanogpt's track of optimizers
+STEP_TOKENS = 524_288  # of one of them
+COMPUTED = "3.28 on FineWeb, min (computed)"
+# {column: format of its numbers, '' for text}
+COLUMNS = {"variant": "", "learning rate": "g", "final loss": ".4f", "iterations": ".0f", "M tokens": ".2f"}
+COLUMNS |= {"training s": ".1f", "GPU-hours": ".4f", "of AdamW's tokens": ".3f", "of its time": ".3f"}
+COLUMNS |= {"tokens/s": ",.0f", "optimizer ms": ".2f", COMPUTED: ".1f", "note": ""}
+LEGEND = (
+    "Target: AdamW's mean final held-out loss in bf16; AdamW's own row is its whole run. Seconds: of\n"
+    "iterations alone. Means and standard deviations over seeds. Computed, no run did this: from tokens/s\n"
+    "here and modded-nanogpt's 3,250 steps (AdamW: 4,875) of 524,288 tokens to a held-out loss of 3.28."
+)
+ABOUT = (
+    "- Target: {:.4f}. A run has {:.1f} M tokens of {data} in {:,.0f} iterations, {ratio:.2f} for each "
+    "parameter. So few flatter Muon: at 20 the literature has 1.3 to 1.5 times at this size, 1.1 at 1.2 B "
+    "(Wen et al. 2025, arXiv 2509.02046)."
+)
+
+
+@dataclass(eq=False)
+class Run:
+    """A training: with a seed, of the table; without one, for the choice of a learning rate."""
+
+    variant: str
+    rate: float
+    seed: int | None
+    entry: Entry
+    out_dir: Path | None = None  # once it is done
+
+    @property
+    def reason(self) -> str | None:
+        """Why it failed."""
+        return self.entry.runs[-1]["reason"] if self.entry.runs else None
+
+    @property
+    def loss(self) -> float | None:
+        """The held-out one after the last iteration: infinite if it failed, None if it was not run yet."""
+        if self.entry.result:
+            return self.entry.facts["evaluations"][-1]["val_loss"]
+        return math.inf if self.reason else None
+
+    def record(self) -> dict:
+        assert self.out_dir, self.entry.name
+        return read_json(max(run_records(self.out_dir)))
+
+
+# --- the figures ---
+
+
+def table_rows(variants: list[str], runs: list[Run]) -> list[dict[str, Any]]:
+    """{column: value} of each variant, for the table, and more. Over seeds a value is (mean, deviation); what
+    was not measured is None."""
+    finished = {name: [run for run in runs if run.variant == name and run.entry.result] for name in variants}
+    target = statistics.mean([run.loss or 0 for run in finished[BASELINE]] or [math.nan])
+    ends = [Progress(run.record()).at_last_evaluation() for run in finished[BASELINE]]
+    whole = [at for at in ends if at]
+    rows = []
+    for name, done in finished.items():
+        own = [run for run in runs if run.variant == name]
+        row = {**dict.fromkeys(COLUMNS), "variant": name, **of_whole_runs(name, done)}
+        row["target"] = target if whole else None
+        row["learning rate"] = own[0].rate if own else None
+        found = {run.seed: Progress(run.record()).reached(target) for run in done if whole}
+        row["never"] = [seed for seed, at in found.items() if at is None]
+        # AdamW's own seeds lie around their mean: what it needs is its whole run
+        reached = whole if name == BASELINE else [at for at in found.values() if at]
+        if reached and len(reached) == len(found):
+            row |= needed(reached, whole)
+        said = [f"seed {run.seed} failed: {run.reason}" for run in own if run.reason]
+        if row["never"]:
+            said.append(f"ends above the target with seed {', '.join(map(str, row['never']))}")
+        low = (done[0].entry.facts["low_precision"] if done else None) or {}
+        said += ["fp8 is emulated"] * (not low.get("native", True))
+        waiting = sum(run.loss is None for run in own)
+        said += [f"{waiting or 'all'} runs are still to be done"] * (waiting > 0 or not own)
+        rows.append(row | {"note": "; ".join(said).replace("|", "/")})
+    return rows
+
+
+def of_whole_runs(name: str, done: list[Run]) -> dict[str, Any]:
+    """What the runs of a variant have, whether they reached the target or not."""
+    rates = [run.entry.result["tokens_per_sec"]["median"] for run in done if run.entry.result]
+    rows = [row for run in done for row in run.record()["training_iterations"][1:]]
+    milliseconds = [row["optimizer_ms"] for row in rows if row.get("optimizer_ms") is not None]
+    steps = STEPS[name.removesuffix("-fp8")]
+    return {
+        "losses": {str(run.seed): run.loss for run in done},
+        "final loss": mean_and_deviation([run.loss or 0 for run in done]),
+        "tokens/s": mean_and_deviation(rates),
+        "optimizer ms": statistics.median(milliseconds) if milliseconds else None,
+        COMPUTED: steps * STEP_TOKENS / statistics.mean(rates) / 60 if rates else None,
+    }
+
+
+def needed(found: list[Reached], whole: list[Reached]) -> dict[str, Any]:
+    """What the target took, also as ratios to AdamW's whole run."""
+    tokens, seconds = [at.tokens or 0.0 for at in found], [at.training_seconds for at in found]
+    most = (
+        statistics.mean(at.tokens or 0.0 for at in whole),
+        statistics.mean(at.training_seconds for at in whole),
+    )
+    ratios = {"token ratios": [n / most[0] for n in tokens], "time ratios": [s / most[1] for s in seconds]}
+    return {
+        "iterations": mean_and_deviation([at.iteration for at in found]),
+        "M tokens": mean_and_deviation([n / 1e6 for n in tokens]),
+        "training s": mean_and_deviation(seconds),
+        "GPU-hours": mean_and_deviation([at.gpu_hours for at in found]),
+        "of AdamW's tokens": mean_and_deviation(ratios["token ratios"]),
+        "of its time": mean_and_deviation(ratios["time ratios"]),
+        **ratios,
+    }
+
+
+# --- in words ---
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """What a row says of a variant against AdamW in bf16, also if that is nothing good."""
+    name, ratios, never = row["variant"], row.get("time ratios"), len(row["never"])
+    if never:
+        of = len(row["losses"])
+        return f"{name} does not reach AdamW's final loss with {never} of {of} seeds: it does not win."
+    if not ratios:
+        return f"{name}: there is nothing to compare yet."
+    wins = "it wins" if max(ratios) < 1 else "it does not win" if min(ratios) >= 1 else "seeds disagree"
+    tokens, seconds = (cell(row[column], ".3f") for column in ("of AdamW's tokens", "of its time"))
+    return f"{name} reaches AdamW's final loss in {tokens} of the tokens and {seconds} of the time: {wins}."
+
+
+def rate_line(name: str, runs: list[Run]) -> str:
+    """The losses of a grid."""
+    known = {run.rate: run.loss for run in runs if run.loss is not None}
+    best = min(known.values(), default=None)
+    texts = [f"{rate:g}: {loss:.4f}" + " (best)" * (loss == best) for rate, loss in known.items()]
+    texts += dict.fromkeys(f"failed: {run.reason}" for run in runs if run.reason)
+    return f"- {name}, held-out loss of short runs by learning rate: {'; '.join(texts)}"
+
+
+def save_results(
+    folder: Path, content: dict, variants: list[str], short: list[Run], full: list[Run]
+) -> list[str]:
+    """Writes results.json with everything and table.md, whose lines it returns."""
+    rows, done = table_rows(variants, full), [run for run in [*full, *short] if run.entry.result]
+    lines = heading(content, "time to loss", done[0].entry.facts if done else {})
+    for name in dict.fromkeys(run.variant for run in short):
+        lines.append(rate_line(name, [run for run in short if run.variant == name]))
+    texts = [[cell(row[name], form) for name, form in COLUMNS.items()] for row in rows]
+    lines += ["", *aligned(list(COLUMNS), texts, ("variant", "note"), "github"), ""]
+    lines += [f"- {verdict(row)}" for row in rows if row["variant"] != BASELINE]
+    if done and done[0].seed is not None and rows[0]["target"]:
+        facts, at = done[0].entry.facts, Progress(done[0].record()).at_last_evaluation()
+        tokens, iterations = (at.tokens or 0.0, at.iteration) if at else (0.0, 0.0)
+        about = {"data": facts["config"]["dataset"], "ratio": tokens / facts["parameters"]}
+        lines.append(ABOUT.format(rows[0]["target"], tokens / 1e6, iterations, **about))
+    lines += ["", LEGEND]
+    runs = [dataclasses.asdict(run) | {"out_dir": str(run.out_dir)} for run in [*short, *full]]
+    write_json(folder / "results.json", {**content, "rows": rows, "runs": runs})
+    write_bytes(folder / "table.md", ("\n".join(lines) + "\n").encode("utf-8"))
+    return lines
+
+
+# --- the curves ---
+
+
+def draw_curves(runs: list[Run], path: Path) -> None:
+    """The held-out loss against tokens and against training time: a line for each seed, a color for each
+    variant."""
+    drawing = figure.new_figure(14, 5.5)
+    axes = drawing.subplots(1, 2)
+    labels = {run.variant: f"{run.variant}, learning rate {run.rate:g}" for run in runs}
+    styles = dict(zip(labels, line_styles(len(labels)), strict=True))
+    lines = []
+    for run in (run for run in runs if run.entry.result):
+        progress = Progress(run.record())
+        at, losses = (np.array([step[i] for step in progress.evaluations], float) for i in (0, 1))
+        lines.append((at, losses))
+        style = {**styles[run.variant], "label": labels.get(run.variant, "_")}
+        labels.pop(run.variant, None)  # once in the legend
+        for axis, values in zip(axes, (progress.tokens, progress.seconds), strict=True):
+            figure.draw(axis, np.interp(at, progress.ends, values), losses, **style)
+    for axis, unit in zip(axes, ("tokens", "training seconds, without evaluations"), strict=True):
+        figure.label_axis(axis, "Held-out loss", "cross-entropy, nats per token", title_pad=20)
+        axis.set_xlabel(unit)
+        figure.limit_y(axis, [y for _, y in lines], [figure.after_the_beginning(*line) for line in lines])
+        figure.legend(axis)
+    axes[0].xaxis.set_major_formatter(figure.tokens_text)
+    figure.save(drawing, path)

@@ -1,0 +1,26 @@
+# The plain 124M model of the reference experiment (docs/time_to_loss.md): Qwen3, 12 blocks of width 768.
+# GPU: one with 40 GB or more. Unmeasured.
+#
+#   python -m bench.time_to_loss
+out_dir = "out-speedrun-124m"
+dataset = "fineweb10b"
+
+arch_preset = "qwen3"
+d_ff = 2048
+vocab_size = 50304  # GPT-2's 50,257, padded to a multiple of 64
+weight_tying = True
+
+batch_size = 32
+gradient_accumulation_steps = "auto"
+tokens_per_iter = 65_536
+max_iters = 640  # 41.9 M tokens
+
+learning_rate = 1e-3
+min_lr = 0.0
+lr_schedule = "wsd"
+wsd_decay_fraction = 0.25
+warmup_iters = 40
+
+eval_interval = 40
+eval_iters = 44  # at most 1.44 M tokens: all windows of a small held-out part, then equal for every seed
+always_save_checkpoint = False
