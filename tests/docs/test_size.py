@@ -1,6 +1,7 @@
 """The project is small, and stays so: its budgets. Who needs more room deletes something, or says in the
 commit why a budget grows. Since 35,550 lines came Muon (900), the time to a loss in records, comparisons and
-seals (400), its reference experiment (500), and what each GPU runs natively (110)."""
+seals (400), its reference experiment (500), what each GPU runs
+natively (110), and matmuls of scaled blocks for Blackwell (570)."""
 
 import subprocess
 
@@ -43,12 +44,12 @@ MEASURES = {
     ),
 }
 BUDGETS = {
-    "lines of the product": 37_400,
-    "lines that train.py reaches": 23_250,
-    "lines of ops/": 5_860,
+    "lines of the product": 37_970,
+    "lines that train.py reaches": 23_750,
+    "lines of ops/": 6_380,
     "lines of bench/": 3_260,
     "lines of configs": 506,
-    "lines of training/": 14_510,
+    "lines of training/": 14_570,
     "keys": 105,
     "words of the documents": 38_750,
 }
