@@ -8,7 +8,7 @@ import torch
 from support.gpu_runs import losses
 from support.gpu_runs import train as run_it
 from support.graphed_runs import ON_GPU, build, captured, rate, same, train, weights
-from support.helpers import TINY, make_dataset, write_config
+from support.helpers import TINY, evaluations, make_dataset, write_config
 
 from training.evaluation import evaluate
 
@@ -302,7 +302,7 @@ def test_a_run_says_what_happened_and_its_rows_are_the_eager_ones(folder):
     rows, expected = graphs["training_iterations"], eager["training_iterations"]
     assert [row["gradients"] for row in rows] == [row["gradients"] for row in expected]
     assert [row["lr"] for row in rows] == [row["lr"] for row in expected]
-    assert graphs["eval_steps"] == eager["eval_steps"]
+    assert evaluations(graphs) == evaluations(eager)
     choice = graphs["startup_info"]["cuda_graphs"]
     assert choice == {"asked": "CUDA Graph", "used": "CUDA Graph", "reason": None}
     assert "cuda_graphs" not in eager["startup_info"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.gpu_runs import losses, train
 from support.graphed_runs import build
-from support.helpers import SMALL, SMALL_RUN, make_dataset, write_config
+from support.helpers import SMALL, SMALL_RUN, evaluations, make_dataset, write_config
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_resume_is_bit_exact_on_gpus(folder, name, processes):
     shutil.copytree(folder / f"whole-{name}" / kept, folder / f"resumed-{name}" / kept)
     resumed = train(folder, f"resumed-{name}", *flags, "--init_from=resume", processes=processes)
     assert losses(resumed) == losses(whole)[4:]
-    assert resumed["eval_steps"][-1] == whole["eval_steps"][-1]
+    assert evaluations(resumed)[-1] == evaluations(whole)[-1]
 
 
 SCALING = "--rope_scaling={'rope_type': 'yarn', 'factor': 4, 'original_max_position_embeddings': 64}"

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from support.helpers import TINY, last_run, make_dataset, write_config
+from support.helpers import TINY, evaluations, last_run, make_dataset, write_config
 from support.masked_documents import write_lengths
 
 from common.errors import UserError
@@ -125,7 +125,7 @@ def test_a_run_trains_and_evaluates_as_one_by_end_of_text_ids(run, twins):
     one, two, plain = (last_run(twins / f"out-{name}") for name in ("eot", "listed", "plain"))
     losses = [[row["loss"] for row in record["training_iterations"]] for record in (one, two, plain)]
     assert losses[0] == losses[1] != losses[2]
-    assert one["eval_steps"] == two["eval_steps"]
+    assert evaluations(one) == evaluations(two)
 
 
 def test_a_mixture_may_have_both_kinds(twins):

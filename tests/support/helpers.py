@@ -118,6 +118,11 @@ def last_run(out_dir: Path) -> dict:
     return json.loads(paths[-1].read_text())
 
 
+def evaluations(record: dict) -> list[tuple[int, float, float]]:
+    """What the evaluations of a run found; their times and attempts differ between equal runs."""
+    return [(step["iter"], step["train_loss"], step["val_loss"]) for step in record["eval_steps"]]
+
+
 def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, read by the safetensors library and not by our code."""
     parts = {}  # name -> [(where it begins, part)]
