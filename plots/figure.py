@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # matplotlib is imported where it is used, so that its absenc
     from matplotlib.lines import Line2D
 
 
-SVG_INCHES = (7.2, 3.7)
+SVG_INCHES = (6.0, 3.4)
 MOST_POINTS, LEAST_POINTS = 4_000, 200  # of all runs, and of a run, whose values the page can tell
 
 
@@ -128,9 +128,11 @@ def output_path(text: str, ending: str = ".png") -> Path:
 
 def label_axis(axis: Axes, title: str, ylabel: str, form: str | None = None, title_pad: float = 6) -> None:
     """Title, axis labels and grid."""
-    axis.set_title(literal(title), loc="left", fontsize=11, fontweight="bold", pad=title_pad)
+    axis.set_title(
+        textwrap.fill(literal(title), 54), loc="left", fontsize=11, fontweight="bold", pad=title_pad
+    )
     axis.set_xlabel("iteration")
-    axis.set_ylabel(ylabel)
+    axis.set_ylabel(ylabel, labelpad=8)  # a browser's font may be wider than matplotlib's
     axis.grid(alpha=0.3)
     axis.locator_params(axis="x", integer=True, min_n_ticks=1)
     if form:
@@ -163,7 +165,7 @@ def draw_smoothed(axis: Axes, x: np.ndarray, y: np.ndarray, label: str, **style:
 def legend(axis: Axes) -> None:
     """Puts the legend between the axis and its title, where it hides no data."""
     if axis.get_legend_handles_labels()[0]:
-        tight: dict[str, Any] = {"borderpad": 0.1, "columnspacing": 1.2, "handlelength": 1.6, "fontsize": 8.5}
+        tight: dict[str, Any] = {"borderpad": 0.1, "columnspacing": 1.2, "handlelength": 1.6, "fontsize": 8}
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, **tight)
 
 
@@ -186,8 +188,11 @@ def tokens_text(value: float, place: float | None = None) -> str:
 def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
     """A second axis below that of the iterations. A loss of iteration i, of training or of an evaluation, is
     that of weights which have seen the tokens of i iterations: both are measured before its update."""
+    from matplotlib.transforms import ScaledTranslation
+
     to_tokens = (lambda iteration: iteration * tokens_per_iter, lambda tokens: tokens / tokens_per_iter)
-    second = axis.secondary_xaxis(-0.2, functions=to_tokens)
+    below = ScaledTranslation(0, -38 / 72, axis.get_figure().dpi_scale_trans)
+    second = axis.secondary_xaxis(0.0, functions=to_tokens, transform=axis.transAxes + below)
     second.set_xlabel("tokens")
     second.xaxis.set_major_formatter(tokens_text)
 
@@ -240,6 +245,7 @@ def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> N
     if len(outside):
         farthest = outside[np.argmax(np.abs(outside - (bottom + top) / 2))]
         number = f"{farthest:,.0f}" if abs(farthest) >= 1000 else f"{farthest:.4g}"
-        text = f"{len(outside)} of {len(points)} points are off the scale, the farthest at {number}"
-        style: dict[str, Any] = {"ha": "right", "fontsize": 8, "color": "dimgray"}
-        axis.annotate(text, (0.99, 0.02), xycoords="axes fraction", **style)
+        text = f"{len(outside)} of {len(points)} points off the scale, to {number}"
+        style: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": "dimgray"}
+        below = {"textcoords": "offset points", "annotation_clip": False}
+        axis.annotate(text, (1, 0), (0, -19), xycoords="axes fraction", **below, **style)

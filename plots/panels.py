@@ -47,7 +47,7 @@ COLUMNS = {
     "memory_gb": Column("Peak memory", "GiB per GPU", None),
     "sm_clock_mhz": Column("GPU clock", "SM clock, MHz, median over the row", "{x:,.0f}"),
     "power_w": Column("GPU power", "W per GPU, median over the row", "{x:,.0f}"),
-    "lr": Column("Learning rate", "learning rate", "{x:.2e}"),
+    "lr": Column("Learning rate", "learning rate", "{x:.3g}"),
     "grad_norm": Column("Gradient norm before clipping", "global L2 norm", None),
 }
 
@@ -98,7 +98,7 @@ def losses(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def draw_loss(axis: Axes, runs: list[Run], labels: list[str], x: str, scales: list[Scale]) -> None:
     title = "Loss (crosses: validation)" if labels else "Loss"
-    figure.label_axis(axis, title, "cross-entropy, nats per token", title_pad=6 if labels else 34)
+    figure.label_axis(axis, title, "loss, nats per token", title_pad=6 if labels else 34)
     drawn = []
     for run, place, label, style in zip(runs, scales, labels or [""], line_styles(len(runs)), strict=True):
         rows, trained, validated = ((place(iterations), y) for iterations, y in losses(run))
@@ -168,7 +168,7 @@ def draw_column(axis: Axes, column: str, runs: list[Run], labels: list[str]) -> 
     plain = [~run.warmup & ~run.with_evaluation if median_form else slice(None) for run in runs]
     typical = [run.columns[column][rows] for run, rows in zip(runs, plain, strict=True)]
     if column == "mfu_percent" and not labels:
-        faint: dict[str, Any] = {"color": "C0", "alpha": 0.35, "marker": "", "label": "causal scores only"}
+        faint: dict[str, Any] = {"color": "C0", "alpha": 0.35, "marker": "", "label": "causal"}
         figure.draw(axis, *points(runs[0], column, "mfu_causal_percent"), **faint)
         typical.append(runs[0].columns["mfu_causal_percent"][plain[0]])
     if median_form and not labels:
