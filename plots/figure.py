@@ -128,9 +128,8 @@ def output_path(text: str, ending: str = ".png") -> Path:
 
 def label_axis(axis: Axes, title: str, ylabel: str, form: str | None = None, title_pad: float = 6) -> None:
     """Title, axis labels and grid."""
-    axis.set_title(
-        textwrap.fill(literal(title), 54), loc="left", fontsize=11, fontweight="bold", pad=title_pad
-    )
+    title = textwrap.fill(literal(title), 54)
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=title_pad)
     axis.set_xlabel("iteration")
     axis.set_ylabel(ylabel, labelpad=8)  # a browser's font may be wider than matplotlib's
     axis.grid(alpha=0.3)
@@ -246,6 +245,5 @@ def limit_y(axis: Axes, drawn: list[np.ndarray], typical: list[np.ndarray]) -> N
         farthest = outside[np.argmax(np.abs(outside - (bottom + top) / 2))]
         number = f"{farthest:,.0f}" if abs(farthest) >= 1000 else f"{farthest:.4g}"
         text = f"{len(outside)} of {len(points)} points off the scale, to {number}"
-        style: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": "dimgray"}
-        below = {"textcoords": "offset points", "annotation_clip": False}
-        axis.annotate(text, (1, 0), (0, -19), xycoords="axes fraction", **below, **style)
+        style: dict[str, Any] = {"ha": "right", "fontsize": 8, "color": "dimgray", "annotation_clip": False}
+        axis.annotate(text, (1, 0), (0, -26), "axes fraction", "offset points", **style)

@@ -43,7 +43,7 @@ def test_the_page_fits_the_window_of_a_phone_and_shows_its_charts(tmp_path):
     text, problems = chromium.shown(path_of(tmp_path), script, width=500)
     window, page, width, height = map(int, Page(text).of("title")[0].split())
     assert page <= window <= 500 and problems == [], "nobody scrolls sideways"
-    assert width > 0.9 * window - 30 and height == pytest.approx(width * 3.7 / 7.2, rel=0.01)
+    assert width > 0.9 * window - 30 and height == pytest.approx(width * 3.4 / 6.0, rel=0.01)
 
 
 def test_no_script_of_a_record_runs(tmp_path):
