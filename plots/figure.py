@@ -190,7 +190,7 @@ def add_token_axis(axis: Axes, tokens_per_iter: float) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     to_tokens = (lambda iteration: iteration * tokens_per_iter, lambda tokens: tokens / tokens_per_iter)
-    below = ScaledTranslation(0, -38 / 72, axis.get_figure().dpi_scale_trans)
+    below = ScaledTranslation(0, -38 / 72, axis.figure.dpi_scale_trans)
     second = axis.secondary_xaxis(0.0, functions=to_tokens, transform=axis.transAxes + below)
     second.set_xlabel("tokens")
     second.xaxis.set_major_formatter(tokens_text)
