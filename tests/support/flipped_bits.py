@@ -1,0 +1,39 @@
+"""One flipped bit in one of the two passes of a second look, as a faulty GPU would make it."""
+
+import torch
+
+from training.optimization.second_look import BITS
+
+ELEMENT, BIT = 5, 12  # far from the highest: the loss stays a number
+
+
+def flip(tensor: torch.Tensor, element: int = ELEMENT, bit: int = BIT) -> None:
+    integers = tensor.data.view(BITS[tensor.element_size()]).view(-1)
+    integers[element] ^= 1 << bit
+
+
+def flip_activation(strategy, forward: int) -> None:
+    """In what enters the last block, in this forward in training, counted from 0."""
+    count = iter(range(10**6))
+
+    def spoil(block, arguments):
+        if not torch.is_grad_enabled() or next(count) != forward:
+            return None
+        x = arguments[0].clone()
+        flip(x)
+        return (x, *arguments[1:])
+
+    strategy.module.blocks[-1].register_forward_pre_hook(spoil)
+
+
+def flip_gradient(strategy, look: int, name: str) -> None:
+    """In a gradient's sum, after this pass of a second look, counted from 0."""
+    gradient_sums, count = strategy.gradient_sums, iter(range(10**6))
+
+    def spoil():
+        found = gradient_sums()
+        if next(count) == look:
+            flip(next(tensor for key, tensor in found.items() if key.startswith(name)))
+        return found
+
+    strategy.gradient_sums = spoil
