@@ -4,10 +4,13 @@ import torch
 
 from training.optimization.second_look import BITS
 
-ELEMENT, BIT = 5, 12  # far from the highest: the loss stays a number
+ELEMENT, BIT = 5, 21  # of float32, the second of the fraction: the loss stays a number
 
 
-def flip(tensor: torch.Tensor, element: int = ELEMENT, bit: int = BIT) -> None:
+def flip(tensor: torch.Tensor, element: int = ELEMENT, bit: int | None = None) -> None:
+    """bit: counted from the lowest; None: BIT, or of bfloat16 the same one."""
+    if bit is None:
+        bit = BIT if tensor.element_size() == 4 else BIT - 16
     integers = tensor.data.view(BITS[tensor.element_size()]).view(-1)
     integers[element] ^= 1 << bit
 

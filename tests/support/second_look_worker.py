@@ -18,6 +18,7 @@ from training.checkpoints.train_state import TrainState
 from training.configuration.dtypes import DTYPES
 from training.configuration.files_and_flags import load_config
 from training.faults.anomalies import AnomalyPolicy, Diverged
+from training.optimization.low_precision import use_low_precision
 from training.optimization.optimizer import build_optimizer
 from training.optimization.precision import LossScale
 from training.optimization.step import EagerStep
@@ -28,6 +29,7 @@ from training.strategies.parallelize import parallelize
 
 WEIGHT = "blocks.0.ffn.down.weight"
 TWO = "--gradient_accumulation_steps=2"
+FP8 = ["--dtype=bfloat16"]
 STRATEGIES = {
     "ddp": [TWO],
     "ddp, one micro-step": ["--dtype=bfloat16", "--reduce_dtype=bfloat16"],
@@ -36,6 +38,8 @@ STRATEGIES = {
     "fsdp": ["--use_fsdp=True", TWO],
     "fsdp in bf16": ["--use_fsdp=True", "--dtype=bfloat16", "--reduce_dtype=bfloat16", TWO],
     "fsdp, one micro-step": ["--use_fsdp=True"],
+    "fsdp, fp8": ["--use_fsdp=True", *FP8, "--low_precision=fp8_delayed", TWO],
+    "zero1, fp8": ["--use_zero1=True", *FP8, "--low_precision=fp8_tensorwise", TWO],
 }
 
 
@@ -46,11 +50,14 @@ class Run:
         self.config, self.world = load_config([config_path, *STRATEGIES[strategy]], world.size), world
         model = model_builder.build_model(self.config.model_config(), dtype=DTYPES[self.config.dtype])
         model.init_weights("cpu", seed=0)
+        low_precision = use_low_precision(model, self.config, world)
         self.strategy = parallelize(model, self.config, world)
         optimizer, scale = build_optimizer(self.strategy.shards, self.config), LossScale(False, world.device)
         guard = UpdateGuard(self.config, world.device)
-        self.step = EagerStep(self.strategy, optimizer, scale, self.config, guard)
-        self.state = TrainState(self.strategy, optimizer, scale, world, guard)
+        self.step = EagerStep(
+            self.strategy, optimizer, scale, self.config, guard, low_precision=low_precision
+        )
+        self.state = TrainState(self.strategy, optimizer, scale, world, guard, low_precision)
         self.generator = torch.Generator().manual_seed(world.rank)
 
     def iterate(self, second_look: bool = False):
@@ -59,7 +66,8 @@ class Run:
         return self.step(ids[..., :-1], ids[..., 1:], 1e-2, False, second_look)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in self.state.tensors().values()]
+        held = {**self.state.tensors(), **self.state.low_precision.state()}
+        return [tensor.clone() for tensor in held.values()]
 
     def suffer(self, plant) -> dict:
         """What a second look finds after plant() on rank 1, on all ranks."""
@@ -68,7 +76,8 @@ class Run:
             plant(self.strategy)
         before = self.tensors()
         result = self.iterate(second_look=True)
-        unchanged = all(map(torch.equal, before, self.tensors()))
+        updated = len(self.state.tensors())  # the rest is of low precision, which the forward changes
+        unchanged = all(map(torch.equal, before[:updated], self.tensors()))
         names = list(self.step.second_look.differences())
         policy = AnomalyPolicy(self.config, self.world, record=None, start=7)
         policy.second_look = self.step.second_look
@@ -99,6 +108,9 @@ def results(config_path: str, strategy: str, world: World) -> dict:
     }
     if strategy == "zero1":  # the first row is rank 0's
         faults["copy"] = lambda strategy: flip(strategy.working_copies()[WEIGHT], bit=3)
+    if strategy == "fsdp, fp8":
+        layer = "blocks.0.ffn.down"
+        faults["copy"] = lambda strategy: flip(strategy.module.get_submodule(layer).quantized.rows, bit=3)
     suffered = {name: Run(config_path, strategy, world).suffer(plant) for name, plant in faults.items()}
     return {"same bits": gather_objects(same, world), **suffered}
 

@@ -9,6 +9,7 @@ wrong bit. A difference becomes a bit of the update guard's verdict, so that the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -90,12 +91,12 @@ def _copies(strategy: Strategy) -> dict[str, torch.Tensor]:
 def checksums(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """int64 (2, n): checksums; and the bits of sums in float64, which say how large a difference is."""
     checksums, sums = zip(*map(_checksum_and_sum, tensors.values()), strict=True)
-    return torch.stack([torch.stack(checksums), torch.stack(sums).view(torch.int64)])
+    return torch.stack([torch.stack(checksums), torch.stack(sums).double().view(torch.int64)])
 
 
 def _checksum_and_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the bit patterns, that of element i times 2i + 1, modulo 2^64, int64 (); and the sum of the
-    numbers, of codes of one byte that of the codes, float64 (). Sums of integers are exact in any order. The
+    numbers, of codes of one byte that of the codes, fp32 (). Sums of integers are exact in any order. The
     factor is odd, so any single element that changes, and any two that change places, change the checksum."""
     bits = tensor.view(BITS[tensor.element_size()]).reshape(-1)
     numbers = bits if tensor.element_size() == 1 else tensor.reshape(-1)
@@ -105,7 +106,7 @@ def _checksum_and_sum(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         checksums.append((pattern * torch.arange(begin, end, 2, device=pattern.device)).sum())
         sums.append(number.sum(dtype=torch.float32))
         begin = end
-    return torch.stack(checksums).sum(), torch.stack(sums).sum(dtype=torch.float64)
+    return functools.reduce(torch.add, checksums), functools.reduce(torch.add, sums)
 
 
 def _one_flip(change: int, size: int) -> str:
