@@ -29,6 +29,21 @@ def flip_activation(strategy, forward: int) -> None:
     strategy.module.blocks[-1].register_forward_pre_hook(spoil)
 
 
+def flip_gradient_by(strategy, name: str, mask: torch.Tensor) -> None:
+    """In every second pass, the bits that are set in the mask, an integer on the device: so a captured
+    iteration can have a fault in one replay."""
+    gradient_sums, passes = strategy.gradient_sums, iter(range(10**6))
+
+    def spoil():
+        found = gradient_sums()
+        if next(passes) % 2:
+            integers = found[name].data.view(mask.dtype).view(-1)
+            integers[ELEMENT : ELEMENT + 1].bitwise_xor_(mask)
+        return found
+
+    strategy.gradient_sums = spoil
+
+
 def flip_gradient(strategy, look: int, name: str) -> None:
     """In a gradient's sum, after this pass of a second look, counted from 0."""
     gradient_sums, count = strategy.gradient_sums, iter(range(10**6))
