@@ -65,8 +65,7 @@ class Fsdp:
         # the FSDP units, each gathered as a whole: every block, the head, and the rest of the model
         # fully_shard adds this class to a module's own
         self.units = cast("list[FSDPModule]", [*model.blocks, *self.head, model])
-        own = {p.sharded_param: p for unit in self.units for p in group_of(unit).fsdp_params}
-        self.unsharded = {name: own[parameter] for name, parameter in model.named_parameters()}
+        self.unsharded: dict = {}  # parameter -> FSDP's object for it, once its own sums are asked for
         self.sums = FusedSums(model, self.units, policy) if fuses_gradient_sums(config) else None
         self.last = True  # micro-step of the iteration: its backward reduces the gradients
         self.under_way = False  # from the first micro-step until the gradients are cleared
@@ -98,6 +97,9 @@ class Fsdp:
             return {f"{s.name}, {mean}": _sharded(s.parameter.grad).to_local() for s in self.shards}
         if self.sums:
             return self.sums.views
+        if not self.unsharded:
+            own = {p.sharded_param: p for unit in self.units for p in group_of(unit).fsdp_params}
+            self.unsharded = {shard.name: own[shard.parameter] for shard in self.shards}
         return {name: _own_sum(parameter) for name, parameter in self.unsharded.items()}
 
     def reduce_gradients(self, loss: torch.Tensor) -> None:
@@ -139,9 +141,8 @@ class Fsdp:
             shard.parameter.grad = shard.local.grad = None
         if self.sums:
             self.sums.clear()
-        elif not self.last:
-            for parameter in self.unsharded.values():
-                parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+        for parameter in self.unsharded.values():
+            parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
 
     def working_copies(self) -> dict[str, torch.Tensor]:
         return {}  # gathered weights are freed, or written anew from the shards
