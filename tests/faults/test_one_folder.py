@@ -12,10 +12,8 @@ from support.three_units import config, contents, make
 
 import data.inspect.__main__ as inspect
 from common.errors import UserError
-from data.adopt import adopt
 from data.pipeline.folder_lock import one_part, only_preparation
 from data.pipeline.meta_file import read_meta
-from data.tokenizers.file_tokenizer import FileTokenizer
 from training.batches.dataset import open_dataset
 
 # --- two preparations in one folder ---
@@ -47,7 +45,6 @@ def test_every_way_to_make_a_dataset_is_refused_while_another_runs(tmp_path, bpe
                 lambda: make(folder, bpe),
                 lambda: make(folder, bpe, resume=False),
                 lambda: write_small(folder),
-                lambda: adopt(folder, FileTokenizer(bpe), None, None),
             ):
                 with pytest.raises(UserError, match="another preparation is at work in"):
                     call()
