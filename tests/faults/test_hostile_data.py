@@ -60,7 +60,7 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, bpe, here, name, res
     outside = tmp_path / "outside"
     outside.write_bytes(SECRET)
     folder = planted(tmp_path / "large")
-    for job in ({"num_parts": 2, "resume": resume}, {"resume": resume}, {"shard_tokens": 100}):
+    for job in ({"resume": resume}, {"shard_tokens": 100}):
         with contextlib.suppress(UserError):  # it may refuse what it finds
             make(folder, bpe, **job)
     with contextlib.suppress(UserError):
@@ -409,8 +409,6 @@ BEYOND_SENSE = {
     "--workers": [10**20, -1],
     "--max_tokens": [10**400, "9" * 5000, "1e3"],
     "--shard_tokens": [10**400, 0],
-    "--num_parts": [10**9],
-    "--part": [10**20],
     "--max_bad": [10**400],
     "--val_fraction": ["nan", "1e999999"],
     "--output": ["", " ", "~nobody-of-this-name/x"],
