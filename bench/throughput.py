@@ -41,11 +41,11 @@ ITERS_MAX = 10**6  # of one run
 
 def main(argv: list[str]) -> int:
     arguments, overrides = parse(argv)
+    programs = require(arguments.peer)
     check_overrides(overrides)
     check_formula()
     name, variants = chosen(arguments)
     check_varied(variants, overrides)
-    programs = require(arguments.peer)
     folder = new_folder(arguments.output, name)
     entries = make_plan(
         variants,
