@@ -1,4 +1,4 @@
-# make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint, a plot and a page
+# make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint, a plot, a page, a text
 # make setup     create .venv and install what every command needs
 # make test      set up, run the tests
 # make lint      set up, run the linter and the type checker
@@ -23,6 +23,8 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py config/quickstart.py --out_dir=$(OUT)
 	$(BIN)/python plots/plot_single_run.py "$$(ls -t $(OUT)/run_*[0-9].json | head -n 1)"
 	$(BIN)/python plots/report.py "$$(ls -t $(OUT)/run_*[0-9].json | head -n 1)"
+	$(BIN)/python sample.py --out_dir=$(OUT) --prompt="def main(" --max_new_tokens=100
+	@echo && tail -n 5 "$$(ls -t $(OUT)/run_*[0-9].log | head -n 1)"  # the run's summary
 
 speedrun: $(VENV)/.installed
 	$(BIN)/python -m bench.time_to_loss $(SPEEDRUN)

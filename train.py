@@ -25,6 +25,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: an end without a traceback
     if wants_help(sys.argv[1:]):  # answered before torch is imported, which takes seconds
         sys.exit(run_command(print_help, sys.argv[1:]))
+    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print("loading torch ...", file=sys.stderr, flush=True)
 
 # Reduces memory fragmentation. It is set here because torch may read it while it is imported.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -126,7 +128,7 @@ def main(argv: list[str]) -> int:
         with RunLock(Path(config.out_dir)) as lock:
             run = assemble(config, watchdog, lock)
             exit_status = train(run)
-            finish(run, exit_status)
+            finish(run, exit_status, argv)
             return exit_status
 
 
@@ -266,9 +268,10 @@ def loop(run: Run) -> None:
     run.evaluate_and_save.finish(learning_rate(config.max_iters, config))
 
 
-def finish(run: Run, exit_status: int) -> None:
-    """Logs where the record and the checkpoint are. If there are several processes, ends this one."""
-    for line in closing_lines(run.logger, run.evaluate_and_save.last_checkpoint, run.loader.waited_seconds):
+def finish(run: Run, exit_status: int, argv: list[str]) -> None:
+    """Logs what came out, where it is, and what to do next. If there are several processes, ends this one."""
+    checkpoint = run.evaluate_and_save.last_checkpoint
+    for line in closing_lines(run.logger, checkpoint, run.loader.waited_seconds, argv):
         log.info(line)
     run.step.close()
     if exit_status and run.world.is_main:

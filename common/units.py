@@ -16,8 +16,8 @@ def tokens(value: float, decimals: int = 3) -> str:
 
 
 def memory(gib: float) -> str:
-    """'13.53 GB', '3.21 MB'; a GB is 2^30 bytes here, as in the record's memory."""
-    return f"{gib:.2f} GB" if gib >= 0.1 else f"{1024 * gib:.2f} MB"
+    """'13.53 GiB', '3.21 MiB'."""
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{1024 * gib:.2f} MiB"
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import RunError
 from training.batches.loader import Loader
 from training.batches.windows import Split
-from training.checkpoints.plan import plan_saves
+from training.checkpoints.plan import may_save_last_best, plan_saves
 from training.checkpoints.saver import Saver
 from training.checkpoints.train_state import Progress
 from training.configuration.rules import checkpoint_interval
@@ -101,17 +101,20 @@ class EvaluateAndSave:
         self._complete()
 
     def finish(self, learning_rate: float) -> None:
-        """After the last update. With always_save_checkpoint, saves here even if no evaluation is due."""
+        """After the last update. Evaluates and saves, whether or not eval_interval says so."""
         iteration = self.config.max_iters
         if iteration <= self.start:
+            if iteration == self.start > 0 and self.config.eval_interval and not self.evaluated_before:
+                self.evaluate(iteration, learning_rate)  # a stop came between the last update and this
             log.info(
                 f"Nothing was left to train: iteration {self.start:,} of max_iters={iteration}; to train on, "
                 "raise --max_iters, which counts all iterations"
             )
             return
         val_loss, improved = None, False
-        if self._evaluation_is_due(iteration):
+        if self.config.eval_interval:  # always, so that a run ends with the loss of what it made
             val_loss, improved = self.evaluate(iteration, learning_rate)
+            improved = improved and may_save_last_best(self.config)
         if improved or self.config.always_save_checkpoint or self.config.checkpoint_interval:
             self.save(iteration, val_loss, improved)
         self._complete()

@@ -98,7 +98,7 @@ def test_contents_that_do_not_match_the_headings_would_be_found(listed, lacks):
 # --- what is generated ---
 
 
-@pytest.mark.parametrize("name", ["docs/reference.md", "TRAINING_GUIDE.md"])
+@pytest.mark.parametrize("name", ["docs/reference.md", "docs/your_gpu.md", "TRAINING_GUIDE.md"])
 def test_a_generated_page_is_what_the_code_says(name):
     """So the reference has every key, exit status and other name, and the guide every batch."""
     assert TEXTS[name] == pages()[name], "run: python -m docs.generate"

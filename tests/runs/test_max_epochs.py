@@ -65,7 +65,7 @@ def test_a_run_ends_after_its_epochs_and_says_so(run, folder, capsys):
     assert record["config"]["lr_decay_iters"] == 5
     assert record["startup_info"]["data"]["sources"][0]["samples_per_epoch"] == WINDOWS
     assert record["startup_info"]["data"]["sources"][0]["epochs"] == 2.0
-    assert [step["iter"] for step in record["eval_steps"]] == [3]
+    assert [step["iter"] for step in record["eval_steps"]] == [3, 5]
     assert (out / "checkpoints" / "step-00000005").is_dir()
     assert "max_epochs=2 of 10 samples" in capsys.readouterr().out
 

@@ -49,7 +49,7 @@ def test_the_command_trains(run, tmp_path, monkeypatch, val_tokens):
     assert run(*script, "--max_iters=2", "--peak_tflops=1", "--eval_iters=1", "--n_embd=32", "--d_ff=64") == 0
     record = last_run(tmp_path / "out-my text")
     assert record["config"]["vocab_size"] == 300 and len(record["training_iterations"]) == 2
-    assert len(record["eval_steps"]) == 1
+    assert [step["iter"] for step in record["eval_steps"]] == [0, 2]
 
 
 def test_a_small_text_under_a_known_tokenizer_gets_a_small_model(tmp_path):

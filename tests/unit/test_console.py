@@ -1,6 +1,7 @@
 """What a run shows while it trains: lines that users look for, units that fit the size, and the time left."""
 
 import re
+import unicodedata
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,7 @@ from common import units
 from training.records import rows
 from training.records.console_lines import ProgressText, console_lines
 
-ZERO = re.compile(r"(?<![\d.,])0(?:\.0+)? (?:[TGMk]F|[BMK] tokens|[TGM]B\b)")
+ZERO = re.compile(r"(?<![\d.,])0(?:\.0+)? (?:[TGMk]F|[BMK] tokens|[TGM]i?B\b)")
 
 ROW = {
     "iter": 10,
@@ -40,19 +41,45 @@ def trained(run, tmp_path, capfd):
 
 
 def test_the_lines_that_users_look_for_keep_their_form():
-    first = "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06"
-    assert console_lines(ROW, "component_summation_v2025", 8_784_170_496) == [
-        first,
+    assert console_lines(ROW) == [
+        "📍 Iter     10 │ Loss: 10.7652 │ Time: 1838ms │ LR: 1.65e-06",
         "⚡ MFU: 41.76% │ Achieved: 1879.4 TF │ Peak: 4500.0 TF",
-        "   Tokens/s: 213958 │ FLOPs/token: 8.78 GF (component_summation_v2025)",
-        "💾 Memory: 13.53 GB alloc │ 103.26 GB peak │ 111.23 GB reserved",
+        "   Tokens/s: 213958",
+        "💾 Memory: 13.53 GiB alloc │ 103.26 GiB peak │ 111.23 GiB reserved",
     ]
-    assert console_lines(ROW, "v3", 1, "3 %, 45 s left")[0] == f"{first} │ 3 %, 45 s left"
+    assert console_lines(ROW, "3 %, 45 s left")[2] == "   Tokens/s: 213958 │ 3 %, 45 s left"
+
+
+def columns(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) == "W" else 1 for letter in text)
+
+
+def test_no_row_is_wider_than_80_columns_and_nothing_is_cut_off():
+    """Of the largest run that there may be, with everything that a row can have."""
+    mfu = {"mfu_percent": 141.76, "hfu_percent": 100.01, "sparse_mode": True, "mfu_fp8_percent": 120.88}
+    mfu |= {"document_length_per_token": 900.0, "mfu_causal_percent": 100.02}
+    mfu |= {"flops_achieved": 987_654e12, "hardware_peak_flops": 2_250_000e12}
+    memory = dict.fromkeys(ROW["memory"], 1103.26)
+    row = {**ROW, "iter": 12_345_678, "time_ms": 1_234_567.0, "tokens_per_sec": 123_456_789.0, "mfu": mfu}
+    row |= {"memory": memory, "padding_percent": 12.34, "skipped_updates": 10}
+    reason = "computed 114.7 % of the peak, which is impossible: " + "a measured peak " * 15
+    for lines in (
+        console_lines(row, "34 %, 1234:05:06 left"),
+        console_lines({**row, "mfu": None, "mfu_reason": reason.strip()}),
+    ):
+        assert max(map(columns, lines)) <= 80, lines
+        assert all("\n" not in line for line in lines)
+        for word in ("Loss:", "MFU:", "Tokens/s:"):
+            assert sum(word in line for line in lines) == 1, word
+    text = "\n".join(console_lines(row))
+    for part in ("2:4 sparse", "Of the fp8 peak: 120.88%", "by document: 100.02%", "HFU: 100.01%"):
+        assert part in text
+    assert reason.strip() in re.sub(r"\n +", " ", "\n".join(lines))
 
 
 def test_a_log_shows_how_far_the_run_is_and_once_why_there_is_no_mfu(trained, tmp_path):
     output = trained()
-    progress = re.findall(r"^📍 Iter .* LR: \S+ │ (.*)$", output, re.M)
+    progress = re.findall(r"^   Tokens/s: \d+ │ (.*)$", output, re.M)
     assert [text.partition(" %")[0] for text in progress] == ["25", "50", "75", "100"]
     assert [text.endswith(" left") for text in progress] == [False, True, True, False]
     reason = last_run(tmp_path / "out")["training_iterations"][-1]["mfu_reason"]
@@ -67,7 +94,7 @@ def test_no_quantity_of_a_small_run_is_rounded_to_zero(trained):
     output = trained("--peak_tflops=0.04", "--max_iters=5")
     assert "Peak per GPU:                40.0 GFLOPS" in output
     assert "Iterations:                  5 (640 tokens)" in output
-    assert re.search(r"FLOPs/token: \d+\.\d\d kF \(component", output)
+    assert len(re.findall(r"FLOPs/token: +\d+\.\d\d kF \(component", output)) == 1, "once, at the start"
     assert re.search(r"Achieved: \d+\.\d [MG]F │ Peak: 40\.0 GF", output)
     assert ZERO.search(output) is None
 
@@ -84,8 +111,8 @@ def test_no_quantity_of_a_small_run_is_rounded_to_zero(trained):
         (units.tokens(81_727_000_000), "81.727 B tokens"),
         (units.tokens(614_400), "614.400 K tokens"),
         (units.tokens(640), "640 tokens"),
-        (units.memory(103.26), "103.26 GB"),
-        (units.memory(0.003), "3.07 MB"),
+        (units.memory(103.26), "103.26 GiB"),
+        (units.memory(0.003), "3.07 MiB"),
     ],
 )
 def test_units_fit_the_size(text, wanted):

@@ -323,9 +323,9 @@ def test_the_console_shows_hfu_beside_mfu_only_when_something_is_recomputed():
         logged_row(1, 4.0, dataclasses.replace(config, activation_checkpointing=mode), flops)
         for mode in ("none", "full")
     )
-    line = console_lines(plain, "v3", 1)[1]
+    line = console_lines(plain)[1]
     assert line.endswith("Peak: 2250.0 TF")
-    assert console_lines(recomputed, "v3", 1)[1] == f"{line} │ HFU: {recomputed['mfu']['hfu_percent']:.2f}%"
+    assert console_lines(recomputed)[1] == f"{line} │ HFU: {recomputed['mfu']['hfu_percent']:.2f}%"
 
 
 def test_the_totals_are_those_of_every_formula_of_mfu_versions():

@@ -57,7 +57,7 @@ def test_24_and_16_gb_are_refused_before_the_model_is_built(name, card, monkeypa
     with pytest.raises(UserError) as error:
         resolve_micro_batch(full(name), ALONE)
     text = str(error.value)
-    needs, has = re.search(r"need ([\d.]+) GB by the estimate, and .* has ([\d.]+) GB", text).groups()
+    needs, has = re.search(r"need ([\d.]+) GiB by the estimate, and .* has ([\d.]+) GiB", text).groups()
     assert "1 x 2048 tokens" in text and float(needs) > 22 and float(has) == round(memory.gib, 2)
     fits = "1 GPU: --activation_checkpointing=full --adam_dtype=8bit", "8 GPUs: --use_fsdp=True"
     assert any(one in text for one in fits) or (card == "T4" and "it needs more GPUs" in text)
@@ -131,7 +131,7 @@ def test_two_numbers_win_and_tokens_per_iter_is_set_aside():
     assert (config.batch_size, config.gradient_accumulation_steps, config.loss_chunks) == (22, 2, 1)
     assert found.set_aside and not found.fits
     (warning,) = found.warnings()
-    assert "NVIDIA RTX A6000 has 47.50 GB; batch_size='auto' finds what fits" in warning
+    assert "NVIDIA RTX A6000 has 47.50 GiB; batch_size='auto' finds what fits" in warning
     assert not chosen(QWEN, "H200", *STATED, "--tokens_per_iter=131072")[1].set_aside
 
 
@@ -199,17 +199,17 @@ def answer(flops, monkeypatch):
 def test_a_dry_run_answers_for_a_gpu_that_is_not_here(answer):
     text = answer("--gpu=H100")
     assert "8 x 2048 tokens (auto: the largest that fits by the estimate)" in text
-    assert re.search(r"Fits: +yes, with [\d.]+ GB \(\d+ %\) to spare", text)
+    assert re.search(r"Fits: +yes, with [\d.]+ GiB \(\d+ %\) to spare", text)
     assert re.search(r"Tokens/s at 50 % MFU: +47,923\n", text)  # 989.4 TFLOPS / 10.32 GF / 2
     assert "does not fit" not in text and "as --gpu names none" not in text
-    assert re.search("HBM3, as --gpu names none, 79.10 GB", answer())
+    assert re.search("HBM3, as --gpu names none, 79.10 GiB", answer())
     assert "DOES IT FIT" not in answer(*STATED) and math.isinf(dry_run.ANY.gib), "of stated numbers for none"
 
 
 def test_a_dry_run_says_what_is_missing_and_which_settings_would_fit(answer):
     text = answer("--gpu=A100-40GB", *STATED)
-    assert re.search(r"Fits: +no, [\d.]+ GB \(\d+ %\) is missing", text)
-    lines = re.findall(r"^  (\d GPUs?): (.*) \((\d+) x 2048 tokens, ([\d.]+) GB\)$", text, re.M)
+    assert re.search(r"Fits: +no, [\d.]+ GiB \(\d+ %\) is missing", text)
+    lines = re.findall(r"^  (\d GPUs?): (.*) \((\d+) x 2048 tokens, ([\d.]+) GiB\)$", text, re.M)
     assert {gpus for gpus, *_ in lines} == {"1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"}
     for gpus, flags, batch_size, gib in lines:
         processes = int(gpus[0])

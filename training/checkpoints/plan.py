@@ -34,13 +34,20 @@ def plan_saves(config: TrainConfig, start: int) -> SavePlan:
     if config.eval_interval:
         every.append(config.eval_interval)
     ends = bool(config.always_save_checkpoint or config.checkpoint_interval)
-    count = _multiples(every, start, last - 1) + (ends or any(last % n == 0 for n in every))
+    count = _multiples(every, start, last - 1) + (ends or may_save_last_best(config))
     most = None if seconds else count
     on_disk = None if config.keep_last is None else config.keep_last + bool(config.eval_interval) + 1
     if most is not None and start == 0:
         on_disk = min(most, on_disk or most)
     bests_only = bool(config.eval_interval) and not config.always_save_checkpoint
     return SavePlan(most, bests_only, on_disk, _when(config, iterations, seconds, ends))
+
+
+def may_save_last_best(config: TrainConfig) -> bool:
+    """Whether the evaluation after the last update may be saved as a new best. Not if it is the only one: a
+    short run with always_save_checkpoint=False, such as a measurement of speed, saves nothing."""
+    interval = config.eval_interval
+    return bool(interval) and (interval <= config.max_iters or config.eval_at_start)
 
 
 def checkpoint_bytes(parameters: int, config: TrainConfig) -> int:

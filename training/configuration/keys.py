@@ -68,6 +68,11 @@ class TrainConfig:
     seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
     dry_run: bool = key(False, "build on the meta device, print the start-up report, and stop")
     gpu: str | None = key(None, "of a dry run: the GPU that it answers for, such as 'H100' or 'A100-40GB'")
+    price: float | None = key(
+        None,
+        "of one GPU for an hour, in any currency: the start-up report says what the run costs",
+        minimum=0,
+    )
 
     # --- data ---
     dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)

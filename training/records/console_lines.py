@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from tqdm import tqdm
 
 from common import units
 
+WIDTH = 80  # columns of a terminal
 
-def console_lines(
-    row: dict, method: str, flops_per_token: int, progress: str = "", known_reason: bool = False
-) -> list[str]:
+
+def console_lines(row: dict, progress: str = "", known_reason: bool = False) -> list[str]:
     """progress: how far the run is, and the time left. known_reason: why there is no MFU was said before."""
-    mfu, memory = row["mfu"], row["memory"]
-    lines = [
-        f"📍 Iter {row['iter']:6d} │ Loss: {row['loss']:.4f} │ "
-        f"Time: {row['time_ms']:.0f}ms │ LR: {row['lr']:.2e}{f' │ {progress}' if progress else ''}"
-    ]
-    if mfu:
-        lines.append(
-            f"⚡ MFU: {mfu['mfu_percent']:.2f}% │ Achieved: {units.flops(mfu['flops_achieved'])} │ "
-            f"Peak: {units.flops(mfu['hardware_peak_flops'])}"
-            + (" (2:4 sparse)" if mfu["sparse_mode"] else "")
-            + (f" │ Of the fp8 peak: {fp8:.2f}%" if (fp8 := mfu.get("mfu_fp8_percent")) else "")
-            + (
-                f" │ Causal, by document: {mfu['mfu_causal_percent']:.2f}%"
-                if "document_length_per_token" in mfu
-                else ""
-            )
-            + (f" │ HFU: {hfu:.2f}%" if (hfu := mfu["hfu_percent"]) not in (None, mfu["mfu_percent"]) else "")
-        )
-    else:
-        lines.append("⚡ MFU: n/a" + ("" if known_reason else f" ({row['mfu_reason']})"))
-    per_token = units.flops(flops_per_token, decimals=2, prefixes="GMk")
     padding = f" ({row['padding_percent']:.2f}% padding)" if "padding_percent" in row else ""
-    lines.append(f"   Tokens/s: {row['tokens_per_sec']:.0f}{padding} │ FLOPs/token: {per_token} ({method})")
-    if memory:
+    lines = [
+        f"📍 Iter {row['iter']:6d} │ Loss: {row['loss']:.4f} │ Time: {row['time_ms']:.0f}ms │ "
+        f"LR: {row['lr']:.2e}",
+        *_mfu_lines(row, known_reason),
+        f"   Tokens/s: {row['tokens_per_sec']:.0f}{padding}{f' │ {progress}' if progress else ''}",
+    ]
+    if memory := row["memory"]:
         allocated, most, reserved = (
             units.memory(memory[name]) for name in ("allocated_gb", "max_allocated_gb", "reserved_gb")
         )
         lines.append(f"💾 Memory: {allocated} alloc │ {most} peak │ {reserved} reserved")
     if row.get("skipped_updates"):
         lines.append(f"   Updates skipped since the last row: {row['skipped_updates']}")
+    return lines
+
+
+def _mfu_lines(row: dict, known_reason: bool) -> list[str]:
+    """The MFU and its parts, or why there is none, in as many lines as they need."""
+    mfu = row["mfu"]
+    if not mfu:
+        text = "⚡ MFU: n/a" + ("" if known_reason else f" ({row['mfu_reason']})")
+        return textwrap.wrap(text, WIDTH - 1, subsequent_indent="   ", break_on_hyphens=False)
+    sparse = " (2:4 sparse)" if mfu["sparse_mode"] else ""
+    parts = [f"Achieved: {units.flops(mfu['flops_achieved'])}"]
+    parts.append(f"Peak: {units.flops(mfu['hardware_peak_flops'])}{sparse}")
+    if fp8 := mfu.get("mfu_fp8_percent"):
+        parts.append(f"Of the fp8 peak: {fp8:.2f}%")
+    if "document_length_per_token" in mfu:
+        parts.append(f"Causal, by document: {mfu['mfu_causal_percent']:.2f}%")
+    if (hfu := mfu["hfu_percent"]) not in (None, mfu["mfu_percent"]):
+        parts.append(f"HFU: {hfu:.2f}%")
+    lines = [f"⚡ MFU: {mfu['mfu_percent']:.2f}%"]
+    for part in parts:
+        fits = len(lines[-1]) + len(part) + 3 < WIDTH  # ⚡ takes two columns
+        lines[-1:] = [f"{lines[-1]} │ {part}"] if fits else [lines[-1], f"   {part}"]
     return lines
 
 

@@ -14,9 +14,11 @@ from training.configuration.rules import cuda_graphs_obstacle
 from training.optimization.low_precision import low_precision_line
 from training.optimization.schedule import warmup_and_decay_iters
 from training.process.memory import GB
+from training.records.expected_time import expected_rows
 from training.records.machine import machine_lines, speed_line
 from training.records.rows import Logger
 from training.records.run_record import accumulation_steps
+from training.records.summary import summary_of
 from training.strategies.parallelize import parallelism_line
 
 log = logging.getLogger("nanomfu")
@@ -49,19 +51,24 @@ def announce(logger: Logger) -> None:
         log.info("Compiling during the first iteration; it can take a minute")
 
 
-def closing_lines(logger: Logger, checkpoint: Path | None, waited_seconds: float) -> list[str]:
+def closing_lines(
+    logger: Logger, checkpoint: Path | None, waited_seconds: float, argv: list[str]
+) -> list[str]:
     """The last lines of a run; none on all ranks except 0. checkpoint: the last one that this process saved;
-    waited_seconds: total time that the loop waited for batches."""
+    waited_seconds: total time that the loop waited for batches; argv: what train.py was called with."""
     if logger.record is None:
         return []
+    checkpoint = checkpoint or logger.info["resumed_from"]
     lines = {
         "Run record": logger.record.path if logger.config.save_log_to_json else None,
         "Log": logger.record.path.with_suffix(".log"),
-        "Checkpoint": checkpoint or logger.info["resumed_from"],
+        "Checkpoint": checkpoint,
         "GPU": speed_line(logger.summary),
         "Data": f"total time the loop waited for batches: {waited_seconds:.2f} s",
     }
-    return ["", *(f"{name + ':':<12} {text}" for name, text in lines.items() if text)]
+    text = [f"{name + ':':<12} {text}" for name, text in lines.items() if text]
+    summary = {} if logger.config.eval_only else summary_of(logger, bool(checkpoint), argv)
+    return ["", *text, *([""] if summary else []), *(f"{name + ':':<12} {summary[name]}" for name in summary)]
 
 
 # --- text ---
@@ -73,7 +80,7 @@ def report_lines(config: TrainConfig, info: dict, start: int = 0) -> list[str]:
         "MODEL ARCHITECTURE": _architecture(info),
         "TRAINING CONFIGURATION": _training(config, info) + _checkpoints(config, info, start),
         "HARDWARE": _hardware(config, info),
-        "THEORETICAL PERFORMANCE": _performance(info),
+        "THEORETICAL PERFORMANCE": _performance(info) + expected_rows(config, info, start),
     }
     lines = []
     for title, section in sections.items():
@@ -229,7 +236,7 @@ def _dataloader(config: TrainConfig) -> str:
 
 def _hardware(config: TrainConfig, info: dict) -> Section:
     hardware, software = info["hardware"], info["software"]
-    memory = f" ({hardware['gpu_memory_gb']:.1f} GB)" if hardware.get("gpu_memory_gb") else ""
+    memory = f" ({hardware['gpu_memory_gb']:.1f} GiB)" if hardware.get("gpu_memory_gb") else ""
     peaks = {"Peak per GPU": "peak", "  fp8": "peak_fp8"}
     estimate = info["estimated_memory_gb"]
     return [
@@ -261,7 +268,8 @@ def _peak(peak: dict) -> str:
 
 def _performance(info: dict) -> Section:
     flops, peak = info["flops"], info["hardware"]["peak"]
-    rows = [("MFU formula", flops["calculation_method"])]
+    per_token = units.flops(flops["flops_per_token"], decimals=2, prefixes="GMk")
+    rows = [("FLOPs/token", f"{per_token} ({flops['calculation_method']})")]
     rows += [(f"FLOPs/token, {method}", f"{total:,}") for method, total in flops["totals"].items()]
     rows += [
         ("  causal half of the scores", f"{flops['flops_per_token_causal']:,}"),

@@ -156,9 +156,8 @@ class Logger:
         progress = self.progress.text(row["iter"] + 1, time.monotonic())
         known = row["mfu_reason"] in self.reasons_said
         self.reasons_said.add(row["mfu_reason"])
-        method, flops = self.facts["calculation_method"], self.flops["flops_per_token"]
         self._draw(lambda bar: bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False))
-        for line in console_lines(row, method, flops, progress, known):
+        for line in console_lines(row, progress, known):
             log.info(line)
 
     def _row(self, reading: Reading, learning_rate: float) -> dict[str, Any]:

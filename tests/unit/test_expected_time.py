@@ -1,0 +1,111 @@
+"""How long a run takes, and what it costs, is said before it begins: from an MFU with its source."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from support.helpers import ROOT, TINY
+
+from common.errors import UserError
+from docs import your_gpu
+from training.configuration.files_and_flags import load_config
+from training.configuration.keys import TrainConfig
+from training.dry_run import dry_run
+from training.hardware.peaks import find_gpu
+from training.memory.gpus import CARDS, card_memory
+from training.memory.micro_batch import choose
+from training.records.expected_time import ASSUMED, MEASURED, expected_rows, expected_speed
+from training.records.utilization import count_flops
+
+QWEN3, H100 = str(ROOT / "config/full_qwen3_1.8b_optimal.py"), "NVIDIA H100 80GB HBM3"
+
+
+def said(world_size: int = 1, *flags: str) -> dict[str, str]:
+    """{name: text} of the lines of a dry run."""
+    lines = dry_run(load_config([QWEN3, "--dry_run=True", *flags], world_size), world_size)
+    return dict(re.split(r": +", line.strip(), maxsplit=1) for line in lines if re.search(r": +\S", line))
+
+
+@pytest.mark.parametrize(("gpu", "kind"), MEASURED)
+def test_each_measured_mfu_is_the_median_of_its_seal(gpu, kind):
+    percent, name = MEASURED[gpu, kind]
+    record = json.loads((ROOT / "benchmarks" / f"{name}.seal.json").read_text())["record"]
+    assert percent == round(record["summary"]["mfu_percent"]["median"], 1)
+    hardware, config = record["startup_info"]["hardware"], record["config"]
+    found = find_gpu(hardware["gpu_name"])
+    assert (found.name if found else "CPU") == gpu and hardware["num_gpus"] == 1
+    head = ", the head too" * (config["low_precision_scope"] == "layers_and_head")
+    assert config["low_precision"] + head == kind
+    assert config["activation_checkpointing"] == "none"
+    assert record["startup_info"]["flops"]["calculation_method"] == "component_summation_v2025"
+
+
+def test_a_dry_run_says_how_long_and_for_how_much():
+    found = said(1, "--gpu=H100", "--price=2.5", "--max_iters=1000")
+    tokens_per_sec = 0.588 * 989.4e12 / 10_322_706_432
+    hours = 1000 * load_config([QWEN3]).tokens_per_iter / tokens_per_sec / 3600
+    iterations = re.fullmatch(
+        r"([\d.]+) h, .*: 1,000 iterations at ([\d,]+) tokens/s", found["Expected time"]
+    )
+    assert float(iterations[1]) == pytest.approx(hours, abs=0.06)
+    assert float(iterations[2].replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)
+    assert found["from an MFU of"] == "58.8 % by v3 (measured: benchmarks/qwen3_1.8b_h100.seal.json)"
+    cost, gpu_hours = re.fullmatch(
+        r"([\d.]+): ([\d.]+) GPU-hours at 2.5 each", found["Expected cost"]
+    ).groups()
+    assert float(gpu_hours) == pytest.approx(hours, abs=0.006)
+    assert float(cost) == pytest.approx(2.5 * hours, abs=0.006)
+
+
+def test_what_is_not_measured_is_called_an_assumption():
+    assert said(1, "--gpu=B200")["from an MFU of"] == f"{ASSUMED:.1f} % by v3 (assumed: not measured)"
+    assert "on one GPU and not on 8" in said(8, "--gpu=H100")["from an MFU of"]
+    small = said(1, "--gpu=H100", "--n_layer=2", "--n_embd=512", "--d_ff=1024", "--vocab_size=50304")
+    assert "assumed" in small["from an MFU of"], "a small model reaches less than a large one"
+    assert "assumed" in said(1, "--gpu=H100", "--low_precision=fp8_delayed")["from an MFU of"]
+    assert said()["Expected time"] == "not known, because no dense peak is known"
+
+
+def test_eight_gpus_cost_as_much_as_one_and_take_an_eighth_of_the_time():
+    one, eight = (said(n, "--gpu=H200", "--price=1", "--max_iters=5000") for n in (1, 8))
+    assert one["Expected cost"] == eight["Expected cost"]
+    hours = [float(found["Expected time"].split(" h")[0]) for found in (one, eight)]
+    assert hours[0] == pytest.approx(8 * hours[1], abs=0.5)
+
+
+def test_recomputation_takes_its_share_of_the_time():
+    config = load_config([QWEN3])
+    flops, full = count_flops(config), replace(config, activation_checkpointing="full")
+    plain, recomputed = (
+        expected_speed(c, flops, 10**9, H100, 989.4, 1).tokens_per_sec for c in (config, full)
+    )
+    assert 1.25 < plain / recomputed < 1.34, (
+        "a forward is a third of a training step; the head is not made again"
+    )
+
+
+def test_a_resume_counts_the_iterations_that_are_left():
+    config = TrainConfig(**{**TINY, "max_iters": 100, "peak_tflops": 0.1})
+    info = {
+        "hardware": {"peak": {"tflops_per_gpu": 0.1, "sparse": False}, "num_gpus": 1, "gpu_name": "a CPU"}
+    }
+    info |= {"flops": count_flops(config), "tokens_per_iter": 128, "model": {"total_params": 1}}
+    assert "60 iterations at" in expected_rows(config, info, 40)[0][1]
+    assert expected_rows(config, info, 100) == []
+
+
+def test_a_price_below_zero_is_refused():
+    with pytest.raises(UserError, match="price=-1.0 must be at least 0"):
+        load_config([QWEN3, "--price=-1"])
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_every_row_of_the_page_fits_its_gpus(count):
+    for name in your_gpu.GPUS:
+        model, config, changed = next(your_gpu._fitting(name, count))
+        flags = [f"--{key}={value}" for key, value in changed.items()]
+        flags += [f"--{key}={getattr(config, key)}" for key in ("batch_size", "gradient_accumulation_steps")]
+        asked = load_config([str(ROOT / "config" / f"{model}.py"), *flags], count)
+        numbers, found = choose(asked, count, card_memory(CARDS[name]))
+        assert found.fits and numbers.micro_batch == config.micro_batch, (name, count)

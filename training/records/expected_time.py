@@ -1,0 +1,77 @@
+"""Estimates how long a run takes and what it costs, from an MFU that is stated together with its source."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from common import units
+from mfu_versions import model_builder_v3 as v3
+from training.configuration.keys import TrainConfig
+from training.hardware.peaks import find_gpu
+from training.records.utilization import recomputed_flops
+
+# {(GPU, low precision): (MFU in percent of the bf16 peak by v3, its file in benchmarks/)}: one GPU, no
+# recomputation, models of 1.8 B parameters
+MEASURED = {
+    ("H200 SXM", "none"): (62.2, "qwen3_1.8b_h200"),
+    ("H100 SXM", "none"): (58.8, "qwen3_1.8b_h100"),
+    ("H200 SXM", "fp8_tensorwise"): (80.0, "qwen3_1.8b_fp8_layers_h200"),
+    ("H200 SXM", "fp8_tensorwise, the head too"): (88.5, "qwen3_1.8b_fp8_h200"),
+    ("CPU", "none"): (53.6, "quickstart_cpu"),
+}
+ASSUMED = 40.0  # percent, for every GPU, recipe and size of model that is not measured
+SMALL_MODEL = 1e9  # parameters below which a GPU reaches less than what was measured
+
+
+class Expected(NamedTuple):
+    mfu_percent: float
+    tokens_per_sec: float  # of all GPUs
+    source: str  # "measured: ..." or "assumed: ..."
+
+
+def expected_speed(
+    config: TrainConfig, flops: dict[str, Any], parameters: int, device: str, peak_tflops: float, gpus: int
+) -> Expected:
+    """flops: what the formula counts; device: the name of a GPU, or of a CPU; peak_tflops: of one GPU, for
+    the dtype. A recomputed forward takes its share of the time, which MFU does not count."""
+    gpu = find_gpu(device)
+    name = "CPU" if config.device == "cpu" else gpu.name if gpu else device
+    with_head = config.low_precision_scope == "layers_and_head"
+    found = MEASURED.get((name, config.low_precision + ", the head too" * with_head))
+    if found and (config.device == "cpu" or (parameters >= SMALL_MODEL and config.dtype == "bfloat16")):
+        percent, source = found[0], f"measured: benchmarks/{found[1]}.seal.json"
+        if gpus > 1:
+            source += f", on one GPU and not on {gpus}"
+    else:
+        percent, source = ASSUMED, "assumed: not measured"
+    per_token = flops["totals"][v3.CALCULATION_METHOD]
+    percent *= per_token / (per_token + (recomputed_flops(flops, config) or 0))
+    return Expected(percent, percent / 100 * peak_tflops * 1e12 * gpus / per_token, source)
+
+
+def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list[tuple[str, str]]:
+    """Of the start-up report, for the iterations from `start` on."""
+    hardware, iterations = info["hardware"], config.max_iters - start
+    if config.eval_only or iterations <= 0:
+        return []
+    peak, gpus = hardware["peak"]["tflops_per_gpu"], hardware["num_gpus"]
+    if peak is None or hardware["peak"]["sparse"]:
+        return [("Expected time", "not known, because no dense peak is known")]
+    device = hardware["gpu_name"].removesuffix(" (dry run)")
+    parameters = info["model"]["total_params"]
+    speed = expected_speed(config, info["flops"], parameters, device, peak, gpus)
+    seconds = iterations * info["tokens_per_iter"] / speed.tokens_per_sec
+    rows = [
+        (
+            "Expected time",
+            f"{units.duration(seconds)}, without evaluations and checkpoints: {iterations:,} iterations at "
+            f"{speed.tokens_per_sec:,.0f} tokens/s",
+        ),
+        ("  from an MFU of", f"{speed.mfu_percent:.1f} % by v3 ({speed.source})"),
+    ]
+    if config.price is not None:
+        hours = gpus * seconds / 3600
+        rows.append(
+            ("Expected cost", f"{config.price * hours:,.2f}: {hours:,.2f} GPU-hours at {config.price:g} each")
+        )
+    return rows

@@ -1,0 +1,70 @@
+"""The last five lines of a run: what came out, and the commands that go on from it."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import datetime
+
+from common import units
+from training.configuration.keys import TrainConfig
+from training.process.launch import is_launched, machine_number, machine_size
+from training.records.rows import Logger
+
+NO_CHECKPOINT = "no checkpoint was saved"
+
+
+def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[str, str]:
+    """{name: text}, on rank 0, once the record is complete. argv: what train.py was called with."""
+    record, summary, config = logger.record, logger.summary, logger.config
+    assert record is not None
+    attempt, mfu = record.this_attempt, summary["mfu_percent"]
+    began, ended = (datetime.fromisoformat(attempt[name]) for name in ("start_time", "end_time"))
+    iterations = logger.logged - logger.start
+    best, last = summary["best_val_loss"], summary["final_loss"]
+    losses = [f"{best:.4f} (validation)"] if best is not None else ["not evaluated"]
+    losses += [f"last training loss {last:.4f}"] if last is not None else []
+    time = f"{units.duration((ended - began).total_seconds())} for {iterations:,} iterations"
+    speed = f"{mfu['median']:.2f} %" if mfu else "n/a"
+    commands = {
+        "To resume": (resume_command(argv, logger.logged, config), has_checkpoint, NO_CHECKPOINT),
+        "To sample": (f"python sample.py {_flag('out_dir', config.out_dir)}", has_checkpoint, NO_CHECKPOINT),
+        "To plot": (
+            f"python plots/plot_single_run.py {shlex.quote(str(record.path))}",
+            config.save_log_to_json,
+            "no record was saved (save_log_to_json=False)",
+        ),
+    }
+    return {
+        "Time": f"{time}; median MFU {speed}",
+        "Best loss": ", ".join(losses),
+        **{name: command if possible else why for name, (command, possible, why) in commands.items()},
+    }
+
+
+def resume_command(argv: list[str], done: int, config: TrainConfig) -> str:
+    """Goes on to the last iteration or, if that is done, as far again."""
+    more = ["--init_from=resume"]
+    if done >= config.max_iters:
+        more += [f"--max_iters={2 * config.max_iters}"]
+        more += [f"--max_epochs={2 * config.max_epochs:g}"] if config.max_epochs else []
+    names = {"--resume_from", *(flag.partition("=")[0] for flag in more)}
+    rest, skip = [], False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if skip or name in names:
+            skip = not skip and not equals
+        else:
+            rest.append(word)
+    return shlex.join([*_launcher(), "train.py", *rest, *more])
+
+
+def _launcher() -> list[str]:
+    machines = machine_number()[1]
+    if not is_launched():
+        return ["python"]
+    where = ["--standalone"] if machines == 1 else [f"--nnodes={machines}", "..."]
+    return ["torchrun", *where, f"--nproc_per_node={machine_size()}"]
+
+
+def _flag(name: str, value: str) -> str:
+    return shlex.quote(f"--{name}={value}")
