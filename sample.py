@@ -28,6 +28,10 @@ from training.configuration.dtypes import DTYPES
 from training.configuration.seeds import SAMPLING, stream_seed
 
 TEMPERATURE_MAX = 1e3
+OF_NANOGPT = {
+    "--start": "--prompt='...', or --prompts=FILE with a prompt in each line",
+    "--init_from": "--out_dir=FOLDER of a run, or --hf=openai-community/gpt2-xl",
+}
 TOP_P_MIN = 1e-6  # 0 would leave no token
 
 
@@ -112,6 +116,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=whole_number(0), default=1337, help="the same seed, the same texts (1337)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     add("--dtype", choices=list(DTYPES), default="float32", help="to compute in (float32)")
+    for word in argv:
+        if instead := OF_NANOGPT.get(word.partition("=")[0]):
+            raise UserError(f"{word.partition('=')[0]} is nanoGPT's; here: {instead}")
     return parser.parse_args(argv)
 
 

@@ -1,6 +1,7 @@
 # A small Qwen3 on your own text, on one GPU: data/text/prepare.py prints the flags for a text of your size.
 # Needs: python data/quickstart/prepare.py, or your own text. Unmeasured.
 out_dir = "out-own-text"
+dataset = "quickstart"
 
 arch_preset = "qwen3"
 n_layer = 4

@@ -1,6 +1,7 @@
 # A small Qwen3 on the text of the Python standard library, for any CPU: what `make train` runs.
 # Measured: see LOG.md (2 CPU cores).
 out_dir = "out-quickstart"
+dataset = "quickstart"
 device = "cpu"
 dtype = "float32"
 compile = False

@@ -2,6 +2,7 @@
 # Needs the embedded corpus: python data/quickstart/prepare.py. Measured: unmeasured.
 # The other smoke_*.py are this one with another architecture.
 out_dir = "out-smoke-gpt2"
+dataset = "quickstart"
 device = "cpu"
 dtype = "float32"
 compile = False

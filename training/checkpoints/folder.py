@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from training.checkpoints.saved_state import read_state, step_number
+from training.configuration.elsewhere import foreign_checkpoint
 
 MANIFEST = "manifest.json"
 log = logging.getLogger("nanomfu")
@@ -43,7 +44,7 @@ def find_checkpoint(out_dir: Path, which: str = "latest") -> Path:
     if not complete:
         raise UserError(
             f"{root} holds no complete checkpoint to resume or sample from; check --out_dir, "
-            "or start a run with --init_from=scratch"
+            f"or start a run with --init_from=scratch{foreign_checkpoint(out_dir)}"
         )
     found = {"latest": complete[-1]}
     if best := by_loss(complete):

@@ -1,0 +1,132 @@
+"""Coming from another program: what differs silently is asked, and what has another name is named."""
+
+import subprocess
+import sys
+
+import pytest
+from support.helpers import ROOT, TINY, write_config
+
+import sample
+from common.errors import UserError
+from training.checkpoints.folder import find_checkpoint
+from training.configuration.elsewhere import FLAGS, check_total
+from training.configuration.files_and_flags import load_config, read_settings
+from training.configuration.keys import KEYS
+from training.pretrained.settings import load_run_config
+
+NANOGPT = """# these make the total batch size be ~0.5M
+# 12 batch size * 1024 block size * 5 gradaccum * 8 GPUs = 491,520
+dataset = "owt"
+batch_size = 12
+block_size = 1024
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config(line): the path of nanoGPT's config with this line."""
+
+    def write(line: str, text: str = NANOGPT) -> str:
+        (tmp_path / "train_gpt2.py").write_text(text + line + "\n")
+        return str(tmp_path / "train_gpt2.py")
+
+    return write
+
+
+# --- nanoGPT ---
+
+
+@pytest.mark.parametrize("line", ["gradient_accumulation_steps = 5 * 8", "gradient_accumulation_steps = 40"])
+def test_a_total_of_accumulation_steps_is_asked_about(config, line):
+    with pytest.raises(UserError) as error:
+        load_run_config([config(line)], 8)
+    said = str(error.value)
+    assert repr(line) in said and "train_gpt2.py:6" in said and "320 micro-steps" in said
+    assert "of 40: --gradient_accumulation_steps=5;" in said
+    for answer in (5, 40):
+        flag = f"--gradient_accumulation_steps={answer}"
+        assert load_run_config([config(line), flag], 8).gradient_accumulation_steps == answer
+
+
+def test_one_gpu_makes_what_nanogpt_makes_so_nothing_is_asked(config):
+    assert load_run_config([config("gradient_accumulation_steps = 5 * 8")], 1).micro_steps == 40
+
+
+@pytest.mark.parametrize("line", ["gradient_accumulation_steps = 5  # 5 * 8 in all", "_steps = 5 * 8"])
+def test_a_number_for_each_gpu_is_not_asked_about(config, line):
+    load_run_config([config(line, 'dataset = "owt"\n')], 8)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
+def test_no_config_of_ours_is_taken_for_another_programs(path):
+    settings = read_settings([str(path)])
+    assert "dataset" in settings.values
+    steps = settings.values.get("gradient_accumulation_steps", 1)
+    for world_size in (1, 2, 8):
+        check_total(steps, settings.places.get("gradient_accumulation_steps", ""), world_size)
+
+
+def test_a_config_that_states_no_dataset_trains_on_none(config, tmp_path):
+    path = config("", "")
+    with pytest.raises(UserError, match="no dataset is stated; add --dataset=NAME"):
+        load_run_config([path])
+    assert load_run_config([path, "--dry_run=True"]).dry_run
+    assert load_run_config([path, "--dataset=quickstart"]).dataset == "quickstart"
+
+
+@pytest.mark.parametrize("value", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_real_gpt2_weights_have_another_key(value):
+    with pytest.raises(UserError, match=f"here real weights are init_weights='hf:openai-community/{value}'"):
+        load_config(["config/quickstart.py", f"--init_from={value}"])
+
+
+def test_mps_is_refused_by_name():
+    with pytest.raises(UserError, match="device='mps' is not supported: .*--device=cpu --dtype=float32"):
+        load_config(["config/quickstart.py", "--device=mps"])
+    load_config(["config/full_gpt2_1.36b.py", "--device=cpu", "--dtype=float32", "--compile=False"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "here"), [("--start=Hi", "--prompt"), ("--init_from=gpt2-xl", "--hf=openai")]
+)
+def test_sample_names_its_own_flags(flag, here):
+    with pytest.raises(UserError, match=f"{flag.partition('=')[0]} is nanoGPT's; here: .*{here}"):
+        sample.parse(["--out_dir=out", flag])
+
+
+def test_a_checkpoint_of_nanogpt_is_named_as_its(tmp_path):
+    with pytest.raises(UserError) as error:
+        find_checkpoint(tmp_path)
+    assert "nanoGPT" not in str(error.value)
+    (tmp_path / "ckpt.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"ckpt.pt is nanoGPT's, .* --init_weights=hf:FOLDER"):
+        find_checkpoint(tmp_path)
+
+
+# --- other programs ---
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_of_another_program_is_named_with_what_it_is_here(name):
+    assert name not in KEYS
+    with pytest.raises(UserError) as error:
+        load_config(["config/quickstart.py", f"--{name}=1"])
+    assert FLAGS[name][0] in str(error.value) and FLAGS[name][1] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "program"),
+    [("--training.compile", "torchtitan"), ("--train.lr_warmup_steps=1", "litgpt"), ("--x.y=1", "")],
+)
+def test_a_flag_with_a_dot_names_the_program_that_has_such_flags(flag, program):
+    with pytest.raises(UserError) as error:
+        load_config(["config/quickstart.py", flag])
+    assert (f"looks like {program}'s" in str(error.value)) == bool(program)
+    assert "python train.py --help lists every key" in str(error.value)
+
+
+def test_the_hint_is_what_a_user_sees(tmp_path):
+    path = write_config(tmp_path / "run.py", **TINY, dataset="x")
+    command = [sys.executable, "train.py", str(path), "--depth=20"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "nanochat's; here: n_layer" in done.stderr, done.stderr
