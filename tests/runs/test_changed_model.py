@@ -1,6 +1,7 @@
-"""A model that somebody changes trains right: what people change first is the loss."""
+"""A model that somebody changes trains right: a loss, an activation, an auxiliary loss."""
 
 import re
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.graphed_runs import build
 from support.helpers import ROOT, TINY, last_run, make_dataset, run_in_one_launch, write_config
 
 from model import Head
+from training.configuration.keys import TrainConfig
 
 STRATEGIES = {"ddp": [], "zero1": ["--use_zero1=True"], "fsdp": ["--use_fsdp=True"]}
 SHAPE = (4, 2, 32)  # micro-steps of two sequences
@@ -60,11 +62,10 @@ def test_a_loss_that_somebody_replaces_gives_the_gradients_of_ours(
 
 
 def changed(example: str) -> str:
-    """model.py with the diff of CONTRIBUTING.md that adds `example`."""
-    diffs = re.findall(
-        r"```diff\n\+\+\+ model.py\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
-    )
-    (diff,) = (diff for diff in diffs if example in diff)
+    """model.py with the part of CONTRIBUTING.md's diff whose heading has `example`."""
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    parts = re.split(r"^\+\+\+ model.py: (.*)\n", block, flags=re.MULTILINE)[1:]
+    (diff,) = (diff for title, diff in zip(parts[::2], parts[1::2], strict=True) if example in title)
     text = (ROOT / "model.py").read_text()
     for removed, added in re.findall(r"((?:^-.*\n)*)((?:^\+.*\n)*)", diff, re.MULTILINE):
         if removed:
@@ -74,10 +75,18 @@ def changed(example: str) -> str:
     return text
 
 
-def test_the_soft_cap_of_contributing_trains_alike_under_every_strategy(dataset, tmp_path, monkeypatch):
-    (tmp_path / "model.py").write_text(changed("tanh"))
+MLP = {"ffn_type": "mlp", "activation": "gelu"}
+EXAMPLES = [("cap on the logits", {}), ("activation", MLP), ("auxiliary loss", {})]
+
+
+@pytest.mark.parametrize(("example", "keys"), EXAMPLES)
+def test_each_change_in_contributing_trains_alike_under_every_strategy(
+    dataset, tmp_path, monkeypatch, example, keys
+):
+    (tmp_path / "model.py").write_text(changed(example))
     monkeypatch.setenv("CHANGED_MODEL", str(tmp_path / "model.py"))
-    write_config(tmp_path / "run.py", **{**TINY, "dataset": dataset, "max_iters": 8, "grad_clip": 0.5})
+    settings = {**TINY, **keys, "dataset": dataset, "max_iters": 8, "grad_clip": 0.5}
+    write_config(tmp_path / "run.py", **settings)
     commands = {name: [tmp_path / "run.py", "--batch_size=2", *flags] for name, flags in STRATEGIES.items()}
     alone = {"alone": [tmp_path / "run.py", "--gradient_accumulation_steps=2", "--batch_size=2"]}
     losses = {}
@@ -92,3 +101,20 @@ def test_the_soft_cap_of_contributing_trains_alike_under_every_strategy(dataset,
         assert found[-1][0] < found[0][0] - 0.1
         for pair, expected in zip(found, losses["alone"], strict=True):
             assert pair == pytest.approx(expected, rel=2e-4), name
+
+
+def test_each_change_in_contributing_changes_the_loss(dataset, tmp_path):
+    """Or the test above would pass without it."""
+    x = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    for example, keys in EXAMPLES:
+        losses = []
+        for text in ((ROOT / "model.py").read_text(), changed(example)):
+            module = ModuleType("changed_model")
+            exec(compile(text, "model.py", "exec"), module.__dict__)
+            model = module.Transformer(TrainConfig(**TINY, **keys).model_config()).init_weights("cpu", 1)
+            with torch.no_grad():
+                model.head.lm_head.weight.mul_(40)  # logits that a cap of 30 changes
+            losses.append([model.train(mode)(x, x.roll(-1, -1)).item() for mode in (True, False)])
+        (plain, plain_eval), (other, other_eval) = losses
+        assert plain == plain_eval and other != plain, example
+        assert (other_eval == pytest.approx(plain_eval, rel=1e-6)) == (example == "auxiliary loss"), example
