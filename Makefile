@@ -1,19 +1,25 @@
-# make train     set up, train a small model on the CPU, leave a record, a log, a checkpoint, a plot, a page, a text
+# make train     set up, train a small model on the CPU, write a text, leave a record, a log, a plot and a page
 # make setup     create .venv and install what every command needs
 # make test      set up, run the tests
 # make lint      set up, run the linter and the type checker
 # make test-all  set up, run both and the slow tests, with every process started anew
 # make speedrun  set up, measure on a GPU how soon AdamW and Muon reach the same loss (docs/time_to_loss.md)
 # make chaos     set up, run the tests that take minutes: hundreds of kills, faults of every kind
+# make clean     remove .venv, caches, and what make train and the smoke configs have written
+# make help      print this
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out-quickstart
 BIN := $(VENV)/bin
+# --no-compile: Python compiles what it imports; pip would compile all files, which takes 37 s of one core.
+PIP = $(BIN)/python -m pip install --quiet --no-compile
+FAILED = { echo "the packages could not be installed. Behind a proxy: export HTTPS_PROXY=http://HOST:PORT. Without a \
+network, in a folder that is an environment with them: touch FOLDER/.installed; make train VENV=FOLDER" >&2; exit 1; }
 
 # The tests start hundreds of processes that import the project: its compiled files spare a tenth of the time.
 test test-all chaos: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train speedrun test test-all chaos lint clean
+.PHONY: help setup train speedrun test test-all chaos lint clean
 
 setup: $(VENV)/.installed
 
@@ -43,16 +49,18 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# --no-compile: Python compiles what it imports; pip would compile all files, which takes 37 s of one core.
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
+	$(PIP) -r requirements.txt || $(FAILED)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-data.txt requirements-test.txt requirements-trackers.txt
-	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt
+	$(PIP) -r requirements-dev.txt || $(FAILED)
 	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache out-quickstart out-smoke-*
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))

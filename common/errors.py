@@ -4,6 +4,10 @@ messages of Python's own errors that are about the machine."""
 from __future__ import annotations
 
 import os
+import sys
+
+if sys.platform == "win32":  # every command imports this module before what Windows lacks, such as fcntl
+    sys.exit("error: Windows is not supported; use WSL: run `wsl --install`, then the same commands in it")
 
 NO_MEMORY = "out of memory of the machine"
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
+
+
+def python_name() -> str:
+    """What a user types to start the Python that runs now."""
+    return "python" if shutil.which("python") == sys.executable else sys.executable
 
 
 def is_running(pid: int) -> bool:

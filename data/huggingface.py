@@ -1,8 +1,12 @@
 """The client library of the Hugging Face hub, which only a download needs."""
 
+import os
 from types import ModuleType
 
 from common.errors import UserError
+
+NO_ANSWER = "; behind a proxy, set HTTPS_PROXY=http://HOST:PORT"
+OFFLINE = "; HF_HUB_OFFLINE is set, so that the hub is not asked"
 
 
 def hub_library(instead: str = "pass --input DIR") -> ModuleType:
@@ -20,3 +24,15 @@ def hub_library(instead: str = "pass --input DIR") -> ModuleType:
 def first_line(error: Exception) -> str:
     """(kind of error: first line of its message); the library's messages have many lines."""
     return f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+
+
+def why_no_download(error: Exception) -> str:
+    """first_line(), and what may help if no server has answered."""
+    if any(getattr(error, name, None) is not None for name in ("response", "code")):
+        return first_line(error)
+    of_hub = type(error).__module__.startswith("huggingface_hub")
+    return first_line(error) + (OFFLINE if of_hub and is_offline() else NO_ANSWER)

@@ -24,10 +24,8 @@ GPUS = (
     *("RTX-3090", "RTX-4090", "RTX-5090", "A100-40GB", "L40S", "A6000", "A100", "H100-PCIe", "H100"),
     *("H100-NVL", "H200", "B200", "GB200", "B300"),
 )
-MODELS = (  # the largest first
-    *("qwen3_4b", "full_llama3_2.2b_chinchilla", "full_qwen3_1.8b_optimal", "full_llama3_1.5b_optimal"),
-    *("full_gpt2_1.36b", "train_gpt2_124m"),
-)
+MODELS = ("qwen3_4b", "full_llama3_2.2b_chinchilla", "full_qwen3_1.8b_optimal", "train_gpt2_124m")
+CONFIGS = {model: load_config([str(ROOT / "config" / f"{model}.py")]) for model in MODELS}  # largest first
 TOKENS = 10e9
 INTRODUCTION = f"""\
 For your GPU and config, in seconds and without a GPU, also with the price of a GPU for an hour:
@@ -47,6 +45,9 @@ With several: `WORLD_SIZE=8 python train.py ...`. The tables show the largest co
 - **loss** after {TOKENS / 1e9:g} B tokens is [the plan's](plan.md), which was fitted to other data."""
 
 
+_flops = functools.cache(lambda model: count_flops(CONFIGS[model]))  # its audit takes seconds
+
+
 def your_gpu() -> str:
     parts = [INTRODUCTION]
     for count, title in ((1, "One GPU"), (8, "Eight GPUs")):
@@ -58,11 +59,11 @@ def your_gpu() -> str:
 
 def _row(name: str, count: int) -> list[str]:
     model, config, changed = next(_fitting(name, count))
-    flops, parameters = _counts(model)
+    parameters = shape_of(config.model_config()).parameters
     device = CARDS[name].device
     peak = table_peak(device, "bfloat16").tflops
     assert peak is not None, name
-    speed = expected_speed(config, flops, parameters, device, peak, count)
+    speed = expected_speed(config, _flops(model), parameters, device, peak, count)
     measured = " **m**" * speed.source.startswith("measured")
     return [
         name,
@@ -80,8 +81,7 @@ def _fitting(name: str, count: int) -> Iterator[tuple[str, TrainConfig, dict[str
     """(model, its settings with numbers, what was changed) of what fits, the largest and mildest first."""
     memory = card_memory(CARDS[name])
     changes = REMEDIES if count == 1 else ({}, {"use_zero1": True}, *(FSDP | remedy for remedy in REMEDIES))
-    for model in MODELS:
-        config = load_config([str(ROOT / "config" / f"{model}.py")])
+    for model, config in CONFIGS.items():
         if not is_auto(config):
             free: dict[str, Any] = dict.fromkeys(NUMBERS, AUTO)
             tokens = config.samples_per_iter(count) * config.block_size
@@ -96,10 +96,3 @@ def _fitting(name: str, count: int) -> Iterator[tuple[str, TrainConfig, dict[str
             numbers, found = choose(wanted, count, memory)
             if found.fits:
                 yield model, numbers, changed
-
-
-@functools.cache
-def _counts(model: str) -> tuple[dict[str, Any], int]:
-    """(FLOPs, parameters)."""
-    config = load_config([str(ROOT / "config" / f"{model}.py")])
-    return count_flops(config), shape_of(config.model_config()).parameters

@@ -17,7 +17,7 @@ from common.durable_file import write_json
 from common.errors import UserError
 from common.json_file import read_json
 from data.folders import is_plain_name
-from data.huggingface import first_line, hub_library
+from data.huggingface import hub_library, is_offline, why_no_download
 from data.pipeline.token_files import is_count, is_hash
 
 LISTING = "hub.json"
@@ -120,7 +120,7 @@ class Hub:
                     raise
                 if seconds is None or _is_final(error):
                     raise ConnectionError(
-                        f"{name} of {self.repository} could not be downloaded {first_line(error)}"
+                        f"{name} of {self.repository} could not be downloaded {why_no_download(error)}"
                     ) from error
                 time.sleep(seconds)
 
@@ -170,8 +170,8 @@ def _ask(repository: str) -> tuple[str, dict]:
         }
     except Exception as error:
         raise UserError(
-            f"{repository} could not be downloaded {first_line(error)}. Run the same command again to go on, "
-            f"or get the files elsewhere and pass --input DIR"
+            f"{repository} could not be downloaded {why_no_download(error)}. Run the same command again to "
+            "go on, or get the files elsewhere and pass --input DIR"
         ) from error
     if not files:
         raise UserError(f"{repository} holds no file that ends in {', '.join(SUFFIXES)}")
@@ -180,4 +180,4 @@ def _ask(repository: str) -> tuple[str, dict]:
 
 def _is_final(error: Exception) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return status in FINAL_STATUSES or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    return status in FINAL_STATUSES or is_offline()

@@ -8,12 +8,11 @@ smallest model and four epochs. A CPU always gets the smallest model, and as man
 
 import os
 import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from common.processes import python_name
 from data.folders import DATA_DIR, dataset_argument
 from data.pipeline.meta_file import count_tokens, document_ends
 
@@ -112,7 +111,7 @@ def next_lines(meta: dict, folder: str | Path, config: str | None, device: Devic
     if config is not None and count_tokens(meta)["train"] >= LARGE_TOKENS:
         arguments, lines = [config], {}
     train = ["train.py", *arguments, f"--dataset={dataset_argument(folder)}", f"--out_dir={out_dir}"]
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    python = python_name()
     before = "" if Path.cwd() == root else f"cd {shlex.quote(str(root))} && "
     records = f"{shlex.quote(out_dir)}/run_*.json"
     lines["next"] = before + shlex.join([python, *train])

@@ -17,6 +17,7 @@ from common.arguments import check_output, user_path  # noqa: E402
 from common.command import run_command  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.json_file import read_regular  # noqa: E402
+from data.huggingface import why_no_download  # noqa: E402
 from data.pipeline.next_commands import report  # noqa: E402
 from data.pipeline.small_dataset import write_dataset  # noqa: E402
 from data.tokenizers.char_tokenizer import CharTokenizer  # noqa: E402
@@ -41,7 +42,7 @@ def read_text(path: str | None) -> str:
             content = response.read()
     except OSError as error:
         raise UserError(
-            f"{URL} could not be downloaded ({error}); get it elsewhere and use --input FILE"
+            f"{URL} could not be downloaded {why_no_download(error)}; get it elsewhere and use --input FILE"
         ) from error
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise UserError(

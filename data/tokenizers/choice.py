@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.errors import UserError
-from data.huggingface import first_line, hub_library
+from data.huggingface import hub_library, why_no_download
 from data.tokenizers.tokenizer import HUB_PREFIX, SubwordTokenizer, Tokenizer, open_tokenizer
 
 HUB_FILES = [
@@ -35,7 +35,8 @@ def _download(repository: str) -> str:
         page = f"https://huggingface.co/{repository}"
         raise UserError(
             f"there is no folder {repository}, and the tokenizer of {repository} could not be downloaded "
-            f"{first_line(error)}. If it asks for a licence, accept that at {page} and run: hf auth login"
+            f"{why_no_download(error)}. If it asks for a licence, accept that at {page} and run: hf auth "
+            "login. Without a network, copy the files here and name their folder"
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import UserError
+from data.huggingface import why_no_download
 
 if TYPE_CHECKING:
     import tiktoken
@@ -42,7 +43,7 @@ class TiktokenTokenizer:
         except OSError as error:  # the errors of requests are OSErrors too
             cache = os.environ.get("TIKTOKEN_CACHE_DIR", "not set")
             raise UserError(
-                f"tiktoken could not download its {name!r} files ({type(error).__name__}). Without a "
+                f"tiktoken could not download its {name!r} files {why_no_download(error)}. Without a "
                 f"network: load it once on a machine that has one, with TIKTOKEN_CACHE_DIR=FOLDER in the "
                 f"environment; copy FOLDER here and set TIKTOKEN_CACHE_DIR to it (now: {cache})"
             ) from error

@@ -289,6 +289,7 @@ def test_an_unreachable_hub_is_one_message(run, tmp_path, capsys, monkeypatch):
     assert run(hf_run(tmp_path, out_dir=tmp_path / "out"), "--init_weights=hf:Owner/no-such-model@main") == 2
     error = capsys.readouterr().err
     assert "the model Owner/no-such-model of the Hugging Face hub could not be downloaded" in error
+    assert "HF_HUB_OFFLINE is set" in error and "write --init_weights=hf:FOLDER" in error
     assert "Traceback" not in error and not (tmp_path / "out").exists()
 
 

@@ -14,6 +14,7 @@ from support.helpers import ROOT, TINY, checkpoint_tensors, last_run, make_datas
 
 import train
 from common.errors import UserError
+from common.processes import python_name
 from training.batches.loader import Loader
 from training.configuration.keys import TrainConfig
 from training.evaluate_and_save import EvaluateAndSave
@@ -152,7 +153,7 @@ def stop_in_the_last_evaluation(monkeypatch) -> None:
 
     def stopped(self, iteration, learning_rate):
         if iteration == self.config.max_iters:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.watchdog._handle_signal(signal.SIGTERM)
             self.watchdog.check(iteration, at_once=True)
         return evaluate(self, iteration, learning_rate)
 
@@ -177,7 +178,7 @@ def test_a_run_ends_with_its_summary_in_five_lines(start, tmp_path, capfd):
     best, last = record["summary"]["best_val_loss"], record["training_iterations"][-1]["loss"]
     assert found["Best loss"] == f"{best:.4f} (validation), last training loss {last:.4f}"
     assert list(found) == ["Time", "Best loss", "To resume", "To sample", "To plot"]
-    assert shlex.split(found["To sample"]) == ["python", "sample.py", f"--out_dir={tmp_path / 'out'}"]
+    assert shlex.split(found["To sample"]) == [python_name(), "sample.py", f"--out_dir={tmp_path / 'out'}"]
     _, script, path = shlex.split(found["To plot"])
     assert (ROOT / script).is_file() and path == str(next((tmp_path / "out").glob("run_*.json")))
 
@@ -185,7 +186,7 @@ def test_a_run_ends_with_its_summary_in_five_lines(start, tmp_path, capfd):
 def test_the_command_that_resumes_trains_as_far_again(start, run, tmp_path, capfd):
     assert start("--max_iters", "3") == 0
     python, script, *arguments = shlex.split(summary(capfd.readouterr().out)["To resume"])
-    assert (python, script) == ("python", "train.py")
+    assert (python, script) == (python_name(), "train.py")
     assert run(*arguments) == 0
     assert last_run(tmp_path / "out")["training_iterations"][-1]["iter"] == 5
 

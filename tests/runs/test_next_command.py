@@ -10,7 +10,7 @@ from support.helpers import ROOT, last_run, make_dataset
 from support.preparation import prepare_text, small_bpe
 
 import model_builder
-from data.pipeline import next_commands
+from common import processes
 from data.pipeline.meta_file import read_meta
 from data.pipeline.next_commands import CPU, GPU, Device, device_here, fitting, next_lines
 from training.configuration.files_and_flags import load_config
@@ -121,7 +121,7 @@ def test_the_command_goes_to_the_checkout_and_its_python_has_the_packages(tmp_pa
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", "/opt/x/bin/python")
     for found, expected in (("/usr/bin/python", sys.executable), (sys.executable, "python")):
-        monkeypatch.setattr(next_commands.shutil, "which", lambda name, found=found: found)
+        monkeypatch.setattr(processes.shutil, "which", lambda name, found=found: found)
         assert training_command(meta_of(1000), tmp_path).startswith(f"{expected} train.py ")
 
 

@@ -162,7 +162,8 @@ def test_tiktoken_without_files_or_network_says_what_to_do(tmp_path):
     )
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: ")
-    assert "TIKTOKEN_CACHE_DIR" in result.stderr and "Traceback" not in result.stderr
+    assert "TIKTOKEN_CACHE_DIR" in result.stderr and "HTTPS_PROXY" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_an_unknown_tokenizer_is_named():
@@ -370,4 +371,5 @@ def test_shakespeare_without_a_network_says_to_use_input(tmp_path):
     proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     result = run_prepare("shakespeare_char", "--output", tmp_path, env={**os.environ, **proxy})
     assert result.returncode == 2
-    assert "--input FILE" in result.stderr and "Traceback" not in result.stderr
+    assert "--input FILE" in result.stderr and "HTTPS_PROXY" in result.stderr
+    assert "Traceback" not in result.stderr

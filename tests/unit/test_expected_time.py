@@ -46,7 +46,8 @@ def test_a_dry_run_says_how_long_and_for_how_much():
     tokens_per_sec = 0.588 * 989.4e12 / 10_322_706_432
     hours = 1000 * load_config([QWEN3]).tokens_per_iter / tokens_per_sec / 3600
     iterations = re.fullmatch(
-        r"([\d.]+) h, .*: 1,000 iterations at ([\d,]+) tokens/s", found["Expected time"]
+        r"([\d.]+) h for 1,000 iterations at ([\d,]+) tokens/s, evaluations not counted",
+        found["Expected time"],
     )
     assert float(iterations[1]) == pytest.approx(hours, abs=0.06)
     assert float(iterations[2].replace(",", "")) == pytest.approx(tokens_per_sec, rel=1e-4)

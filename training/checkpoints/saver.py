@@ -37,7 +37,7 @@ from training.checkpoints.tensor_files import SUFFIX, Part, write_parts
 from training.checkpoints.train_state import Progress, TrainState
 from training.checkpoints.verification import digest
 from training.configuration.keys import TrainConfig
-from training.process.memory import GB, free_host_bytes
+from training.process.memory import GB, GIB, free_host_bytes
 from training.process.redaction import redact_all, without_logins
 from training.process.run_lock import check_writable
 from training.process.world import gather_objects
@@ -135,9 +135,9 @@ class Saver:
         short = [one for one in gather_objects(mine, self.world) if one[0] + one[1] > one[2]]
         if short:
             log.warning(
-                "async_checkpoint=True needs %.1f GB of host memory besides %.1f GB for the training, and "
-                "%.1f GB are free: training will wait while checkpoints are written",
-                *(size / GB for size in short[0]),
+                "async_checkpoint=True needs %.1f GiB of host memory besides %.1f GiB for the training, and "
+                "%.1f GiB are free: training will wait while checkpoints are written",
+                *(size / GIB for size in short[0]),
             )
         return not short
 

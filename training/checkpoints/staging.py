@@ -67,7 +67,7 @@ def _pin(owner: Staging, memory: torch.Tensor) -> None:
     status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
     if status:
         raise UserError(
-            f"{memory.nbytes / 1e9:.1f} GB of host memory for checkpoints cannot be page-locked (CUDA error "
-            f"{status}); set --async_checkpoint=False"
+            f"{memory.nbytes / 2**30:.1f} GiB of host memory for checkpoints cannot be page-locked (CUDA "
+            f"error {status}); set --async_checkpoint=False"
         )
     weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr())

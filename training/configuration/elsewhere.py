@@ -12,7 +12,6 @@ NANOCHAT, LITGPT, TORCHTITAN = "nanochat", "litgpt", "torchtitan"
 SIZE = "n_layer, n_head and n_embd; python -m tools.plan --arch=qwen3 --size=1e9 prints them for a size"
 # {flag: (program, what it is here)}
 FLAGS = {
-    "start": ("nanoGPT", "--prompt of sample.py"),
     "depth": (NANOCHAT, SIZE),
     "device_batch_size": (NANOCHAT, "batch_size"),
     "total_batch_size": (NANOCHAT, "tokens_per_iter, with batch_size='auto'"),
@@ -32,8 +31,6 @@ FLAGS = {
     "training.seq_len": (TORCHTITAN, "block_size"),
     "training.steps": (TORCHTITAN, "max_iters"),
     "optimizer.lr": (TORCHTITAN, "learning_rate"),
-    "compile.enable": (TORCHTITAN, "compile"),
-    "checkpoint.enable": (TORCHTITAN, "always_save_checkpoint"),
     "parallelism.data_parallel_shard_degree": (TORCHTITAN, "use_fsdp=True, over all processes"),
     "job.config_file": (TORCHTITAN, "the config file alone: python train.py config/FILE.py"),
 }

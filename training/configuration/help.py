@@ -17,12 +17,23 @@ from training.configuration.other_names import ALIASES
 
 HELP_FLAGS = ("--help", "-h")
 INTRODUCTION = """       python train.py --help | grep -A1 WORD
+       complete -o default -W "$(python train.py --help | grep -oE '^  --\\w+=')" -o nospace python
+
+The last of these lets Tab complete keys in bash. What people set first comes first here, then every key.
 
 A config file is Python that sets keys; flags override it. A flag is --key=value or --key value; --key alone
 means True, and only for a boolean. Each key is shown with its default, and then the values that it takes. A
 resume refuses another value of a guarded key, unless --allow_changes names the key.
 Exit status: 0 completed, 1 failed, 2 an error that you can fix, 128 + n stopped by signal n, after saving."""
 
+FIRST = {
+    "what to train": ("arch_preset", "n_layer", "n_head", "n_embd", "dataset", "block_size"),
+    "how long, and what stays": ("max_iters", "eval_interval", "out_dir", "init_from"),
+    "the batch": ("batch_size", "gradient_accumulation_steps", "tokens_per_iter"),
+    "how it learns": ("learning_rate", "warmup_iters", "weight_decay", "dropout"),
+    "where, and how fast": ("device", "dtype", "compile", "use_zero1", "use_fsdp"),
+    "memory, time and cost before a run": ("dry_run", "gpu", "price"),
+}
 SECTION = r"# --- (.+) ---\n +(\w+):"  # a heading in the source of TrainConfig, and its first key
 OTHER_NAMES = "other names of keys"
 
@@ -38,10 +49,14 @@ def print_help(argv: list[str]) -> None:
 
 def help_text() -> str:
     """The usage and every key."""
+    first = [
+        "\n".join([title, *(f"  --{name}={KEYS[name].default}: {KEYS[name].help}" for name in names)])
+        for title, names in FIRST.items()
+    ]
     listed = [
         f"{section}\n{_lines(names)}" for section, names in {**sections(), OTHER_NAMES: [*ALIASES]}.items()
     ]
-    return "\n\n".join([f"{USAGE}\n{INTRODUCTION}", *listed])
+    return "\n\n".join([f"{USAGE}\n{INTRODUCTION}", *first, "--- every key ---", *listed])
 
 
 def _lines(names: list[str]) -> str:

@@ -35,7 +35,7 @@ class TrainConfig:
     max_epochs: float | None = key(
         None, "also end after so many times through the train windows, if max_iters comes later", minimum=0
     )
-    eval_interval: int = key(1000, "iterations between evaluations; 0: never", minimum=0)
+    eval_interval: int = key(1000, "iterations between evaluations; also after the last; 0: never", minimum=0)
     eval_iters: int = key(
         100, "batches of eval_batch_size sequences per split, over all GPUs together", minimum=1
     )
@@ -68,11 +68,7 @@ class TrainConfig:
     seed: int = key(1337, "random seed of weights, data order and dropout", minimum=0, guarded=True)
     dry_run: bool = key(False, "build on the meta device, print the start-up report, and stop")
     gpu: str | None = key(None, "of a dry run: the GPU that it answers for, such as 'H100' or 'A100-40GB'")
-    price: float | None = key(
-        None,
-        "of one GPU for an hour, in any currency: the start-up report says what the run costs",
-        minimum=0,
-    )
+    price: float | None = key(None, "of a GPU for an hour; the start-up report has the cost", minimum=0)
 
     # --- data ---
     dataset: str = key("quickstart", "folder in data/, or a path; 'a:0.7,b:0.3' mixes several", guarded=True)

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.json_file import parse_object, read_json, read_regular
 from common.text import shown
 from data.folders import is_plain_name
-from data.huggingface import first_line, hub_library
+from data.huggingface import hub_library, why_no_download
 from model_config import ModelConfig
 from training.checkpoints.tensor_files import SUFFIX, Part, Place, UnknownDtype, mapped, read_header
 from training.pretrained.architecture import Architecture, read_architecture
@@ -123,8 +123,8 @@ def fetch(weights: Weights) -> None:
 def _not_downloaded(repository: str, error: Exception) -> UserError:
     return UserError(
         f"there is no folder {repository}, and the model {repository} of the Hugging Face hub could not be "
-        f"downloaded {first_line(error)}. The same command goes on where it stopped. If the model asks for a "
-        f"license, accept it at https://huggingface.co/{repository} and run: hf auth login. Without a "
+        f"downloaded {why_no_download(error)}. The same command goes on where it stopped. If the model asks "
+        f"for a license, accept it at https://huggingface.co/{repository} and run: hf auth login. Without a "
         "network, copy the folder here and write --init_weights=hf:FOLDER"
     )
 

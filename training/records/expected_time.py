@@ -58,20 +58,15 @@ def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list
     if peak is None or hardware["peak"]["sparse"]:
         return [("Expected time", "not known, because no dense peak is known")]
     device = hardware["gpu_name"].removesuffix(" (dry run)")
-    parameters = info["model"]["total_params"]
-    speed = expected_speed(config, info["flops"], parameters, device, peak, gpus)
+    speed = expected_speed(config, info["flops"], info["model"]["total_params"], device, peak, gpus)
     seconds = iterations * info["tokens_per_iter"] / speed.tokens_per_sec
+    said = f"{units.duration(seconds)} for {iterations:,} iterations at {speed.tokens_per_sec:,.0f} tokens/s"
     rows = [
-        (
-            "Expected time",
-            f"{units.duration(seconds)}, without evaluations and checkpoints: {iterations:,} iterations at "
-            f"{speed.tokens_per_sec:,.0f} tokens/s",
-        ),
+        ("Expected time", f"{said}, evaluations not counted"),
         ("  from an MFU of", f"{speed.mfu_percent:.1f} % by v3 ({speed.source})"),
     ]
     if config.price is not None:
         hours = gpus * seconds / 3600
-        rows.append(
-            ("Expected cost", f"{config.price * hours:,.2f}: {hours:,.2f} GPU-hours at {config.price:g} each")
-        )
+        cost = f"{config.price * hours:,.2f}: {hours:,.2f} GPU-hours at {config.price:g} each"
+        rows.append(("Expected cost", cost))
     return rows

@@ -6,11 +6,12 @@ import shlex
 from datetime import datetime
 
 from common import units
+from common.processes import python_name
 from training.configuration.keys import TrainConfig
 from training.process.launch import is_launched, machine_number, machine_size
 from training.records.rows import Logger
 
-NO_CHECKPOINT = "no checkpoint was saved"
+NO_CHECKPOINT, NO_RECORD = "no checkpoint was saved", "no record was saved (save_log_to_json=False)"
 
 
 def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[str, str]:
@@ -19,25 +20,19 @@ def summary_of(logger: Logger, has_checkpoint: bool, argv: list[str]) -> dict[st
     assert record is not None
     attempt, mfu = record.this_attempt, summary["mfu_percent"]
     began, ended = (datetime.fromisoformat(attempt[name]) for name in ("start_time", "end_time"))
-    iterations = logger.logged - logger.start
     best, last = summary["best_val_loss"], summary["final_loss"]
-    losses = [f"{best:.4f} (validation)"] if best is not None else ["not evaluated"]
-    losses += [f"last training loss {last:.4f}"] if last is not None else []
-    time = f"{units.duration((ended - began).total_seconds())} for {iterations:,} iterations"
     speed = f"{mfu['median']:.2f} %" if mfu else "n/a"
-    commands = {
-        "To resume": (resume_command(argv, logger.logged, config), has_checkpoint, NO_CHECKPOINT),
-        "To sample": (f"python sample.py {_flag('out_dir', config.out_dir)}", has_checkpoint, NO_CHECKPOINT),
-        "To plot": (
-            f"python plots/plot_single_run.py {shlex.quote(str(record.path))}",
-            config.save_log_to_json,
-            "no record was saved (save_log_to_json=False)",
-        ),
-    }
+    losses = "not evaluated" if best is None else f"{best:.4f} (validation)"
+    plot = shlex.join([python_name(), "plots/plot_single_run.py", str(record.path)])
+    sample = shlex.join([python_name(), "sample.py", f"--out_dir={config.out_dir}"])
+    resume = resume_command(argv, logger.logged, config)
     return {
-        "Time": f"{time}; median MFU {speed}",
-        "Best loss": ", ".join(losses),
-        **{name: command if possible else why for name, (command, possible, why) in commands.items()},
+        "Time": f"{units.duration((ended - began).total_seconds())} for {logger.logged - logger.start:,} "
+        f"iterations; median MFU {speed}",
+        "Best loss": losses + (f", last training loss {last:.4f}" if last is not None else ""),
+        "To resume": resume if has_checkpoint else NO_CHECKPOINT,
+        "To sample": sample if has_checkpoint else NO_CHECKPOINT,
+        "To plot": plot if config.save_log_to_json else NO_RECORD,
     }
 
 
@@ -61,10 +56,6 @@ def resume_command(argv: list[str], done: int, config: TrainConfig) -> str:
 def _launcher() -> list[str]:
     machines = machine_number()[1]
     if not is_launched():
-        return ["python"]
+        return [python_name()]
     where = ["--standalone"] if machines == 1 else [f"--nnodes={machines}", "..."]
     return ["torchrun", *where, f"--nproc_per_node={machine_size()}"]
-
-
-def _flag(name: str, value: str) -> str:
-    return shlex.quote(f"--{name}={value}")
