@@ -65,7 +65,10 @@ def test_what_is_not_measured_is_called_an_assumption():
     small = said(1, "--gpu=H100", "--n_layer=2", "--n_embd=512", "--d_ff=1024", "--vocab_size=50304")
     assert "assumed" in small["from an MFU of"], "a small model reaches less than a large one"
     assert "assumed" in said(1, "--gpu=H100", "--low_precision=fp8_delayed")["from an MFU of"]
-    assert said()["Expected time"] == "not known, because no dense peak is known"
+    for flags in ((), ("--gpu=H100", "--use_sparse_specs=True", "--price=2")):
+        found = said(1, *flags)
+        assert found["Expected time"] == "not known without a dense peak; state one: --peak_tflops"
+        assert "Expected cost" not in found
 
 
 def test_eight_gpus_cost_as_much_as_one_and_take_an_eighth_of_the_time():

@@ -56,7 +56,7 @@ def expected_rows(config: TrainConfig, info: dict[str, Any], start: int) -> list
         return []
     peak, gpus = hardware["peak"]["tflops_per_gpu"], hardware["num_gpus"]
     if peak is None or hardware["peak"]["sparse"]:
-        return [("Expected time", "not known, because no dense peak is known")]
+        return [("Expected time", "not known without a dense peak; state one: --peak_tflops")]
     device = hardware["gpu_name"].removesuffix(" (dry run)")
     speed = expected_speed(config, info["flops"], info["model"]["total_params"], device, peak, gpus)
     seconds = iterations * info["tokens_per_iter"] / speed.tokens_per_sec
