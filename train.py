@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
     rank, _, world_size = launch_info()
     # the watchdog handles signals, failed ranks and hanging ranks; the lock refuses a second run in out_dir
     with Watchdog() as watchdog:
-        config = watchdog.config = load_run_config(argv, world_size)
+        config = watchdog.config = load_run_config(argv, world_size, needs_dataset=True)
         check_launch(config)
         if config.dry_run:
             lines = dry_run(config, world_size)

@@ -130,11 +130,14 @@ def require_data(config: TrainConfig, sealed: str) -> None:
 def findings(old: dict[str, Any], new: dict[str, Any]) -> list[Finding]:
     """The comparisons of the sealed record with the new one."""
     flops = [one["startup_info"]["flops"] for one in (old, new)]
+    # not those where an earlier attempt ended, which a run in one piece does not make
+    every, steps = old["config"]["eval_interval"], old["eval_steps"]
+    steps = [one for one in steps if one is steps[-1] or not (every and one["iter"] % every)]
     counts = " and now ".join(f"{one['flops_per_token']:,}" for one in flops)
     return [
         ("FLOPs/token", flops[0]["totals"] == flops[1]["totals"], f"{counts}, and by all formulas"),
         _losses("losses", old["training_iterations"], new["training_iterations"], "loss"),
-        _losses("evaluations", old["eval_steps"], new["eval_steps"], "val_loss"),
+        _losses("evaluations", steps, new["eval_steps"], "val_loss"),
         _speed(old, new),
     ]
 

@@ -7,6 +7,7 @@ import pytest
 from support.helpers import ROOT, TINY, write_config
 
 import sample
+import train
 from common.errors import UserError
 from training.checkpoints.folder import find_checkpoint
 from training.configuration.elsewhere import FLAGS, check_total
@@ -69,9 +70,9 @@ def test_no_config_of_ours_is_taken_for_another_programs(path):
 def test_a_config_that_states_no_dataset_trains_on_none(config, tmp_path):
     path = config("", "")
     with pytest.raises(UserError, match="no dataset is stated; add --dataset=NAME"):
-        load_run_config([path])
-    assert load_run_config([path, "--dry_run=True"]).dry_run
-    assert load_run_config([path, "--dataset=quickstart"]).dataset == "quickstart"
+        train.main([path])
+    assert load_run_config([path, "--dry_run=True"], needs_dataset=True).dry_run
+    assert load_run_config([path, "--dataset=quickstart"], needs_dataset=True).dataset == "quickstart"
 
 
 @pytest.mark.parametrize("value", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])

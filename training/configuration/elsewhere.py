@@ -24,8 +24,6 @@ FLAGS = {
     "train.max_tokens": (LITGPT, "max_iters, in iterations of tokens_per_iter"),
     "train.max_seq_length": (LITGPT, "block_size"),
     "model_name": (LITGPT, "a file of config/, or arch_preset with " + SIZE),
-    "tokenizer_dir": (LITGPT, "the preparation's --tokenizer; train.py reads token ids"),
-    "devices": (LITGPT, "torchrun --standalone --nproc_per_node=N train.py ..."),
     "training.local_batch_size": (TORCHTITAN, "batch_size"),
     "training.global_batch_size": (TORCHTITAN, "tokens_per_iter, in tokens, with batch_size='auto'"),
     "training.seq_len": (TORCHTITAN, "block_size"),

@@ -60,10 +60,10 @@ def unknown_setting(name: str, where: str) -> UserError:
     """The error about a name that is no key, with the nearest key."""
     if name in REMOVED_KEYS:
         return UserError(f"{name} in {where} was removed: {REMOVED_KEYS[name].instead}; leave it out")
-    hint = (
-        flag_hint(name) or did_you_mean(name, [*KEYS, *ALIASES]) or "; python train.py --help lists every key"
+    hint = flag_hint(name) or did_you_mean(name, [*KEYS, *ALIASES])
+    return UserError(
+        f"unknown setting {shown(name)} in {where}{hint or '; python train.py --help lists every key'}"
     )
-    return UserError(f"unknown setting {shown(name)} in {where}{hint}")
 
 
 def place(name: str) -> str:

@@ -20,17 +20,16 @@ from training.pretrained.architecture import FAMILIES, Architecture
 from training.pretrained.folder import CONFIG, locate
 
 
-def load_run_config(argv: list[str], world_size: int = 1) -> TrainConfig:
-    """load_config() for a run, which may have init_weights. Raises UserError."""
+def load_run_config(argv: list[str], world_size: int = 1, needs_dataset: bool = False) -> TrainConfig:
+    """load_config() of a run, which may have init_weights and may have to state dataset. Raises UserError."""
     settings = read_settings(argv)
     values = settings.values
-    if "dataset" not in values and not values.get("dry_run"):
+    if needs_dataset and "dataset" not in values and not values.get("dry_run"):
         raise UserError(
             "no dataset is stated; add --dataset=NAME, of a folder in data/ (docs/data.md), or "
             "--dataset=quickstart, which is the text of Python's own library"
         )
-    if "gradient_accumulation_steps" in values:
-        steps = "gradient_accumulation_steps"
+    if (steps := "gradient_accumulation_steps") in values:
         check_total(values[steps], settings.places[steps], world_size)
     if values.get("init_weights") is not None:
         keys = _saved_keys(values)
